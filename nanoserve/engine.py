@@ -1,98 +1,13 @@
 """Engine: the loop intake -> schedule -> submit -> collect -> output, and nothing else."""
 
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
-from functools import reduce
-from operator import add
+from collections.abc import Sequence as SequenceOf
 
 from nanoserve.errors import RuntimeFailure, UsageError, WorkersFailed
+from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.record.recorder import Recorder
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """What one engine, or several together, hold at a moment and have done so far."""
-
-    layouts: tuple[int, ...]
-    """Number of each engine's current parallel layout."""
-    changing: tuple[bool, ...]
-    """Whether each engine is leaving its layout: its devices are being emptied, or are changing."""
-    running: int
-    on_host: int
-    waiting: int
-    """Sequences that hold KV blocks on the device, in host memory, and that hold none."""
-    free_blocks: int
-    total_blocks: int
-    """KV blocks on the device."""
-    free_host_blocks: int
-    total_host_blocks: int
-    """KV blocks in host memory."""
-    prompt_tokens: int
-    """Prompt tokens of requests that have their first token."""
-    output_tokens: int
-    """Tokens sampled for all samples."""
-    preemptions: int
-    steps: int
-    transitions: int
-    """Preemptions, steps and changes of the layout so far."""
-    losses: int
-    """How often workers died and were restarted."""
-    host_losses: int
-    """How often attention on the CPU was lost, and its sequences computed again."""
-
-    @classmethod
-    def together(cls, statuses: Iterable["EngineStatus"]) -> "EngineStatus":
-        """Add up the counts, and concatenate the tuples, of at least one engine."""
-        return cls(*(reduce(add, column) for column in zip(*map(astuple, statuses), strict=True)))
-
-
-@dataclass(slots=True)
-class _Unended:
-    """An unfinished request: its tokens, its unfinished samples, and whether any sample has begun."""
-
-    tokens: int
-    samples: int
-    answered: bool = False
-
-
-class TokenCounts:
-    """Tokens of an engine's requests."""
-
-    def __init__(self) -> None:
-        self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
-        self.prompts = 0  # prompt tokens of requests that have their first token
-        self.outputs = 0  # all that were sampled
-        self._unended: dict[str, _Unended] = {}
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._unended
-
-    def on_request(self, request: Request) -> None:
-        """A request has come."""
-        self._unended[request.request_id] = _Unended(len(request.prompt), request.params.n)
-        self.outstanding += len(request.prompt)
-
-    def on_updates(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """Count what sequences gained at one moment, each at most once; returns the same updates."""
-        unended, sampled = self._unended, 0
-        for update in updates:
-            request, gained = unended[update.request_id], len(update.new_tokens)
-            if gained and not request.answered:
-                request.answered = True
-                self.prompts += len(update.sequence.request.prompt)
-            request.tokens += gained
-            sampled += gained
-            if update.sequence.finish_reason is not None:
-                request.samples -= 1
-                if not request.samples:
-                    self.outstanding -= request.tokens
-                    del unended[update.request_id]
-        self.outputs += sampled
-        self.outstanding += sampled
-        return updates
 
 
 class Engine:
@@ -113,22 +28,13 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
-        self.tokens = TokenCounts()  # token counts of this engine's requests
-        self.losses = 0  # how often the executor's workers died and new ones were started
-        self._recorder = Recorder(scheduler, executor) if scheduler.predictors else None
+        self.recorder = Recorder(scheduler, executor)  # counts, and shows this engine to observers
         self.failure: str | None = None  # why the executor runs nothing any more; None while it does
 
     @property
-    def recorder(self) -> Recorder:
-        """What shows this engine to observers. From the first call on it stands before the executor."""
-        if self._recorder is None:
-            self._recorder = Recorder(self.scheduler, self.executor)
-        return self._recorder
-
-    @property
-    def _runs(self) -> Executor | Recorder:
-        """The executor, or the recorder before it, to which plans go."""
-        return self.executor if self._recorder is None else self._recorder
+    def losses(self) -> int:
+        """How often the executor's workers died and new ones were started."""
+        return self.recorder.losses
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -148,29 +54,15 @@ class Engine:
     @property
     def status(self) -> EngineStatus:
         """A snapshot of what the engine holds and has done."""
-        scheduler = self.scheduler
-        return EngineStatus(
-            layouts=(scheduler.layout,),
-            changing=(scheduler.layouts.changing,),
-            running=len(scheduler.running),
-            on_host=len(scheduler.on_host),
-            waiting=len(scheduler.waiting),
-            free_blocks=scheduler.pool.free_blocks,
-            total_blocks=scheduler.pool.num_blocks,
-            free_host_blocks=scheduler.host_pool.free_blocks,
-            total_host_blocks=scheduler.host_pool.num_blocks,
-            prompt_tokens=self.tokens.prompts,
-            output_tokens=self.tokens.outputs,
-            preemptions=scheduler.preemptions,
-            steps=scheduler.steps,
-            transitions=scheduler.transitions,
-            losses=self.losses,
-            host_losses=scheduler.host_losses,
-        )
+        return self.recorder.status
+
+    def take_steps(self) -> list[RecentStep]:
+        """The steps that have ended since the last call, at most the last `RECENT_STEPS`."""
+        return self.recorder.take_steps()
 
     def now(self) -> float:
         """Seconds on the executor's clock."""
-        return self._runs.now()
+        return self.recorder.now()
 
     def add(self, request: Request) -> None:
         """Take a request in; it runs from the next step on.
@@ -189,18 +81,16 @@ class Engine:
                 outside = next(token for token in tokens if not 0 <= token < self.vocab_size)
                 raise UsageError(f"{name}: token id {outside} is not in the vocabulary of {self.vocab_size}")
         self.scheduler.add(request)
-        self.tokens.on_request(request)
-        if self._recorder is not None:
-            self._recorder.on_request(request)
+        self.recorder.on_request(request)
 
     def stop(
         self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, from outside: an abort, or a stop string seen in the text."""
-        if self._recorder is not None:
-            self._recorder.on_stop(request_id, index, reason)
+        self.recorder.on_stop(request_id, index, reason)
         updates = self.scheduler.stop(request_id, self.now(), index=index, reason=reason)
-        return self._tell(self.tokens.on_updates(updates))
+        self.recorder.on_updates(updates)
+        return updates
 
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
         """Submit as many plans as may be in flight, then take in what has become known.
@@ -218,16 +108,16 @@ class Engine:
     def submit(self) -> list[SequenceUpdate]:
         """The first half of a step; returns what has ended because nothing can be submitted."""
         if self.failure is not None:
-            return self._tell(self._fail(WorkersFailed(self.failure)))
-        scheduler, runs = self.scheduler, self._runs
+            return self._fail(WorkersFailed(self.failure))
+        scheduler, recorder = self.scheduler, self.recorder
         try:
             while scheduler.has_work and scheduler.steps_in_flight < self.executor.max_in_flight:
-                plan = scheduler.schedule(runs.now())
+                plan = scheduler.schedule(recorder.now())
                 if plan is None:
                     break
-                runs.submit(plan)
+                recorder.submit(plan)
         except RuntimeFailure as error:
-            return self._tell(self._fail(error))
+            return self._fail(error)
         return []
 
     def collect(self, until: float | None = None) -> list[SequenceUpdate]:
@@ -235,29 +125,30 @@ class Engine:
         updates: list[SequenceUpdate] = []
         if self.failure is not None:
             return updates
+        recorder = self.recorder
         try:
             if self.scheduler.awaits_results or (until is not None and not self.has_work):
-                runs = self._runs
-                for result in runs.collect(until):
-                    self.losses += result.lost is not None
-                    updates += self.tokens.on_updates(self.scheduler.apply(result, runs.now()))
+                for result in recorder.collect(until):
+                    updates += self.scheduler.apply(result, recorder.now())
         except RuntimeFailure as error:
-            updates += self._fail(error)
-        return self._tell(updates)
-
-    def _tell(self, updates: list[SequenceUpdate]) -> list[SequenceUpdate]:
-        """Show observers of this engine what sequences gained."""
-        if self._recorder is not None:
-            self._recorder.on_updates(updates)
+            return self._fail(error, updates)
+        recorder.on_updates(updates)
         return updates
 
-    def _fail(self, error: RuntimeFailure) -> list[SequenceUpdate]:
-        """End what is in flight with an error, or all sequences if the workers are gone."""
+    def _fail(self, error: RuntimeFailure, updates: SequenceOf[SequenceUpdate] = ()) -> list[SequenceUpdate]:
+        """End what is in flight with an error, or all sequences if the workers are gone.
+
+        Args:
+            updates: what sequences gained before.
+        """
         if isinstance(error, WorkersFailed):
             self.failure = str(error)
-            return self.tokens.on_updates(self.scheduler.fail_all(self.failure, self.now()))
-        return self.tokens.on_updates(self.scheduler.fail_steps(str(error), self.now()))
+            failed = self.scheduler.fail_all(self.failure, self.now())
+        else:
+            failed = self.scheduler.fail_steps(str(error), self.now())
+        self.recorder.on_updates(known := [*updates, *failed])
+        return known
 
     def close(self) -> None:
         """Close the executor."""
-        self._runs.close()
+        self.recorder.close()

@@ -27,6 +27,12 @@ class ModelError(NanoserveError):
     exit_code = 3
 
 
+def error_of(exit_code: int, message: str) -> NanoserveError:
+    """The error that another process reported with the exit code of its class."""
+    kinds = {kind.exit_code: kind for kind in (RuntimeFailure, UsageError, ModelError)}
+    return kinds.get(exit_code, RuntimeFailure)(message)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; empty if it has none."""
     return (str(error).strip().splitlines() or [""])[0]

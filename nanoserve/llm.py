@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from nanoserve.assembly import build_engine
 from nanoserve.dispatcher import Dispatcher
-from nanoserve.engine import Engine, EngineStatus
+from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
@@ -18,6 +18,7 @@ from nanoserve.models.hub import resolve_model
 from nanoserve.outputs import RequestTracker
 from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.interrupts import deferred_interrupts
+from nanoserve.record.counters import EngineStatus
 from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams, SequenceUpdate
 from nanoserve.text.tokenizer import check_vocabulary, load_tokenizer
 

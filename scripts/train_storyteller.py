@@ -271,8 +271,8 @@ def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, every: int 
     """Validation loss: the sum of all pieces' token losses over the sum of their UTF-8 bytes.
 
     The text is cut by `split_validation_stories`; each piece is read from a start token on, in windows of LONG_ROW
-    tokens that start without their predecessor's context. `every` takes only one piece in so many,
-    from all over the file: its beginning alone is easier than the rest.
+    tokens that start without their predecessor's context. With `every`, only each n-th piece
+    is read, from all over the file: its beginning alone is easier than the rest.
     """
     total_nats: float = 0.0
     total_bytes: int = 0

@@ -30,7 +30,7 @@ FLOORS: dict[str, set[str]] = {
     "engine_config": {"errors", "processes", "layout", "scheduler"},
     "record": {"errors", "layout", "request", "measures", "costs", "scheduler"},
     "engine": {"errors", "request", "config", "kv", "scheduler", "record"},
-    "dispatcher": {"errors", "request", "engine"},
+    "dispatcher": {"errors", "request", "record", "engine"},
     "simulator": {
         *("errors", "request", "config", "engine_config", "measures", "kv", "costs", "scheduler", "record", "engine"),
         "dispatcher",
@@ -54,7 +54,7 @@ FLOORS: dict[str, set[str]] = {
         *("runtime", "dispatcher", "measures", "triton_ops", "engine_config"),
     },
     "server": {
-        *("errors", "processes", "config", "request", "scheduler", "engine", "dispatcher", "text", "grammar"),
+        *("errors", "processes", "config", "request", "scheduler", "record", "engine", "dispatcher", "text", "grammar"),
         *("outputs", "models", "assembly", "engine_config"),
     },
     "triton_ops": set(),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.processes.temporary import choose_directory, make_directory
-from nanoserve.processes.watchdog import read_line
+from nanoserve.processes.watchdog import ParentWatchdog
 
 
 @pytest.fixture
@@ -25,6 +25,6 @@ def test_a_child_that_was_told_nothing_removes_the_directory(chosen: Path, said:
     os.write(writer, said)
     os.close(writer)
     with pytest.raises(SystemExit) as ended:
-        read_line(reader, chosen)
+        ParentWatchdog(reader, reader, chosen).read_line()
     os.close(reader)
     assert ended.value.code == 0 and list(chosen.parent.iterdir()) == []

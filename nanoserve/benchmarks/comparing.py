@@ -4,7 +4,7 @@ No torch.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -33,19 +33,6 @@ class Round(Bracketed, frozen=True, kw_only=True):
     same_tokens: dict[str, float]
 
 
-class PeerRatio(msgspec.Struct, frozen=True):
-    """Ours over a peer's, in the rounds of one case and one bandwidth state."""
-
-    case: str
-    peer: str
-    metric: str
-    state: str
-    rounds: int
-    median: float
-    low: float
-    high: float
-
-
 def run_rounds(
     case: BatchCase,
     peers: Sequence[Peer],
@@ -63,40 +50,36 @@ def run_rounds(
         peer.run(_batch(case, vocab_size, seed=0))
 
     def one_round(number: int) -> Round:
-        order = rotated(peers, number - 1)
-        return _one_round(case, order, number, _batch(case, vocab_size, seed=number), probe, foreign)
+        batch, before = _batch(case, vocab_size, seed=number), probe() / GIGA
+        engines: dict[str, EngineRound] = {}
+        answers: dict[str, tuple[tuple[int, ...], ...]] = {}
+        for peer in rotated(peers, number - 1):
+            foreign.read()
+            result = peer.run(batch)
+            load, ttft = foreign.read(), max(timing.ttft for timing in result.timings)
+            engines[peer.name] = EngineRound(BatchRates.of(result.timings), ttft, load)
+            answers[peer.name] = result.tokens
+        return Round(
+            case=case.name,
+            number=number,
+            bandwidth_before=before,
+            bandwidth_after=probe() / GIGA,
+            foreign_cores=_most(engines.values()),
+            engines=engines,
+            same_tokens=_agreement(answers),
+        )
 
     return until_enough_count(one_round, rounds)
+
+
+def _most(engines: Iterable[EngineRound]) -> float | None:
+    """The most cores that others kept busy beside any of these."""
+    return max((engine.foreign_cores for engine in engines if engine.foreign_cores is not None), default=None)
 
 
 def _batch(case: BatchCase, vocab_size: int, seed: int) -> Batch:
     prompts = random_prompts([case.input_tokens] * case.batch, vocab_size, seed)
     return Batch(tuple(prompts), case.output_tokens)
-
-
-def _one_round(
-    case: BatchCase, peers: Sequence[Peer], number: int, batch: Batch, probe: Callable[[], float], foreign: ForeignLoad
-) -> Round:
-    before = probe() / GIGA
-    engines: dict[str, EngineRound] = {}
-    answers: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for peer in peers:
-        foreign.read()
-        result = peer.run(batch)
-        load = foreign.read()
-        rates = BatchRates.of(result.timings)
-        engines[peer.name] = EngineRound(rates, max(timing.ttft for timing in result.timings), load)
-        answers[peer.name] = result.tokens
-    loads = [engine.foreign_cores for engine in engines.values() if engine.foreign_cores is not None]
-    return Round(
-        case=case.name,
-        number=number,
-        bandwidth_before=before,
-        bandwidth_after=probe() / GIGA,
-        foreign_cores=max(loads, default=None),
-        engines=engines,
-        same_tokens=_agreement(answers),
-    )
 
 
 def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, float]:
@@ -111,16 +94,17 @@ def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, flo
     }
 
 
-def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[PeerRatio]:
+def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[dict[str, Any]]:
     """Medians and extremes of ours over theirs, for every case, peer, metric and bandwidth state."""
     values: dict[tuple[str, str, str, str], list[float]] = {}
     for done, state in in_states(rounds):
         for (peer, metric), ratio in _ratios_within(done, ours).items():
             values.setdefault((done.case, peer, metric, state), []).append(ratio)
-    return [
-        PeerRatio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
-        for key, found in values.items()
-    ]
+    rows = []
+    for (case, peer, metric, state), found in values.items():
+        spread = {"rounds": len(found), "median": statistics.median(found), "low": min(found), "high": max(found)}
+        rows.append({"case": case, "peer": peer, "metric": metric, "state": state, **spread})
+    return rows
 
 
 def samples(rounds: Sequence[Round], ours: str = "nanoserve") -> dict[str, dict[str, list[float]]]:
@@ -152,7 +136,6 @@ def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     rows = []
     for (case, state, name), engines in groups.items():
         decodes = [engine.rates.decode for engine in engines if engine.rates.decode is not None]
-        loads = [engine.foreign_cores for engine in engines if engine.foreign_cores is not None]
         rows.append(
             {
                 "case": case,
@@ -163,7 +146,7 @@ def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
                 "prefill": statistics.median(engine.rates.prefill for engine in engines),
                 "decode": statistics.median(decodes) if decodes else None,
                 "output": statistics.median(engine.rates.output for engine in engines),
-                "foreign_cores": max(loads, default=None),
+                "foreign_cores": _most(engines),
             }
         )
     return rows

@@ -100,10 +100,9 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
     share the work as torch has here, and waited for. Beside it the operator that this thread calls, called directly.
     """
     shape, call = _decode_call(batch, context, dtype)
-    fused = torch.randn(batch, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim).to(
-        dtype
-    )  # as a layer gives it
-    query, key, value = fused.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    fused = torch.randn(batch, heads + 2 * kv_heads, shape.head_dim).to(dtype)  # as a layer's projection gives them
+    query, key, value = fused[:, :heads], fused[:, heads:-kv_heads], fused[:, -kv_heads:]
     slots = call.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
     cache_write(key, value, call.key_cache, call.value_cache, slots)
     keys, values = zip(*_copies(torch.stack((call.key_cache, call.value_cache))), strict=True)

@@ -80,12 +80,12 @@ def read_report(path: Path, *, schema: str = SCHEMA, content: str = "a report of
         UsageError: if the file is not one.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
-    is_it = isinstance(document, dict) and document.get("schema") == schema
-    if not is_it or (schema == SCHEMA and not isinstance(document.get("rows"), list)):
+    found: dict[str, Any] = document if isinstance(document, dict) else {}
+    if found.get("schema") != schema or (schema == SCHEMA and not isinstance(found.get("rows"), list)):
         raise UsageError(f"{path} is not {content} ({schema})")
-    return document
+    return found

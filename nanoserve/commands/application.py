@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from collections.abc import Callable
 from importlib import import_module
 from typing import Annotated, Any, ClassVar
 
@@ -98,6 +99,8 @@ class _LazyGroup(TyperGroup):
 
     def load(self, name: str) -> Any:
         """The command as the parser takes it."""
+        if name == "bench":
+            return _group(_bench, name=name, cls=_Benchmarks, help=BENCH_HELP, add_completion=False)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
             run = import_module(f"{self.module}{name}").run
         typed = typer.Typer(add_completion=False, **_SETTINGS)
@@ -106,27 +109,22 @@ class _LazyGroup(TyperGroup):
 
 
 class _Benchmarks(_LazyGroup):
-    module = "nanoserve.commands.bench_"
-    summaries = BENCHMARKS
+    module, summaries = "nanoserve.commands.bench_", BENCHMARKS
 
 
 class _Commands(_LazyGroup):
-    module = "nanoserve.commands."
-    summaries = COMMANDS
-
-    def load(self, name: str) -> Any:
-        if name != "bench":
-            return super().load(name)
-        typed = typer.Typer(name=name, cls=_Benchmarks, help=BENCH_HELP, add_completion=False, **_SETTINGS)
-        typed.callback(invoke_without_command=True)(_bench)
-        return typer.main.get_command(typed)
+    module, summaries = "nanoserve.commands.", COMMANDS
 
 
-def application() -> typer.Typer:
-    """The commands as typer knows them; parsing yields an Action (see options.prepared)."""
-    typed = typer.Typer(name="nanoserve", cls=_Commands, help=HELP, **_SETTINGS)
-    typed.callback(invoke_without_command=True)(_top_level)
-    return typed
+def application() -> Any:
+    """All commands as the parser takes them; parsing yields an Action (see options.prepared)."""
+    return _group(_top_level, name="nanoserve", cls=_Commands, help=HELP)
+
+
+def _group(callback: Callable[..., Any], **settings: Any) -> Any:
+    typed = typer.Typer(**settings, **_SETTINGS)
+    typed.callback(invoke_without_command=True)(callback)
+    return typer.main.get_command(typed)
 
 
 def _top_level(

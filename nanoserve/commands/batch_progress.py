@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal
-from nanoserve.engine import EngineStatus
 from nanoserve.layout import ParallelLayout
+from nanoserve.record.counters import EngineStatus
 from nanoserve.request import SequenceUpdate
 
 _MOVING = -1

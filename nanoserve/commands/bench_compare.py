@@ -171,7 +171,7 @@ def _measure(
 
 def _show(report: Report, options: ResultOptions) -> None:
     done = [msgspec.convert(row["round"], Round) for row in report.rows]
-    summary, compared = summarize(done), [msgspec.to_builtins(ratio) for ratio in ratios(done)]
+    summary, compared = summarize(done), ratios(done)
     report.put("summary", summary)
     report.put("ratios", compared)
     report.put("samples", samples(done))

@@ -1,6 +1,6 @@
 """``nanoserve bench gpu``: correctness, kernels and engine on one GPU, against what the same run measures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from nanoserve.benchmarks.gpu.markdown import to_markdown
@@ -56,8 +56,14 @@ def run(options: GpuOptions) -> int | None:
     budgets = {**BUDGETS, **_budgets(options.budget, tuple(BUDGETS))}
     prepare_threads()
     if not options.dry_run:
-        _check_gpu()
-    together = _measured(options.out, parts, budgets, dry_run=options.dry_run)
+        with deferred_interrupts():  # torch goes on half imported, and fails later in its own words
+            from nanoserve.benchmarks.gpu.setting import check_gpu
+        check_gpu()
+    make_directory(options.out)
+    try:
+        together = run_parts(options.out, parts, budgets, dry_run=options.dry_run)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{options.out} keeps what was measured; the same command goes on there") from None
     if together is None:
         remark(f"the new table is {options.out / TUNED_FILE}: it takes the place of triton_ops/gpu/{TUNED_FILE}")
         return None
@@ -66,21 +72,6 @@ def run(options: GpuOptions) -> int | None:
     remark(f"all of it is in {together}")
     rows = results["parts"].get("correctness", {}).get("rows", ())
     return EXIT_FAILURE if any(row.get("ok") is False or "error" in row for row in rows) else None
-
-
-def _measured(out: Path, parts: Sequence[str], budgets: Mapping[str, float], *, dry_run: bool) -> Path | None:
-    """The file with all results, once there are any; None if a new table of configurations was the aim."""
-    make_directory(out)
-    try:
-        return run_parts(out, parts, budgets, dry_run=dry_run)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{out} keeps what was measured; the same command goes on there") from None
-
-
-def _check_gpu() -> None:
-    with deferred_interrupts():  # torch goes on half imported, and fails later in its own words
-        from nanoserve.benchmarks.gpu.setting import check_gpu
-    check_gpu()
 
 
 def _chosen(names: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions, kept, m
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.measures.charts import check_plotting, draw
-from nanoserve.papers.framework import Finding, Paper, PaperFigure, Scale, load_paper
+from nanoserve.papers.framework import Finding, Paper, Scale, load_paper
 from nanoserve.papers.running import Runner
 
 _CLAIM_COLUMNS = [
@@ -63,15 +63,11 @@ def run(options: PaperOptions) -> None:
     ):
         for one in figures:
             found = findings[one.number] = one.make(scale, runner.run)
-            _keep(report, one, found)
+            report.put(f"figure {one.number}", {"title": one.title, "rows": found.rows, "chart": found.chart})
+            for claim in found.claims:
+                report.add({"case": f"{claim.figure}: {claim.says}", **claim.row()})
             if options.plot is not None and found.chart is not None:
                 draw(found.chart, options.plot / f"{options.name}-{one.number}.png")
-
-
-def _keep(report: Report, figure: PaperFigure, found: Finding) -> None:
-    report.put(f"figure {figure.number}", {"title": figure.title, "rows": found.rows, "chart": found.chart})
-    for claim in found.claims:
-        report.add({"case": f"{claim.figure}: {claim.says}", **claim.row()})
 
 
 def _show(report: Report, paper: Paper, findings: Mapping[str, Finding]) -> None:

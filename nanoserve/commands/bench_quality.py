@@ -85,12 +85,11 @@ def run(options: QualityOptions) -> None:
 def _readers(llm: "nanoserve.LLM", engine: EngineOptions, *, with_reference: bool) -> list[Reader]:
     from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name
 
-    readers: list[Reader] = [NanoserveReader(llm)]
-    if with_reference:
-        dtype = dtype_name(engine.dtype, llm.config)
-        directory = checkpoint_directory(resolve_model(engine.model, offline=engine.offline), dtype)
-        readers.append(TransformersReader(directory, dtype, llm.end_tokens))
-    return readers
+    if not with_reference:
+        return [NanoserveReader(llm)]
+    dtype = dtype_name(engine.dtype, llm.config)
+    directory = checkpoint_directory(resolve_model(engine.model, offline=engine.offline), dtype)
+    return [NanoserveReader(llm), TransformersReader(directory, dtype, llm.end_tokens)]
 
 
 def _measure_perplexity(

@@ -20,8 +20,8 @@ from nanoserve.request import SamplingParams
 from nanoserve.text.reasoning import Part, ReasoningSplitter
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
-CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop")
-CHANGEABLE += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)
 """What ``/set`` knows."""
 
 Steps = Callable[[Iterator[AnswerDelta]], Iterator[AnswerDelta]]

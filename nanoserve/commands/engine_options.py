@@ -96,14 +96,9 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
 
     def flags(self) -> list[str]:
         """All options of the engine as they are typed, so that environment variables have no effect on a child."""
-        words = []
-        for field in self._declared():
-            flag, value = flag_of(field.name), getattr(self, field.name)
-            if value is True:
-                words.append(flag)
-            elif value is not None and value is not False:
-                words += [flag, str(value)]
-        return words
+        values = {flag_of(field.name): getattr(self, field.name) for field in self._declared()}
+        given = {flag: value for flag, value in values.items() if value is not None and value is not False}
+        return [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
 
     def without_effect_on_servers(self) -> list[str]:
         """The given flags that have no effect on a server which runs already.

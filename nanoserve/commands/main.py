@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-import typer
-
 from nanoserve.commands.application import application
 from nanoserve.commands.failures import EXIT_INTERRUPTED, EXIT_OK, guarded
 from nanoserve.entry import interrupted
@@ -35,9 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse_and_act(words: list[str]) -> int:
     if signal.getsignal(signal.SIGINT) is interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on `guarded` says it
-    command = typer.main.get_command(application())
     try:
-        parsed: Any = command.main(args=words, prog_name="nanoserve", standalone_mode=False)
+        parsed: Any = application().main(args=words, prog_name="nanoserve", standalone_mode=False)
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # the parser's answer to ``--help | head``; ours is another
             raise error.__context__ from None

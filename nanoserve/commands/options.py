@@ -36,6 +36,11 @@ class Options:
         cls.panel, cls.has_variables, cls.renamed = panel, has_variables, renamed or {}
         dataclass(frozen=True, kw_only=True)(cls)
 
+    @classmethod
+    def variables(cls, name: str) -> list[str]:
+        """The environment variables of a field that names none itself."""
+        return [f"NANOSERVE_{name.upper()}"] if cls.has_variables else []
+
 
 def option(
     default: Any,
@@ -69,7 +74,7 @@ def option(
         metavar="NAME" if choices else metavar,
         min=minimum,
         callback=_checking(choices, maximum) if choices or maximum is not None else None,
-        autocompletion=_completing(choices) if choices else None,
+        autocompletion=(lambda incomplete: [one for one in choices if one.startswith(incomplete)]) if choices else None,
         rich_help_panel=panel,
         envvar=variables,
     )
@@ -93,7 +98,7 @@ def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
     """A command's ``run(options)`` as typer takes it: with a parameter for each field, and an Action as its result."""
     group = inspect.signature(run, eval_str=True).parameters["options"].annotation
     parameters = {declared.name: _parameter(group, declared) for declared in _in_order(group)}
-    old = {_old_name(flag): _refusing(each, flag) for each in group.__mro__ for flag in getattr(each, "renamed", ())}
+    old = {_name_of(flag): _refusing(each, flag) for each in group.__mro__ for flag in getattr(each, "renamed", ())}
 
     def prepare(**values: Any) -> Action:
         return partial(run, group(**{name: values[name] for name in parameters}))
@@ -119,7 +124,7 @@ def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
     else:
         first: type[Options] = [each for each in group.__mro__ if declared.name in inspect.get_annotations(each)][-1]
         if settings["envvar"] is None:
-            settings["envvar"] = _variables(first, declared.name)
+            settings["envvar"] = first.variables(declared.name)
         settings["envvar"] = list(settings["envvar"]) or None
         settings["rich_help_panel"] = settings["rich_help_panel"] or first.panel
         settings["metavar"] = "" if hint is bool else settings["metavar"]
@@ -127,10 +132,6 @@ def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
     default = ... if declared.default is MISSING else declared.default
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(declared.name, kind, default=default, annotation=Annotated[hint, typed])
-
-
-def _variables(group: type[Options], name: str) -> list[str]:
-    return [f"NANOSERVE_{name.upper()}"] if group.has_variables else []
 
 
 def _checking(choices: Sequence[str], maximum: float | None) -> Callable[[Any], Any]:
@@ -144,23 +145,18 @@ def _checking(choices: Sequence[str], maximum: float | None) -> Callable[[Any], 
     return check
 
 
-def _completing(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
-
-
-def _old_name(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
 def _refusing(group: type[Options], flag: str) -> inspect.Parameter:
-    """A hidden option for an old spelling; whoever gives it, by its variable too, learns what to write instead."""
+    """A hidden option for an old spelling; its use, also by its variable, is an error that says what to write."""
 
     def refuse(value: str | None) -> None:
         if value is not None:
             raise UsageError(f"{flag} {group.renamed[flag]}")
 
-    name = _old_name(flag)
-    typed = typer.Option(flag, hidden=True, callback=refuse, envvar=_variables(group, name) or None)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, typed]
-    )
+    name = _name_of(flag)
+    typed = typer.Option(flag, hidden=True, callback=refuse, envvar=group.variables(name) or None)
+    hint: Any = Annotated[str | None, typed]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+
+
+def _name_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

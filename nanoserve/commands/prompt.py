@@ -27,11 +27,7 @@ def history_path() -> Path:
 
 
 def private_file(path: Path) -> Path:
-    """Make the file, if it is not there, so that only its owner can read it; also when it was made by others.
-
-    Raises:
-        OSError: if it cannot be made.
-    """
+    """Make sure that a file exists and only its owner can read it. Raises OSError if that fails."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
     os.chmod(path, 0o600)

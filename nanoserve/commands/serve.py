@@ -89,7 +89,7 @@ def run(options: ServeOptions) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from nanoserve.server.service import ClientLimits
-        from nanoserve.server.serving import Callbacks, listen, run_server
+        from nanoserve.server.serving import listen, run_server
     except ModuleNotFoundError as error:
         raise RuntimeFailure(f"the server needs {error.name}: {install_command('server')}") from None
     limits = ClientLimits(  # a size that is none is refused before anything is opened
@@ -106,7 +106,7 @@ def run(options: ServeOptions) -> None:
         address, port = listener.getsockname()[:2]
         tell(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
         service = _open_service(options, limits, loading.enter_context(show_progress()))
-        asyncio.run(run_server(service, listener, options.drain_timeout, Callbacks(loading.close, tell)))
+        asyncio.run(run_server(service, listener, options.drain_timeout, on_ready=loading.close, say=tell))
 
 
 def _open_service(options: ServeOptions, limits: Any, progress: Progress) -> Any:

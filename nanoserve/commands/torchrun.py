@@ -34,7 +34,8 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:
-            return _keep_worker(process, options)
+            _keep_worker(process, options)
+            return EXIT_OK
         code: int | None = EXIT_FAILURE
         try:
             code = command(options)

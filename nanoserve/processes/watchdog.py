@@ -1,25 +1,95 @@
-"""A child process that ends with its parent: two pipes and a thread.
+"""A child process that ends with its parent: two pipes, and in the child a thread.
 
-The engine process is tied to its front end like this, and the workers to the engine. The parent holds the other ends of
-the pipes. When its end of the first pipe closes, however it died, the child ends within moments, whether it is loading,
-computing or waiting. Over the second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it
-is stopped, the end of the pipe that it is dead.
+The engine process is tied to its front end like this, and the workers to the engine. When the parent's end of the
+first pipe closes, however it died, the child ends within moments, whether it is loading, computing or waiting. Over the
+second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it is stopped, the end of the pipe
+that it is dead.
 """
 
+import contextlib
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
+from nanoserve.processes.children import describe_exit, kill_group, python_command
 from nanoserve.processes.temporary import remove_directory
 
 HEARTBEAT_SECONDS = 0.5
+GRACE_SECONDS = 2.0
+"""Time for a process to end by itself before it is killed."""
+
+
+class TiedChild:
+    """The parent's side: a process that lives as long as this process holds its pipes, and no longer.
+
+    Args:
+        program: Python code, which begins with a `ParentWatchdog`.
+        directory: a name from `choose_directory`; the child removes it when this process is gone.
+        variables: for its environment, in addition to this process's own.
+
+    Raises:
+        OSError: if it cannot be started.
+    """
+
+    def __init__(self, program: str, directory: Path, variables: Mapping[str, str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            python_command(program, str(directory)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | (variables or {}),
+            process_group=0,  # Ctrl-C is for the parent, which then ends its children
+        )
+
+    def tell(self, line: bytes) -> None:
+        """Send a line; one that has died meanwhile does not read it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def pulse(self) -> int:
+        """Descriptor of its heartbeats, which ends with it."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    def beats(self) -> bool:
+        """Whether it gave a sign of life, once its pulse is readable; if not, it is dead."""
+        return bool(os.read(self.pulse, 65536))
+
+    def killed(self) -> str | None:
+        """The signal by which it died, in words; None if it lives or ended by itself."""
+        code = self._process.poll()
+        return None if code is None or code >= 0 else describe_exit(code)
+
+    def ending(self) -> str:
+        """How it ended, in words; waits for the end."""
+        return describe_exit(self._process.wait())
+
+    def let_go(self) -> None:
+        """Close its pipes: it ends itself and all that it has started, or is killed."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def end(self, until: float = 0.0) -> None:
+        """Wait for its end until that monotonic time, then kill it and all that it has started."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, until - time.monotonic()))
+        kill_group(self._process.pid)
+        self._process.wait()
 
 
 class ParentWatchdog:
-    """A thread that ends this process when its parent is gone, and writes heartbeats.
+    """The child's side: a thread that ends this process when its parent is gone, and writes heartbeats.
 
     The process must lead a process group: the whole group ends with the parent.
 
@@ -32,16 +102,44 @@ class ParentWatchdog:
     def __init__(self, parent: int, pulse: int, directory: Path) -> None:
         self._parent = parent
         self._pulse = pulse
-        self._directory = directory
+        self.directory = directory
         os.set_blocking(pulse, False)  # a parent that hangs must not block the thread
 
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """The watchdog of a process that a `TiedChild` started.
+
+        It takes private copies of stdin and stdout: children must not hold them open, and libraries must not write to
+        them.
+        """
+        parent, pulse = os.dup(0), os.dup(1)
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nowhere, 0)
+        os.dup2(2, 1)
+        os.close(nowhere)
+        return cls(parent, pulse, Path(sys.argv[2]))
+
+    def read_line(self) -> bytes:
+        """A line from the parent, read byte by byte, so that nothing after it is consumed.
+
+        If the parent is gone, the process removes the directory that the parent may have made, and ends.
+        """
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            byte = os.read(self._parent, 1)
+            if not byte:
+                remove_directory(self.directory)
+                sys.exit(0)
+            line += byte
+        return bytes(line)
+
     def start(self) -> None:
-        """Write the first heartbeat, a line, and start the thread."""
+        """Write the first heartbeat and start the thread."""
         # A stopped group that loses its parent gets SIGHUP, then SIGCONT. SIGHUP is ignored, so that this thread runs
         # on and cleans up.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         try:
-            os.write(self._pulse, b"\n")
+            os.write(self._pulse, b".")
         except OSError:
             self._end()
         threading.Thread(target=self._watch, name="parent-watchdog", daemon=True).start()
@@ -61,30 +159,5 @@ class ParentWatchdog:
 
     def _end(self) -> None:
         """Remove the directory and kill the process group at once."""
-        remove_directory(self._directory)
+        remove_directory(self.directory)
         os.killpg(0, signal.SIGKILL)  # a running compiler included
-
-
-def own_pipes() -> tuple[int, int]:
-    """Private copies of stdin and stdout: children must not hold them open, and libraries must not write to them."""
-    parent, pulse = os.dup(0), os.dup(1)
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
-    os.dup2(2, 1)
-    os.close(nowhere)
-    return parent, pulse
-
-
-def read_line(descriptor: int, directory: Path) -> bytes:
-    """A line from the parent, read byte by byte, so that nothing after it is consumed.
-
-    If the parent is gone, the process removes the directory that the parent may have made, and ends.
-    """
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(descriptor, 1)
-        if not byte:
-            remove_directory(directory)
-            sys.exit(0)
-        line += byte
-    return bytes(line)

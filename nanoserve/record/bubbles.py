@@ -1,4 +1,4 @@
-"""What the time of a pipeline's stages went into: computing, sending, waiting for inputs, or nothing. No torch."""
+"""Shares of a pipeline's time: stages compute, send, wait for inputs, or wait for work. No torch."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ class StageShares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def working_seconds(record: RunRecord) -> float:
-    """How long anything was in flight: bubbles are not the time in which there is no request."""
+    """Seconds with anything in flight. Time without a request is no bubble."""
     seconds = end = 0.0
     for step, planned in record.planned.items():
         submitted, known = planned.time, record.known[step]
@@ -40,9 +40,9 @@ def working_seconds(record: RunRecord) -> float:
 def metadata_seconds(record: RunRecord, stages: Sequence[Sequence[StageTimes]], stage: int) -> list[float]:
     """For each plan, how long the stage could have computed it already, had its inputs been prepared.
 
-    It could from the moment at which it was through with the plan before and, in the first stage, the engine had
-    handed the plan over, in a later one, the activations had left the stage before. That is a little too much: the way
-    of the activations is in it, where preparing took as long.
+    A stage can compute a plan once it has finished the previous one and has its work: in the first stage the plan
+    from the engine, in a later stage the activations of the stage before. The result is a little too large: it
+    includes the transfer of the activations, if preparing took that long.
     """
     submitted = [record.planned[times.step].time for times in stages[0]]
     given = submitted if stage == 0 else [times.sent for times in stages[stage - 1]]
@@ -53,7 +53,7 @@ def metadata_seconds(record: RunRecord, stages: Sequence[Sequence[StageTimes]], 
 
 
 def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShares]:
-    """Shares of every stage; none where the executor told no times."""
+    """Shares of every stage; none if the executor reported no times."""
     stages, working = record.stages(tensor_parallel), working_seconds(record)
     shares = []
     for stage, parts in enumerate(stages):
@@ -73,7 +73,7 @@ def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShare
 
 
 def engine_seconds(record: RunRecord) -> list[float]:
-    """For each plan, how long the engine took to make it: taking in the result before it, and deciding."""
+    """For each plan, the seconds that the engine took to apply the previous result and to decide."""
     seconds, done = [], 0.0
     for planned in record.planned.values():
         seconds.append(max(0.0, planned.time - max(planned.clock, done)))  # the clock is in ticks

@@ -95,7 +95,7 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class Worked(msgspec.Struct, frozen=True):
-    """The executor told what it did. A simulated one does so behind each plan, and tells what it will do for it."""
+    """The executor reported its times. A simulated one does so after each plan, for what it will do."""
 
     stages: tuple[StageTimes, ...]
     beside: tuple[Beside, ...]

@@ -5,13 +5,14 @@ learned from: predicting steps and learning from them takes Python time, which s
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from statistics import median
-from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.step_features import HostBatch, StepFeatures
 from nanoserve.scheduler.cohorts import HostCohorts
@@ -21,24 +22,6 @@ from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_o
 _MANY, _ONE_IN = 256, 5
 """The predictor learns from the first _MANY results, and then from one result in _ONE_IN. Every second or fourth would
 always pick the same one of micro-batches that take turns."""
-
-
-@runtime_checkable
-class LearningPredictor(Protocol):
-    """A Predictor that predicts whole steps and observes how long they took; ``CorrectedPredictor`` is one."""
-
-    def step_seconds(self, work: StepFeatures) -> float:
-        """Predict the device's time of a step, in seconds."""
-
-    def observe(self, work: StepFeatures, seconds: float) -> None:
-        """Learn that a step took ``seconds`` seconds."""
-
-    def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
-        """Learn that one layer's attention on the CPU took ``seconds`` seconds."""
-
-    @property
-    def corrections(self) -> Mapping[str, float]:
-        """The correction factor of each part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +43,18 @@ class Forecasts:
 
     Args:
         predictors: by layout. Those that do not learn get no forecasts.
-        tell: is called with each forecast when its step was measured, after what was measured is learned.
+        on_measured: called with each forecast once its step was measured and learned from.
     """
 
     def __init__(
-        self, predictors: Sequence[Predictor], tell: Callable[[Forecast], None] = lambda forecast: None
+        self, predictors: Sequence[Predictor], on_measured: Callable[[Forecast], None] = lambda forecast: None
     ) -> None:
-        self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
+        self._predictors = [one if isinstance(one, CorrectedPredictor) else None for one in predictors]
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
-        self._in_flight: dict[int, tuple[Forecast, LearningPredictor | None]] = {}
-        self._newest: LearningPredictor | None = None  # predictor of the newest plan
-        self._plans, self._host_results = _Lessons(), _Lessons()
-        self._tell = tell
+        self._in_flight: dict[int, tuple[Forecast, CorrectedPredictor | None]] = {}
+        self._newest: CorrectedPredictor | None = None  # predictor of the newest plan
+        self._plans, self._host_results = _lessons(), _lessons()
+        self._on_measured = on_measured
 
     @property
     def corrections(self) -> Mapping[str, float]:
@@ -89,7 +72,7 @@ class Forecasts:
         if predictor is None or not plan.rows:
             return
         self._newest = predictor
-        is_lesson = self._plans.next_is_one()
+        is_lesson = next(self._plans)
         if is_lesson or self.of_all:
             work = features_of(plan, cohorts)
             forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
@@ -97,7 +80,7 @@ class Forecasts:
 
     def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
-        if self._newest is not None and result.host_work and self._host_results.next_is_one():
+        if self._newest is not None and result.host_work and next(self._host_results):
             for (sequences, context_tokens), seconds in _by_size(result.host_work).items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
         if result.step is None or result.step not in self._in_flight:
@@ -110,22 +93,16 @@ class Forecasts:
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
         if predictor is not None:
             predictor.observe(work, result.seconds)
-        self._tell(replace(forecast, work=work, measured=result.seconds))
+        self._on_measured(replace(forecast, work=work, measured=result.seconds))
 
     def on_reset(self) -> None:
         """Nothing in flight will be measured."""
         self._in_flight.clear()
 
 
-class _Lessons:
-    """Which of many numbers of a kind are learned from."""
-
-    def __init__(self) -> None:
-        self._before = 0
-
-    def next_is_one(self) -> bool:
-        self._before += 1
-        return self._before <= _MANY or self._before % _ONE_IN == 0
+def _lessons() -> Iterator[bool]:
+    """Which of many results of a kind are learned from."""
+    return (number <= _MANY or number % _ONE_IN == 0 for number in count(1))
 
 
 def features_of(plan: StepPlan, cohorts: HostCohorts) -> StepFeatures:

@@ -1,7 +1,7 @@
 """Metrics of a run while it goes on, in memory that does not grow with its length: observers of its events."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from nanoserve.measures.metrics import MILLISECONDS
@@ -9,6 +9,7 @@ from nanoserve.measures.sketches import Occupancy, Series, Sketch
 from nanoserve.measures.slo import Slo
 from nanoserve.record.events import Event, Gained, Planned, StepObserver
 from nanoserve.record.times import Beside, ReshardTimes, StageTimes, SwapTimes
+from nanoserve.request import Sequence
 
 
 class CompletedRequest(NamedTuple):
@@ -48,24 +49,6 @@ class SloMeter:
         return self.attaining / self.requests if self.requests else None
 
 
-class _Life:
-    """What is known of a request that is under way."""
-
-    __slots__ = ("arrival", "first", "input_tokens", "last", "tokens")
-
-    def __init__(self, arrival: float, input_tokens: int, now: float) -> None:
-        self.arrival = arrival
-        self.input_tokens = input_tokens
-        self.first = self.last = now
-        self.tokens = 0
-
-    def completed(self, request_id: str) -> CompletedRequest:
-        """With the last token it ends."""
-        ttft, e2el = self.first - self.arrival, self.last - self.arrival
-        tpot = (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else None
-        return CompletedRequest(request_id, self.arrival, self.input_tokens, self.tokens, ttft, tpot, e2el)
-
-
 class LatencyMetrics:
     """TTFT, TPOT, ITL and E2EL, in milliseconds, and how many requests and tokens there were.
 
@@ -73,11 +56,11 @@ class LatencyMetrics:
         observers: are shown every request that has ended.
     """
 
-    def __init__(self, observers: Sequence[RequestObserver] = ()) -> None:
+    def __init__(self, observers: Iterable[RequestObserver] = ()) -> None:
         self.ttft, self.tpot, self.itl, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
         self.requests = self.input_tokens = self.output_tokens = 0  # that have ended
-        self._observers = observers
-        self._lives: dict[str, _Life] = {}
+        self._observers = tuple(observers)
+        self._last_update: dict[str, float] = {}  # times by request that has not ended
 
     def __call__(self, event: Event) -> None:
         """Sequences may have gained something."""
@@ -86,31 +69,40 @@ class LatencyMetrics:
         now = event.time
         previous: dict[float, int] = {}  # how many waited since then; most of a step since the same moment
         for update in event.updates:
-            life = self._lives.get(update.request_id)
-            if life is None:
+            last = self._last_update.get(update.request_id)
+            if last is None:
                 request = update.sequence.request
-                life = _Life(request.arrival_time, len(request.prompt), now)
-                self._lives[update.request_id] = life
-                self.input_tokens += life.input_tokens
-                self.ttft.add((now - life.arrival) * MILLISECONDS)
+                self.input_tokens += len(request.prompt)
+                self.ttft.add((now - request.arrival_time) * MILLISECONDS)
             else:
-                previous[life.last] = previous.get(life.last, 0) + 1
-                life.last = now
-            gained = len(update.new_tokens)
-            life.tokens += gained
+                previous[last] = previous.get(last, 0) + 1
+            self._last_update[update.request_id] = now
             if update.sequence.finish_reason is not None:
-                self._finish(self._lives.pop(update.request_id).completed(update.request_id))
+                self._finish(update.sequence, now)
         for time, times in previous.items():
             self.itl.add((now - time) * MILLISECONDS, times)
 
-    def _finish(self, request: CompletedRequest) -> None:
+    def _finish(self, sequence: Sequence, now: float) -> None:
+        del self._last_update[sequence.request.request_id]
+        request, tokens = sequence.request, sequence.output_length
+        first = now if sequence.first_token_time is None else sequence.first_token_time
+        tpot = (now - first) / (tokens - 1) if tokens > 1 else None
         self.requests += 1
-        self.output_tokens += request.output_tokens
-        self.e2el.add(request.e2el * MILLISECONDS)
-        if request.tpot is not None:
-            self.tpot.add(request.tpot * MILLISECONDS)
+        self.output_tokens += tokens
+        self.e2el.add((now - request.arrival_time) * MILLISECONDS)
+        if tpot is not None:
+            self.tpot.add(tpot * MILLISECONDS)
+        completed = CompletedRequest(
+            request_id=request.request_id,
+            arrival=request.arrival_time,
+            input_tokens=len(request.prompt),
+            output_tokens=tokens,
+            ttft=first - request.arrival_time,
+            tpot=tpot,
+            e2el=now - request.arrival_time,
+        )
         for observer in self._observers:
-            observer(request)
+            observer(completed)
 
 
 class LayoutTime(NamedTuple):

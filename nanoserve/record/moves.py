@@ -1,4 +1,4 @@
-"""What a run moved between device and host memory, how fast, and what was computed meanwhile. No torch."""
+"""Moves between device and host memory: bytes, bandwidth, and overlap with computing. No torch."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -12,7 +12,7 @@ _GIGA = 1e9
 Span = tuple[float, float]
 
 
-class MoveFigures(msgspec.Struct, frozen=True, kw_only=True):
+class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Moves of one kind."""
 
     count: int
@@ -30,19 +30,19 @@ class MoveFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the workers' moving time in which the same worker also computed a step."""
 
 
-def reshard_figures(record: RunRecord, host_link_bandwidth: float | None) -> MoveFigures:
+def reshard_metrics(record: RunRecord, host_link_bandwidth: float | None) -> MoveMetrics:
     """All transitions."""
     moves = [move for move in record.moves if isinstance(move, ReshardTimes)]
-    return _figures(moves, len({move.step for move in moves}), record.stage_times, host_link_bandwidth)
+    return _metrics(moves, len({move.step for move in moves}), record.stage_times, host_link_bandwidth)
 
 
-def swap_figures(record: RunRecord, direction: str, host_link_bandwidth: float | None) -> MoveFigures:
+def swap_metrics(record: RunRecord, direction: str, host_link_bandwidth: float | None) -> MoveMetrics:
     """All swaps in one direction."""
     moves = [move for move in record.moves if isinstance(move, SwapTimes) and move.direction == direction]
-    return _figures(moves, len({move.swap for move in moves}), record.stage_times, host_link_bandwidth)
+    return _metrics(moves, len({move.swap for move in moves}), record.stage_times, host_link_bandwidth)
 
 
-def _figures(moves: Sequence[Move], count: int, steps: Sequence[StageTimes], link: float | None) -> MoveFigures:
+def _metrics(moves: Sequence[Move], count: int, steps: Sequence[StageTimes], link: float | None) -> MoveMetrics:
     spans = _spans(moves)
     busy = sum(_length(of_rank) for of_rank in spans.values())
     unhindered = [move for move in moves if isinstance(move, ReshardTimes) or not move.after_row]
@@ -52,7 +52,7 @@ def _figures(moves: Sequence[Move], count: int, steps: Sequence[StageTimes], lin
         rank: merged((times.started, times.computed) for times in steps if times.rank == rank) for rank in spans
     }
     covered = sum(overlap(of_rank, computed[rank]) for rank, of_rank in spans.items())
-    return MoveFigures(
+    return MoveMetrics(
         count=count,
         num_bytes=sum(move.num_bytes for move in moves),
         seconds=_length(merged((move.began, move.ended) for move in moves)),
@@ -63,7 +63,7 @@ def _figures(moves: Sequence[Move], count: int, steps: Sequence[StageTimes], lin
 
 
 def _spans(moves: Sequence[Move]) -> dict[int, list[Span]]:
-    """When each worker was at it."""
+    """Times in which each worker was moving, merged."""
     spans: dict[int, list[Span]] = {}
     for move in moves:
         spans.setdefault(move.rank, []).append((move.began, move.ended))
@@ -71,7 +71,7 @@ def _spans(moves: Sequence[Move]) -> dict[int, list[Span]]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The time that any of them covers, as spans apart from each other, in order."""
+    """The union of the spans, as disjoint spans in order."""
     found: list[Span] = []
     for began, ended in sorted(spans):
         if found and began <= found[-1][1]:
@@ -82,7 +82,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
-    """How long both are; each is merged."""
+    """Seconds covered by both; each is merged."""
     starts = [(began, 1) for began, _ in (*first, *second)]
     edges = sorted([*starts, *((ended, -1) for _, ended in (*first, *second))])
     total, depth = 0.0, 0

@@ -74,9 +74,9 @@ def phase_name(phase: Phase, layouts: Sequence[str]) -> str:
 
 
 class PhaseTracker:
-    """Tells phases from what passes between scheduler and executor.
+    """Divides a run into phases by what passes between scheduler and executor.
 
-    A drain is known to be one when the transition behind it is planned, so phases are told when they are over.
+    Only the transition after a drain shows that it was one, so a phase is returned when it is over.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class PhaseTracker:
         self._left = 0  # on the device since the host pool was empty
 
     def on_event(self, event: Event) -> list[Phase]:
-        """Something happened; returns the phases that are thereby over."""
+        """Take an event; returns the phases that it ends."""
         if isinstance(event, Planned):
             return self._on_plan(event)
         if isinstance(event, Collected):

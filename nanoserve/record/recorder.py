@@ -1,15 +1,23 @@
 """Recorder: the only wrapper around an engine's scheduler and executor; it sees everything that passes between them.
 
-There is one where predictors learn or someone observes the engine; without, the engine counts and nothing else is done.
+What is attached decides how much is recorded:
+
+- nothing, as in serving: counts and a ring of recent steps, in bounded memory;
+- observers: every event is shown to them, and they decide what to keep (sketches, a trace, a window);
+- a `RunRecord` with ``forecasts.of_all``: everything is kept, so that a run can be stepped through.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil
 from typing import Protocol, runtime_checkable
 
 from nanoserve.errors import RuntimeFailure
+from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.record.events import (
     Arrived,
     Blocks,
@@ -26,22 +34,34 @@ from nanoserve.record.events import (
 )
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
-from nanoserve.request import FinishReason, Request, SequenceUpdate
+from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 
+RECENT_STEPS = 32
+"""Steps that a recorder keeps, to show what an engine did last."""
 _TICKS_PER_SECOND = 2**20
 """Sums and differences of whole ticks are exact in floating point."""
 
 
 @runtime_checkable
 class Telling(Protocol):
-    """An executor that tells what it did when."""
+    """An executor that reports its times."""
 
-    def take_times(self) -> Sequence[Times]:
-        """What it did since the last call."""
+    def take_times(self) -> SequenceOf[Times]:
+        """The times since the last call."""
+
+
+@dataclass(slots=True)
+class _Unended:
+    """A request that has not ended: its unfinished samples, and the tokens of its prompt and its finished samples."""
+
+    samples: set[int]
+    tokens: int
+    answered: bool = False
+    """Whether any sample has its first token."""
 
 
 class Recorder:
@@ -49,25 +69,68 @@ class Recorder:
 
     Args:
         scheduler: learns from what happens through the recorder's `forecasts`.
-        executor: of any kind; one that is `Telling` is asked for its times behind every plan and result.
+        executor: if it is `Telling`, its times are taken after every plan and result.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.executor = executor
         self.executor_seconds = 0.0  # real time spent in the executor
+        self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
+        self.losses = 0  # how often the executor's workers died and new ones were started
+        self.requests: dict[str, _Unended] = {}  # that have not ended, by id
         self.forecasts = Forecasts(scheduler.predictors, self._emit)
         self._scheduler = scheduler
-        self._telling = executor if isinstance(executor, Telling) else None
+        self._prompt_tokens = self._output_tokens = 0
+        self._begun: dict[int, Sequence] = {}  # sequences in plans, without a token that was seen
+        self._in_flight: dict[int | None, StepPlan] = {}
+        self._recent: deque[tuple[StepPlan, int, int, float]] = deque(maxlen=RECENT_STEPS)
+        self._take_times = executor.take_times if isinstance(executor, Telling) else None
         self._observers: list[Observer] = []
         self._load: Load | None = None
         self._decision = Decision(0, 0)
         self._clock: float | None = None
-        scheduler.observer = self
+        if scheduler.predictors:
+            scheduler.observer = self
+
+    # ---- counters ---------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> EngineStatus:
+        """A snapshot of what the engine holds and has done."""
+        scheduler = self._scheduler
+        return EngineStatus(
+            layouts=(scheduler.layout,),
+            changing=(scheduler.layouts.changing,),
+            running=len(scheduler.running),
+            on_host=len(scheduler.on_host),
+            waiting=len(scheduler.waiting),
+            free_blocks=scheduler.pool.free_blocks,
+            total_blocks=scheduler.pool.num_blocks,
+            free_host_blocks=scheduler.host_pool.free_blocks,
+            total_host_blocks=scheduler.host_pool.num_blocks,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            preemptions=scheduler.preemptions,
+            steps=scheduler.steps,
+            transitions=scheduler.transitions,
+            losses=self.losses,
+            host_losses=scheduler.host_losses,
+        )
+
+    def take_steps(self) -> list[RecentStep]:
+        """The steps that have ended since the last call, at most RECENT_STEPS of them."""
+        steps = [
+            RecentStep(plan.step, *step_tokens(plan), running, waiting, seconds)
+            for plan, running, waiting, seconds in self._recent
+        ]
+        self._recent.clear()
+        return steps
 
     # ---- observers --------------------------------------------------------------------------------------------
 
     def add(self, *observers: Observer) -> None:
         """Show observers everything from now on."""
+        self._scheduler.observer = self
         self._observers += observers
 
     @contextmanager
@@ -80,16 +143,17 @@ class Recorder:
             self._observers.remove(observer)
 
     def step_clock(self) -> None:
-        """Let the engine's clock stand still but while results are waited for, like a virtual one.
+        """Let the engine's clock advance only while the engine waits for results, like a virtual one.
 
-        What the engine does between two of them, it does at one moment. That is what makes a replay exact.
+        Everything between two results happens at one moment. That makes a replay exact.
         """
         self._clock = 0.0
         self._tick()
 
     def finish(self) -> None:
-        """Tell that the run is over; the executor stays open."""
-        self._ask_times()
+        """Emit the end of the run; the executor stays open."""
+        if self._take_times is not None:
+            self._show_times(self._take_times())
         self._emit(Finished(self.executor.now(), Blocks.of(self._scheduler)))
 
     # ---- the executor -----------------------------------------------------------------------------------------
@@ -104,16 +168,21 @@ class Recorder:
         try:
             self.executor.submit(plan)
         except RuntimeFailure:
-            self._emit(ExecutorFailed(self.executor.now()))
+            self._on_failure()
             raise
         finally:
             self.executor_seconds += time.perf_counter() - began
+        if plan.ends:
+            self._in_flight[plan.step] = plan
+        for begin in plan.begin:
+            self._begun[begin.sequence] = self._scheduler.table.sequences[begin.sequence]
         if self._observers:
             clock = handed_over if self._clock is None else self._clock
             forecast, blocks = self.forecasts.of(plan.step), Blocks.of(self._scheduler)
-            thought = self._load, self._decision, blocks, forecast
-            self._emit(Planned(handed_over, clock, plan, *thought, *step_tokens(plan)))
-        self._ask_times()
+            decided = self._load, self._decision, blocks, forecast
+            self._emit(Planned(handed_over, clock, plan, *decided, *step_tokens(plan)))
+        if self._take_times is not None:
+            self._show_times(self._take_times())
 
     def collect(self, until: float | None) -> list[StepResult]:
         """Wait with the executor.
@@ -124,28 +193,37 @@ class Recorder:
         try:
             results = self.executor.collect(until)
         except RuntimeFailure:
-            self._emit(ExecutorFailed(self.executor.now()))
+            self._on_failure()
             raise
         finally:
             self.executor_seconds += time.perf_counter() - began
         if self._clock is not None:
             self._tick()
+        for result in results:
+            if (plan := self._in_flight.pop(result.step, None)) is not None:
+                scheduler = self._scheduler
+                self._recent.append((plan, len(scheduler.running), len(scheduler.waiting), result.seconds))
+            elif result.lost is not None:
+                self.losses += 1
+                self._in_flight.clear()
         if results and self._observers:
             self._emit(Collected(self.executor.now(), self.now(), tuple(results), self.forecasts.corrections))
-        self._ask_times()
+        if self._take_times is not None:
+            self._show_times(self._take_times())
         return results
 
     def now(self) -> float:
-        """The engine's time: the executor's, or that at which it last was asked for results."""
+        """The engine's time: the executor's, or the time of the last results if the clock is stepped."""
         return self.executor.now() if self._clock is None else self._clock
 
     def close(self) -> None:
-        """Close the executor, then tell that the run is over.
+        """Close the executor, then emit the end of the run.
 
         Raises:
             RuntimeFailure: if an observer could not do its work to the end.
         """
-        self._ask_times()
+        if self._take_times is not None:
+            self._show_times(self._take_times())
         ended = Finished(self.executor.now(), Blocks.of(self._scheduler))
         self.executor.close()
         self._emit(ended)
@@ -154,6 +232,8 @@ class Recorder:
 
     def on_request(self, request: Request) -> None:
         """The engine took a request in."""
+        self.requests[request.request_id] = _Unended(set(range(request.params.n)), len(request.prompt))
+        self.outstanding += len(request.prompt)
         if self._observers:
             self._emit(Arrived(self.now(), request))
 
@@ -164,8 +244,42 @@ class Recorder:
 
     def on_updates(self, updates: list[SequenceUpdate]) -> None:
         """What sequences gained."""
+        gained, ended = 0, []
+        for update in updates:
+            gained += len(update.new_tokens)
+            if update.sequence.finish_reason is not None:  # `update.finished` would be a call for each
+                ended.append(update.sequence)
+        self._output_tokens += gained
+        self.outstanding += gained
+        if self._begun:
+            self._count_prompts()
+        for sequence in ended:
+            self._end(sequence)
         if updates and self._observers:
             self._emit(Gained(self.now(), tuple(updates)))
+
+    def _count_prompts(self) -> None:
+        """Count the prompts of sequences that have their first token."""
+        for sequence in list(self._begun.values()):
+            if sequence.first_token_time is not None:
+                request = self.requests.get(sequence.request.request_id)
+                if request is not None and not request.answered:
+                    request.answered = True
+                    self._prompt_tokens += len(sequence.request.prompt)
+            if sequence.first_token_time is not None or sequence.finish_reason is not None:
+                del self._begun[sequence.sequence_id]
+
+    def _end(self, sequence: Sequence) -> None:
+        """A sample has ended. Two updates of one call may say so."""
+        request = self.requests.get(sequence.request.request_id)
+        if request is None or sequence.index not in request.samples:
+            return
+        request.samples.remove(sequence.index)
+        resumed = sequence.request.resumed[sequence.index : sequence.index + 1]
+        request.tokens += sequence.output_length - sum(map(len, resumed))
+        if not request.samples:
+            self.outstanding -= request.tokens
+            del self.requests[sequence.request.request_id]
 
     # ---- the scheduler ----------------------------------------------------------------------------------------
 
@@ -188,18 +302,19 @@ class Recorder:
         for observer in self._observers:
             observer(event)
 
-    def _ask_times(self) -> None:
-        if self._telling is None:
-            return
-        times = self._telling.take_times()
+    def _on_failure(self) -> None:
+        self._in_flight.clear()
+        self._emit(ExecutorFailed(self.executor.now()))
+
+    def _show_times(self, times: SequenceOf[Times]) -> None:
         if times and self._observers:
             stages = tuple([one for one in times if isinstance(one, StageTimes)])
             beside = tuple([one for one in times if not isinstance(one, StageTimes)])
             self._emit(Worked(stages, beside))
 
     def _tick(self) -> None:
-        # Upwards: a request whose time has come on the executor's clock has come on this one, too. And no two moments
-        # are the same, or a replay could not know which of a result and an arrival was first.
+        # Rounded up: a request that is due on the executor's clock is due on this one. No two moments are equal, or a
+        # replay could not know whether a result or an arrival came first.
         assert self._clock is not None, "the clock is stepped"
         ticks = ceil(self.executor.now() * _TICKS_PER_SECOND)
         self._clock = max(self._clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)

@@ -1,4 +1,4 @@
-"""RunRecord: all that happened in a run, kept; and what is read from it when the run is over."""
+"""RunRecord: every event of a run, and what can be computed from them when the run is over."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -40,7 +40,7 @@ class RunRecord:
         return [event for event in self.events if isinstance(event, kind)]
 
     def only(self, plans: Iterable[StepPlan]) -> "RunRecord":
-        """The record as if there had been nothing but the steps of these plans."""
+        """The record of these plans alone."""
         steps = {plan.step for plan in plans}
         return RunRecord(self.max_in_flight, _only(self.events, steps))
 
@@ -63,7 +63,7 @@ class RunRecord:
 
     @cached_property
     def collected(self) -> dict[float, tuple[StepResult, ...]]:
-        """Everything that became known, in order: all that did at one moment together, on the engine's clock."""
+        """All results in order, grouped by their moment on the engine's clock."""
         return {event.clock: event.results for event in self.of(Collected)}
 
     @property
@@ -73,18 +73,12 @@ class RunRecord:
 
     @cached_property
     def known(self) -> dict[int, float]:
-        """When each plan's result was, by step, on the engine's clock; of a plan that was lost, when that was known.
-
-        Nothing stands at plans that only move KV.
-        """
+        """Time of each plan's result or loss on the engine's clock, by step; none for plans that only move KV."""
         return {step: moment for step, (moment, _) in self._answers.items()}
 
     @cached_property
     def result_of(self) -> dict[int, StepResult]:
-        """The results by step.
-
-        That workers died stands at the last of the plans that were lost with them, and nothing at those before it.
-        """
+        """The results by step. The death of workers belongs to the last plan that was lost; earlier ones have none."""
         return {step: result for step, (_, result) in self._answers.items() if result is not None}
 
     @cached_property
@@ -112,7 +106,7 @@ class RunRecord:
         return [result.lost for result in self.results if result.lost is not None]
 
     def check(self) -> None:
-        """Look whether anything can be measured of the run.
+        """Check that the run can be measured.
 
         Raises:
             RuntimeFailure: if a request failed, workers died, or attention on the CPU was lost.
@@ -127,11 +121,11 @@ class RunRecord:
         if losses := [result.host_lost for result in self.results if result.host_lost is not None]:
             raise RuntimeFailure(f"{unmeasured} attention on the CPU is lost: {losses[0]}")
 
-    # ---- what the executor told -------------------------------------------------------------------------------
+    # ---- times of the executor --------------------------------------------------------------------------------
 
     @cached_property
     def stage_times(self) -> list[StageTimes]:
-        """What every worker did for every plan."""
+        """Times of every worker for every plan."""
         return [times for event in self.of(Worked) for times in event.stages]
 
     def count_stage_times(self) -> int:
@@ -140,9 +134,8 @@ class RunRecord:
 
     @cached_property
     def moves(self) -> list[Move]:
-        """What every worker moved between device and host memory."""
-        told = chain.from_iterable(event.beside for event in self.of(Worked))
-        return [move for move in told if not isinstance(move, HostTimes)]
+        """Every worker's moves between device and host memory."""
+        return [move for event in self.of(Worked) for move in event.beside if not isinstance(move, HostTimes)]
 
     def stages(self, tensor_parallel: int = 1) -> list[list[StageTimes]]:
         """What the first rank of each stage did, in the order of the plans."""
@@ -161,7 +154,7 @@ class RunRecord:
 
     @cached_property
     def blocks(self) -> list[tuple[float, Blocks]]:
-        """What the scheduler showed when: at every plan and at the end."""
+        """Times and blocks, at every plan and at the end."""
         return [(event.time, event.blocks) for event in self.events if isinstance(event, Planned | Finished)]
 
     @property
@@ -178,7 +171,7 @@ class RunRecord:
 
     @cached_property
     def timings(self) -> list[RequestTiming]:
-        """When the tokens of each request became known, in order of arrival."""
+        """Token times of each request, in order of arrival."""
         times: dict[str, list[float]] = {}
         for event in self.of(Gained):
             for update in event.updates:
@@ -190,29 +183,26 @@ class RunRecord:
 
     @property
     def _requests(self) -> list[Request]:
-        """Requests in the order in which the engine took them in, which is after a step has ended."""
+        """Requests in the order in which the engine took them in."""
         return [event.request for event in self.of(Arrived)]
-
-    @property
-    def offsets(self) -> list[float]:
-        """When each request came, in seconds from the first."""
-        first = self._requests[0].arrival_time
-        return [request.arrival_time - first for request in self._requests]
 
     @property
     def makespan(self) -> float:
         """Seconds from the first arrival to the last token."""
-        return max(offset + timing.e2el for offset, timing in zip(self.offsets, self.timings, strict=True))
+        return max(
+            request.arrival_time + timing.e2el
+            for request, timing in zip(self.rebased_requests, self.timings, strict=True)
+        )
 
     @property
     def rebased_requests(self) -> list[Request]:
         """The same requests, with arrival times from 0 on."""
-        arrivals = zip(self._requests, self.offsets, strict=True)
-        return [replace(request, arrival_time=offset) for request, offset in arrivals]
+        first = self._requests[0].arrival_time
+        return [replace(request, arrival_time=request.arrival_time - first) for request in self._requests]
 
     @property
     def tiers(self) -> list[tuple[Tier, ...]]:
-        """For each request, in which memory the KV was when each of its tokens was computed."""
+        """For each request, the tier of the KV of each of its tokens."""
         tiers = tiers_of_tokens(self.plans)
         sequences = {
             update.request_id: update.sequence.sequence_id for event in self.of(Gained) for update in event.updates
@@ -221,7 +211,7 @@ class RunRecord:
 
 
 def tiers_of_tokens(plans: Iterable[StepPlan]) -> dict[int, tuple[Tier, ...]]:
-    """For each sequence, where the KV was for each of its tokens: every row that is sampled begins one."""
+    """For each sequence, the tier of the KV of each of its tokens: every sampled row begins one."""
     found: dict[int, list[Tier]] = {}
     for plan in plans:
         for row in plan.rows:
@@ -231,7 +221,7 @@ def tiers_of_tokens(plans: Iterable[StepPlan]) -> dict[int, tuple[Tier, ...]]:
 
 
 def _only(events: Iterable[Event], steps: set[int]) -> Iterator[Event]:
-    """Without other plans, their results and what was done for them."""
+    """The events without other plans, their results and their times."""
     for event in events:
         if isinstance(event, Planned) and event.plan.step not in steps:
             continue

@@ -1,6 +1,6 @@
-"""What an executor did when: for one plan's rows, for a change of layout, for a swap, for attention on the CPU.
+"""Times of an executor: of a plan's rows, of a change of layout, of a swap, of attention on the CPU.
 
-Workers tell it afterwards, a simulated executor as soon as it has a plan. All moments are seconds on the executor's
+Workers report them afterwards, a simulated executor as soon as it has a plan. All moments are seconds on the executor's
 clock, which for workers is ``time.monotonic()``: one clock for all processes of a machine, and another one elsewhere.
 """
 
@@ -71,7 +71,7 @@ class SwapTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class HostTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Attention on a simulated CPU: one layer, or a whole asymmetric step. Real ones tell `HostWork` with a result."""
+    """Attention on a simulated CPU: one layer, or a whole asymmetric step. Real CPUs report `HostWork`."""
 
     began: float
     ended: float

@@ -8,10 +8,8 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
 from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned, StepObserver, Worked
-from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase, PhaseTracker, phase_name
 from nanoserve.record.times import Beside, HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
-from nanoserve.scheduler.load import Alternative
 from nanoserve.scheduler.plan import HostWork, StepResult
 
 _MILLI, _GIGA = 1e3, 1e9
@@ -39,13 +37,13 @@ class RunTrace:
 
     Args:
         file: to write into; it is not closed.
-        began: the moment that becomes 0, on the clock of all others.
-        layouts: the parallel layouts there are, by number.
-        tells_times: whether workers tell what they do; without, the only one there is is drawn by its results.
+        began: the moment that becomes 0, on the executor's clock.
+        layouts: all parallel layouts, by number.
+        tells_times: whether workers report times; if not, the only worker is drawn by its results.
         host_link_bandwidth: bytes per second of one worker to or from host memory while all others do the same, as
             measured; None if it was not measured.
         name: of the run or engine, where several are written into the file.
-        close: is called at the end of the run, to close the file, say.
+        close: called at the end of the run, for example to close the file.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class RunTrace:
         self._file, self._began = file, began
         self._scheduler, self._workers = f"{whose}scheduler", f"{whose}workers"
         self._layouts = [layout.name for layout in layouts]
-        # Ranks of a stage; where that changes with the layout, workers go by their ranks.
+        # Ranks of a stage; if it changes with the layout, workers are named by their ranks.
         self._tensor_parallel = layouts[0].tensor_parallel if len(layouts) == 1 else None
         self._tells_times = tells_times
         self._link = host_link_bandwidth
@@ -78,7 +76,7 @@ class RunTrace:
         self._failure: RuntimeFailure | None = None
 
     def __call__(self, event: Event) -> None:
-        """Write it.
+        """Write an event.
 
         Raises:
             RuntimeFailure: at the end, if not everything could be written.
@@ -140,7 +138,7 @@ class RunTrace:
                 self._bar(self._worker(0), "compute", now - result.seconds, now, {"step": result.step})
 
     def _on_step(self, result: StepResult, now: float, corrections: Mapping[str, float]) -> None:
-        """A micro-batch is answered."""
+        """Draw a micro-batch that has its result."""
         assert result.step is not None, "a plan ended"
         track, planned = self._in_flight.pop(result.step)
         plan, decodes, prompt = planned.plan, planned.decodes, planned.prompt_tokens
@@ -156,21 +154,21 @@ class RunTrace:
             self._file.counter(self._scheduler, "corrections of the prediction", now - self._began, factors)
 
     def _forget_plans(self) -> None:
-        """Nothing that is in flight will be answered."""
+        """Forget plans in flight, which will not be answered."""
         self._in_flight.clear()
         self._free.clear()
 
     # ---- workers ----------------------------------------------------------------------------------------------
 
     def _on_stage(self, times: StageTimes) -> None:
-        """A worker has done its part of a plan."""
+        """Draw a worker's part of a plan."""
         arguments = {"step": times.step, "tokens": times.tokens}
         for name, start, end in bars_of(times, free=self._free.get(times.rank, times.received)):
             self._bar(self._worker(times.rank), name, start, end, arguments)
         self._free[times.rank] = times.sent
 
     def _on_move(self, move: Move) -> None:
-        """A worker has moved its part between device and host memory."""
+        """Draw a worker's move between device and host memory."""
         arguments: dict[str, object] = self._amount(move)
         if isinstance(move, ReshardTimes):
             name = f"re-shard to {self._layouts[move.layout]}"
@@ -181,9 +179,9 @@ class RunTrace:
         self._bar(Track(self._workers, place), name, move.began, move.ended, arguments)
 
     def _amount(self, move: Move) -> dict[str, object]:
-        """Bytes, how fast they were, and what share of the measured host link that is.
+        """Bytes, their bandwidth, and its share of the measured host link.
 
-        A move that waited for layers meanwhile has no speed.
+        A move that waited for layers has no bandwidth.
         """
         seconds = move.ended - move.began
         if seconds <= 0 or (isinstance(move, SwapTimes) and move.after_row):
@@ -216,10 +214,10 @@ class RunTrace:
                 self._bar(place, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
 
     def _draw_works(self, processor: Track, works: Sequence[HostWork], now: float) -> None:
-        """An executor says how long the CPU took and not when.
+        """Draw attention on the CPU, whose durations are known but not its times.
 
-        The CPU takes one piece of work after the other, so they are drawn one behind the other, the last one up to the
-        moment at which the executor reported it.
+        The CPU does one piece of work after the other, so they are drawn in a row that ends when the executor reported
+        them.
         """
         start = max(self._cpu_free, now - sum(work.seconds for work in works))
         for work in works:
@@ -234,7 +232,7 @@ class RunTrace:
     # ---- the scheduler ----------------------------------------------------------------------------------------
 
     def _on_phase(self, phase: Phase) -> None:
-        """It is over. With one layout there is nothing to tell."""
+        """Draw a phase that is over, if there are several layouts."""
         if len(self._layouts) > 1:
             name = phase_name(phase, self._layouts)
             self._bar(Track(self._scheduler, "phases"), name, phase.began, phase.ended, _facts(phase))
@@ -256,7 +254,7 @@ class RunTrace:
 
 
 def _first_free(taken: Iterable[int]) -> int:
-    """The lowest track that nothing is in."""
+    """The lowest track that is free."""
     numbers = set(taken)
     return next(track for track in count() if track not in numbers)
 
@@ -266,10 +264,10 @@ def _used_and_free(used: int, total: int) -> dict[str, float]:
 
 
 def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
-    """What a worker did for a plan, each with its beginning and its end; what took no time is left out.
+    """Names, starts and ends of a worker's activities for a plan; those that took no time are left out.
 
     Args:
-        free: when it was through with the plan before.
+        free: time at which it had finished the previous plan.
     """
     ready = max(free, times.prepared)
     bars = [
@@ -282,7 +280,7 @@ def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
 
 
 def facts_of(planned: Planned, result: StepResult) -> dict[str, object]:
-    """Arguments of a step's bar: how it was run, what it took, and what was thought before.
+    """Arguments of a step's bar: how it ran, what it took, and what was predicted.
 
     Cohorts are host sequences that began a token together, named by the step in which they did.
     """
@@ -290,31 +288,20 @@ def facts_of(planned: Planned, result: StepResult) -> dict[str, object]:
     facts: dict[str, object] = {"strategy": planned.plan.strategy, "measured_ms": milliseconds}
     if result.cohorts:
         facts["layers_of_cohorts"] = {f"step {cohort.step}": cohort.layers for cohort in result.cohorts}
-    return facts if planned.forecast is None else facts | _prediction(planned.forecast)
-
-
-def _prediction(forecast: Forecast) -> dict[str, object]:
-    decision = forecast.decision
-    return {
-        "predicted_ms": round(forecast.predicted * _MILLI, 3),
-        "decided": {
-            "prefill_tokens": decision.prefill_tokens,
-            "decodes": decision.decodes,
-            "host_decodes": decision.host_decodes,
-            "swap_out": decision.swap_out,
-            "swap_in": decision.swap_in,
-            "park": decision.park,
-        },
-        "alternatives": {one.strategy: _in_words(one) for one in decision.alternatives},
-    }
-
-
-def _in_words(alternative: Alternative) -> str:
-    return f"{alternative.seconds * _MILLI:.3f} ms, {alternative.per_second:.4g} sequences/s"
+    if planned.forecast is not None:
+        decision = planned.forecast.decision
+        names = ("prefill_tokens", "decodes", "host_decodes", "swap_out", "swap_in", "park")
+        facts["predicted_ms"] = round(planned.forecast.predicted * _MILLI, 3)
+        facts["decided"] = {name: getattr(decision, name) for name in names}
+        facts["alternatives"] = {
+            one.strategy: f"{one.seconds * _MILLI:.3f} ms, {one.per_second:.4g} sequences/s"
+            for one in decision.alternatives
+        }
+    return facts
 
 
 def _facts(phase: Phase) -> dict[str, object]:
-    """Arguments of its bar: what was planned in it, and at a turn what became of the sequences on the device."""
+    """Arguments of a phase's bar: what was planned in it, and after a drain the fate of the sequences on the device."""
     swaps = {"swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
     if phase.kind == "compute":
         return {"plans": phase.plans, "prompt_tokens": phase.prompt_tokens, "decodes": phase.decodes, **swaps}
@@ -351,7 +338,7 @@ class SimulationTrace(StepObserver):
             self._file.bar(track, name, times.started, times.computed, arguments)
 
     def on_beside(self, planned: Planned, times: Beside) -> None:
-        """Write what the host link carries, or what the CPU computes."""
+        """Write a move over the host link, or attention on the CPU."""
         if isinstance(times, SwapTimes):
             swap = next(swap for swap in planned.plan.swaps if swap.swap == times.swap)
             place, name = (

@@ -1,4 +1,4 @@
-"""StepWindow: some consecutive steps from the midst of a run, however long it will be, and how they are drawn."""
+"""StepWindow: some consecutive steps from the middle of a run of unknown length, and how they are drawn."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from nanoserve.record.events import Planned, StepObserver
 from nanoserve.record.times import StageTimes
 
 WINDOW_STEPS = 20
-"""And one more for each stage, for the steps at both ends are not seen in all stages at once."""
+"""One more is kept for each stage, because the steps at both ends are not in all stages at once."""
 
 
 class WindowStep(NamedTuple):
@@ -24,7 +24,7 @@ class WindowStep(NamedTuple):
 class StepWindow(StepObserver):
     """Keeps the last few of many windows, each beginning at twice the time of the one before.
 
-    The last but one that is full thus begins between a quarter and a half of the way through, unless the run is short.
+    So the last but one that is full begins between a quarter and a half of the way through, unless the run is short.
 
     Args:
         began: the moment that becomes 0.

@@ -31,7 +31,7 @@ class TokenTexts:
 
 
 @dataclass(slots=True)
-class TokenUsage:
+class CompletionUsage:
     """Tokens of one answer, summed over all its prompts and samples."""
 
     prompt_tokens: int = 0
@@ -70,11 +70,11 @@ class CompletionFormat(ABC):
     def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         """A chunk with a delta of one choice."""
 
-    def usage_chunk(self, usage: TokenUsage) -> dict[str, Any]:
+    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
         """The last chunk for a client that asked for the usage."""
         return self._object(self.chunk_kind, []) | {"usage": usage.as_json()}
 
-    def whole(self, choices: Sequence[msgspec.Raw], usage: TokenUsage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[msgspec.Raw], usage: CompletionUsage) -> dict[str, Any]:
         """The whole answer; the choices in order, as JSON."""
         return self._object(self.kind, choices) | {"usage": usage.as_json()}
 

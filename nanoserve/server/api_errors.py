@@ -65,8 +65,10 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def as_api_error(error: NanoserveError) -> ApiError:
-    """The answer to a client for an error of nanoserve."""
+def as_api_error(error: ApiError | NanoserveError) -> ApiError:
+    """The answer to a client for an error of the request or of nanoserve."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"retry-after": _RETRY_SECONDS})
     if isinstance(error, ProcessKilled):

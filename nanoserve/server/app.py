@@ -39,8 +39,8 @@ def make_app(service: Service) -> Starlette:
         Route("/metrics", endpoints.metrics),
     ]
     handlers = {
-        ApiError: _answer_api_error,
-        NanoserveError: _answer_own_error,
+        ApiError: _answer_error,
+        NanoserveError: _answer_error,
         HTTPException: _answer_http_error,
         ClientGone: _answer_no_one,
     }
@@ -54,11 +54,7 @@ def make_app(service: Service) -> Starlette:
     return app
 
 
-async def _answer_api_error(request: Request, error: ApiError) -> Response:
-    return error.response()
-
-
-async def _answer_own_error(request: Request, error: NanoserveError) -> Response:
+async def _answer_error(request: Request, error: ApiError | NanoserveError) -> Response:
     return as_api_error(error).response()
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from nanoserve import __version__
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.request import CompletionOutput, Request
-from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat, TokenUsage
+from nanoserve.server.answers import ChatFormat, CompletionFormat, CompletionUsage, TextFormat
 from nanoserve.server.api_errors import ApiError, JsonResponse, as_api_error
 from nanoserve.server.engine_client import EngineState
 from nanoserve.server.http_bodies import Emit, EventStream, read_json_body, until_client_goes
@@ -67,11 +67,11 @@ class _Completion:
         """Whether a stream ends with its usage."""
         return self.asked.stream_options is not None and self.asked.stream_options.include_usage
 
-    def usage(self) -> TokenUsage:
+    def usage(self) -> CompletionUsage:
         """The usage before any answer: the prompts are counted."""
-        return TokenUsage(prompt_tokens=sum(len(request.prompt) for request in self.requests))
+        return CompletionUsage(prompt_tokens=sum(len(request.prompt) for request in self.requests))
 
-    def usage_so_far(self, usage: TokenUsage) -> dict[str, Any]:
+    def usage_so_far(self, usage: CompletionUsage) -> dict[str, Any]:
         """The usage in a chunk: as OpenAI has it null in all but the last, or as vLLM has it the counts so far."""
         options = self.asked.stream_options
         if options is None or not options.include_usage:
@@ -163,9 +163,7 @@ async def _stream(service: Service, completion: _Completion, streams: Sequence[R
             await _emit_chunks(completion, streams, emit)
     except TimeoutError:
         await emit(_timed_out(service).body())
-    except ApiError as error:
-        await emit(error.body())
-    except NanoserveError as error:
+    except (ApiError, NanoserveError) as error:
         await emit(as_api_error(error).body())
 
 

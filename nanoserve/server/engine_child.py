@@ -1,7 +1,7 @@
 """The front end's handle of one engine process: start it, exchange messages, watch it, end it."""
 
 import asyncio
-import contextlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,9 +10,9 @@ import zmq
 import zmq.asyncio
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
-from nanoserve.processes.children import describe_exit, kill_group, python_command
 from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
 from nanoserve.server.messages import Command, EngineMessage, EngineSockets, EngineStart
 
 START_SECONDS = 60.0
@@ -21,8 +21,6 @@ LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the process is stopped, or its machine is."""
-GRACE_SECONDS = 2.0
-"""Time for a process to end by itself before it is killed."""
 
 ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
 """The Python code of the process."""
@@ -31,7 +29,7 @@ ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
 class EngineChild:
     """A process that runs the engine. Make it with ``start``, and ``end`` it in any case."""
 
-    def __init__(self, process: asyncio.subprocess.Process, directory: Path, sockets: EngineSockets) -> None:
+    def __init__(self, process: TiedChild, directory: Path, sockets: EngineSockets) -> None:
         self._process = process
         self._directory = directory
         self._context = zmq.Context(io_threads=1)
@@ -57,24 +55,17 @@ class EngineChild:
         """
         directory = choose_directory()
         sockets = EngineSockets(local_address(directory), local_address(directory), SocketKeys.random())
-        process = await asyncio.create_subprocess_exec(
-            *python_command(program, str(directory)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            process_group=0,  # Ctrl-C is for the front end, which then ends its engine
-        )
-        assert process.stdin is not None and process.stdout is not None
+        process = TiedChild(program, directory)
         try:
             make_directory(directory)
-            process.stdin.write(msgspec.json.encode(sockets) + b"\n" + msgspec.json.encode(start) + b"\n")
-            async with asyncio.timeout(START_SECONDS):
-                line = await process.stdout.readline()
-            if not line.endswith(b"\n"):
+            process.tell(msgspec.json.encode(sockets))
+            process.tell(msgspec.json.encode(start))
+            if not await _beats(process, START_SECONDS):
                 raise RuntimeFailure("the engine process died at once; its own words are above")
             return cls(process, directory, sockets)
         except BaseException as error:
-            process.stdin.close()
-            await _end_within(process, GRACE_SECONDS)
+            process.let_go()
+            await asyncio.to_thread(process.end, time.monotonic() + GRACE_SECONDS)
             remove_directory(directory)
             if isinstance(error, TimeoutError):
                 raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
@@ -95,35 +86,38 @@ class EngineChild:
 
     async def death(self) -> str:
         """Wait until the process is dead, or kill it after too long a silence; returns what happened."""
-        assert self._process.stdout is not None
         silence = 0.0
         while silence < (SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS):
             try:
                 # Second by second: if the machine was suspended for a minute, that counts as one second of silence.
-                async with asyncio.timeout(1.0):
-                    if not await self._process.stdout.read(4096):
-                        return describe_exit(await self._process.wait())
+                if not await _beats(self._process, 1.0):
+                    return await asyncio.to_thread(self._process.ending)
                 silence = 0.0
             except TimeoutError:
                 silence += 1.0
-        await _kill(self._process)
+        await asyncio.to_thread(self._process.end)
         return f"gave no sign of life for {silence:g} s and was killed"
 
     async def end(self) -> None:
         """Kill the process if it lives, and remove its sockets and directory."""
-        await _kill(self._process)
+        await asyncio.to_thread(self._process.end)
+        self._process.let_go()
         self._reports.close(linger=0)
         self._context.destroy(linger=0)
         remove_directory(self._directory)
 
 
-async def _end_within(process: asyncio.subprocess.Process, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
+async def _beats(process: TiedChild, seconds: float) -> bool:
+    """Whether the process gives a sign of life, or is dead.
+
+    Raises:
+        TimeoutError: if it does neither within this time.
+    """
+    readable, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(process.pulse, readable.set)
+    try:
         async with asyncio.timeout(seconds):
-            await process.wait()
-    await _kill(process)
-
-
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    kill_group(process.pid)
-    await process.wait()
+            await readable.wait()
+    finally:
+        loop.remove_reader(process.pulse)
+    return process.beats()

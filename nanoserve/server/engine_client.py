@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NoReturn
 
-from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
+from nanoserve.record.counters import RecentStep
 from nanoserve.request import FinishReason, Request
 from nanoserve.server.engine_child import ENGINE_PROGRAM, EngineChild
 from nanoserve.server.messages import (
@@ -20,7 +21,6 @@ from nanoserve.server.messages import (
     EngineFacts,
     EngineMessage,
     EngineStart,
-    EngineStats,
     EngineStopped,
     LoadProgress,
     Refused,
@@ -35,6 +35,8 @@ RETRY_SECONDS = 15.0
 """Time to the next attempt when engines keep dying."""
 
 _LAST_MESSAGES_SECONDS = 0.2
+_LOGGED_STEPS = 8
+"""Steps before the death of an engine that the log names."""
 _COUNTERS = ("preemptions", "steps", "losses", "host_losses")
 
 _LOG = logging.getLogger("nanoserve.server")
@@ -96,10 +98,12 @@ class EngineClient:
         self.state = EngineState.LOADING
         self.reason = ""
         self.facts: EngineFacts | None = None  # None before the first engine is ready
-        self.stats = EngineStats()
+        self.on_step: Callable[[RecentStep], None] = lambda step: None  # called with every step of an engine
+        self.last = StepReport()  # what the current engine said last
         self.restarts = 0  # number of engines started after the first
         self.generated_tokens = 0  # tokens sampled by all engines
         self._counts = Counter[str]()
+        self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -111,16 +115,16 @@ class EngineClient:
     @property
     def serving(self) -> bool:
         """Whether a request would run at once."""
-        return self.state is EngineState.READY and self.stats.ready
+        return self.state is EngineState.READY and self.last.ready
 
     @property
     def dropped(self) -> int:
         """Undecodable messages to and from the current engine."""
-        return self.stats.dropped + (self._child.dropped if self._child else 0)
+        return self.last.dropped + (self._child.dropped if self._child else 0)
 
     def total(self, counter: str) -> int:
-        """The sum of a counter of EngineStats over all engines so far."""
-        count: int = getattr(self.stats, counter)
+        """The sum of a counter of EngineStatus over all engines so far."""
+        count: int = getattr(self.last.status, counter)
         return self._counts[counter] + count
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
@@ -164,7 +168,7 @@ class EngineClient:
 
     def describe_state(self) -> str:
         """The state as a sentence for a client."""
-        if self.state is EngineState.READY and not self.stats.ready:
+        if self.state is EngineState.READY and not self.last.ready:
             return "the engine's workers are stopped, or are being started anew"
         return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
 
@@ -173,12 +177,13 @@ class EngineClient:
         if self.state is not EngineState.READY:
             return len(self._streams)
         held = sum(not stream.sent for stream in self._streams.values())
-        return self.stats.waiting + self._sent - self.stats.added + held
+        return self.last.status.waiting + self._sent - self.last.added + held
 
     def _free_places(self) -> int:
         """Free places in the next step; 0 while other requests wait for them."""
         places = self.facts.max_num_seqs if self.facts else 0
-        return 0 if self.stats.waiting else max(0, places - self.stats.running)
+        status = self.last.status
+        return 0 if status.waiting else max(0, places - status.running)
 
     def _send(self, command: Command) -> None:
         if self._child is None or self.state is not EngineState.READY:
@@ -240,10 +245,13 @@ class EngineClient:
         await asyncio.sleep(RETRY_SECONDS)
 
     def _expect_another(self, state: EngineState, reason: str) -> None:
+        if self._recent:
+            _LOG.warning("its last steps: %s", "; ".join(map(str, self._recent)))
         self.state, self.reason = state, reason
         self.restarts += 1
         self._counts = Counter({name: self.total(name) for name in _COUNTERS})
-        self.stats = EngineStats()
+        self.last = StepReport()
+        self._recent.clear()
         self._sent = 0
         for stream in self._streams.values():
             stream.sent = False
@@ -276,7 +284,10 @@ class EngineClient:
 
     def _take(self, message: EngineMessage, child: EngineChild) -> None:
         if isinstance(message, StepReport):
-            self.stats = message.stats
+            self.last = message
+            self._recent += message.steps
+            for step in message.steps:
+                self.on_step(step)
             for update in message.updates:
                 self._pass_on(update)
         elif isinstance(message, Refused):
@@ -288,7 +299,7 @@ class EngineClient:
         elif isinstance(message, EngineStopped):
             raise EngineFailed(message.message)
         elif isinstance(message, StartFailed):
-            raise _START_ERRORS.get(message.exit_code, RuntimeFailure)(message.message)
+            raise error_of(message.exit_code, message.message)
         else:
             self._take_over(message, child)
 
@@ -318,8 +329,3 @@ class EngineClient:
             stream.fail(error)
             self._quarantine.forget(stream.request_id)
         self._streams.clear()
-
-
-_START_ERRORS: dict[int, type[NanoserveError]] = {
-    kind.exit_code: kind for kind in (RuntimeFailure, UsageError, ModelError)
-}

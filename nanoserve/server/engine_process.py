@@ -17,7 +17,8 @@ from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.processes.sockets import connect, listen
-from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
+from nanoserve.processes.watchdog import ParentWatchdog
+from nanoserve.record.counters import RecentStep
 from nanoserve.request import Request, Sequence, SequenceUpdate
 from nanoserve.server.messages import (
     Command,
@@ -26,7 +27,6 @@ from nanoserve.server.messages import (
     EngineMessage,
     EngineSockets,
     EngineStart,
-    EngineStats,
     EngineStopped,
     LoadProgress,
     Refused,
@@ -112,10 +112,10 @@ class EngineLoop:
         self._workers = (True, 0)  # readiness and deaths as last reported
 
     def run(self) -> None:
-        """Serve until the process is ended, or until the engine gives up, which the front end is told."""
+        """Serve until the process is ended, or until the engine gives up; then report why."""
         while self._engine.failure is None:
             self.turn()
-        self._report([])  # the last death counts too
+        self._report([], [])  # the last death counts too
         self._mailbox.send(EngineStopped(self._engine.failure))
 
     def turn(self) -> None:
@@ -124,8 +124,9 @@ class EngineLoop:
         updates = [update for command in commands for update in self._obey(command)]
         updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
         workers = (self._engine.ready, self._engine.losses)
-        if (updates or commands or workers != self._workers) and self._engine.failure is None:
-            self._report(updates)
+        steps = self._engine.take_steps()
+        if (updates or steps or commands or workers != self._workers) and self._engine.failure is None:
+            self._report(updates, steps)
             self._workers = workers
 
     def _obey(self, command: Command) -> list[SequenceUpdate]:
@@ -143,14 +144,16 @@ class EngineLoop:
         for index in finished:
             self._engine.stop(request.request_id, index=index)
 
-    def _report(self, updates: list[SequenceUpdate]) -> None:
-        stats = msgspec.structs.replace(
-            msgspec.convert(self._engine.status, EngineStats, from_attributes=True),
+    def _report(self, updates: list[SequenceUpdate], steps: list[RecentStep]) -> None:
+        report = StepReport(
+            updates=tuple(self._as_message(update) for update in updates),
+            status=self._engine.status,
+            steps=tuple(steps),
             added=self._added,
             dropped=self._mailbox.dropped,
             ready=self._engine.ready,
         )
-        self._mailbox.send(StepReport(tuple(self._as_message(update) for update in updates), stats))
+        self._mailbox.send(report)
 
     def _as_message(self, update: SequenceUpdate) -> SampleUpdate:
         """The update with everything of its sequence that was not reported yet."""
@@ -182,20 +185,18 @@ Build = Callable[[EngineStart, Mailbox], Engine | Dispatcher]
 def main(build: Build | None = None) -> None:
     """Entry point; ``build`` makes the engine, by default from a model.
 
-    Stdin brings EngineSockets and EngineStart; its end means that the parent is gone. Stdout takes the heartbeats. The
-    command line names a directory that is removed when this process ends.
+    The first two lines of stdin are EngineSockets and EngineStart.
     """
-    parent, pulse = own_pipes()
-    directory = Path(sys.argv[2])
-    sockets = msgspec.json.decode(read_line(parent, directory), type=EngineSockets)
-    start = msgspec.json.decode(read_line(parent, directory), type=EngineStart)
+    watchdog = ParentWatchdog.of_this_process()
+    sockets = msgspec.json.decode(watchdog.read_line(), type=EngineSockets)
+    start = msgspec.json.decode(watchdog.read_line(), type=EngineStart)
     try:
         mailbox = Mailbox(sockets)
     except RuntimeFailure as error:
         sys.exit(f"nanoserve: {error}")
     tempfile.gettempdir()  # remembered before TMPDIR changes: files of workers must outlive the directory
-    os.environ["TMPDIR"] = str(directory)  # leftovers of a killed compiler are removed with it
-    ParentWatchdog(parent, pulse, directory).start()
+    os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
+    watchdog.start()
     try:
         engine = (build or build_from_model)(start, mailbox)
     except NanoserveError as error:

@@ -8,6 +8,7 @@ import msgspec
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.processes.sockets import SocketKeys
+from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams, TokenLogprob
 
 # ---------------------------------------------------------------------------------------------- to the engine
@@ -28,7 +29,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     """The second line of JSON on the engine process's stdin."""
 
     name: str
-    """The model's name for people; a dummy's name also tells its shape."""
+    """The model's name for people; a dummy's name also contains its shape."""
     directory: str | None
     """The model's directory; None for a dummy."""
     tokenizer_directory: str
@@ -114,39 +115,19 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
     """None while the sample runs."""
 
 
-class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """The engine's state between two steps."""
+class StepReport(msgspec.Struct, frozen=True, tag=True):
+    """The updates of a step, and the state after it or after new commands."""
 
+    updates: tuple[SampleUpdate, ...] = ()
+    status: EngineStatus = EngineStatus()
+    steps: tuple[RecentStep, ...] = ()
+    """Steps that have ended since the last report."""
     added: int = 0
     """Requests received since the start; the front end subtracts them from those it sent."""
     dropped: int = 0
     """Messages that could not be decoded."""
-    running: int = 0
-    waiting: int = 0
-    """Sequences that hold blocks on the device, and sequences without blocks."""
-    free_blocks: int = 0
-    total_blocks: int = 0
-    """KV blocks on the device; cached blocks without an owner count as free."""
-    preemptions: int = 0
-    steps: int = 0
-    losses: int = 0
-    """Counts since the start; a loss is the death of the workers."""
-    on_host: int = 0
-    """Sequences whose KV is in host memory."""
-    free_host_blocks: int = 0
-    total_host_blocks: int = 0
-    """KV blocks in host memory."""
-    host_losses: int = 0
-    """Failures of attention on the CPU, since the start."""
     ready: bool = True
     """Whether a step would run at once; false while workers are stopped or being restarted."""
-
-
-class StepReport(msgspec.Struct, frozen=True, tag=True):
-    """The updates of a step, and the state after it or after new commands."""
-
-    updates: tuple[SampleUpdate, ...]
-    stats: EngineStats
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

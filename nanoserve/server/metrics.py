@@ -6,6 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from nanoserve.record.counters import RecentStep
 from nanoserve.request import Sequence
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.streams import RequestStream
@@ -14,78 +15,94 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0,
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
+_COUNTERS = {
+    "vllm:prompt_tokens": "Prompt tokens of ended requests.",
+    "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "vllm:prefix_cache_hits": "Prompt tokens found there.",
+    "vllm:admission_rejections": "Requests without a place or an engine.",
+}
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": ("From arrival to the first token.", _SECONDS),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per token after the first.", _SECONDS),
+    "vllm:inter_token_latency_seconds": ("From one token to the next.", _SECONDS),
+    "vllm:request_queue_time_seconds": ("From arrival to the first plan.", _SECONDS),
+    "vllm:request_prefill_time_seconds": ("From the first plan to the first token.", _SECONDS),
+    "vllm:request_decode_time_seconds": ("From the first token to the last.", _SECONDS),
+    "vllm:e2e_request_latency_seconds": ("From arrival to the last token.", _SECONDS),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "vllm:request_generation_tokens": ("Tokens of a sample.", _TOKENS),
+    "vllm:iteration_tokens_total": ("Tokens of a step.", _TOKENS),
+    "nanoserve:step_time_seconds": ("Time of a step on the device.", _SECONDS),
+}
+
+
 class Metrics:
     """Counts how requests ended; the engine's gauges are read at each scrape."""
 
     def __init__(self, model_name: str, engine: EngineClient) -> None:
         self._registry = CollectorRegistry()
         self._model = model_name
-        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
-        self._looked_up = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self._found = self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.")
-        self._rejected = self._counter("vllm:admission_rejections", "Requests without a place or an engine.")
+        labels = ("model_name",)
+        self._counters = {
+            name: Counter(name, text, labels, registry=self._registry).labels(model_name)
+            for name, text in _COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(name, text, labels, registry=self._registry, buckets=(*bounds, math.inf)).labels(model_name)
+            for name, (text, bounds) in _HISTOGRAMS.items()
+        }
         self._ended = Counter(
             "vllm:request_success",
             "Ended samples by the reason.",
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
-        self._first_token = self._histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.")
-        self._per_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time per token after the first."
-        )
-        self._between_tokens = self._histogram("vllm:inter_token_latency_seconds", "From one token to the next.")
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "From arrival to the first plan.")
-        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "From the first plan to the first token.")
-        self._decode = self._histogram("vllm:request_decode_time_seconds", "From the first token to the last.")
-        self._latency = self._histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.")
-        self._prompt_length = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self._answer_length = self._histogram("vllm:request_generation_tokens", "Tokens of a sample.", _TOKENS)
+        engine.on_step = self._on_step
         self._registry.register(_EngineCollector(model_name, engine))
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
 
     def ended(self, stream: RequestStream) -> None:
         """Count a request that has ended, for any reason."""
         prompt_tokens = len(stream.request.prompt)
-        self._prompt_tokens.inc(prompt_tokens)
-        self._prompt_length.observe(prompt_tokens)
-        self._looked_up.inc(prompt_tokens)
-        self._found.inc(stream.cached_tokens)
+        self._counters["vllm:prompt_tokens"].inc(prompt_tokens)
+        self._observe("vllm:request_prompt_tokens", prompt_tokens)
+        self._counters["vllm:prefix_cache_queries"].inc(prompt_tokens)
+        self._counters["vllm:prefix_cache_hits"].inc(stream.cached_tokens)
         for gap in stream.gaps:
-            self._between_tokens.observe(gap)
+            self._observe("vllm:inter_token_latency_seconds", gap)
         for index, (sample, reason) in enumerate(zip(stream.samples, stream.finish_reasons(), strict=True)):
             self._ended.labels(self._model, reason).inc()
-            self._answer_length.observe(sample.output_length)
+            self._observe("vllm:request_generation_tokens", sample.output_length)
             self._observe_times(sample, stream.request.arrival_time, stream.last_token_times.get(index))
 
     def _observe_times(self, sample: Sequence, arrival: float, last_token: float | None) -> None:
         """Observe the times of the phases that the sample has reached."""
         scheduled, first_token = sample.first_scheduled_time, sample.first_token_time
         if scheduled is not None:
-            self._queue.observe(max(0.0, scheduled - arrival))
+            self._observe("vllm:request_queue_time_seconds", max(0.0, scheduled - arrival))
         if scheduled is None or first_token is None or last_token is None:
             return
-        self._first_token.observe(first_token - arrival)
-        self._prefill.observe(max(0.0, first_token - scheduled))
-        self._decode.observe(last_token - first_token)
-        self._latency.observe(last_token - arrival)
+        self._observe("vllm:time_to_first_token_seconds", first_token - arrival)
+        self._observe("vllm:request_prefill_time_seconds", max(0.0, first_token - scheduled))
+        self._observe("vllm:request_decode_time_seconds", last_token - first_token)
+        self._observe("vllm:e2e_request_latency_seconds", last_token - arrival)
         if sample.output_length > 1:
-            self._per_token.observe((last_token - first_token) / (sample.output_length - 1))
+            mean = (last_token - first_token) / (sample.output_length - 1)
+            self._observe("vllm:request_time_per_output_token_seconds", mean)
+
+    def _on_step(self, step: RecentStep) -> None:
+        self._observe("vllm:iteration_tokens_total", step.decodes + step.prompt_tokens)
+        self._observe("nanoserve:step_time_seconds", step.seconds)
 
     def rejected(self) -> None:
         """Count a request that was turned away."""
-        self._rejected.inc()
+        self._counters["vllm:admission_rejections"].inc()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
-
-    def _counter(self, name: str, help_text: str) -> Counter:
-        return Counter(name, help_text, ("model_name",), registry=self._registry).labels(self._model)
-
-    def _histogram(self, name: str, help_text: str, bounds: tuple[float, ...] = _SECONDS) -> Histogram:
-        buckets = (*bounds, math.inf)
-        histogram = Histogram(name, help_text, ("model_name",), registry=self._registry, buckets=buckets)
-        return histogram.labels(self._model)
 
 
 class _EngineCollector(Collector):
@@ -96,34 +113,34 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> list[Metric]:
-        stats, total = self._engine.stats, self._engine.total
-        used = _share_in_use(stats.free_blocks, stats.total_blocks)
-        used_on_host = _share_in_use(stats.free_host_blocks, stats.total_host_blocks)
-        return [
-            self._gauge("vllm:num_requests_running", "Sequences that hold KV blocks.", stats.running),
-            self._gauge("vllm:num_requests_waiting", "Sequences that wait for a place.", stats.waiting),
-            self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
-            self._gauge("nanoserve:num_sequences_on_host", "Sequences whose KV is in host memory.", stats.on_host),
-            self._gauge("nanoserve:host_kv_cache_usage_perc", "Share of KV blocks there in use.", used_on_host),
-            self._gauge("nanoserve:engine_ready", "1 if requests run at once.", self._engine.serving),
-            self._counter("vllm:generation_tokens", "Generated tokens.", self._engine.generated_tokens),
-            self._counter("vllm:num_preemptions", "Preemptions.", total("preemptions")),
-            self._counter("nanoserve:worker_losses", "Times that workers died.", total("losses")),
-            self._counter("nanoserve:host_losses", "Times that attention on the CPU was lost.", total("host_losses")),
-            self._counter("nanoserve:engine_steps", "Steps.", total("steps")),
-            self._counter("nanoserve:engine_restarts", "Engines started after the first.", self._engine.restarts),
-            self._counter("nanoserve:dropped_messages", "Messages that made no sense.", self._engine.dropped),
-        ]
-
-    def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, help_text, labels=("model_name",))
-        family.add_metric((self._model,), value)
-        return family
-
-    def _counter(self, name: str, help_text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, help_text, labels=("model_name",))
-        family.add_metric((self._model,), value)
-        return family
+        status, total = self._engine.last.status, self._engine.total
+        used = _share_in_use(status.free_blocks, status.total_blocks)
+        used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
+        engine = self._engine
+        gauges = (
+            ("vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
+            ("vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
+            ("nanoserve:num_sequences_on_host", "Sequences whose KV is in host memory.", status.on_host),
+            ("nanoserve:host_kv_cache_usage_perc", "Share of KV blocks there in use.", used_on_host),
+            ("nanoserve:engine_ready", "1 if requests run at once.", engine.serving),
+        )
+        counters = (
+            ("vllm:generation_tokens", "Generated tokens.", engine.generated_tokens),
+            ("vllm:num_preemptions", "Preemptions.", total("preemptions")),
+            ("nanoserve:worker_losses", "Times that workers died.", total("losses")),
+            ("nanoserve:host_losses", "Times that attention on the CPU was lost.", total("host_losses")),
+            ("nanoserve:engine_steps", "Steps.", total("steps")),
+            ("nanoserve:engine_restarts", "Engines started after the first.", engine.restarts),
+            ("nanoserve:dropped_messages", "Messages that made no sense.", engine.dropped),
+        )
+        families: list[Metric] = []
+        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, help_text, value in rows:
+                family = kind(name, help_text, labels=("model_name",))
+                family.add_metric((self._model,), value)
+                families.append(family)
+        return families
 
 
 def _share_in_use(free: int, blocks: int) -> float:

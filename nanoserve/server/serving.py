@@ -5,7 +5,6 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import uvicorn
@@ -22,14 +21,6 @@ MAX_HEADER_BYTES = 64 << 10
 _KEEP_ALIVE_SECONDS = 20
 _LAST_WORDS_SECONDS = 2
 _BACKLOG = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Callbacks:
-    """Calls to the command: ``on_ready`` when the engine takes requests, ``say`` with a line for the user."""
-
-    on_ready: Callable[[], None]
-    say: Callable[[str], None]
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -65,8 +56,22 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def run_server(service: Service, listener: socket.socket, drain_seconds: float, callbacks: Callbacks) -> None:
+async def run_server(
+    service: Service,
+    listener: socket.socket,
+    drain_seconds: float,
+    *,
+    on_ready: Callable[[], None],
+    say: Callable[[str], None],
+) -> None:
     """Serve until a signal says to stop and the running requests have ended.
+
+    Args:
+        service: what the endpoints work with.
+        listener: the socket that clients connect to.
+        drain_seconds: longest time for running requests to end.
+        on_ready: called when the engine takes requests.
+        say: called with lines for the user.
 
     Raises:
         NanoserveError: if the engine cannot start.
@@ -75,12 +80,12 @@ async def run_server(service: Service, listener: socket.socket, drain_seconds: f
     server = _Server(_http_config(service))
     http = asyncio.create_task(server.serve(sockets=[listener]))
     engine = asyncio.create_task(service.engine.run())
-    started = asyncio.create_task(_announce(service, callbacks))
+    started = asyncio.create_task(_announce(service, on_ready, say))
     first = asyncio.create_task(signals.first.wait())
     try:
         await _first_of(engine, started, first)
         await _first_of(engine, first)  # once it is ready, only a signal ends the wait
-        await _drain(service, signals, drain_seconds, callbacks)
+        await _drain(service, signals, drain_seconds, say)
     finally:
         # HTTP still runs here, so that the streams of a failed engine can end with an error.
         for task in (started, first, engine):
@@ -99,19 +104,19 @@ async def _first_of(*tasks: "asyncio.Task[object]") -> None:
         task.result()
 
 
-async def _announce(service: Service, callbacks: Callbacks) -> None:
+async def _announce(service: Service, on_ready: Callable[[], None], say: Callable[[str], None]) -> None:
     facts = await service.engine.ready()
     check_vocabulary(service.tokenizer, facts.vocab_size)
-    callbacks.on_ready()
-    callbacks.say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
+    on_ready()
+    say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
 
 
-async def _drain(service: Service, signals: "_Signals", seconds: float, callbacks: Callbacks) -> None:
+async def _drain(service: Service, signals: "_Signals", seconds: float, say: Callable[[str], None]) -> None:
     """Take no new requests, and wait for the running ones."""
     service.draining = True
     if not service.engine.running:
         return
-    callbacks.say(f"stopping: {service.engine.running} requests may end within {seconds:g} s; a second signal ends all")
+    say(f"stopping: {service.engine.running} requests may end within {seconds:g} s; a second signal ends all")
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while service.engine.running and not signals.second.is_set():

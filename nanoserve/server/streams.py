@@ -9,7 +9,7 @@ from dataclasses import replace
 from nanoserve.errors import NanoserveError
 from nanoserve.outputs import RequestTracker, TokenDecoder
 from nanoserve.request import FinishReason, Request, RequestOutput, Sequence, SequenceUpdate, Status
-from nanoserve.server.messages import Add, Ending, SampleUpdate
+from nanoserve.server.messages import Add, SampleUpdate
 
 
 class RequestStream:
@@ -55,14 +55,26 @@ class RequestStream:
         if update.index in self._ended:
             return False
         sample, now = self.samples[update.index], time.monotonic()
-        _bring_up_to_date(sample, update, now)
+        sample.tokens += update.tokens
+        sample.logprobs += update.logprobs
+        if not sample.prompt_logprobs:
+            sample.prompt_logprobs += update.prompt_logprobs
+        if sample.first_scheduled_time is None:
+            sample.first_scheduled_time = update.started
+            sample.cached_tokens = update.cached_tokens
+        if (ending := update.ending) is not None:
+            sample.move_to(Status.FINISHED)
+            sample.finish_reason, sample.stop_token, sample.error = ending.reason, ending.stop_token, ending.error
+            sample.finished_time = now
         if update.tokens:
+            if sample.first_token_time is None:
+                sample.first_token_time = now
             if update.index in self.last_token_times:
                 self.gaps.append(now - self.last_token_times[update.index])
             self.last_token_times[update.index] = now
         news = SequenceUpdate(self.request_id, update.index, update.tokens, sample)
         met_stop_string = self._tracker.take(news, now)
-        if met_stop_string or update.ending is not None:
+        if met_stop_string or ending is not None:
             self._ended.add(update.index)
         self.news.set()
         return met_stop_string
@@ -128,23 +140,3 @@ async def wholes(streams: SequenceOf[RequestStream]) -> list[RequestOutput]:
         news.clear()
         await news.wait()
     return [stream.whole() for stream in streams]
-
-
-def _bring_up_to_date(sample: Sequence, update: SampleUpdate, now: float) -> None:
-    sample.tokens += update.tokens
-    sample.logprobs += update.logprobs
-    if not sample.prompt_logprobs:
-        sample.prompt_logprobs += update.prompt_logprobs
-    if sample.first_scheduled_time is None:
-        sample.first_scheduled_time = update.started
-        sample.cached_tokens = update.cached_tokens
-    if update.tokens and sample.first_token_time is None:
-        sample.first_token_time = now
-    if update.ending is not None:
-        _end(sample, update.ending, now)
-
-
-def _end(sample: Sequence, ending: Ending, now: float) -> None:
-    sample.move_to(Status.FINISHED)
-    sample.finish_reason, sample.stop_token, sample.error = ending.reason, ending.stop_token, ending.error
-    sample.finished_time = now

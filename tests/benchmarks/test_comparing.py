@@ -45,11 +45,11 @@ def test_rounds_end_even_if_none_counts(tmp_path: Path) -> None:
 
 def test_ratios_are_ours_over_theirs_within_each_round(tmp_path: Path) -> None:
     peers: list[Peer] = [FakePeer("nanoserve", 0.5), FakePeer("other", 2.0)]
-    found = {ratio.metric: ratio for ratio in ratios(compared(peers, [10.0] * 4, 2, tmp_path))}
-    assert found["decode"].median == pytest.approx(4.0)
-    assert found["prefill"].median == pytest.approx(1.0)
-    assert (found["decode"].rounds, found["decode"].low, found["decode"].high) == (2, 4.0, 4.0)
-    assert (found["decode"].peer, found["decode"].state) == ("other", "10 GB/s")
+    found = {ratio["metric"]: ratio for ratio in ratios(compared(peers, [10.0] * 4, 2, tmp_path))}
+    assert found["decode"]["median"] == pytest.approx(4.0)
+    assert found["prefill"]["median"] == pytest.approx(1.0)
+    assert (found["decode"]["rounds"], found["decode"]["low"], found["decode"]["high"]) == (2, 4.0, 4.0)
+    assert (found["decode"]["peer"], found["decode"]["state"]) == ("other", "10 GB/s")
 
 
 def test_samples_are_the_ratios_of_the_rounds_that_count(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanoserve.engine import EngineStatus
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.record.counters import EngineStatus
 from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, SequenceUpdate
-from tests.fakes.engine_status import NOTHING
 
 PAUSE = 0.02
 
@@ -93,8 +92,7 @@ class FakeLLM:
     def status(self) -> EngineStatus:
         """The layout changes every ten steps of a batch; a quarter of host memory is in use."""
         turns = self.steps // 10
-        return replace(
-            NOTHING,
+        return EngineStatus(
             layouts=(turns % 2,),
             running=1,
             total_blocks=10,

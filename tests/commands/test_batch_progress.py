@@ -1,15 +1,13 @@
 """What is counted between the steps of a batch under two layouts, and how it is said."""
 
-from dataclasses import replace
 from itertools import count
 
 import pytest
 
 from nanoserve.commands.batch_progress import Phases
-from nanoserve.engine import EngineStatus
 from nanoserve.layout import ParallelLayout
+from nanoserve.record.counters import EngineStatus
 from nanoserve.request import Request, SamplingParams, Sequence, SequenceUpdate
-from tests.fakes.engine_status import NOTHING
 
 NAMES = count()
 PAIR = (ParallelLayout(pipeline_parallel=4), ParallelLayout(tensor_parallel=4))
@@ -18,8 +16,7 @@ PAIR = (ParallelLayout(pipeline_parallel=4), ParallelLayout(tensor_parallel=4))
 def engine(
     layout: int, used: int = 0, *, changing: bool = False, transitions: int = 0, blocks: int = 100
 ) -> EngineStatus:
-    return replace(
-        NOTHING,
+    return EngineStatus(
         layouts=(layout,),
         changing=(changing,),
         free_host_blocks=blocks - used,

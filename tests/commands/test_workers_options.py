@@ -18,9 +18,8 @@ from nanoserve.server.messages import EngineStart
 
 def engine_of(*words: str) -> WorkersOptions:
     """What a command is handed as its engine."""
-    import typer
 
-    action: Any = typer.main.get_command(application()).main(args=list(words), standalone_mode=False)
+    action: Any = application().main(args=list(words), standalone_mode=False)
     (engine,) = action.args
     assert isinstance(engine, WorkersOptions)
     return engine

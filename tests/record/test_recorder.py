@@ -1,5 +1,7 @@
 """What a recorder tells of an engine: every event once, in order, and nothing while nobody looks on."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanoserve.engine import Engine
@@ -15,6 +17,7 @@ from nanoserve.record.events import (
     Stopped,
     Worked,
 )
+from nanoserve.record.recorder import RECENT_STEPS
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler import make_policy
@@ -96,7 +99,20 @@ def test_nothing_is_told_while_nobody_looks_on_and_counts_go_on() -> None:
     drive(engine, [third])
     assert [request.request_id for request in record.arrivals] == ["r1"]
     assert [timing.output_tokens for timing in record.timings] == [3]
-    assert (engine.tokens.prompts, engine.tokens.outputs, engine.tokens.outstanding) == (21, 9, 0)
+    assert (engine.status.prompt_tokens, engine.status.output_tokens, engine.recorder.outstanding) == (21, 9, 0)
+
+
+def test_recent_steps_are_kept_in_a_ring_and_taken_once() -> None:
+    engine = Engine(_scheduler(), MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50)
+    for turn in range(20):
+        drive(engine, [replace(request, request_id=f"{turn} {request.request_id}") for request in _requests()])
+    steps = engine.take_steps()
+    assert [step.step for step in steps] == list(range(engine.status.steps))[-RECENT_STEPS:]
+    assert engine.take_steps() == []
+    drive(engine, _requests()[:1])
+    prompt, *decodes = engine.take_steps()
+    assert (prompt.decodes, prompt.prompt_tokens, prompt.running) == (0, 7, 1)
+    assert [(step.decodes, step.prompt_tokens) for step in decodes] == [(1, 0)] * 2
 
 
 class _OutOfMemory(MemoryCheckingExecutor):

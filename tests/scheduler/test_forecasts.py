@@ -1,7 +1,7 @@
 """What is expected of plans, what is learned from their results, and that a replay expects and learns the same."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -28,12 +28,13 @@ from tests.scheduler.tiered import Bench
 from tests.simulator.tier_times import TierTimes
 
 
-@dataclass(frozen=True)
-class Learner(LinearPredictor):
-    """A LinearPredictor that notes what it is told; every step is predicted to take 7 s."""
+class Learner(CorrectedPredictor):
+    """A predictor that notes what it is told; every step is predicted to take 7 s."""
 
-    steps: list[tuple[StepFeatures, float]] = field(default_factory=list)
-    works: list[tuple[int, int, float]] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(LinearPredictor())
+        self.steps: list[tuple[StepFeatures, float]] = []
+        self.works: list[tuple[int, int, float]] = []
 
     def step_seconds(self, work: StepFeatures) -> float:
         return 7.0
@@ -45,7 +46,7 @@ class Learner(LinearPredictor):
         self.works.append((sequences, context_tokens, seconds))
 
     @property
-    def corrections(self) -> Mapping[str, float]:
+    def corrections(self) -> dict[str, float]:
         return {"steps": float(len(self.steps))}
 
 

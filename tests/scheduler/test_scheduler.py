@@ -245,8 +245,7 @@ class _FailsOnce(MemoryCheckingExecutor):
 
 
 def test_a_failed_step_ends_its_own_sequences_and_caches_nothing() -> None:
-    engine = _engine(budget=8)
-    engine.executor = _FailsOnce(16, BLOCK_SIZE)
+    engine = Engine(_engine(budget=8).scheduler, _FailsOnce(16, BLOCK_SIZE), vocab_size=50)
     for name in ("fails", "waits"):
         engine.add(_request(name, 16, max_tokens=2))  # two chunks each; the second of the first fails
     updates = _finish(engine)

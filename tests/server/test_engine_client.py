@@ -10,6 +10,7 @@ import pytest
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
+from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.server import endpoints
 from nanoserve.server.api_errors import ApiError
@@ -21,7 +22,6 @@ from nanoserve.server.messages import (
     Ending,
     EngineFacts,
     EngineStart,
-    EngineStats,
     SampleUpdate,
     StepReport,
     Stop,
@@ -60,8 +60,9 @@ class Front:
         self.client._child = cast(EngineChild, self.child)
         self.client._take(FACTS, self.client._child)
 
-    def hear(self, **stats: Any) -> None:
-        self.client._take(StepReport((), EngineStats(**stats)), cast(EngineChild, self.child))
+    def hear(self, *steps: RecentStep, ready: bool = True, **status: int) -> None:
+        report = StepReport(status=EngineStatus(**status), steps=steps, ready=ready)
+        self.client._take(report, cast(EngineChild, self.child))
 
     def die(self) -> None:
         asyncio.run(self.client._after_death("was killed"))
@@ -78,7 +79,7 @@ class Front:
         """The engine tells of a token, and perhaps of the end."""
         ending = Ending(FinishReason.LENGTH) if ends else None
         update = SampleUpdate(name, 0, (5,), (), (), 0, 0.0, ending)
-        self.client._take(StepReport((update,), EngineStats()), cast(EngineChild, self.child))
+        self.client._take(StepReport((update,)), cast(EngineChild, self.child))
 
     def got(self) -> list[str]:
         """The requests that the engine has been given."""
@@ -128,6 +129,26 @@ def test_counters_never_go_back(front: Front) -> None:
     front.die()
     front.begin()
     assert front.client.total("losses") == 4
+
+
+def test_the_last_steps_of_a_dead_engine_are_logged_and_all_are_counted(
+    front: Front, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics("m", front.client)
+    front.hear(*(RecentStep(step, 2, 30, 3, 1, 0.25) for step in range(20)))
+    front.die()
+    (line,) = [record.getMessage() for record in caplog.records if "last steps" in record.getMessage()]
+    assert line.endswith("step 19: 2 decodes + 30 prompt tokens in 250 ms, 3 running, 1 waiting")
+    assert line.count("decodes") < 20
+    front.begin()
+    front.hear(RecentStep(0, 1, 0, 1, 0, 0.5))
+    text = metrics.text().decode()
+    assert 'nanoserve:step_time_seconds_sum{model_name="m"} 5.5' in text
+    assert 'vllm:iteration_tokens_total_count{model_name="m"} 21.0' in text
+    caplog.clear()
+    front.begin()
+    front.die()
+    assert caplog.text.count("last steps") == 1, "of the engine that died only"
 
 
 # ----------------------------------------------------------------------------- requests that kill their engine

@@ -12,8 +12,9 @@ import zmq
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
+from nanoserve.record.counters import EngineStatus
 from nanoserve.request import FinishReason, Request, SamplingParams
-from nanoserve.scheduler.plan import StepResult
+from nanoserve.scheduler.plan import Executor, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server.engine_process import EngineLoop, Mailbox
@@ -22,7 +23,6 @@ from nanoserve.server.messages import (
     Command,
     EngineMessage,
     EngineSockets,
-    EngineStats,
     EngineStopped,
     Refused,
     StepReport,
@@ -48,7 +48,11 @@ class Wire:
         self.mailbox = Mailbox(sockets)
         self.commands = self._context.socket(zmq.PUSH)
         connect(self.commands, sockets.commands, sockets.keys.public)
-        self.engine = _engine()
+        self.run(MemoryCheckingExecutor(32, 4))
+
+    def run(self, executor: Executor, vocab_size: int = 1000) -> None:
+        """Serve with an engine of this executor."""
+        self.engine = _engine(executor, vocab_size)
         self.loop = EngineLoop(self.engine, self.mailbox)
 
     def send(self, command: Command) -> None:
@@ -77,9 +81,9 @@ class Wire:
         self._context.destroy(linger=0)
 
 
-def _engine() -> Engine:
+def _engine(executor: Executor, vocab_size: int = 1000) -> Engine:
     scheduler = Scheduler(ChunkedPrefill(64), num_blocks=32, block_size=4, max_model_len=CONTEXT)
-    return Engine(scheduler, MemoryCheckingExecutor(32, 4), vocab_size=1000)
+    return Engine(scheduler, executor, vocab_size=vocab_size)
 
 
 @pytest.fixture
@@ -104,15 +108,15 @@ def test_a_request_comes_back_token_by_token(wire: Wire) -> None:
         assert tokens == expected_tokens(request, index=index, max_model_len=CONTEXT)[0]
         assert [update.ending is not None for update in mine] == [False] * 4 + [True]
         assert mine[-1].ending is not None and mine[-1].ending.reason is FinishReason.LENGTH
-    stats = reports[-1].stats
-    assert (stats.added, stats.running, stats.waiting) == (1, 0, 0)
-    assert stats.free_blocks == stats.total_blocks == 32
+    status = reports[-1].status
+    assert (reports[-1].added, status.running, status.waiting) == (1, 0, 0)
+    assert status.free_blocks == status.total_blocks == 32
 
 
 def test_a_stopped_request_gives_its_blocks_back_at_the_next_turn(wire: Wire) -> None:
     wire.send(Add(_request(max_tokens=50)))
     wire.loop.turn()
-    assert wire.report().stats.running == 1
+    assert wire.report().status.running == 1
     wire.send(Stop("r"))
     assert wire.mailbox._commands.poll(WAIT_MILLISECONDS), "it has arrived"
     while wire.engine.has_work:
@@ -121,7 +125,7 @@ def test_a_stopped_request_gives_its_blocks_back_at_the_next_turn(wire: Wire) ->
     while wire.reports.poll(100):
         last = wire.report()
     assert last.updates[-1].ending is not None and last.updates[-1].ending.reason is FinishReason.ABORT
-    assert last.stats.free_blocks == 32
+    assert last.status.free_blocks == 32
 
 
 def test_a_request_that_can_never_run_is_refused_and_the_next_one_runs(wire: Wire) -> None:
@@ -129,7 +133,7 @@ def test_a_request_that_can_never_run_is_refused_and_the_next_one_runs(wire: Wir
     wire.loop.turn()
     refused = wire.hear()
     assert isinstance(refused, Refused) and "token id 2000" in refused.message
-    assert wire.report().stats == EngineStats(added=1, free_blocks=32, total_blocks=32)
+    assert wire.report() == StepReport(status=EngineStatus(free_blocks=32, total_blocks=32), added=1)
     wire.send(Add(_request(max_tokens=2)))
     assert wire.finish()[-1].updates[-1].ending is not None
 
@@ -144,24 +148,23 @@ def test_a_sample_that_ended_before_is_not_run_again(wire: Wire) -> None:
 
 
 def test_several_engines_are_served_as_one_is(wire: Wire) -> None:
-    dispatcher = Dispatcher([_engine(), _engine()], wait=lambda until: None)
+    dispatcher = Dispatcher([_engine(MemoryCheckingExecutor(32, 4)) for _ in range(2)], wait=lambda until: None)
     wire.loop = EngineLoop(dispatcher, wire.mailbox)
     requests = [replace(_request(max_tokens=4), request_id=f"r{number}", seed=number) for number in range(3)]
     for request in requests:
         wire.send(Add(request))
     got: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    stats = EngineStats()
-    while stats.added < 3 or dispatcher.has_work:
+    report = StepReport()
+    while report.added < 3 or dispatcher.has_work:
         wire.loop.turn()
         while wire.reports.poll(50):
             report = wire.report()
-            stats = report.stats
             for update in report.updates:
                 got[update.request_id] += update.tokens
     for request in requests:
         assert got[request.request_id] == expected_tokens(request, index=0, max_model_len=CONTEXT)[0]
     assert min(engine.scheduler.steps for engine in dispatcher.engines) > 0
-    assert stats.free_blocks == stats.total_blocks == 2 * 32
+    assert report.status.free_blocks == report.status.total_blocks == 2 * 32
 
 
 class _Silent(MemoryCheckingExecutor):
@@ -173,10 +176,10 @@ class _Silent(MemoryCheckingExecutor):
 
 
 def test_commands_are_taken_while_no_step_ends(wire: Wire) -> None:
-    wire.engine.executor = _Silent(32, 4)
+    wire.run(_Silent(32, 4))
     wire.send(Add(_request(max_tokens=50)))
     wire.loop.turn()
-    assert wire.report().stats.running == 1
+    assert wire.report().status.running == 1
     wire.send(Stop("r"))
     while True:
         wire.loop.turn()
@@ -187,7 +190,7 @@ def test_commands_are_taken_while_no_step_ends(wire: Wire) -> None:
 
 
 def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> None:
-    wire.engine.executor, wire.engine.vocab_size = PacedExecutor(32, 4), VOCAB_SIZE
+    wire.run(PacedExecutor(32, 4), VOCAB_SIZE)
     wire.send(Add(Request("r", (WORKER_POISON_TOKEN, 3), SamplingParams(), seed=0)))
     wire.loop.run()
     messages = [wire.hear()]
@@ -211,24 +214,24 @@ def test_that_workers_are_gone_and_back_is_told_while_there_is_nothing_to_do(
     wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanoserve.server.engine_process.WATCH_SECONDS", 0.0)
-    executor = wire.engine.executor = _Reloading(32, 4)
+    wire.run(executor := _Reloading(32, 4))
     wire.loop.turn()
-    assert wire.report().stats.ready is False
+    assert wire.report().ready is False
     for _ in range(3):
         wire.loop.turn()
     executor.ready = True
     wire.loop.turn()
-    assert wire.report().stats.ready is True, "what has not changed is not told again"
+    assert wire.report().ready is True, "what has not changed is not told again"
 
 
 def test_the_last_death_is_told_before_the_last_word(wire: Wire) -> None:
-    wire.engine.executor = DyingExecutor(32, 4, deaths=[1, 3, 5], ran=0.0)
+    wire.run(DyingExecutor(32, 4, deaths=[1, 3, 5], ran=0.0))
     wire.send(Add(_request(max_tokens=50)))
     wire.loop.run()
     messages = [wire.hear()]
     while not isinstance(messages[-1], EngineStopped):
         messages.append(wire.hear())
-    assert isinstance(messages[-2], StepReport) and messages[-2].stats.losses == 3
+    assert isinstance(messages[-2], StepReport) and messages[-2].status.losses == 3
     assert messages[-1].message.startswith("the workers died 3 times within ")
 
 
@@ -263,8 +266,8 @@ def test_rubbish_is_dropped_and_counted(wire: Wire) -> None:
     wire.send(Add(_request(max_tokens=2)))
     while not wire.engine.has_work:
         wire.loop.turn()
-    stats = wire.finish()[-1].stats
-    assert (stats.added, stats.dropped) == (1, len(RUBBISH))
+    last = wire.finish()[-1]
+    assert (last.added, last.dropped) == (1, len(RUBBISH))
 
 
 def test_log_probabilities_are_told_once(wire: Wire) -> None:

@@ -151,7 +151,7 @@ def make_batch(
 
     Args:
         scale: of the products of queries and keys; by default head_dim ** -0.5.
-        shared_blocks: the first full blocks of all rows that have so many are the same ones.
+        shared_blocks: number of leading blocks that rows share, as far as they fill them.
     """
     generator = torch.Generator(device).manual_seed(seed)
     needed = [-(-row.context // block_size) for row in shape.rows]

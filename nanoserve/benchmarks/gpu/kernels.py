@@ -55,7 +55,9 @@ def kernel_cases(timer: DeviceTimer) -> Iterator[GpuCase]:
     scale = _SMALLER_BY if timer.setting.dry_run else 1
     for name, make in _moves(scale).items():
         yield GpuCase(name, partial(_measure_move, timer, make))
-    batches = {("prefill", str(length), 4): (AttentionRow(length // scale, length // scale),) for length in PREFILLS}
+    batches: dict[tuple[str, str, int], tuple[AttentionRow, ...]] = {}
+    for length in PREFILLS:
+        batches["prefill", str(length), 4] = (AttentionRow(length // scale, length // scale),)
     for batch, context, group in DECODES:
         batches["decode", f"{batch} x {context}", group] = decode_rows(max(1, batch // scale), context // scale)
     batches["mixed", "32 x 2048 + 512 of 2048 + 1024", 4] = tuple(

@@ -131,7 +131,8 @@ class Tuner:
 
     @torch.inference_mode()
     def _try(self, key: Key, program: str, candidate: Configuration) -> dict[str, Any]:
-        tried = replace(ATTENTION[key], **{program: candidate})
+        programs: dict[str, Any] = {program: candidate}
+        tried = replace(ATTENTION[key], **programs)
         heads, kv_heads = GROUPS[4]
         processors, times, ok = gpu_of(self.timer.setting.device).multiprocessors, {}, True
         for name, rows in WORK[program].items():

@@ -19,7 +19,7 @@ from nanoserve.costs.step_features import Strategy
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
 from nanoserve.record.bubbles import engine_seconds, stage_shares, working_seconds
 from nanoserve.record.forecasts import Forecast
-from nanoserve.record.moves import reshard_figures, swap_figures
+from nanoserve.record.moves import reshard_metrics, swap_metrics
 from nanoserve.record.phases import Phase
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.plan import StepPlan, Tier
@@ -101,9 +101,9 @@ def layout_metrics(run: Run, first: Run, *, vocab_size: int) -> Metrics:
         "steps": sum(bool(plan.rows) for plan in record.plans),
         "transitions": sum(plan.transition is not None for plan in record.plans),
         "phases": _phase_metrics(record.phases) if two else None,
-        "reshards": reshard_figures(record, link) if two else None,
-        "swaps_out": swap_figures(record, "out", link) if two else None,
-        "swaps_in": swap_figures(record, "in", link) if two else None,
+        "reshards": reshard_metrics(record, link) if two else None,
+        "swaps_out": swap_metrics(record, "out", link) if two else None,
+        "swaps_in": swap_metrics(record, "in", link) if two else None,
         "pool_peak": max(used, default=None),  # largest share of the host pool in use
         "simulated": _compared(run, vocab_size),
     }

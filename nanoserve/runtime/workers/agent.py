@@ -14,9 +14,10 @@ from nanoserve.models.hub import ResolvedModel
 from nanoserve.processes.sockets import connect
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.processes.threads import threads_of_each
+from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
 from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys, TorchrunProcess
 from nanoserve.runtime.workers.messages import WorkerFailed, WorkerStart
-from nanoserve.runtime.workers.process import GRACE_SECONDS, WorkerChild, prepare_socket
+from nanoserve.runtime.workers.process import prepare_socket, start_worker
 
 _POLL_SECONDS = 0.1
 _LAST_WORDS_MILLISECONDS = 1000
@@ -78,7 +79,7 @@ class WorkerAgent:
             time.sleep(_POLL_SECONDS)
         start = msgspec.json.decode(self.keys.get(handed_out), type=WorkerStart)
         directory = choose_directory()
-        child = WorkerChild(start.rank, threads_of_each(self.process.local_world_size), directory)
+        child = start_worker(threads_of_each(self.process.local_world_size), directory)
         try:
             make_directory(directory)
             here = msgspec.structs.replace(
@@ -91,12 +92,12 @@ class WorkerAgent:
             self._keep_worker(number, child, here)
         finally:
             child.let_go()
-            child.wait(time.monotonic() + GRACE_SECONDS)
+            child.end(time.monotonic() + GRACE_SECONDS)
             remove_directory(directory)
 
-    def _keep_worker(self, number: int, child: WorkerChild, start: WorkerStart) -> None:
+    def _keep_worker(self, number: int, child: TiedChild, start: WorkerStart) -> None:
         """Have it work; if it dies, tell the engine, which then calls the next meeting."""
-        child.begin(start)
+        child.tell(msgspec.json.encode(start))
         alive = True
         while not self._over(number):
             readable, _, _ = select.select([child.pulse] if alive else [], [], [], _POLL_SECONDS)

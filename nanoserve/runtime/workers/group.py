@@ -13,17 +13,18 @@ import zmq
 from msgspec.structs import replace
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint
 from nanoserve.processes.sockets import SocketKeys, listen
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.processes.threads import threads_of_each
+from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
 from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.rendezvous import Rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.runtime.workers.messages import FromWorker, ToWorker, WorkerFailed, WorkerStart
-from nanoserve.runtime.workers.process import GRACE_SECONDS, WorkerChild, identity, prepare_socket
+from nanoserve.runtime.workers.process import identity, prepare_socket, start_worker
 
 
 class SharedFiles:
@@ -61,7 +62,6 @@ _LOADING_SILENCE_SECONDS = 120.0
 _WATCH_SECONDS = 1.0
 _FIRST_DEATH_SECONDS = 0.5
 """A worker that fails because another has died may be heard of first."""
-_ERRORS: dict[int, type[NanoserveError]] = {kind.exit_code: kind for kind in (RuntimeFailure, UsageError, ModelError)}
 
 
 class WorkersDied(Exception):
@@ -84,7 +84,7 @@ class WorkerGroup:
 
     def __init__(self, start: WorkerStart, model: ModelConfig, host_blocks: int) -> None:
         self._config = start.config
-        self._children: list[WorkerChild] = []
+        self._children: dict[int, TiedChild] = {}  # by rank
         self._directory: Path | None = None
         self._shared = SharedFiles()
         self._rendezvous: Rendezvous | None = None
@@ -111,7 +111,7 @@ class WorkerGroup:
         directory = self._directory = choose_directory()
         try:
             for rank in rendezvous.spawned:
-                self._children.append(WorkerChild(rank, threads, directory))
+                self._children[rank] = start_worker(threads, directory)
         except OSError as error:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
         make_directory(directory)
@@ -134,10 +134,10 @@ class WorkerGroup:
             )
             for rank in range(config.num_workers)
         ]
-        for child in self._children:
+        for rank, child in self._children.items():
             self._poller.register(child.pulse, zmq.POLLIN)
-            self._beat_at[child.rank] = time.monotonic()
-            child.begin(starts[child.rank])
+            self._beat_at[rank] = time.monotonic()
+            child.tell(msgspec.json.encode(starts[rank]))
         for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
             rendezvous.hand_out(rank, msgspec.json.encode(starts[rank]))
 
@@ -171,7 +171,7 @@ class WorkerGroup:
     @property
     def sources(self) -> "list[zmq.Socket[bytes] | int]":
         """Where workers say something: sockets and descriptors, to be polled together with others'."""
-        return [self._plans, self._reports, *(child.pulse for child in self._children)]
+        return [self._plans, self._reports, *(child.pulse for child in self._children.values())]
 
     def send(self, message: ToWorker, ranks: Iterable[int] | None = None) -> None:
         """Put a message on its way to these workers, or to all; each has been heard of. Never waits."""
@@ -202,13 +202,13 @@ class WorkerGroup:
             self._beat_at = dict.fromkeys(self._beat_at, now)
         self._looked_at = now
         silence = _LOADING_SILENCE_SECONDS if self._loading else SILENCE_SECONDS
-        for child in self._children:
+        for rank, child in self._children.items():
             if child.pulse in ready:
                 if not child.beats():
-                    raise WorkersDied(f"worker {child.rank} {child.ending()}")
-                self._beat_at[child.rank] = now
-            elif now - self._beat_at[child.rank] > silence:
-                raise WorkersDied(f"worker {child.rank} gave no sign of life for {silence:g} s")
+                    raise WorkersDied(f"worker {rank} {child.ending()}")
+                self._beat_at[rank] = now
+            elif now - self._beat_at[rank] > silence:
+                raise WorkersDied(f"worker {rank} gave no sign of life for {silence:g} s")
         self.quiet = any(now - beat > _QUIET_SECONDS for beat in self._beat_at.values())
 
     def _received(self, socket: "zmq.Socket[bytes]", ready: Mapping[object, int]) -> Iterator[FromWorker]:
@@ -223,21 +223,21 @@ class WorkerGroup:
         """What to say of a worker that cannot go on, unless it is because another is dead."""
         until = time.monotonic() + _FIRST_DEATH_SECONDS
         while time.monotonic() < until:
-            for child in self._children:
+            for rank, child in self._children.items():
                 if killed := child.killed():
-                    return WorkersDied(f"worker {child.rank} {killed}")
+                    return WorkersDied(f"worker {rank} {killed}")
             time.sleep(0.01)
-        error = _ERRORS.get(failed.exit_code, RuntimeFailure)(failed.message)
+        error = error_of(failed.exit_code, failed.message)
         return WorkersDied(f"worker {failed.rank} failed: {failed.message}", error)
 
     def end(self) -> None:
         """End all processes, and leave nothing of them behind."""
-        for child in self._children:
+        for child in self._children.values():
             child.let_go()
         until = time.monotonic() + GRACE_SECONDS
-        for child in self._children:
-            child.wait(until)
-        self._children = []
+        for child in self._children.values():
+            child.end(until)
+        self._children = {}
         self._context.destroy(linger=0)
         if self._rendezvous is not None:
             self._rendezvous.end()

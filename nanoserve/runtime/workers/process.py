@@ -1,38 +1,39 @@
-"""A worker process: as its parent sees it, from its first line of input on, and with its two sockets to the engine.
+"""A worker process, from its first line of input on, and its two sockets to the engine.
 
 The tie to its parent is there before torch is imported.
 """
 
-import contextlib
 import os
-import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import msgspec
 import zmq
 
 from nanoserve.errors import NanoserveError, RuntimeFailure
-from nanoserve.processes.children import describe_exit, kill_group, python_command
 from nanoserve.processes.sockets import connect
-from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
+from nanoserve.processes.watchdog import ParentWatchdog, TiedChild
 from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerFailed, WorkerStart
 
+_PROGRAM = "from nanoserve.runtime.workers.process import main; main()"
 _SWITCH_SECONDS = 0.0002
 """How long one of a worker's two threads may keep the interpreter when the other wants it. With Python's 5 ms, a loop
 that has only just let go of it, to send something, waits until the next plan is prepared: longer than a small step."""
 
 
 def main() -> None:
-    """Entry point of a worker that the engine starts: stdin brings the WorkerStart and is the lifeline."""
-    parent, pulse = own_pipes()
-    directory = Path(sys.argv[2])
-    start = msgspec.json.decode(read_line(parent, directory), type=WorkerStart)
-    ParentWatchdog(parent, pulse, directory).start()
-    os.environ["TMPDIR"] = str(directory)  # what a compiler leaves that is killed goes with the rest
+    """Entry point of a worker that the engine starts; the first line of stdin is its WorkerStart."""
+    watchdog = ParentWatchdog.of_this_process()
+    start = msgspec.json.decode(watchdog.read_line(), type=WorkerStart)
+    watchdog.start()
+    os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
     run_worker(start)
+
+
+def start_worker(threads: int, directory: Path) -> TiedChild:
+    """Start a process that waits for its WorkerStart. Raises OSError if it cannot be started."""
+    return TiedChild(_PROGRAM, directory, {"OMP_NUM_THREADS": str(threads)})
 
 
 def run_worker(start: WorkerStart) -> None:
@@ -104,69 +105,3 @@ def prepare_socket(socket: "zmq.Socket[bytes]") -> None:
     """
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
-
-
-GRACE_SECONDS = 2.0
-"""For a process to end by itself before it is killed."""
-
-_PROGRAM = "from nanoserve.runtime.workers.process import main; main()"
-
-
-class WorkerChild:
-    """A process that runs a worker; it lives as long as this process holds its pipes, and no longer. Raises OSError if
-    it cannot be started.
-
-    Args:
-        directory: a name from `choose_directory`; it is removed with everything in it when this process is gone.
-    """
-
-    def __init__(self, rank: int, threads: int, directory: Path) -> None:
-        """It waits for `begin`."""
-        self.rank = rank
-        self._process = subprocess.Popen(
-            python_command(_PROGRAM, str(directory)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-            process_group=0,  # Ctrl-C is for the engine, which then ends its workers
-        )
-
-    def begin(self, start: WorkerStart) -> None:
-        """Tell it what it is; one that has died meanwhile does not hear it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(start) + b"\n")
-            self._process.stdin.flush()
-
-    @property
-    def pulse(self) -> int:
-        """Descriptor of its heartbeats, which ends with it."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
-
-    def beats(self) -> bool:
-        """Whether it gave a sign of life, once its pulse is readable; if not, it is dead."""
-        return bool(os.read(self.pulse, 65536))
-
-    def killed(self) -> str | None:
-        """By which signal it died; None if it lives or ended by itself."""
-        code = self._process.poll()
-        return None if code is None or code >= 0 else describe_exit(code)
-
-    def ending(self) -> str:
-        """How it ended; to be asked of one that has."""
-        return describe_exit(self._process.wait())
-
-    def let_go(self) -> None:
-        """Let go of it: it ends itself and all that it has started, or is killed."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
-    def wait(self, until: float) -> None:
-        """Until it is gone: by itself at best, else killed at that monotonic time."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, until - time.monotonic()))
-        kill_group(self._process.pid)
-        self._process.wait()

@@ -29,14 +29,13 @@ import json, os, sys, time
 sys.path[:] = json.loads(sys.argv[1])
 from pathlib import Path
 import msgspec
-from nanoserve.processes.watchdog import ParentWatchdog, own_pipes, read_line
+from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.runtime.workers.messages import *
 from nanoserve.runtime.workers.process import WorkerEndpoint
 
-parent, pulse = own_pipes()
-directory = Path(sys.argv[2])
-start = msgspec.json.decode(read_line(parent, directory), type=WorkerStart)
-ParentWatchdog(parent, pulse, directory).start()
+watchdog = ParentWatchdog.of_this_process()
+start = msgspec.json.decode(watchdog.read_line(), type=WorkerStart)
+watchdog.start()
 endpoint = WorkerEndpoint(start)
 endpoint.report(Loaded(start.rank, "memory", (1000,), 10**9))
 endpoint.introduce(Hello(start.rank))
@@ -67,7 +66,7 @@ def two_workers() -> WorkersExecutor:
 
 def processes(workers: WorkersExecutor) -> list[int]:
     assert workers._group is not None
-    return [child._process.pid for child in workers._group._children]
+    return [child._process.pid for child in workers._group._children.values()]
 
 
 def answer(workers: WorkersExecutor, step: int) -> StepResult:

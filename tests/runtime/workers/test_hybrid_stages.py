@@ -156,9 +156,9 @@ def test_the_last_stage_tells_of_all(stages: WorkersExecutor, reference: Referen
 def test_each_stage_keeps_to_cores_of_its_own(stages: WorkersExecutor, reference: Reference) -> None:
     """What attends for one of them takes nothing from another one's device."""
     cores = cores_in_use()
-    for number, started in enumerate(Pair(stages, reference).processes):
+    for number, identifier in enumerate(Pair(stages, reference).processes):
         mine = {processor for core in part_of(cores, number, 2) for processor in core}
-        assert len(os.sched_getaffinity(started)) > 0 and os.sched_getaffinity(started) <= mine
+        assert len(os.sched_getaffinity(identifier)) > 0 and os.sched_getaffinity(identifier) <= mine
 
 
 @pytest.mark.parametrize(

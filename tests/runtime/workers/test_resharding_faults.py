@@ -73,7 +73,7 @@ def dying_before_they_open_the_pool() -> Iterator[None]:
         nonlocal dead
         if not dead and isinstance(message, Allocate):
             dead = True
-            for child in group._children:
+            for child in group._children.values():
                 child._process.send_signal(signal.SIGSTOP)
             group._children[1]._process.send_signal(signal.SIGKILL)
         send(group, message, *ranks)

@@ -1,0 +1,64 @@
+"""What an engine counts in any case: its status, and a summary of each recent step. Memory is bounded."""
+
+from collections.abc import Iterable
+from functools import reduce
+from operator import add
+from typing import Self
+
+import msgspec
+
+
+class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
+    """What one engine, or several together, hold at a moment and have done so far."""
+
+    layouts: tuple[int, ...] = (0,)
+    """Number of each engine's current parallel layout."""
+    changing: tuple[bool, ...] = (False,)
+    """Whether each engine is leaving its layout: its devices are being emptied, or are changing."""
+    running: int = 0
+    on_host: int = 0
+    waiting: int = 0
+    """Sequences that hold KV blocks on the device, in host memory, and that hold none."""
+    free_blocks: int = 0
+    total_blocks: int = 0
+    """KV blocks on the device; cached blocks without an owner count as free."""
+    free_host_blocks: int = 0
+    total_host_blocks: int = 0
+    """KV blocks in host memory."""
+    prompt_tokens: int = 0
+    """Prompt tokens of requests that have their first token."""
+    output_tokens: int = 0
+    """Tokens sampled for all samples."""
+    preemptions: int = 0
+    steps: int = 0
+    transitions: int = 0
+    """Preemptions, steps and changes of the layout so far."""
+    losses: int = 0
+    """How often workers died and were restarted."""
+    host_losses: int = 0
+    """How often attention on the CPU was lost, and its sequences computed again."""
+
+    @classmethod
+    def together(cls, statuses: Iterable[Self]) -> Self:
+        """Add up the counts, and concatenate the tuples, of at least one engine."""
+        return cls(*(reduce(add, column) for column in zip(*map(msgspec.structs.astuple, statuses), strict=True)))
+
+
+class RecentStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step that has ended."""
+
+    step: int
+    decodes: int
+    prompt_tokens: int
+    """Rows of one token, and tokens of longer rows."""
+    running: int
+    waiting: int
+    """Sequences that held KV blocks on the device, and that held none, when the step had ended."""
+    seconds: float
+    """Time of the step on the device."""
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}: {self.decodes} decodes + {self.prompt_tokens} prompt tokens in "
+            f"{self.seconds * 1e3:.3g} ms, {self.running} running, {self.waiting} waiting"
+        )
