@@ -85,13 +85,12 @@ def run(options: ProfileOptions) -> None:
 
 def _set_apart(host_threads: int | None, device: str) -> Any:
     """The HostProcessor; a CPU that is the device shares all cores with it, unless some are asked for."""
-    from nanoserve.runtime.host.host_processor import HostProcessor, divide_cores  # imports torch: the threads are set
-    from nanoserve.runtime.launch.devices import usable_device
+    from nanoserve.runtime.host.host_processor import HostProcessor  # imports torch: the threads are set
+    from nanoserve.runtime.launch.model_loading import usable_device
 
     found = usable_device(device)
     if host_threads is None and found.type == "cpu":
-        cores = physical_cores()
-        return HostProcessor(cores, divide_cores(cores), None)
+        return HostProcessor.divide(physical_cores())
     return HostProcessor.set_apart(host_threads, found)
 
 
