@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from nanoserve.scheduler.load import Alternative, Decision, Load, check_parameter
-from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_alone, device_first, fitting_tokens
+from nanoserve.scheduler.load import Alternative, Decision, Load, parameter
+from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_alone, fitting_tokens
 
 _COHORTS = 4
 """They share the CPU's time in a step."""
@@ -35,21 +35,14 @@ class HybridByPrediction(HybridPolicy):
     there were no host, because parked prompts take room from decodes. Preempted sequences still move and come back.
     """
 
-    least_gain: float = 0.02
+    least_gain: float = parameter(0.02, at_least=0)
     """By overlap, as a share of what the device advances, for which cohorts begin."""
-    worthwhile: float = 0.1
+    worthwhile: float = parameter(0.1, at_least=0)
     """By asymmetric steps, for which they are taken, and by the host at its best, for which prompts are parked. Costs
     that rates do not show are about as large: parked prompts keep decodes out of memory, and the host's last sequences
     end late, in steps with few rows. Where the host is of use, it gains far more."""
 
-    def __post_init__(self) -> None:
-        check_parameter("least_gain", self.least_gain, 0)
-        check_parameter("worthwhile", self.worthwhile, 0)
-
-    def decide(self, load: Load) -> Decision:
-        plan = device_first(load, self.token_budget)
-        if (step := DeviceStep.of(load, plan)) is None:
-            return plan
+    def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
         if (plan.park or plan.swap_out) and load.first_waiting_tokens and not self._pays(load, step):
             plan = device_alone(load, self.token_budget)
             step = DeviceStep.of(load, plan) or step

@@ -8,6 +8,7 @@ the expected growth of running sequences. Host sequences come back as soon as it
 does not fit is parked in host memory. Without a host tier or a predictor they are ChunkedPrefill.
 """
 
+from abc import abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -62,6 +63,15 @@ class HybridPolicy(Policy):
     token_budget: int
     """Device decodes and prompt tokens of one step together."""
     reads_forecast: ClassVar[bool] = True
+
+    def decide(self, load: Load) -> Decision:
+        plan = device_first(load, self.token_budget)
+        step = DeviceStep.of(load, plan)
+        return plan if step is None else self.join(load, plan, step)
+
+    @abstractmethod
+    def join(self, load: Load, plan: Decision, step: "DeviceStep") -> Decision:
+        """Let host sequences join the step on the device, if that pays."""
 
 
 def device_first(load: Load, token_budget: int) -> Decision:
