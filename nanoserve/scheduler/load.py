@@ -199,7 +199,8 @@ class Policy(ABC):
             value, (low, below, up_to) = getattr(self, one.name), one.metadata["range"]
             most = getattr(self, up_to) if up_to else math.inf
             if not (low <= value < below and value <= most):
-                upper = f" and below {below}" if below < math.inf else f" and at most {up_to} ({most})" if up_to else ""
+                upper = f" and at most {up_to} ({most})" if up_to else ""
+                upper += f" and below {below}" if below < math.inf else ""
                 raise UsageError(f"{one.name} must be at least {low}{upper}, not {value}")
 
     @abstractmethod

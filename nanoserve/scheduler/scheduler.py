@@ -18,7 +18,7 @@ from typing import Protocol
 from nanoserve.costs.growth import GrowthForecast
 from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import WorkersFailed
-from nanoserve.kv import BlockPool, HostTier, SequenceBlocks
+from nanoserve.kv import BlockPool, SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load, Policy
@@ -131,10 +131,9 @@ class Scheduler:
         self.pipeline_depth = pipeline_depth
         self.feeds_tokens = feeds_tokens
         self.steps = self.forced_steps = self.transitions = self.host_losses = 0
-        self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
+        self.host_pool = BlockPool(host_blocks, block_size, prefix_caching=False)
         self.table = SequenceTable(
-            blocks=SequenceBlocks(self.pool),
-            host_tier=host_tier,
+            blocks=SequenceBlocks(self.pool, self.host_pool),
             fewest_blocks=min(one.num_blocks for one in layouts),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

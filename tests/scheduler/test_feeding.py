@@ -203,7 +203,7 @@ def test_what_comes_behind_a_stop_token_is_never_seen_and_never_shared() -> None
     assert (last.fed, last.start) == (True, 7), "the end token was to be fed before it was known"
     assert engine.scheduler.pool.free_blocks == 16
     # Positions 0 to 5 fill three blocks; 6 and 7 fill one with the end token, which nobody may find.
-    assert len(engine.scheduler.pool.cache.match((1, 2, 3, 103, 104, 105, 106, END, 9), "")) == 3
+    assert len(engine.scheduler.pool.match((1, 2, 3, 103, 104, 105, 106, END, 9), "")) == 3
 
 
 def test_blocks_in_flight_come_back_with_the_last_answer() -> None:
