@@ -110,7 +110,7 @@ class Recorder:
             total_host_blocks=scheduler.host_pool.num_blocks,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
-            preemptions=scheduler.preemptions,
+            preemptions=scheduler.table.preemptions,
             steps=scheduler.steps,
             transitions=scheduler.transitions,
             losses=self.losses,

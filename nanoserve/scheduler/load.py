@@ -103,8 +103,6 @@ class Load:
     """Plans submitted and not ended."""
     pipeline_depth: int = 1
     """P: the decodes are divided among this many plans in flight; 1 if tokens are fed: each of two plans has all."""
-    preemptions: int = 0
-    """Preemptions so far."""
     expected_growth: int = 0
     """KV blocks that running sequences are expected to need beyond those they hold, before enough of them have ended;
     from 0 to ``total_blocks - 1``. Estimated every few steps; 0 unless the policy ``reads_forecast``."""

@@ -64,10 +64,8 @@ class PlanBuilder:
     def build(self, decodes: list[Sequence], prefills: list[Sequence], on_host: list[Sequence]) -> None:
         """Carry the decision out as far as the blocks go: swaps, then decodes, then prompts.
 
-        Args:
-            decodes: those that may enter the plan, oldest first.
-            prefills: partly computed prompts that may.
-            on_host: sequences in host memory that may, or that may move to the device.
+        The lists are what may enter the plan, oldest first; ``prefills`` are partly computed prompts. A sequence in
+        host memory may move to the device instead.
         """
         decision = self.decision
         if decision.swap_out and self._blocks.host_pool.num_blocks:
@@ -177,9 +175,8 @@ class PlanBuilder:
             return
         if sequence.status is Status.WAITING:
             self.table.admit(sequence)
-        block_size = self._block_size
-        if self._make_room(sequence, min(sequence.remaining, block_size)):
-            budget = max(self.decision.prefill_tokens, block_size)
+        if self._make_room(sequence, min(sequence.remaining, self._block_size)):
+            budget = max(self.decision.prefill_tokens, self._block_size)
             add_row = self._add_prompt_row if sequence.status is _PREFILL else self._add_row
             add_row(sequence, min(sequence.remaining, self._blocks.capacity(sequence), budget))
         if not self.does_something:

@@ -4,9 +4,6 @@ It keeps the sequences and their blocks (SequenceTable), asks the policy how muc
 StepPlan (PlanBuilder), and takes the StepResult back. Whatever the policy says, no block is used twice, every block
 comes back, and every admitted sequence finishes once arrivals stop.
 
-Layouts drains the device for another parallel layout, HostCohorts follows sequences that decode in host memory, and
-GrowthForecast looks ahead for policies that read it.
-
 No sequence is in two plans in flight, unless the executor feeds tokens. Then a decode may enter the next plan while its
 token is still being sampled. That token is never its last by length; if it ends the sequence otherwise, the extra step
 is discarded. A prompt's chunks follow each other in the same way.
@@ -126,8 +123,6 @@ class Scheduler:
         self.policy = policy
         self.observer: SchedulerObserver | None = None
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
         self.pipeline_depth = pipeline_depth
         self.feeds_tokens = feeds_tokens
         self.steps = self.forced_steps = self.transitions = self.host_losses = 0
@@ -166,10 +161,6 @@ class Scheduler:
         """The number of the parallel layout that runs."""
         return self.layouts.current
 
-    @property
-    def preemptions(self) -> int:
-        return self.table.preemptions
-
     # ---- intake -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -205,10 +196,6 @@ class Scheduler:
                 if self.awaits_results or not self.has_work:
                     return None
                 builder = self._break_deadlock(now, builder)
-        return self._submit(builder)
-
-    def _submit(self, builder: PlanBuilder) -> StepPlan:
-        """The builder's plan, in flight from here on."""
         plan = builder.plan(self.steps, self.layout)
         self.steps += 1
         self._previous = builder.decision
@@ -295,7 +282,6 @@ class Scheduler:
             free_slots=free_slots,
             steps_in_flight=self.steps_in_flight,
             pipeline_depth=self.pipeline_depth,
-            preemptions=self.preemptions,
             expected_growth=min(pool.blocks_for(growth), pool.num_blocks - 1),
             longest_remaining=longest,
             layout=self.layout,
@@ -394,7 +380,6 @@ class Scheduler:
         self._forget_plans()
         self.layouts.answered = True  # nothing is left on the device, so another drain is free
         self._previous = None  # it was decided for a state that is gone: a drain, say
-        self.table.abandon_swaps()
         self.table.reset()
 
     def _forget_plans(self) -> None:

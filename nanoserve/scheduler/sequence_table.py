@@ -230,6 +230,7 @@ class SequenceTable:
     def reset(self) -> None:
         """All KV is lost and nothing in flight will be answered. Sequences with KV are requeued; finished ones are
         dropped. No executor is notified."""
+        self.abandon_swaps()
         self.blocks.pool.forget_cache()
         for sequence in list(self.sequences.values()):
             self._requeue(sequence)
@@ -238,10 +239,8 @@ class SequenceTable:
     def lose_host(self, *, for_good: bool) -> None:
         """All KV in host memory is lost, and nothing in flight of sequences there will be answered.
 
-        Moving sequences keep theirs: what swaps have read or written is whole.
-
-        Args:
-            for_good: nothing moves to the host any longer; prompts with a reservation stay on the device.
+        Moving sequences keep theirs: what swaps have read or written is whole. If it is lost ``for_good``, nothing
+        moves to the host any longer, and prompts with a reservation stay on the device.
         """
         for sequence in [one for one in self.sequences.values() if one.place is _HOST]:
             self._requeue(sequence)

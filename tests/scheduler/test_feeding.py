@@ -348,7 +348,7 @@ def test_a_victim_that_may_move_to_the_host_stays_out_of_the_plan_for_which_it_g
     for name, tokens in (("old", (1, 2)), ("new", (3, 4, 5))):
         engine.add(request(name, *tokens, max_tokens=6))
     finish(engine)
-    assert engine.scheduler.preemptions == 0
+    assert engine.scheduler.table.preemptions == 0
     moves = [plan.step for plan in plans_of(engine) for swap in plan.swaps if swap.direction == "out"]
     before = [row.start for plan in plans_of(engine) if plan.step < moves[0] for row in plan.rows if row.sequence == 1]
     assert before == [0, 3, 4]  # it had room for 5, but the old one had none for 4

@@ -35,7 +35,7 @@ def test_the_oldest_move_to_the_host_and_the_others_are_computed_again() -> None
     bench.step()
     assert (bench.load.layout, bench.load.total_blocks, bench.scheduler.layout) == (1, 5, 1)
     assert bench.plans[-1].layout == 1
-    assert bench.scheduler.preemptions == 2
+    assert bench.scheduler.table.preemptions == 2
     bench.finish(Decision(64, 64, layout=1, swap_in=1))
     assert _transitions(bench) == [1]
 

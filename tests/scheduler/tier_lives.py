@@ -55,7 +55,7 @@ class AlsoUsingTheHost(Policy):
         halves = (load.ready_host // 2, load.ready_host // 4)
         return replace(
             decision,
-            strategy="overlap" if load.preemptions % 2 else "asymmetric",
+            strategy="overlap" if load.free_blocks % 2 else "asymmetric",
             host_decodes=halves,
             swap_in=load.ready_host // 2,
             park=load.free_fraction < 0.5,

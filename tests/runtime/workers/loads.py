@@ -313,7 +313,7 @@ def _run(executor: Executor, case: Case, parts: list[list[Arrival]], vocab_size:
             pass
     for arrivals in parts:
         live(engine, arrivals)
-    seen.preemptions, seen.transitions = engine.scheduler.preemptions, engine.scheduler.transitions
+    seen.preemptions, seen.transitions = engine.scheduler.table.preemptions, engine.scheduler.transitions
     return seen
 
 
