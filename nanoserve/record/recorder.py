@@ -99,7 +99,7 @@ class Recorder:
         """A snapshot of what the engine holds and has done."""
         scheduler = self._scheduler
         return EngineStatus(
-            layouts=(scheduler.layout,),
+            layouts=(scheduler.layouts.current,),
             changing=(scheduler.layouts.changing,),
             running=len(scheduler.running),
             on_host=len(scheduler.on_host),

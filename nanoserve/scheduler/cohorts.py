@@ -1,8 +1,4 @@
-"""Host sequences whose token is under way, while plans come and go.
-
-Under asynchronous overlap (APEX) a cohort advances by about one layer with each plan, so that a token takes layers + 1
-plans.
-"""
+"""Host sequences whose token is under way: asynchronous overlap (APEX) advances a cohort about one layer a plan."""
 
 from collections.abc import Mapping
 

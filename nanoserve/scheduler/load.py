@@ -53,7 +53,7 @@ class Decision:
     """Preempted sequences move to host memory if it has room, instead of being recomputed."""
     admission_reserve: bool = True
     """Begin a new prompt only if the free blocks hold all of it and one more for each running decode to grow into.
-    Otherwise the free blocks only have to hold the prompt, and the newest sequence is soon preempted."""
+    Otherwise they only have to hold the prompt, and the newest is soon preempted and recomputed, over and over."""
     layout: int = 0
     """The wanted parallel layout. The device is drained before it changes. An unknown layout is ignored, and so is any
     until a token was answered since the last drain began."""
@@ -180,11 +180,7 @@ def parameter(default: Any, at_least: float, *, below: float = math.inf, up_to: 
 
 
 class Policy(ABC):
-    """A scheduling policy, a dataclass of its parameters. The registry lists those that users can choose.
-
-    Raises:
-        UsageError: if a parameter is out of its range.
-    """
+    """A scheduling policy: a dataclass of its parameters, which raises UsageError if one is out of its range."""
 
     __slots__ = ()
 

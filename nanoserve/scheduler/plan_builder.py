@@ -134,10 +134,7 @@ class PlanBuilder:
             budget -= computed
 
     def _fits_beside_decodes(self, prompt: Sequence) -> bool:
-        """Whether the free blocks hold all of a new prompt and one more for each running decode to grow into.
-
-        Without that reserve the newest would soon be preempted and recomputed, over and over.
-        """
+        """Whether the free blocks hold all of a new prompt, and the decision's reserve for running decodes."""
         if self._parks:  # decodes already keep room for it
             return True
         kept = self.load.running_decodes * self._block_size if self.decision.admission_reserve else 0
@@ -228,14 +225,12 @@ class PlanBuilder:
         A block stays free for each decode to grow into, so that nothing has to come back at once.
         """
         pool, table = self._blocks.pool, self.table
-        growing = len(table.running) + len(table.moving)
-        moved = 0
-        for sequence in ready[: self.decision.swap_in]:
+        for moved, sequence in enumerate(ready[: self.decision.swap_in]):
+            growing = len(table.running) + len(table.moving)
             if table.free_slots <= 0 or pool.blocks_for(sequence.computed) + growing > pool.free_blocks:
-                break
+                return ready[moved:]
             self._move_in(sequence)
-            growing, moved = growing + 1, moved + 1
-        return ready[moved:]
+        return ready[self.decision.swap_in :]
 
     def _move_out(self, decode: Sequence) -> bool:
         """Move a decode with nothing in flight to the host; False if there is no room for it."""

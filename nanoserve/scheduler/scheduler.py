@@ -53,7 +53,7 @@ class Layouts:
 
     def __init__(self, capacities: SequenceOf[LayoutCapacity]) -> None:
         self.capacities = capacities
-        self.current = 0
+        self.current = 0  # the layout that runs
         self.target: int | None = None  # of the transition in flight
         self.answered = True  # whether a token was answered since the last drain began
         self._draining = False
@@ -156,13 +156,6 @@ class Scheduler:
         """Whether the executor will report anything in flight: plans, or swaps alone."""
         return bool(self._plans_in_flight or self.table.moving)
 
-    @property
-    def layout(self) -> int:
-        """The number of the parallel layout that runs."""
-        return self.layouts.current
-
-    # ---- intake -----------------------------------------------------------------------------------------------
-
     def add(self, request: Request) -> None:
         """Queue a request, as `SequenceTable.add` does and raises."""
         self.table.add(request)
@@ -182,8 +175,6 @@ class Scheduler:
             self.table.release_siblings(sequence)
         return [SequenceUpdate(request_id, sequence.index, (), sequence) for sequence in family]
 
-    # ---- a plan -----------------------------------------------------------------------------------------------
-
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
         if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self.layouts.target is not None:
@@ -196,7 +187,7 @@ class Scheduler:
                 if self.awaits_results or not self.has_work:
                     return None
                 builder = self._break_deadlock(now, builder)
-        plan = builder.plan(self.steps, self.layout)
+        plan = builder.plan(self.steps, self.layouts.current)
         self.steps += 1
         self._previous = builder.decision
         if self.observer is not None:
@@ -237,9 +228,7 @@ class Scheduler:
         While partly computed prompts hold all blocks, preempt the newest and ask again; at last, run the oldest.
         """
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
-            newest = self.running.newest
-            assert newest is not None
-            self.table.preempt(newest)
+            self.table.preempt(self.running[-1])
             builder = self._build(now, admits=False)
             if builder.does_something:
                 return builder
@@ -284,9 +273,9 @@ class Scheduler:
             pipeline_depth=self.pipeline_depth,
             expected_growth=min(pool.blocks_for(growth), pool.num_blocks - 1),
             longest_remaining=longest,
-            layout=self.layout,
+            layout=self.layouts.current,
             layouts=len(self.layouts.capacities),
-            predictor=self.predictors[self.layout] if self.predictors else None,
+            predictor=self.predictors[self.layouts.current] if self.predictors else None,
             host_decodes=len(self.on_host),
             ready_host=len(ready_host),
             host_context_tokens=sum([sequence.computed for sequence in self.on_host]),
@@ -296,8 +285,6 @@ class Scheduler:
             cohorts=tuple(self._cohorts.under_way.values()) if self._cohorts else (),
         )
         return load, decodes, prefills, ready_host
-
-    # ---- a result ---------------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take in what an executor found out; returns what each sequence gained.

@@ -153,6 +153,6 @@ def check(
         return
     outputs, reasons = live(Engine(scheduler, executor, vocab_size=50), arrivals)
     check_outputs(arrivals, longest, outputs, reasons, executor.losses)
-    assert scheduler.pool.free_blocks == layouts[scheduler.layout].num_blocks
+    assert scheduler.pool.free_blocks == layouts[scheduler.layouts.current].num_blocks
     assert scheduler.host_pool.free_blocks == tiers["host_blocks"]
     assert scheduler.host_losses == executor.times_host_was_lost

@@ -39,8 +39,7 @@ class ApexAlgorithm1(HybridPolicy):
     """APEX, section 3.4: algorithm 1 as printed, with its four rules.
 
     1. Without host sequences, the device alone; and prompts go there first.
-    2. Without prompts in the step, inequality (5), which is (6): asymmetric pipelining if it holds, else asynchronous
-       overlap.
+    2. Without prompts in the step, inequality (5), which is (6): asymmetric pipelining if it holds, else overlap.
     3. With prompts, the same inequality, but the CPU has Tlin_pref + Tlin + Tgatt_pref.
     4. Host sequences that are part way through their layers go first when an asymmetric step is filled. It takes no
        more of them than the device's work on one layer hides, or the device would wait for the CPU in every layer left.

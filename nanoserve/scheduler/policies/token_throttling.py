@@ -82,9 +82,8 @@ class AdaptiveThrottling(_Throttling):
     Equation 3 stays, but for two of its constants:
 
     * Prefill stops not at KVthresh but at the reserve R, the growth of running sequences that is expected before enough
-      of them have ended (``load.expected_growth``). R is less than 5 % of a large pool, so more of it is used, and more
-      where answers are long beside the pool, so fewer sequences are preempted. It is at most a share of the pool: idle
-      memory certainly costs throughput, while preempted sequences are recomputed in steps that have room.
+      of them have ended. R is less than 5 % of a large pool, so more of it is used, and more where answers are long
+      beside the pool, so fewer are preempted. It is at most a share of the pool, as idle memory costs throughput.
     * MinP is what a step has room for. Up to ``fill`` tokens a step takes as long as with one, because it waits for the
       weights (16-bit products balance at 138 tokens on an L20, 295 on an H100). Prompt tokens that fill it up delay
       nothing; they are spread over T steps, like WT. Where decodes alone fill the steps, equation 3 rules.
