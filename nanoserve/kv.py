@@ -1,7 +1,7 @@
 """Block accounting of the KV cache, without torch: the owners of blocks, and what blocks hold.
 
-PrefixCache finds blocks by their content, BlockPool hands out the blocks of one tier, SequenceBlocks and HostTier keep
-the block tables of sequences on the device and in host memory.
+BlockPool hands out the blocks of one tier and finds them by their content. SequenceBlocks keeps the block tables of
+sequences.
 """
 
 from collections import OrderedDict, deque
@@ -15,70 +15,22 @@ ChainLink = int | str
 """The entry of the preceding block, or the salt in front of a first block."""
 
 
-class PrefixCache:
-    """Finds the cached block that holds a prompt's next tokens. It does not own blocks.
-
-    A full block is addressed by the chain that leads to it: the entry of the block before it (the salt, for a first
-    block) and its own tokens. An entry's number is never used again, so equal addresses mean equal prefixes. Looking an
-    address up compares parent and tokens, so a hash collision can never serve another prompt's cache.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._cached: dict[tuple[ChainLink, tuple[int, ...]], tuple[int, int]] = {}  # block and entry, by address
-        self._addresses: dict[int, tuple[ChainLink, tuple[int, ...]]] = {}  # by block
-        self._entries = count()
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._addresses
-
-    def match(self, tokens: SequenceOf[int], salt: str) -> list[tuple[int, int]]:
-        """The blocks of the longest cached chain for ``tokens`` and their entries; at least one token is left out."""
-        found: list[tuple[int, int]] = []
-        link: ChainLink = salt
-        size = self._block_size
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            cached = self._cached.get((link, tuple(tokens[start : start + size])))
-            if cached is None:
-                break
-            found.append(cached)
-            _, link = cached
-        return found
-
-    def insert(self, block: int, previous: ChainLink, tokens: tuple[int, ...]) -> int:
-        """Record that ``block`` holds these tokens after that chain; returns the entry of this content.
-
-        If another block holds the same content already, that one stays the shared one.
-        """
-        address = (previous, tokens)
-        if address not in self._cached:
-            self._cached[address] = block, next(self._entries)
-            self._addresses[block] = address
-        _, entry = self._cached[address]
-        return entry
-
-    def forget(self, block: int) -> None:
-        """The block is about to be overwritten; nothing happens if it is not cached."""
-        if (address := self._addresses.pop(block, None)) is not None:
-            del self._cached[address]
-
-    def clear(self) -> None:
-        """Forget every block; the numbers of entries go on."""
-        self._addresses.clear()
-        self._cached.clear()
-
-
 class BlockPool:
-    """Hands out blocks ``0..num_blocks-1``.
+    """Hands out blocks ``0..num_blocks-1``, and finds the cached block that holds a prompt's next tokens.
 
     A block is *owned* while its reference count is positive. Free blocks without cached content are reused first, then
     cached ones, least recently used first.
+
+    A full block, owned or free, is addressed by the chain that leads to it: the entry of the block before it (the salt,
+    for a first block) and its own tokens. An entry's number is never used again, so equal addresses mean equal
+    prefixes. Looking an address up compares parent and tokens, so a hash collision can never serve another prompt's
+    cache.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.cache = PrefixCache(block_size)  # of full blocks, owned or free; stays empty without prefix caching
+        self._entries = count()
         self._fill(num_blocks)
 
     def _fill(self, num_blocks: int) -> None:
@@ -86,6 +38,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._blank: deque[int] = deque(range(num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()
+        self._cached: dict[tuple[ChainLink, tuple[int, ...]], tuple[int, int]] = {}  # block and entry, by address
+        self._addresses: dict[int, tuple[ChainLink, tuple[int, ...]]] = {}  # by cached block
 
     def replace_blocks(self, num_blocks: int) -> None:
         """Replace the blocks by those of another parallel layout; nothing is kept.
@@ -95,7 +49,6 @@ class BlockPool:
         """
         if self.free_blocks != self.num_blocks:
             raise RuntimeError(f"{self.num_blocks - self.free_blocks} blocks still have an owner")
-        self.cache.clear()
         self._fill(num_blocks)
 
     @property
@@ -121,7 +74,7 @@ class BlockPool:
                 block = self._blank.popleft()
             else:
                 block, _ = self._reusable.popitem(last=False)
-                self.cache.forget(block)
+                self.forget(block)
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -138,7 +91,7 @@ class BlockPool:
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self.cache:
+                if block in self._addresses:
                     self._reusable[block] = None
                 else:
                     self._blank.append(block)
@@ -147,23 +100,59 @@ class BlockPool:
         """Whether it has exactly one owner."""
         return self._references[block] == 1
 
+    def match(self, tokens: SequenceOf[int], salt: str) -> list[tuple[int, int]]:
+        """The blocks of the longest cached chain for ``tokens`` and their entries; at least one token is left out."""
+        found: list[tuple[int, int]] = []
+        link: ChainLink = salt
+        size = self.block_size
+        for start in range(0, (len(tokens) - 1) // size * size, size):
+            cached = self._cached.get((link, tuple(tokens[start : start + size])))
+            if cached is None:
+                break
+            found.append(cached)
+            _, link = cached
+        return found
+
+    def insert(self, block: int, previous: ChainLink, tokens: tuple[int, ...]) -> int:
+        """Record that ``block`` holds these tokens after that chain; returns the entry of this content.
+
+        If another block holds the same content already, that one stays the shared one.
+        """
+        address = (previous, tokens)
+        if address not in self._cached:
+            self._cached[address] = block, next(self._entries)
+            self._addresses[block] = address
+        _, entry = self._cached[address]
+        return entry
+
+    def forget(self, block: int) -> None:
+        """The block is about to be overwritten; nothing happens if it is not cached."""
+        if (address := self._addresses.pop(block, None)) is not None:
+            del self._cached[address]
+
     def forget_cache(self) -> None:
         """No block may be found by its content any longer; owners keep theirs."""
-        self.cache.clear()
+        self._addresses.clear()
+        self._cached.clear()
         self._blank.extend(self._reusable)
         self._reusable.clear()
 
 
 class SequenceBlocks:
-    """The block tables of all sequences over one pool: prefix hits, growth, forks, release."""
+    """The block tables of all sequences: prefix hits, growth, forks, release.
 
-    def __init__(self, pool: BlockPool) -> None:
+    A sequence holds host blocks before it moves if it is a prompt to be parked, and both tables while it moves. Each
+    host block has one owner.
+    """
+
+    def __init__(self, pool: BlockPool, host_pool: BlockPool) -> None:
         self.pool = pool
+        self.host_pool = host_pool
         self._block_size = pool.block_size
 
     def take_prefix(self, sequence: Sequence) -> None:
         """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
-        cached = self.pool.cache.match(sequence.tokens, sequence.request.cache_salt)
+        cached = self.pool.match(sequence.tokens, sequence.request.cache_salt)
         sequence.block_table = [block for block, _ in cached]
         sequence.chain = [entry for _, entry in cached]
         sequence.computed = len(cached) * self._block_size
@@ -194,7 +183,7 @@ class SequenceBlocks:
         source, sequence.copy_source = sequence.copy_source, None
         copy = None
         if source is not None and self.pool.owned_once(source):
-            self.pool.cache.forget(source)  # it may still be cached as a full block of the parent
+            self.pool.forget(source)  # it may still be cached as a full block of the parent
             new_blocks = [source, *self.pool.allocate(missing - 1)]
         else:
             new_blocks = self.pool.allocate(missing)
@@ -213,7 +202,7 @@ class SequenceBlocks:
         for index in range(shared, full):
             previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
             tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
-            sequence.chain.append(self.pool.cache.insert(sequence.block_table[index], previous, tokens))
+            sequence.chain.append(self.pool.insert(sequence.block_table[index], previous, tokens))
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""
@@ -237,28 +226,18 @@ class SequenceBlocks:
         sequence.block_table = []
         sequence.chain = []
 
-
-class HostTier:
-    """Tables of host blocks over one pool; each block has one owner.
-
-    A sequence holds host blocks before it moves if it is a prompt to be parked, and both tables while it moves.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.pool = BlockPool(num_blocks, block_size, prefix_caching=False)
-
     def can_reserve(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether the sequence's blocks and the free ones hold this many of its tokens."""
-        return self.pool.blocks_for(tokens) - len(sequence.host_table) <= self.pool.free_blocks
+        """Whether the sequence's host blocks and the free ones hold this many of its tokens."""
+        return self.host_pool.blocks_for(tokens) - len(sequence.host_table) <= self.host_pool.free_blocks
 
     def reserve(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Grow the table to hold this many tokens; returns the new blocks, which must be free."""
-        missing = self.pool.blocks_for(tokens) - len(sequence.host_table)
-        new_blocks = self.pool.allocate(max(0, missing))
+        """Grow the host table to hold this many tokens; returns the new blocks, which must be free."""
+        missing = self.host_pool.blocks_for(tokens) - len(sequence.host_table)
+        new_blocks = self.host_pool.allocate(max(0, missing))
         sequence.host_table += new_blocks
         return new_blocks
 
-    def release(self, sequence: Sequence) -> None:
-        """Give all of the sequence's host blocks back."""
-        self.pool.release(sequence.host_table)
+    def release_host(self, sequence: Sequence) -> None:
+        """Give the host blocks back."""
+        self.host_pool.release(sequence.host_table)
         sequence.host_table = []

@@ -76,7 +76,7 @@ def cramped() -> Iterator[LLM]:
 def test_a_preempted_text_goes_on_as_if_nothing_had_happened(cramped: LLM, storyteller: LLM) -> None:
     settings = [person(temperature=1.0, seed=seed, max_tokens=60) for seed in range(6)]
     outputs = cramped.generate([PROMPT] * len(settings), settings)
-    assert cramped.engine.scheduler.preemptions > 0
+    assert cramped.engine.scheduler.table.preemptions > 0
     for params, output in zip(settings, outputs, strict=True):
         alone = storyteller.generate(PROMPT, params)[0].outputs[0]
         assert output.outputs[0].token_ids == alone.token_ids

@@ -39,7 +39,7 @@ class Blocks(msgspec.Struct, frozen=True):
             host.num_blocks - host.free_blocks,
             host.num_blocks,
             len(scheduler.running),
-            scheduler.preemptions,
+            scheduler.table.preemptions,
         )
 
     @property

@@ -97,7 +97,7 @@ class Recorder:
         """A snapshot of what the engine holds and has done."""
         scheduler = self._scheduler
         return EngineStatus(
-            layouts=(scheduler.layout,),
+            layouts=(scheduler.layouts.current,),
             changing=(scheduler.layouts.changing,),
             running=len(scheduler.running),
             on_host=len(scheduler.on_host),
@@ -108,7 +108,7 @@ class Recorder:
             total_host_blocks=scheduler.host_pool.num_blocks,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
-            preemptions=scheduler.preemptions,
+            preemptions=scheduler.table.preemptions,
             steps=scheduler.steps,
             transitions=scheduler.transitions,
             losses=self.losses,

@@ -1,23 +1,16 @@
-"""Host sequences whose token is under way, while plans come and go.
-
-Under asynchronous overlap (APEX) a cohort advances by about one layer with each plan, so that a token takes layers + 1
-plans.
-"""
+"""Host sequences whose token is under way: asynchronous overlap (APEX) advances a cohort about one layer a plan."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from nanoserve.request import Sequence
 from nanoserve.scheduler.load import Cohort
 from nanoserve.scheduler.plan import StepPlan
 
 
-@dataclass(slots=True)
-class _HostCohort:
-    """Host sequences that began a token in the same overlapped plan, and the layers that are behind them."""
+class _HostCohort(dict[int, Sequence]):
+    """Host sequences, by id, that began a token in the same overlapped plan, and the layers that are behind them."""
 
-    members: dict[int, Sequence]
-    layers: int = 0
+    layers = 0
 
 
 class HostCohorts(dict[int, _HostCohort]):
@@ -40,8 +33,8 @@ class HostCohorts(dict[int, _HostCohort]):
     def leave(self, sequence: int) -> None:
         """It is answered, or a plan finishes it; it need not have been under way."""
         for step, cohort in self.items():
-            if cohort.members.pop(sequence, None) is not None:
-                if not cohort.members:
+            if cohort.pop(sequence, None) is not None:
+                if not cohort:
                     del self[step]
                 return
 
@@ -51,23 +44,16 @@ class HostCohorts(dict[int, _HostCohort]):
     @property
     def most_advanced(self) -> list[Sequence]:
         """All sequences under way, those nearest to their token first."""
-        return [sequence for _, cohort in self._by_progress() for sequence in cohort.members.values()]
+        return [sequence for _, cohort in self._by_progress() for sequence in cohort.values()]
 
     @property
     def under_way(self) -> dict[int, Cohort]:
         """A snapshot of the cohorts, the most advanced first."""
         return {
-            step: Cohort(cohort.layers, len(cohort.members), sum(one.computed for one in cohort.members.values()))
+            step: Cohort(cohort.layers, len(cohort), sum(one.computed for one in cohort.values()))
             for step, cohort in self._by_progress()
         }
 
     def layers_behind(self, sequence: int) -> int:
-        """How far a sequence under way is.
-
-        Raises:
-            KeyError: if it is not under way.
-        """
-        for cohort in self.values():
-            if sequence in cohort.members:
-                return cohort.layers
-        raise KeyError(sequence)
+        """How far a sequence under way is."""
+        return next(cohort.layers for cohort in self.values() if sequence in cohort)

@@ -6,8 +6,8 @@ Scheduler chooses *which*: oldest first.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanoserve.errors import UsageError
 
@@ -53,7 +53,7 @@ class Decision:
     """Preempted sequences move to host memory if it has room, instead of being recomputed."""
     admission_reserve: bool = True
     """Begin a new prompt only if the free blocks hold all of it and one more for each running decode to grow into.
-    Otherwise the free blocks only have to hold the prompt, and the newest sequence is soon preempted."""
+    Otherwise they only have to hold the prompt, and the newest is soon preempted and recomputed, over and over."""
     layout: int = 0
     """The wanted parallel layout. The device is drained before it changes. An unknown layout is ignored, and so is any
     until a token was answered since the last drain began."""
@@ -103,8 +103,6 @@ class Load:
     """Plans submitted and not ended."""
     pipeline_depth: int = 1
     """P: the decodes are divided among this many plans in flight; 1 if tokens are fed: each of two plans has all."""
-    preemptions: int = 0
-    """Preemptions so far."""
     expected_growth: int = 0
     """KV blocks that running sequences are expected to need beyond those they hold, before enough of them have ended;
     from 0 to ``total_blocks - 1``. Estimated every few steps; 0 unless the policy ``reads_forecast``."""
@@ -176,29 +174,29 @@ class Load:
         return min(max(fitting, int(idle)), self.ready_host)
 
 
+def parameter(default: Any, at_least: float, *, below: float = math.inf, up_to: str = "") -> Any:
+    """A policy's parameter: its default, and the range that `Policy` checks; ``up_to`` names another parameter."""
+    return field(default=default, metadata={"range": (at_least, below, up_to)})
+
+
 class Policy(ABC):
-    """A scheduling policy. The registry lists those that users can choose."""
+    """A scheduling policy: a dataclass of its parameters, which raises UsageError if one is out of its range."""
 
     __slots__ = ()
 
     reads_forecast: ClassVar[bool] = False
     """Whether it reads ``expected_growth`` or ``longest_remaining``. Only then does the Scheduler estimate them."""
 
+    def __post_init__(self) -> None:
+        bounded = [one for one in fields(self) if one.metadata]  # type: ignore[arg-type]  # every policy is a dataclass
+        for one in bounded:
+            value, (low, below, up_to) = getattr(self, one.name), one.metadata["range"]
+            most = getattr(self, up_to) if up_to else math.inf
+            if not (low <= value < below and value <= most):
+                upper = f" and at most {up_to} ({most})" if up_to else ""
+                upper += f" and below {below}" if below < math.inf else ""
+                raise UsageError(f"{one.name} must be at least {low}{upper}, not {value}")
+
     @abstractmethod
     def decide(self, load: Load) -> Decision:
         """Answer for this snapshot; a pure function."""
-
-
-def check_parameter(
-    name: str, value: float, low: float, *, below: float = math.inf, up_to: float = math.inf, limit: str = ""
-) -> None:
-    """Check that a policy's parameter is finite, at least ``low``, and below or not above a bound called ``limit``.
-
-    Raises:
-        UsageError: naming the parameter and its range.
-    """
-    if low <= value < below and value <= up_to:
-        return
-    upper = "" if below == math.inf else f" and below {below}"
-    upper += "" if up_to == math.inf else f" and at most {limit} ({up_to})"
-    raise UsageError(f"{name} must be at least {low}{upper}, not {value}")

@@ -52,9 +52,9 @@ class PlanBuilder:
 
     def __post_init__(self) -> None:
         self.admits = self.admits and not self.table.waits_for_blocks
-        self._blocks, self._host_tier = self.table.blocks, self.table.host_tier
+        self._blocks = self.table.blocks
         self._block_size = self._blocks.pool.block_size
-        self._parks = self.decision.park and self._host_tier.pool.num_blocks > 0
+        self._parks = self.decision.park and self._blocks.host_pool.num_blocks > 0
 
     @property
     def does_something(self) -> bool:
@@ -64,13 +64,11 @@ class PlanBuilder:
     def build(self, decodes: list[Sequence], prefills: list[Sequence], on_host: list[Sequence]) -> None:
         """Carry the decision out as far as the blocks go: swaps, then decodes, then prompts.
 
-        Args:
-            decodes: those that may enter the plan, oldest first.
-            prefills: partly computed prompts that may.
-            on_host: sequences in host memory that may, or that may move to the device.
+        The lists are what may enter the plan, oldest first; ``prefills`` are partly computed prompts. A sequence in
+        host memory may move to the device instead.
         """
         decision = self.decision
-        if decision.swap_out and self._host_tier.pool.num_blocks:
+        if decision.swap_out and self._blocks.host_pool.num_blocks:
             decodes = self._swap_out(decodes)
         on_host = self._swap_in(on_host)
         if self._parks:
@@ -109,12 +107,12 @@ class PlanBuilder:
 
     def _add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided, skipping those for which no room can be made."""
-        size, fits, skipped, keeps_room = self._block_size, self._blocks.fits, self._skipped, self._kept_free > 0
+        size, skipped = self._block_size, self._skipped
         for sequence in islice(ready, self.decision.decodes):
-            if sequence.sequence_id in skipped or (keeps_room and not self._leaves_room_for_prompts(sequence)):
+            if sequence.sequence_id in skipped:
                 continue
             has_room = sequence.computed < len(sequence.block_table) * size  # as for most decodes
-            if has_room or fits(sequence, 1) or self._make_room(sequence, 1):
+            if has_room or (self._may_grow(sequence) and self._make_room(sequence, 1)):
                 self._add_row(sequence, 1)
 
     def _add_prefills(self, ready: Iterable[Sequence]) -> None:
@@ -136,13 +134,10 @@ class PlanBuilder:
             budget -= computed
 
     def _fits_beside_decodes(self, prompt: Sequence) -> bool:
-        """Whether the free blocks hold all of a new prompt and one more for each running decode to grow into.
-
-        Without that reserve the newest would soon be preempted and recomputed, over and over.
-        """
+        """Whether the free blocks hold all of a new prompt, and the decision's reserve for running decodes."""
         if self._parks:  # decodes already keep room for it
             return True
-        kept = self.load.running_decodes * self._blocks.pool.block_size if self.decision.admission_reserve else 0
+        kept = self.load.running_decodes * self._block_size if self.decision.admission_reserve else 0
         return self._blocks.fits(prompt, prompt.remaining + kept)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:
@@ -177,9 +172,8 @@ class PlanBuilder:
             return
         if sequence.status is Status.WAITING:
             self.table.admit(sequence)
-        block_size = self._blocks.pool.block_size
-        if self._make_room(sequence, min(sequence.remaining, block_size)):
-            budget = max(self.decision.prefill_tokens, block_size)
+        if self._make_room(sequence, min(sequence.remaining, self._block_size)):
+            budget = max(self.decision.prefill_tokens, self._block_size)
             add_row = self._add_prompt_row if sequence.status is _PREFILL else self._add_row
             add_row(sequence, min(sequence.remaining, self._blocks.capacity(sequence), budget))
         if not self.does_something:
@@ -189,7 +183,7 @@ class PlanBuilder:
         """Preempt newer sequences, newest first, until ``count`` more positions fit."""
         while not self._blocks.fits(sequence, count):
             leaving = sum(len(swap.device_blocks) for swap in self.table.leaving("out"))  # at most: shared ones stay
-            if leaving and count <= self._blocks.capacity(sequence) + leaving * self._blocks.pool.block_size:
+            if leaving and count <= self._blocks.capacity(sequence) + leaving * self._block_size:
                 self.table.wait_for_blocks(sequence)
                 return False
             victim = self.table.running.newest
@@ -231,20 +225,18 @@ class PlanBuilder:
         A block stays free for each decode to grow into, so that nothing has to come back at once.
         """
         pool, table = self._blocks.pool, self.table
-        growing = len(table.running) + len(table.moving)
-        moved = 0
-        for sequence in ready[: self.decision.swap_in]:
+        for moved, sequence in enumerate(ready[: self.decision.swap_in]):
+            growing = len(table.running) + len(table.moving)
             if table.free_slots <= 0 or pool.blocks_for(sequence.computed) + growing > pool.free_blocks:
-                break
+                return ready[moved:]
             self._move_in(sequence)
-            growing, moved = growing + 1, moved + 1
-        return ready[moved:]
+        return ready[self.decision.swap_in :]
 
     def _move_out(self, decode: Sequence) -> bool:
         """Move a decode with nothing in flight to the host; False if there is no room for it."""
         if not self.table.host_has_room(decode, decode.computed):
             return False
-        self._host_tier.reserve(decode, decode.computed)
+        self._blocks.reserve(decode, decode.computed)
         self._swaps.append(self.table.begin_swap(decode, "out"))
         return True
 
@@ -265,14 +257,10 @@ class PlanBuilder:
         if partial or (may_begin and self._can_park(prompt)):
             self._kept_free = self._blocks.pool.blocks_for(len(prompt.tokens)) - len(prompt.block_table)
 
-    def _leaves_room_for_prompts(self, decode: Sequence) -> bool:
-        """Whether it may grow. The oldest always may, so that the device empties in the end."""
-        pool = self._blocks.pool
-        return (
-            decode.computed < len(decode.block_table) * pool.block_size
-            or decode is self.table.running.oldest
-            or pool.free_blocks > self._kept_free
-        )
+    def _may_grow(self, decode: Sequence) -> bool:
+        """Whether a decode may take a block. The oldest always may, so that the device empties in the end."""
+        kept = self._kept_free
+        return kept == 0 or decode is self.table.running.oldest or self._blocks.pool.free_blocks > kept
 
     def _can_park(self, prompt: Sequence) -> bool:
         """Whether the host can hold the prompt and its first token."""
@@ -281,9 +269,9 @@ class PlanBuilder:
     def _add_prompt_row(self, prompt: Sequence, count: int) -> None:
         """A prompt to be parked reserves host blocks and moves after its last row, unless one token is left to come."""
         if not self._parks:
-            self._host_tier.release(prompt)
+            self._blocks.release_host(prompt)
         elif self._can_park(prompt):
-            self._host_tier.reserve(prompt, len(prompt.tokens) + 1)
+            self._blocks.reserve(prompt, len(prompt.tokens) + 1)
         self._add_row(prompt, count)
         self._blocks.share_full(prompt, prompt.computed)
         if prompt.host_table and prompt.remaining == 0 and len(prompt.tokens) + 1 < prompt.max_length:
@@ -348,7 +336,7 @@ class PlanBuilder:
         if sequence.sequence_id in self._skipped or not self._make_host_room(sequence):
             return
         start, length = sequence.computed, len(sequence.tokens)
-        new_blocks = self._host_tier.reserve(sequence, length)
+        new_blocks = self._blocks.reserve(sequence, length)
         if not sequence.begun:
             self._begin_sequence(sequence)
             new_blocks = sequence.host_table
@@ -360,7 +348,7 @@ class PlanBuilder:
 
     def _make_host_room(self, sequence: Sequence) -> bool:
         """As on the device: preempt newer host sequences, newest first."""
-        while not self._host_tier.can_reserve(sequence, len(sequence.tokens)):
+        while not self._blocks.can_reserve(sequence, len(sequence.tokens)):
             victim = self.table.on_host.newest
             if victim is None or victim.sequence_id <= sequence.sequence_id or victim.in_flight:
                 return False

@@ -4,9 +4,6 @@ It keeps the sequences and their blocks (SequenceTable), asks the policy how muc
 StepPlan (PlanBuilder), and takes the StepResult back. Whatever the policy says, no block is used twice, every block
 comes back, and every admitted sequence finishes once arrivals stop.
 
-Layouts drains the device for another parallel layout, HostCohorts follows sequences that decode in host memory, and
-GrowthForecast looks ahead for policies that read it.
-
 No sequence is in two plans in flight, unless the executor feeds tokens. Then a decode may enter the next plan while its
 token is still being sampled. That token is never its last by length; if it ends the sequence otherwise, the extra step
 is discarded. A prompt's chunks follow each other in the same way.
@@ -18,7 +15,7 @@ from typing import Protocol
 from nanoserve.costs.growth import GrowthForecast
 from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import WorkersFailed
-from nanoserve.kv import BlockPool, HostTier, SequenceBlocks
+from nanoserve.kv import BlockPool, SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load, Policy
@@ -56,7 +53,7 @@ class Layouts:
 
     def __init__(self, capacities: SequenceOf[LayoutCapacity]) -> None:
         self.capacities = capacities
-        self.current = 0
+        self.current = 0  # the layout that runs
         self.target: int | None = None  # of the transition in flight
         self.answered = True  # whether a token was answered since the last drain began
         self._draining = False
@@ -126,15 +123,12 @@ class Scheduler:
         self.policy = policy
         self.observer: SchedulerObserver | None = None
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
         self.pipeline_depth = pipeline_depth
         self.feeds_tokens = feeds_tokens
         self.steps = self.forced_steps = self.transitions = self.host_losses = 0
-        self.host_pool = (host_tier := HostTier(host_blocks, block_size)).pool
+        self.host_pool = BlockPool(host_blocks, block_size, prefix_caching=False)
         self.table = SequenceTable(
-            blocks=SequenceBlocks(self.pool),
-            host_tier=host_tier,
+            blocks=SequenceBlocks(self.pool, self.host_pool),
             fewest_blocks=min(one.num_blocks for one in layouts),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -162,17 +156,6 @@ class Scheduler:
         """Whether the executor will report anything in flight: plans, or swaps alone."""
         return bool(self._plans_in_flight or self.table.moving)
 
-    @property
-    def layout(self) -> int:
-        """The number of the parallel layout that runs."""
-        return self.layouts.current
-
-    @property
-    def preemptions(self) -> int:
-        return self.table.preemptions
-
-    # ---- intake -----------------------------------------------------------------------------------------------
-
     def add(self, request: Request) -> None:
         """Queue a request, as `SequenceTable.add` does and raises."""
         self.table.add(request)
@@ -192,8 +175,6 @@ class Scheduler:
             self.table.release_siblings(sequence)
         return [SequenceUpdate(request_id, sequence.index, (), sequence) for sequence in family]
 
-    # ---- a plan -----------------------------------------------------------------------------------------------
-
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
         if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self.layouts.target is not None:
@@ -206,11 +187,7 @@ class Scheduler:
                 if self.awaits_results or not self.has_work:
                     return None
                 builder = self._break_deadlock(now, builder)
-        return self._submit(builder)
-
-    def _submit(self, builder: PlanBuilder) -> StepPlan:
-        """The builder's plan, in flight from here on."""
-        plan = builder.plan(self.steps, self.layout)
+        plan = builder.plan(self.steps, self.layouts.current)
         self.steps += 1
         self._previous = builder.decision
         if self.observer is not None:
@@ -251,9 +228,7 @@ class Scheduler:
         While partly computed prompts hold all blocks, preempt the newest and ask again; at last, run the oldest.
         """
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
-            newest = self.running.newest
-            assert newest is not None
-            self.table.preempt(newest)
+            self.table.preempt(self.running[-1])
             builder = self._build(now, admits=False)
             if builder.does_something:
                 return builder
@@ -296,12 +271,11 @@ class Scheduler:
             free_slots=free_slots,
             steps_in_flight=self.steps_in_flight,
             pipeline_depth=self.pipeline_depth,
-            preemptions=self.preemptions,
             expected_growth=min(pool.blocks_for(growth), pool.num_blocks - 1),
             longest_remaining=longest,
-            layout=self.layout,
+            layout=self.layouts.current,
             layouts=len(self.layouts.capacities),
-            predictor=self.predictors[self.layout] if self.predictors else None,
+            predictor=self.predictors[self.layouts.current] if self.predictors else None,
             host_decodes=len(self.on_host),
             ready_host=len(ready_host),
             host_context_tokens=sum([sequence.computed for sequence in self.on_host]),
@@ -311,8 +285,6 @@ class Scheduler:
             cohorts=tuple(self._cohorts.under_way.values()) if self._cohorts else (),
         )
         return load, decodes, prefills, ready_host
-
-    # ---- a result ---------------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Take in what an executor found out; returns what each sequence gained.
@@ -395,7 +367,6 @@ class Scheduler:
         self._forget_plans()
         self.layouts.answered = True  # nothing is left on the device, so another drain is free
         self._previous = None  # it was decided for a state that is gone: a drain, say
-        self.table.abandon_swaps()
         self.table.reset()
 
     def _forget_plans(self) -> None:

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Literal
 
 from nanoserve.errors import UsageError
-from nanoserve.kv import HostTier, SequenceBlocks
+from nanoserve.kv import SequenceBlocks
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
 from nanoserve.scheduler.plan import Swap
@@ -59,15 +59,6 @@ class WaitingQueue(AgeOrdered):
         self.tokens -= len(sequence.tokens)
 
 
-@dataclass(slots=True)
-class _Move:
-    """A swap in flight and its sequence."""
-
-    swap: Swap
-    sequence: Sequence
-    answered: bool = False
-
-
 @dataclass(kw_only=True)
 class SequenceTable:
     """All sequences that have not ended, or that have ended but are still in flight.
@@ -78,9 +69,7 @@ class SequenceTable:
     """
 
     blocks: SequenceBlocks
-    """The block tables of the device."""
-    host_tier: HostTier
-    """Those of host memory."""
+    """The block tables of both tiers."""
     fewest_blocks: int
     """Blocks on the device, in the layout that has fewest."""
     max_model_len: int
@@ -100,7 +89,8 @@ class SequenceTable:
         self.moving = AgeOrdered()  # move between the two; finished ones stay until they arrive
         self._queues = {_NONE: self.waiting, _DEVICE: self.running, _HOST: self.on_host, _MOVING: self.moving}
         self.host_disabled = False  # nothing moves to the host any longer
-        self._moves: dict[int, _Move] = {}  # by swap
+        self._swaps: dict[int, Swap] = {}  # in flight, by id
+        self._swapped: dict[int, Swap] = {}  # done before the row that they follow, by sequence
         self._requests: dict[str, list[Sequence]] = {}  # all samples of each
         self._ended: list[int] = []  # that the executor has not been told
         self._short_of_blocks: tuple[Sequence, int] | None = None
@@ -240,6 +230,7 @@ class SequenceTable:
     def reset(self) -> None:
         """All KV is lost and nothing in flight will be answered. Sequences with KV are requeued; finished ones are
         dropped. No executor is notified."""
+        self.abandon_swaps()
         self.blocks.pool.forget_cache()
         for sequence in list(self.sequences.values()):
             self._requeue(sequence)
@@ -248,17 +239,15 @@ class SequenceTable:
     def lose_host(self, *, for_good: bool) -> None:
         """All KV in host memory is lost, and nothing in flight of sequences there will be answered.
 
-        Moving sequences keep theirs: what swaps have read or written is whole.
-
-        Args:
-            for_good: nothing moves to the host any longer; prompts with a reservation stay on the device.
+        Moving sequences keep theirs: what swaps have read or written is whole. If it is lost ``for_good``, nothing
+        moves to the host any longer, and prompts with a reservation stay on the device.
         """
         for sequence in [one for one in self.sequences.values() if one.place is _HOST]:
             self._requeue(sequence)
         self.host_disabled = for_good
         if for_good:
             for sequence in self.running:
-                self.host_tier.release(sequence)
+                self.blocks.release_host(sequence)
 
     def _requeue(self, sequence: Sequence) -> None:
         sequence.in_flight.clear()
@@ -301,11 +290,11 @@ class SequenceTable:
 
     def leaving(self, direction: Literal["out", "in"]) -> Iterator[Swap]:
         """The swaps of that direction in flight."""
-        return (move.swap for move in self._moves.values() if move.swap.direction == direction)
+        return (swap for swap in self._swaps.values() if swap.direction == direction)
 
     def host_has_room(self, sequence: Sequence, tokens: int) -> bool:
         """Whether this many tokens of the sequence may move to the host."""
-        return not self.host_disabled and self.host_tier.can_reserve(sequence, tokens)
+        return not self.host_disabled and self.blocks.can_reserve(sequence, tokens)
 
     def begin_swap(self, sequence: Sequence, direction: Literal["out", "in"], *, after_row: bool = False) -> Swap:
         """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row.
@@ -320,7 +309,7 @@ class SequenceTable:
             host_blocks=tuple(sequence.host_table[: len(sequence.block_table)]),  # it may have reserved more
             after_row=after_row,
         )
-        self._moves[swap.swap] = _Move(swap, sequence)
+        self._swaps[swap.swap] = swap
         self._enter(sequence, _MOVING)
         if not sequence.in_flight:
             self._end_for_executor(sequence)
@@ -328,22 +317,24 @@ class SequenceTable:
 
     def swap_answered(self, swap_id: int) -> None:
         """A swap is done. Its source blocks are freed, unless the row that it followed is not answered yet."""
-        move = self._moves[swap_id]
-        move.answered = True
-        if not move.sequence.in_flight:
-            self._arrive(move)
+        swap = self._swaps[swap_id]
+        if self.sequences[swap.sequence].in_flight:
+            self._swapped[swap.sequence] = swap
+        else:
+            self._arrive(swap)
 
     def abandon_swaps(self) -> None:
         """No swap in flight will be answered any longer; the caller ends or requeues the sequences."""
-        for move in list(self._moves.values()):
-            self._arrive(move)
+        for swap in list(self._swaps.values()):
+            self._arrive(swap)
 
-    def _arrive(self, move: _Move) -> None:
+    def _arrive(self, swap: Swap) -> None:
         """All KV of a sequence is there; its blocks on the other tier are freed. It may have ended on the way."""
-        del self._moves[move.swap.swap]
-        sequence, to_host = move.sequence, move.swap.direction == "out"
+        del self._swaps[swap.swap]
+        self._swapped.pop(swap.sequence, None)
+        sequence, to_host = self.sequences[swap.sequence], swap.direction == "out"
         self._end_for_executor(sequence)
-        (self.blocks if to_host else self.host_tier).release(sequence)
+        (self.blocks.release if to_host else self.blocks.release_host)(sequence)
         if sequence.status is _FINISHED:
             self.moving.remove(sequence)
             self._retire(sequence)
@@ -370,8 +361,8 @@ class SequenceTable:
         if sequence.in_flight:
             return
         if sequence.place is _MOVING:
-            for move in [one for one in self._moves.values() if one.sequence is sequence and one.answered]:
-                self._arrive(move)
+            if (swap := self._swapped.get(sequence.sequence_id)) is not None:
+                self._arrive(swap)
         elif status is _FINISHED:
             self._retire(sequence)
 
@@ -399,7 +390,7 @@ class SequenceTable:
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
-        self.host_tier.release(sequence)
+        self.blocks.release_host(sequence)
         sequence.computed = 0
         sequence.place = _NONE
         self._end_for_executor(sequence)

@@ -107,7 +107,7 @@ class Replica:
             bubble_share=bubble_share(stages) if any(stage.working for stage in stages) else None,
             kv_occupancy=self.steps.occupancy.seconds / seconds,
             kv_peak=self.steps.occupancy.peak,
-            preemptions=self.scheduler.preemptions,
+            preemptions=self.scheduler.table.preemptions,
         )
 
 

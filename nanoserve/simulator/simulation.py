@@ -143,7 +143,7 @@ def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResu
         steps=tokens.n,
         tokens_per_step=tokens,
         tokens_variation=tokens.std / tokens.mean,
-        preemptions=sum(replica.scheduler.preemptions for replica in fleet),
+        preemptions=sum(replica.scheduler.table.preemptions for replica in fleet),
         forced_steps=sum(replica.scheduler.forced_steps for replica in fleet),
         kv_occupancy=sum(one.occupancy.seconds for one in steps) / (seconds * len(fleet)),
         kv_peak=max(one.occupancy.peak for one in steps),

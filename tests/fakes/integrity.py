@@ -28,7 +28,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     admitted = (one for one in table.waiting if table.quarantine.admits(one.request.request_id))
     if next_waiting is not next(admitted, None):
         raise RuntimeError("the next waiting sequence is not the oldest that the quarantine admits")
-    if sorted(move.sequence.sequence_id for move in table._moves.values()) != [one.sequence_id for one in table.moving]:
+    if sorted(swap.sequence for swap in table._swaps.values()) != [one.sequence_id for one in table.moving]:
         raise RuntimeError("the sequences of swaps and those that move differ")
 
 
@@ -70,7 +70,7 @@ def _check_device_blocks(table: SequenceTable, sequences: Iterable[Sequence]) ->
 
 def _check_host_blocks(table: SequenceTable, sequences: Iterable[Sequence]) -> None:
     """The host pool's owners are exactly these sequences' host tables, and each block has one owner."""
-    pool, owners = table.host_tier.pool, Counter[int]()
+    pool, owners = table.blocks.host_pool, Counter[int]()
     for sequence in sequences:
         owners.update(sequence.host_table)
         if sequence.place is Place.HOST and pool.blocks_for(sequence.computed) > len(sequence.host_table):
@@ -94,5 +94,5 @@ def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
             raise RuntimeError(f"block {block}: {pool._references[block]} references, {owners[block]} owners")
     if set(free) != {block for block, count in enumerate(pool._references) if count == 0}:
         raise RuntimeError("free blocks and blocks without an owner differ")
-    if any(block in pool.cache for block in pool._blank):
+    if any(block in pool._addresses for block in pool._blank):
         raise RuntimeError("a cached block is listed as blank")

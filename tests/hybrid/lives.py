@@ -178,7 +178,7 @@ def live_through(model: Model, case: Case, arrivals: SequenceOf[Arrival]) -> Hyb
         live(engine, list(arrivals))
         assert engine.scheduler.pool.free_blocks == case.num_blocks
         assert engine.scheduler.host_pool.free_blocks == case.host_blocks
-        seen.preemptions = engine.scheduler.preemptions
+        seen.preemptions = engine.scheduler.table.preemptions
     return seen
 
 

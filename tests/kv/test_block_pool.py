@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nanoserve.kv import BlockPool, PrefixCache, SequenceBlocks
+from nanoserve.kv import BlockPool, SequenceBlocks
 from nanoserve.request import Request, SamplingParams, Sequence
 from tests.fakes.integrity import check_pool
 
@@ -17,24 +17,24 @@ def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[i
     blocks = pool.allocate(len(tokens) // pool.block_size)
     link: int | str = salt
     for index, block in enumerate(blocks):
-        link = pool.cache.insert(block, link, tuple(tokens[index * pool.block_size : (index + 1) * pool.block_size]))
+        link = pool.insert(block, link, tuple(tokens[index * pool.block_size : (index + 1) * pool.block_size]))
     return blocks
 
 
 def test_a_prefix_is_found_and_leaves_one_token_to_compute() -> None:
     pool = BlockPool(8, 2)
     blocks = _cached_prompt(pool, [1, 2, 3, 4])
-    assert [block for block, _ in pool.cache.match([1, 2, 3, 4, 5], "")] == blocks
-    assert [block for block, _ in pool.cache.match([1, 2, 3, 4], "")] == blocks[:1]
-    assert [block for block, _ in pool.cache.match([1, 2, 9, 9, 9], "")] == blocks[:1]
-    assert pool.cache.match([9, 9, 3, 4, 5], "") == [], "a block matches only behind its own prefix"
+    assert [block for block, _ in pool.match([1, 2, 3, 4, 5], "")] == blocks
+    assert [block for block, _ in pool.match([1, 2, 3, 4], "")] == blocks[:1]
+    assert [block for block, _ in pool.match([1, 2, 9, 9, 9], "")] == blocks[:1]
+    assert pool.match([9, 9, 3, 4, 5], "") == [], "a block matches only behind its own prefix"
 
 
 def test_salts_do_not_share() -> None:
     pool = BlockPool(8, 2)
     _cached_prompt(pool, [1, 2], salt="a")
-    assert pool.cache.match([1, 2, 3], "b") == []
-    assert len(pool.cache.match([1, 2, 3], "a")) == 1
+    assert pool.match([1, 2, 3], "b") == []
+    assert len(pool.match([1, 2, 3], "a")) == 1
 
 
 def test_blank_blocks_are_reused_before_cached_ones_and_those_oldest_first() -> None:
@@ -44,8 +44,8 @@ def test_blank_blocks_are_reused_before_cached_ones_and_those_oldest_first() -> 
     pool.release(first)
     assert pool.free_blocks == 4
     assert pool.allocate(3) == [2, 3, *second]
-    assert pool.cache.match([3, 4, 5], "") == []
-    assert [block for block, _ in pool.cache.match([1, 2, 3], "")] == first
+    assert pool.match([3, 4, 5], "") == []
+    assert [block for block, _ in pool.match([1, 2, 3], "")] == first
 
 
 def test_the_tail_of_a_prefix_is_forgotten_before_its_head() -> None:
@@ -53,26 +53,26 @@ def test_the_tail_of_a_prefix_is_forgotten_before_its_head() -> None:
     blocks = _cached_prompt(pool, [1, 2, 3, 4])
     pool.release(blocks)
     pool.allocate(1)
-    assert [block for block, _ in pool.cache.match([1, 2, 3, 4, 5], "")] == blocks[:1]
+    assert [block for block, _ in pool.match([1, 2, 3, 4, 5], "")] == blocks[:1]
 
 
 def test_equal_content_is_cached_once() -> None:
     pool = BlockPool(4, 2)
     kept, other = _cached_prompt(pool, [1, 2]), _cached_prompt(pool, [1, 2])
-    assert [block for block, _ in pool.cache.match([1, 2, 3], "")] == kept
+    assert [block for block, _ in pool.match([1, 2, 3], "")] == kept
     pool.release(other)
     check_pool(pool, Counter(kept))
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
-    blocks = SequenceBlocks(BlockPool(4, 2, prefix_caching=False))
+    blocks = SequenceBlocks(BlockPool(4, 2, prefix_caching=False), BlockPool(0, 2, prefix_caching=False))
     request = Request("r", (1, 2, 3), SamplingParams(), seed=0)
     sequence = Sequence(0, request, 0, list(request.prompt))
     blocks.grow(sequence, 3)
     sequence.computed = 3
     blocks.share_full(sequence, sequence.computed)
     assert sequence.chain == []
-    assert blocks.pool.cache.match([1, 2, 3], "") == []
+    assert blocks.pool.match([1, 2, 3], "") == []
 
 
 class _Colliding(int):
@@ -83,7 +83,7 @@ class _Colliding(int):
 
 
 def test_a_hash_collision_serves_nobody_elses_cache() -> None:
-    cache = PrefixCache(2)
+    cache = BlockPool(2, 2)
     tokens = [_Colliding(1), _Colliding(2)]
     others = [_Colliding(3), _Colliding(4)]
     assert hash(("", tuple(tokens))) == hash(("", tuple(others)))
@@ -121,13 +121,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(1, 3))
     def cache(self, data: st.DataObject, token: int) -> None:
         blocks = data.draw(st.sampled_from(self.owned))
-        if blocks and not any(block in blocks for block, _ in self.pool.cache.match([token, 0], "")):
-            self.pool.cache.forget(blocks[0])
-            self.pool.cache.insert(blocks[0], "", (token,))
+        if blocks and not any(block in blocks for block, _ in self.pool.match([token, 0], "")):
+            self.pool.forget(blocks[0])
+            self.pool.insert(blocks[0], "", (token,))
 
     @rule(token=st.integers(1, 3))
     def match(self, token: int) -> None:
-        blocks = [block for block, _ in self.pool.cache.match([token, 0], "")]
+        blocks = [block for block, _ in self.pool.match([token, 0], "")]
         self.pool.share(blocks)
         self.owned.append(blocks)
 

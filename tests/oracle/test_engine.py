@@ -120,7 +120,7 @@ def test_greedy_tokens_are_those_of_transformers_however_they_are_scheduled(
     for setting in dict.fromkeys((SETTINGS[1], *a_third)):  # in the first, sequences always preempt each other
         outputs, scheduler = run(decoder, config, setting, requests)
         assert outputs == expected, setting
-        preemptions += scheduler.preemptions
+        preemptions += scheduler.table.preemptions
     assert preemptions > 0, "no setting was tight enough"
 
 

@@ -184,7 +184,7 @@ def test_tokens_do_not_depend_on_what_shares_the_engine() -> None:
     requests, alone = requests_and_tokens()
     together, scheduler = run(config, decoder, requests, num_blocks=12, block_size=4, budget=5)
     assert together == alone
-    assert scheduler.preemptions > 0, "where that is forced"
+    assert scheduler.table.preemptions > 0, "where that is forced"
     assert run(config, decoder, requests, num_blocks=70, block_size=1, budget=16)[0] == alone
 
 
@@ -220,7 +220,7 @@ def test_a_full_pool_leaves_the_rest_to_be_computed_again() -> None:
     requests, alone = requests_and_tokens()
     together, scheduler = run(config, decoder, requests, num_blocks=8, block_size=4, budget=16, host_blocks=2)
     assert together == alone
-    assert scheduler.preemptions > 0
+    assert scheduler.table.preemptions > 0
 
 
 def swapping_executor(num_blocks: int = 8) -> LocalExecutor:

@@ -217,7 +217,7 @@ def test_overlapped_steps_give_the_plain_ones_tokens(num_blocks: int, budget: in
         requests, feeds_tokens=True, num_blocks=num_blocks, budget=budget, stops=stops
     )
     assert fed_rows > 20
-    assert (scheduler.preemptions > 0) == (num_blocks == 12)
+    assert (scheduler.table.preemptions > 0) == (num_blocks == 12)
     for name, life in plain.items():
         assert (overlapped[name].tokens, overlapped[name].reason) == (life.tokens, life.reason)
         assert [one.token for one in overlapped[name].logprobs] == [one.token for one in life.logprobs]

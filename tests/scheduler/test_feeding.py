@@ -203,7 +203,7 @@ def test_what_comes_behind_a_stop_token_is_never_seen_and_never_shared() -> None
     assert (last.fed, last.start) == (True, 7), "the end token was to be fed before it was known"
     assert engine.scheduler.pool.free_blocks == 16
     # Positions 0 to 5 fill three blocks; 6 and 7 fill one with the end token, which nobody may find.
-    assert len(engine.scheduler.pool.cache.match((1, 2, 3, 103, 104, 105, 106, END, 9), "")) == 3
+    assert len(engine.scheduler.pool.match((1, 2, 3, 103, 104, 105, 106, END, 9), "")) == 3
 
 
 def test_blocks_in_flight_come_back_with_the_last_answer() -> None:
@@ -348,7 +348,7 @@ def test_a_victim_that_may_move_to_the_host_stays_out_of_the_plan_for_which_it_g
     for name, tokens in (("old", (1, 2)), ("new", (3, 4, 5))):
         engine.add(request(name, *tokens, max_tokens=6))
     finish(engine)
-    assert engine.scheduler.preemptions == 0
+    assert engine.scheduler.table.preemptions == 0
     moves = [plan.step for plan in plans_of(engine) for swap in plan.swaps if swap.direction == "out"]
     before = [row.start for plan in plans_of(engine) if plan.step < moves[0] for row in plan.rows if row.sequence == 1]
     assert before == [0, 3, 4]  # it had room for 5, but the old one had none for 4

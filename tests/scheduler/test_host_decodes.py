@@ -76,14 +76,14 @@ def test_a_host_sequence_given_up_while_its_token_is_under_way_keeps_its_blocks_
 def test_the_newest_on_the_host_gives_way_to_an_older_one_that_grows() -> None:
     bench = _on_host(2, max_tokens=6, host_blocks=6)
     bench.finish(Decision(64, 64, strategy="asymmetric", host_decodes=(1, 0)))
-    assert bench.scheduler.preemptions == 1
+    assert bench.scheduler.table.preemptions == 1
 
 
 @pytest.mark.parametrize("strategy", ["overlap", "asymmetric"])
 def test_one_under_way_gives_way_with_its_answer(strategy: str) -> None:
     bench = _on_host(2, max_tokens=6, host_blocks=6)
     bench.finish(Decision(64, 64, strategy=strategy, host_decodes=(2, 0)))
-    assert bench.scheduler.preemptions == 1
+    assert bench.scheduler.table.preemptions == 1
 
 
 def test_a_failure_ends_the_host_sequences_under_way_and_not_those_that_wait_there() -> None:

@@ -81,7 +81,7 @@ def test_a_sequence_under_way_and_one_that_waits_are_computed_again_and_the_devi
     assert all(begins[index][:4] == bench.requests[name].prompt for index, name in enumerate("ab"))
     assert [len(begins[index]) for index in range(2)] == [5, 5], "with the token that was answered"
     bench.finish()
-    assert (bench.scheduler.host_losses, bench.scheduler.preemptions) == (1, 2)
+    assert (bench.scheduler.host_losses, bench.scheduler.table.preemptions) == (1, 2)
 
 
 def test_an_asymmetric_step_ends_without_the_tokens_of_its_host_sequences() -> None:
@@ -119,7 +119,7 @@ def test_what_is_on_its_way_arrives_whole(direction: str) -> None:
     bench.step()
     assert bench.load.moving == 1
     bench.finish(Decision(0, 64, strategy="overlap", host_decodes=(1, 0)))
-    assert (bench.scheduler.host_losses, bench.scheduler.preemptions) == (1, 0)
+    assert (bench.scheduler.host_losses, bench.scheduler.table.preemptions) == (1, 0)
 
 
 def test_after_three_losses_there_is_no_host_tier() -> None:
@@ -150,4 +150,4 @@ def test_what_arrives_on_a_host_that_was_given_up_is_computed_again() -> None:
         bench.step()
     assert len(bench.scheduler.waiting) == 1
     bench.finish(Decision(64, 64))
-    assert bench.scheduler.preemptions == 1
+    assert bench.scheduler.table.preemptions == 1

@@ -112,7 +112,7 @@ def test_a_sequence_begins_again_with_the_tokens_it_has() -> None:
     begins = [begin for plan in bench.executor.plans for begin in plan.begin]
     assert [begin.tokens for begin in begins] == [request.prompt, (*request.prompt, *whole[:3])]
     assert not any(plan.end for plan in bench.executor.plans), "nobody knows of the one who is gone"
-    assert bench.scheduler.preemptions == 1
+    assert bench.scheduler.table.preemptions == 1
 
 
 def test_no_block_is_found_by_what_it_held_before() -> None:

@@ -216,7 +216,7 @@ def test_policies_import_nothing_but_the_load() -> None:
     placement, predictor = "nanoserve.scheduler.policies.placement", "nanoserve.costs.predictor"
     for path in folder.glob("[a-z]*.py"):
         modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
-        modules -= {"bisect", "dataclasses", "functools", "typing"}
+        modules -= {"abc", "bisect", "dataclasses", "functools", "typing"}
         assert modules <= {"nanoserve.scheduler.load", placement, predictor}
 
 

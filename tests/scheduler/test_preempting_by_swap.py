@@ -94,7 +94,7 @@ def test_what_gave_way_comes_back_before_a_new_prompt_begins(
     bench.add("c", 6, 2)
     bench.finish()
     assert bench.swapped() == swaps
-    assert (bench.scheduler.preemptions == 0) is bool(swaps)
+    assert (bench.scheduler.table.preemptions == 0) is bool(swaps)
     assert [begin.sequence for plan in bench.plans for begin in plan.begin] == begun, "the second one twice in any case"
 
 

@@ -179,7 +179,7 @@ def test_three_culprits_in_a_row_are_the_fault_of_the_machine() -> None:
     for name in ("one", "two", "three"):
         bench.kill(name)
     bench.add("innocent")
-    bench.engine.scheduler.max_num_seqs = 1
+    bench.engine.scheduler.table.max_num_seqs = 1
     bench.finish()
     assert bench.engine.failure is not None
     assert bench.engine.failure.startswith("the workers died 3 times within ")

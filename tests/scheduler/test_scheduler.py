@@ -206,7 +206,7 @@ def test_a_victim_in_flight_gives_its_blocks_up_with_its_answer() -> None:
     while engine.has_work:
         engine.step()
         check_integrity(engine.scheduler)
-    assert engine.scheduler.preemptions > 0, "the trace was to run out of blocks"
+    assert engine.scheduler.table.preemptions > 0, "the trace was to run out of blocks"
 
 
 def test_as_many_plans_as_the_pipeline_is_deep_are_in_flight() -> None:
@@ -266,7 +266,7 @@ def test_a_new_prompt_is_admitted_when_it_leaves_each_decode_a_block_to_grow_int
     engine.step()
     assert len([entry for plan in _plans(engine) for entry in plan.begin]) == begun
     _finish(engine)
-    assert engine.scheduler.preemptions == 0
+    assert engine.scheduler.table.preemptions == 0
 
 
 def test_no_policy_is_told_of_a_prompt_that_may_not_begin_before_an_owed_decode() -> None:
@@ -300,7 +300,7 @@ def test_without_the_admission_reserve_a_prompt_takes_the_block_that_a_decode_gr
             engine.add(_request(name, 7, max_tokens=9, ignore_eos=True))
             engine.step()
         _finish(engine)
-        return scheduler.preemptions
+        return scheduler.table.preemptions
 
     assert preemptions(admission_reserve=True) == 0
     assert preemptions(admission_reserve=False) == 1

@@ -173,14 +173,14 @@ def test_a_victim_moves_to_the_host_and_is_not_computed_again() -> None:
     bench.step()
     assert [row.sequence for row in bench.plans[-1].rows] == [0, 1]
     bench.finish(Decision(64, 64, preempt_to_host=True, swap_in=1))
-    assert bench.scheduler.preemptions == 0
+    assert bench.scheduler.table.preemptions == 0
 
 
 def test_a_victim_for_which_the_host_has_no_room_is_computed_again() -> None:
     bench = _out_of_blocks(host_blocks=1)
     bench.finish(Decision(64, 64, preempt_to_host=True))
     assert bench.swapped() == []
-    assert bench.scheduler.preemptions > 0
+    assert bench.scheduler.table.preemptions > 0
 
 
 def test_room_is_not_kept_for_a_prompt_that_waits_for_a_decode_to_get_its_blocks() -> None:

@@ -55,7 +55,7 @@ class AlsoUsingTheHost(Policy):
         halves = (load.ready_host // 2, load.ready_host // 4)
         return replace(
             decision,
-            strategy="overlap" if load.preemptions % 2 else "asymmetric",
+            strategy="overlap" if load.free_blocks % 2 else "asymmetric",
             host_decodes=halves,
             swap_in=load.ready_host // 2,
             park=load.free_fraction < 0.5,
@@ -153,6 +153,6 @@ def check(
         return
     outputs, reasons = live(Engine(scheduler, executor, vocab_size=50), arrivals)
     check_outputs(arrivals, longest, outputs, reasons, executor.losses)
-    assert scheduler.pool.free_blocks == layouts[scheduler.layout].num_blocks
+    assert scheduler.pool.free_blocks == layouts[scheduler.layouts.current].num_blocks
     assert scheduler.host_pool.free_blocks == tiers["host_blocks"]
     assert scheduler.host_losses == executor.times_host_was_lost

@@ -87,9 +87,9 @@ def predict_and_run(
         return _figures(found.seconds, found.ttft_ms, found.tpot_ms)
 
     times = MeasuredTimes(profile)
-    closed = _Work(FEWEST_REQUESTS, None, _fitting(engine.scheduler.max_model_len, 1))
+    closed = _Work(FEWEST_REQUESTS, None, _fitting(engine.scheduler.table.max_model_len, 1))
     if predict(closed).seconds > 2 * _SECONDS:
-        closed = replace(closed, lengths=_fitting(engine.scheduler.max_model_len, _SHORTER))
+        closed = replace(closed, lengths=_fitting(engine.scheduler.table.max_model_len, _SHORTER))
     while closed.requests < MOST_REQUESTS:
         larger = replace(closed, requests=2 * closed.requests)
         if predict(larger).seconds > _SECONDS:

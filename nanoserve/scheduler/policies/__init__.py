@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from nanoserve.errors import UsageError
-from nanoserve.scheduler.load import Policy, check_parameter
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsynchronousOverlap
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
@@ -95,7 +95,8 @@ def make_policy(
     """
     if name not in POLICIES:
         raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
-    check_parameter("the token budget of a step", token_budget, 1)
+    if token_budget < 1:
+        raise UsageError(f"the token budget of a step must be at least 1, not {token_budget}")
     entry, chosen = POLICIES[name], dict(parameters or {})
     defaults = entry.defaults
     if unknown := sorted(chosen.keys() - defaults):

@@ -6,8 +6,8 @@ placement.py.
 
 from dataclasses import dataclass, replace
 
-from nanoserve.scheduler.load import Alternative, Decision, Load, check_parameter
-from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_first
+from nanoserve.scheduler.load import Alternative, Decision, Load, parameter
+from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +19,11 @@ class AsynchronousOverlap(HybridPolicy):
     A cohort begins, with all ready host sequences, when fewer than ``cohorts`` are under way.
     """
 
-    cohorts: int = 1
+    cohorts: int = parameter(1, at_least=1)
     """How many are under way at most: one in the paper; more is its task pool (section 6)."""
 
-    def __post_init__(self) -> None:
-        check_parameter("cohorts", self.cohorts, 1)
-
-    def decide(self, load: Load) -> Decision:
-        plan = device_first(load, self.token_budget)
-        return plan if load.predictor is None else _overlapped(load, plan, self.cohorts)
+    def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
+        return _overlapped(load, plan, self.cohorts)
 
 
 def _overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
@@ -43,8 +39,7 @@ class ApexAlgorithm1(HybridPolicy):
     """APEX, section 3.4: algorithm 1 as printed, with its four rules.
 
     1. Without host sequences, the device alone; and prompts go there first.
-    2. Without prompts in the step, inequality (5), which is (6): asymmetric pipelining if it holds, else asynchronous
-       overlap.
+    2. Without prompts in the step, inequality (5), which is (6): asymmetric pipelining if it holds, else overlap.
     3. With prompts, the same inequality, but the CPU has Tlin_pref + Tlin + Tgatt_pref.
     4. Host sequences that are part way through their layers go first when an asymmetric step is filled. It takes no
        more of them than the device's work on one layer hides, or the device would wait for the CPU in every layer left.
@@ -55,16 +50,11 @@ class ApexAlgorithm1(HybridPolicy):
     the longer window by the time of a step without prompts, so it holds nearly always.
     """
 
-    minimum_ratio: float = 8.0
+    minimum_ratio: float = parameter(8.0, at_least=0)
     """Measured in the paper, to amortise what a Python thread costs."""
 
-    def __post_init__(self) -> None:
-        check_parameter("minimum_ratio", self.minimum_ratio, 0)
-
-    def decide(self, load: Load) -> Decision:
-        plan = device_first(load, self.token_budget)
-        step = DeviceStep.of(load, plan)
-        if step is None or step.host == 0:
+    def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
+        if step.host == 0:
             return plan
         if not load.cohorts and load.host_decodes < self.minimum_ratio * step.decodes:
             return plan

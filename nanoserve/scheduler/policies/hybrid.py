@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from nanoserve.scheduler.load import Alternative, Decision, Load, check_parameter
-from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_alone, device_first, fitting_tokens
+from nanoserve.scheduler.load import Alternative, Decision, Load, parameter
+from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_alone, fitting_tokens
 
 _COHORTS = 4
 """They share the CPU's time in a step."""
@@ -25,31 +25,20 @@ class HybridByPrediction(HybridPolicy):
         overlap           (work + worth * host sequences under way / (L + 1)) / seconds
         asymmetric        (work + worth * host sequences taken) / seconds
 
-    Overlap is chosen where host sequences are too few, or the CPU is too slow, to pay for a second pass of the linear
-    layers: cohorts begin whenever the CPU can serve one layer of each within a step. A sequence under way cannot come
-    back to the device, where it would be L + 1 times as fast, so a small gain counts as none.
-
-    A prompt for which the device has no room is parked if the CPU could serve one more sequence under overlap without
-    prompts: it costs no more now than later, and yields tokens meanwhile. Otherwise it waits for room on the device. If
-    even all host sequences that the CPU can serve would gain too little, prompts and decodes stay on the device as if
-    there were no host, because parked prompts take room from decodes. Preempted sequences still move and come back.
+    Overlap wins where host sequences are too few, or the CPU is too slow, to pay for a second pass of the linear
+    layers. A sequence under way cannot come back to the device, where it would be L + 1 times as fast, so a small gain
+    counts as none. A prompt for which the device has no room is parked if the CPU could serve one more sequence under
+    overlap; otherwise it waits. If even all host sequences that the CPU can serve would gain too little, prompts and
+    decodes stay on the device, because parked prompts take room from decodes. Preempted sequences still move.
     """
 
-    least_gain: float = 0.02
+    least_gain: float = parameter(0.02, at_least=0)
     """By overlap, as a share of what the device advances, for which cohorts begin."""
-    worthwhile: float = 0.1
+    worthwhile: float = parameter(0.1, at_least=0)
     """By asymmetric steps, for which they are taken, and by the host at its best, for which prompts are parked. Costs
-    that rates do not show are about as large: parked prompts keep decodes out of memory, and the host's last sequences
-    end late, in steps with few rows. Where the host is of use, it gains far more."""
+    that rates do not show are about as large: the host's last sequences end late, in steps with few rows."""
 
-    def __post_init__(self) -> None:
-        check_parameter("least_gain", self.least_gain, 0)
-        check_parameter("worthwhile", self.worthwhile, 0)
-
-    def decide(self, load: Load) -> Decision:
-        plan = device_first(load, self.token_budget)
-        if (step := DeviceStep.of(load, plan)) is None:
-            return plan
+    def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
         if (plan.park or plan.swap_out) and load.first_waiting_tokens and not self._pays(load, step):
             plan = device_alone(load, self.token_budget)
             step = DeviceStep.of(load, plan) or step
@@ -58,7 +47,7 @@ class HybridByPrediction(HybridPolicy):
             step = replace(step, prefill=plan.prefill_tokens)
         if step.host == 0:
             return plan
-        advanced = step.step_seconds / _token_seconds(step)
+        advanced = step.step_seconds / step.token_seconds
         worth = step.host_keys / max(1, step.mean_keys)
         beside, overlap_seconds, overlap_tokens = self._overlap(load, plan, step)
         if step.rows == 0:
@@ -88,18 +77,17 @@ class HybridByPrediction(HybridPolicy):
         waiting = load.waiting_tokens // max(load.first_waiting_tokens, step.host_keys)
         served = step.hidden(alone, min(load.host_decodes + waiting, load.host_blocks // load.first_parked_blocks))
         sizes, seconds = step.pipelined(served)
-        asymmetric = (step.step_seconds + sum(sizes) * _token_seconds(step)) / seconds
+        asymmetric = (step.step_seconds + sum(sizes) * step.token_seconds) / seconds
         joining = step.linear_seconds(step.decodes + served) - step.linear_seconds(step.decodes)
         # Sequences come and go: on average, half of them are there.
-        gained = served / 2 / (predictor.num_layers + 1) * _token_seconds(step)
+        gained = served / 2 / (predictor.num_layers + 1) * step.token_seconds
         overlap = (alone + gained) / ((alone + joining) * predictor.slowdown("overlap"))
         return max(asymmetric, overlap) > 1 + self.worthwhile
 
     def _overlap(self, load: Load, plan: Decision, step: DeviceStep) -> tuple[Decision, float, float]:
         """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens.
 
-        They begin in several cohorts, step by step. A single cohort for which the CPU takes a little more than a step
-        would advance in every second step only.
+        They begin in several cohorts: a single one that takes a little more than a step advances in every second.
         """
         predictor = step.predictor
         begin = ready = load.ready_host - plan.swap_in
@@ -119,8 +107,3 @@ class HybridByPrediction(HybridPolicy):
         tokens = sum(sizes) / (predictor.num_layers + 1)
         beside = replace(plan, strategy="overlap", host_decodes=(begin, 0)) if tokens else plan
         return beside, seconds, tokens
-
-
-def _token_seconds(step: DeviceStep) -> float:
-    """One decode's share of a step without prompts."""
-    return step.decode_only_seconds / max(1, step.decodes)

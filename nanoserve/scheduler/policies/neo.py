@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from nanoserve.scheduler.load import Alternative, Decision, Load
-from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_first
+from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,8 @@ class AsymmetricPipelining(HybridPolicy):
     alone, a prompt counting as one. Without prompts in the step that is seldom so.
     """
 
-    def decide(self, load: Load) -> Decision:
-        plan = device_first(load, self.token_budget)
-        step = DeviceStep.of(load, plan)
-        if step is None or step.host == 0 or step.rows == 0:
+    def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
+        if step.host == 0 or step.rows == 0:
             return plan
         advanced = step.decodes + step.prefill / max(1, load.first_waiting_tokens)
         sizes, seconds = step.pipelined(step.host)

@@ -2,12 +2,9 @@
 
 Symbols, as in APEX, section 3.2, seconds of one layer: Tlin = T_glinear and Tgatt = T_gatt, the device's linear and
 attention time for its decodes; Tlin_pref, Tgatt_pref, the same with prompts in the step; L = ``predictor.num_layers``.
-
-All hybrid policies are GPU-first (APEX, section 3.4, rule 1). Prompts go to device memory while it can hold them beside
-the expected growth of running sequences. Host sequences come back as soon as it has room, oldest first. Only what then
-does not fit is parked in host memory. Without a host tier or a predictor they are ChunkedPrefill.
 """
 
+from abc import abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -63,9 +60,21 @@ class HybridPolicy(Policy):
     """Device decodes and prompt tokens of one step together."""
     reads_forecast: ClassVar[bool] = True
 
+    def decide(self, load: Load) -> Decision:
+        plan = device_first(load, self.token_budget)
+        step = DeviceStep.of(load, plan)
+        return plan if step is None else self.join(load, plan, step)
+
+    @abstractmethod
+    def join(self, load: Load, plan: Decision, step: "DeviceStep") -> Decision:
+        """Let host sequences join the step on the device, if that pays."""
+
 
 def device_first(load: Load, token_budget: int) -> Decision:
-    """Rule 1: the step on the device alone, and where new prompts and host sequences go.
+    """GPU-first (APEX, section 3.4, rule 1): the step on the device alone, and where prompts and host sequences go.
+
+    Prompts go to device memory while it can hold them beside the expected growth of running sequences. Host sequences
+    come back as soon as it has room. Only what then does not fit is parked. Without a host tier this is ChunkedPrefill.
 
     A parked prompt needs device blocks while it is computed. So if the host could hold the next prompt, the device
     keeps a bay of its size free, which neither staying prompts nor returning host sequences may take. If decodes have
@@ -207,6 +216,11 @@ class DeviceStep:
     def decode_only_seconds(self) -> float:
         """The whole step without its prompts."""
         return self.whole_seconds(self.tlin + self.tgatt)
+
+    @property
+    def token_seconds(self) -> float:
+        """One decode's share of a step without prompts."""
+        return self.decode_only_seconds / max(1, self.decodes)
 
     def whole_seconds(self, layer_seconds: float) -> float:
         """A whole step whose layers take this long each."""

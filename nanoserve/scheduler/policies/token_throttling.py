@@ -7,27 +7,21 @@ KVfree = ``load.free_fraction``.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from nanoserve.scheduler.load import Decision, Load, Policy, check_parameter
+from nanoserve.scheduler.load import Decision, Load, Policy, parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Throttling(Policy):
     """Equation 3's constants and its parts."""
 
-    iterations: int = 8
+    iterations: int = parameter(8, at_least=1)
     """T, steps over which waiting prompt tokens are spread."""
-    max_prefill: int = 2048
+    max_prefill: int = parameter(2048, at_least=1)
     """MaxP, most prompt tokens of a step."""
-    min_prefill: int = 32
+    min_prefill: int = parameter(32, at_least=1, up_to="max_prefill")
     """MinP, fewest prompt tokens of a step while that many wait."""
-    threshold: float = 0.05
+    threshold: float = parameter(0.05, at_least=0, below=1)
     """KVthresh, the fraction of the blocks down to which equation 3 throttles prefill."""
-
-    def __post_init__(self) -> None:
-        check_parameter("iterations", self.iterations, 1)
-        check_parameter("max_prefill", self.max_prefill, 1)
-        check_parameter("min_prefill", self.min_prefill, 1, up_to=self.max_prefill, limit="max_prefill")
-        check_parameter("threshold", self.threshold, 0, below=1)
 
     def _by_waiting(self, load: Load) -> int:
         """WT, equation 1."""
@@ -37,14 +31,14 @@ class _Throttling(Policy):
         """UT, equation 2: fewer prompt tokens, the closer the free blocks come to the reserve."""
         return int(self.max_prefill * (load.free_fraction - reserve) / (1 - reserve))
 
-    def _within(self, load: Load, tokens: int) -> int:
-        """At least MinP, at most what the step, the waiting prompts and the free blocks hold."""
-        return min(max(tokens, self.min_prefill), self.max_prefill, load.waiting_tokens, load.free_tokens)
-
-    def _alone(self, load: Load) -> int:
-        """Prompt tokens of the step if one partly computed prompt is all that runs (no room to keep free), else 0."""
-        is_alone = load.ready_prefills == 1 and load.running_decodes == 0 and load.steps_in_flight == 0
-        return min(self.max_prefill, load.first_waiting_tokens) if is_alone else 0
+    def _prefill_tokens(self, load: Load, wanted: int, reserve: float) -> int:
+        """``wanted``, but at least MinP and at most what the step, the prompts and the free blocks hold; 0 below the
+        reserve, unless one partly computed prompt is all that runs: then there is nothing to keep room for."""
+        if load.ready_prefills == 1 and load.running_decodes == load.steps_in_flight == 0:
+            return min(self.max_prefill, load.first_waiting_tokens)
+        if load.free_fraction < reserve:
+            return 0
+        return min(max(wanted, self.min_prefill), self.max_prefill, load.waiting_tokens, load.free_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,20 +66,13 @@ class TokenThrottling(_Throttling):
     """Keep a block for each running decode when a new prompt begins: ours; gLLM has the threshold alone."""
 
     def decide(self, load: Load) -> Decision:
+        by_waiting = self.max_prefill if self.without_wt else self._by_waiting(load)
+        by_free = self.max_prefill if self.without_ut else self._by_free(load, self.threshold)
         return Decision(
-            prefill_tokens=self._prefill_tokens(load),
+            prefill_tokens=self._prefill_tokens(load, min(by_waiting, by_free), self.threshold),
             decodes=load.ready_decodes if self.without_decode_throttling else load.decode_share,
             admission_reserve=self.admission_reserve,
         )
-
-    def _prefill_tokens(self, load: Load) -> int:
-        if alone := self._alone(load):
-            return alone
-        if load.free_fraction < self.threshold:
-            return 0
-        by_waiting = self.max_prefill if self.without_wt else self._by_waiting(load)
-        by_free = self.max_prefill if self.without_ut else self._by_free(load, self.threshold)
-        return self._within(load, min(by_waiting, by_free))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +82,8 @@ class AdaptiveThrottling(_Throttling):
     Equation 3 stays, but for two of its constants:
 
     * Prefill stops not at KVthresh but at the reserve R, the growth of running sequences that is expected before enough
-      of them have ended (``load.expected_growth``). R is less than 5 % of a large pool, so more of it is used, and more
-      where answers are long beside the pool, so fewer sequences are preempted. It is at most a share of the pool: idle
-      memory certainly costs throughput, while preempted sequences are recomputed in steps that have room.
+      of them have ended. R is less than 5 % of a large pool, so more of it is used, and more where answers are long
+      beside the pool, so fewer are preempted. It is at most a share of the pool, as idle memory costs throughput.
     * MinP is what a step has room for. Up to ``fill`` tokens a step takes as long as with one, because it waits for the
       weights (16-bit products balance at 138 tokens on an L20, 295 on an H100). Prompt tokens that fill it up delay
       nothing; they are spread over T steps, like WT. Where decodes alone fill the steps, equation 3 rules.
@@ -108,28 +94,15 @@ class AdaptiveThrottling(_Throttling):
         R = min(expected growth, most_reserved),  K = max(KVthresh, R)
     """
 
-    fill: int = 128
+    fill: int = parameter(128, at_least=0)
     """Tokens of a step that take no longer than one; fewer on a CPU, 22 at 280 GFLOP/s of float32 and 25 GB/s."""
-    most_reserved: float = 0.1
+    most_reserved: float = parameter(0.1, at_least=0, below=1)
     """R at most, as a fraction of the blocks."""
     reads_forecast: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        _Throttling.__post_init__(self)
-        check_parameter("fill", self.fill, 0)
-        check_parameter("most_reserved", self.most_reserved, 0, below=1)
-
     def decide(self, load: Load) -> Decision:
-        decodes = load.decode_share
-        return Decision(prefill_tokens=self._prefill_tokens(load, decodes), decodes=decodes)
-
-    def _prefill_tokens(self, load: Load, decodes: int) -> int:
-        if alone := self._alone(load):
-            return alone
         reserve = min(load.expected_growth / load.total_blocks, self.most_reserved)
-        if load.free_fraction < reserve:
-            return 0
         by_rule = min(self._by_waiting(load), self._by_free(load, max(self.threshold, reserve)))
         unreserved = load.free_tokens - reserve * load.total_blocks * load.block_size
-        filling = min(self.fill - decodes, int(unreserved) // self.iterations)
-        return self._within(load, max(by_rule, filling))
+        filling = min(self.fill - load.decode_share, int(unreserved) // self.iterations)
+        return Decision(self._prefill_tokens(load, max(by_rule, filling), reserve), load.decode_share)

@@ -5,12 +5,9 @@ blocks of host memory; PP = ``load.pipeline_depth``; RD = ``load.running_decodes
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from nanoserve.scheduler.load import Decision, Load, Policy
-
-if TYPE_CHECKING:
-    from nanoserve.costs.predictor import Predictor
 
 _PREFILL, _DECODE = 0, 1
 
@@ -26,16 +23,14 @@ class TransitionMinimizing(Policy):
     on the device (section 5.1). When the pool is empty and a prompt waits, the layout changes back to cp.
 
     The paper does not say what happens to sequences that still decode when the pool runs empty. No block survives a
-    change of layout, so they are finished in steps far below what the device could carry, or sent back through the
-    pool, two moves of their KV. The cost model chooses before each step. It turns back as soon as::
+    change of layout, so they are finished in small steps, or sent back through the pool. It turns back as soon as::
 
         longest_remaining * (T(b) - T(B) b / B)  >  2 (T_swap + T_transition)
 
     b decodes are left, B would fit the device if the waiting prompts had been computed, and T(b) is the time in which
-    each of b gets a token. The bracket is what a step wastes. It grows as the batch shrinks, and the number of steps
-    falls with it: large batches decode on, half empty ones turn back, a few last tokens are waited for. Both
-    transitions are counted, or a lone prompt would turn the layout under many decodes. The pool must hold what is on
-    the device and the next prompt, so that every cycle computes a new prompt.
+    each of b gets a token. The bracket is what a step wastes: large batches decode on, half empty ones turn back, a few
+    last tokens are waited for. Both transitions are counted, or a lone prompt would turn the layout under many decodes.
+    The pool must hold what is on the device and the next prompt, so that every cycle computes a new prompt.
 
     With one layout, or no pool to carry the KV from one to the other, this is PrefillFirst.
     """
@@ -89,29 +84,24 @@ class TransitionMinimizing(Policy):
         """Whether to send what still decodes back through the pool, rather than finish it."""
         if load.predictor is None or not device_fits_pool(load):
             return False
-        one_way = load.predictor.swap_seconds(load.context_tokens) + load.predictor.transition_seconds(_PREFILL)
-        return load.longest_remaining * _wasted_seconds(load, load.predictor) > 2 * one_way
+        predictor = load.predictor
+
+        def round_seconds(times: float) -> float:
+            """One token for each of ``times`` as many decodes: PP micro-batches through L / PP layers each."""
+            share = times / load.pipeline_depth
+            linear = predictor.linear_seconds(round(load.running_decodes * share))
+            attention = predictor.attention_seconds(round(load.context_tokens * share))
+            return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds()
+
+        tokens = max(1, load.context_tokens)
+        # All B pass through the pool, the present decodes included, so the pool must hold them.
+        most = min(load.total_blocks, load.host_blocks) * load.block_size
+        fuller = max(1.0, min(most, tokens + load.waiting_tokens) / tokens)
+        wasted = round_seconds(1.0) - round_seconds(fuller) / fuller
+        one_way = predictor.swap_seconds(load.context_tokens) + predictor.transition_seconds(_PREFILL)
+        return load.longest_remaining * wasted > 2 * one_way
 
 
 def device_fits_pool(load: Load) -> bool:
     """Whether the pool holds what is on the device, and the next prompt."""
     return load.total_blocks - load.free_blocks + load.first_parked_blocks <= load.host_free_blocks
-
-
-def _wasted_seconds(load: Load, predictor: "Predictor") -> float:
-    """T(b) - T(B) b / B: the part of a round that other sequences could have used, had they been computed.
-
-    All B pass through the pool, the present decodes included, so the pool must hold them.
-    """
-
-    def round_seconds(times: float) -> float:
-        """One token for each of ``times`` as many decodes: PP micro-batches through L / PP layers each."""
-        share = times / load.pipeline_depth
-        linear = predictor.linear_seconds(round(load.running_decodes * share))
-        attention = predictor.attention_seconds(round(load.context_tokens * share))
-        return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds()
-
-    tokens = max(1, load.context_tokens)
-    most = min(load.total_blocks, load.host_blocks) * load.block_size
-    fuller = max(1.0, min(most, tokens + load.waiting_tokens) / tokens)
-    return round_seconds(1.0) - round_seconds(fuller) / fuller

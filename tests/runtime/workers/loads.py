@@ -307,13 +307,15 @@ def _run(executor: Executor, case: Case, parts: list[list[Arrival]], vocab_size:
     """An engine's life from its first request to its last; the executor lives on."""
     seen = Seen()
     engine = _engine(executor, case, vocab_size, seen)
-    if isinstance(executor, WorkersExecutor) and executor.layout != engine.scheduler.layout:
-        executor.submit(StepPlan(-1, transition=engine.scheduler.layout))  # where the engine before has left it
+    if isinstance(executor, WorkersExecutor) and executor.layout != engine.scheduler.layouts.current:
+        executor.submit(
+            StepPlan(-1, transition=engine.scheduler.layouts.current)
+        )  # where the engine before has left it
         while not executor.collect(None):
             pass
     for arrivals in parts:
         live(engine, arrivals)
-    seen.preemptions, seen.transitions = engine.scheduler.preemptions, engine.scheduler.transitions
+    seen.preemptions, seen.transitions = engine.scheduler.table.preemptions, engine.scheduler.transitions
     return seen
 
 

@@ -107,7 +107,7 @@ def test_requests_are_given_up_in_every_phase(pair: Pair, monkeypatch: pytest.Mo
         places = {sequence.index: sequence.place.value for sequence in family}
         updates = stop(scheduler, request_id, *arguments, **settings)
         for update in updates:
-            given_up.add("draining" if scheduler.layouts.changing else f"layout {scheduler.layout}")
+            given_up.add("draining" if scheduler.layouts.changing else f"layout {scheduler.layouts.current}")
             given_up.add(places[update.index])
         return updates
 
