@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, decode_rows, make_batch, moved_bytes
 from nanoserve.benchmarks.gpu.peers import AttentionWork, find_peers
-from nanoserve.benchmarks.gpu.results import GpuCase
+from nanoserve.benchmarks.gpu.running import GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.timing import DeviceTimer, TimeSpread
 from nanoserve.benchmarks.report import Report

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape
-from nanoserve.benchmarks.gpu.results import CannotRun, reason
+from nanoserve.benchmarks.gpu.running import CannotRun, reason
 
 FLASHINFER_WORKSPACE = 256 * 2**20
 

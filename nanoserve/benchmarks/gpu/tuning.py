@@ -23,7 +23,7 @@ from nanoserve.benchmarks.gpu.attention import (
     make_batch,
 )
 from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS
-from nanoserve.benchmarks.gpu.results import TUNED_FILE, GpuCase
+from nanoserve.benchmarks.gpu.running import TUNED_FILE, GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.timing import DeviceTimer
 from nanoserve.benchmarks.report import Report

@@ -11,7 +11,7 @@ import torch
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionRow, decode_rows
-from nanoserve.benchmarks.gpu.results import open_part
+from nanoserve.benchmarks.gpu.running import open_part
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.timing import DeviceTimer, HostClock
 from nanoserve.benchmarks.gpu.tuning import (
