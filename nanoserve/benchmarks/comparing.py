@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.peers.protocol import Batch, Peer
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, in_states, rotated, until_enough_count
+from nanoserve.benchmarks.peers.process import Batch, Peer
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, grouped, in_states, rotated, until_enough_count
 from nanoserve.measures.metrics import BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts
 
@@ -96,43 +96,41 @@ def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, flo
 
 def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[dict[str, Any]]:
     """Medians and extremes of ours over theirs, for every case, peer, metric and bandwidth state."""
-    values: dict[tuple[str, str, str, str], list[float]] = {}
-    for done, state in in_states(rounds):
-        for (peer, metric), ratio in _ratios_within(done, ours).items():
-            values.setdefault((done.case, peer, metric, state), []).append(ratio)
-    rows = []
-    for (case, peer, metric, state), found in values.items():
-        spread = {"rounds": len(found), "median": statistics.median(found), "low": min(found), "high": max(found)}
-        rows.append({"case": case, "peer": peer, "metric": metric, "state": state, **spread})
-    return rows
+    values = grouped(
+        ((done.case, peer, metric, state), ratio)
+        for done, state in in_states(rounds)
+        for peer, metric, ratio in _ratios_within(done, ours)
+    )
+    return [
+        dict(zip(("case", "peer", "metric", "state"), key, strict=True))
+        | {"rounds": len(found), "median": statistics.median(found), "low": min(found), "high": max(found)}
+        for key, found in values.items()
+    ]
 
 
 def samples(rounds: Sequence[Round], ours: str = "nanoserve") -> dict[str, dict[str, list[float]]]:
     """The ratios of every counting round for ``bench diff``: they hold in any bandwidth state, unlike the rates."""
     found: dict[str, dict[str, list[float]]] = {}
     for done in rounds:
-        for (peer, metric), ratio in _ratios_within(done, ours).items() if done.counts else ():
+        for peer, metric, ratio in _ratios_within(done, ours) if done.counts else ():
             found.setdefault(f"{done.case} over {peer}", {}).setdefault(f"{metric}_ratio", []).append(ratio)
     return found
 
 
-def _ratios_within(done: Round, ours: str) -> dict[tuple[str, str], float]:
-    """(peer, metric) -> ours over theirs, in one round."""
-    found: dict[tuple[str, str], float] = {}
+def _ratios_within(done: Round, ours: str) -> Iterator[tuple[str, str, float]]:
+    """Peer, metric, and ours over theirs, in one round."""
     for peer, other in done.engines.items():
         for metric in METRICS if peer != ours else ():
             mine, theirs = getattr(done.engines[ours].rates, metric), getattr(other.rates, metric)
             if mine is not None and theirs is not None:
-                found[peer, metric] = mine / theirs
-    return found
+                yield peer, metric, mine / theirs
 
 
 def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """For every case, state and engine: the median of each rate over the counting rounds."""
-    groups: dict[tuple[str, str, str], list[EngineRound]] = {}
-    for done, state in in_states(rounds):
-        for name, engine in done.engines.items():
-            groups.setdefault((done.case, state, name), []).append(engine)
+    groups = grouped(
+        ((done.case, state, name), engine) for done, state in in_states(rounds) for name, engine in done.engines.items()
+    )
     rows = []
     for (case, state, name), engines in groups.items():
         decodes = [engine.rates.decode for engine in engines if engine.rates.decode is not None]

@@ -59,6 +59,7 @@ def busy_note(foreign_cores: float | None) -> str | None:
 
 R = TypeVar("R", bound=Bracketed)
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[R]:
@@ -93,6 +94,14 @@ def bandwidth_states(rounds: Sequence[Bracketed]) -> dict[int, str]:
 def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
     """The counting rounds, each with its bandwidth state, in the order in which they were made."""
     return [(rounds[place], state) for place, state in sorted(bandwidth_states(rounds).items())]
+
+
+def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """The values of each key, in order."""
+    groups: dict[K, list[T]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def rotated(items: Iterable[T], number: int) -> list[T]:

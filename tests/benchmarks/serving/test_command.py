@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.peers.protocol import Batch, Opening
+from nanoserve.benchmarks.peers.process import Batch, Opening
 from nanoserve.benchmarks.peers.server_peer import ServerPeer
 from nanoserve.benchmarks.serving import own_server
 from nanoserve.benchmarks.serving.own_server import OwnServer
