@@ -91,9 +91,10 @@ def _question(message: str | None) -> str | None:
     """
     if message is not None:
         check_utf8(message, "the message")
-    piped = "" if sys.stdin is not None and sys.stdin.isatty() else read_stdin()
-    if message is None and sys.stdin is not None and sys.stdin.isatty():
+    watched = sys.stdin is not None and sys.stdin.isatty()
+    if message is None and watched:
         return None
+    piped = "" if watched else read_stdin()
     question = "\n\n".join(part for part in (message, piped) if part and part.strip())
     if not question:
         raise UsageError("the message is empty")

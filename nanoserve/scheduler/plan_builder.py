@@ -53,6 +53,7 @@ class PlanBuilder:
     def __post_init__(self) -> None:
         self.admits = self.admits and not self.table.waits_for_blocks
         self._blocks, self._host_tier = self.table.blocks, self.table.host_tier
+        self._block_size = self._blocks.pool.block_size
         self._parks = self.decision.park and self._host_tier.pool.num_blocks > 0
 
     @property
@@ -108,11 +109,12 @@ class PlanBuilder:
 
     def _add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided, skipping those for which no room can be made."""
-        fits, skipped, keeps_room = self._blocks.fits, self._skipped, self._kept_free > 0
+        size, fits, skipped, keeps_room = self._block_size, self._blocks.fits, self._skipped, self._kept_free > 0
         for sequence in islice(ready, self.decision.decodes):
             if sequence.sequence_id in skipped or (keeps_room and not self._leaves_room_for_prompts(sequence)):
                 continue
-            if fits(sequence, 1) or self._make_room(sequence, 1):
+            has_room = sequence.computed < len(sequence.block_table) * size  # as for most decodes
+            if has_room or fits(sequence, 1) or self._make_room(sequence, 1):
                 self._add_row(sequence, 1)
 
     def _add_prefills(self, ready: Iterable[Sequence]) -> None:
@@ -293,9 +295,11 @@ class PlanBuilder:
         """Put ``count`` positions of a sequence into the plan; the blocks they need are free."""
         start, tokens = sequence.computed, sequence.tokens
         end = start + count
-        new_blocks, copy = self._blocks.grow(sequence, count)
-        if copy is not None:
-            self._copies.append(Copy(*copy))
+        new_blocks: list[int] | tuple[()] = ()
+        if end > len(sequence.block_table) * self._block_size:  # else its last block has room, as for most decodes
+            new_blocks, copy = self._blocks.grow(sequence, count)
+            if copy is not None:
+                self._copies.append(Copy(*copy))
         if not sequence.begun:
             self._begin_sequence(sequence)
             new_blocks = sequence.block_table

@@ -360,7 +360,8 @@ class SequenceTable:
         sequence.in_flight.popleft()
         status = sequence.status
         if status is not _FINISHED and sequence.place is _DEVICE:
-            self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
+            if self.blocks.pool.prefix_caching:
+                self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
             if sequence.siblings and status is _DECODE:
                 self.release_siblings(sequence)
             return

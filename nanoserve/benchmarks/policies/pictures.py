@@ -5,10 +5,14 @@ from itertools import cycle, groupby
 from pathlib import Path
 from statistics import median
 
+from msgspec.structs import replace
+
 from nanoserve.benchmarks.policies.rounds import Bench, Run
-from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, Chart, ChartCurve, Gantt, Panel, draw
+from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, Chart, ChartCurve, draw
 from nanoserve.record.bubbles import stage_shares
 from nanoserve.record.phases import Phase
+from nanoserve.record.run_record import RunRecord
+from nanoserve.record.times import StageTimes
 from nanoserve.record.window import StepWindow, token_panels
 
 _MARKERS = "osv^Dx+*"
@@ -31,26 +35,36 @@ def plot_stages(path: Path, title: str, runs: Mapping[str, Run]) -> None:
     panels: list[AnyPanel] = []
     first: StepWindow | None = None
     for (name, run), tokens in zip(runs.items(), token_panels(titles, "micro-batch", counts), strict=True):
+        window = _window(run, first)
+        first = first or window
         shares = stage_shares(run.record, run.variant.layouts[0].tensor_parallel)
-        if shares:
-            window = _window(run, first)
-            first = first or window
-            idle = sum(share.bubbles for share in shares) / len(shares)
-            panels.append(window.gantt(f"{name}: which micro-batch is where; stages idle for {idle:.0%}"))
-        else:
-            panels.append(Gantt(title=f"{name}: one process, without stages", x="", rows=(), spans=(), end=1.0))
+        idle = f"; stages idle for {sum(share.bubbles for share in shares) / len(shares):.0%}" if shares else ""
+        panels.append(window.gantt(f"{name}: which micro-batch is where{idle}"))
         panels.append(tokens)
     draw(Chart(title, panels, columns=2), path, panel_size=(7.5, 2.7))
 
 
 def _window(run: Run, beside: StepWindow | None) -> StepWindow:
-    """Where each stage's device worked on each plan, in seconds from the first arrival on."""
+    """Where each stage's device worked on each plan, in seconds from the first arrival on.
+
+    A single process reports no times of its one stage; its results tell how long each step took.
+    """
     record = run.record
     window = StepWindow(record.arrivals[0].arrival_time, beside)
-    stages = record.stages(run.variant.layouts[0].tensor_parallel)
+    stages = record.stages(run.variant.layouts[0].tensor_parallel) or [_single_stage(record)]
     for planned, *times in zip(record.planned.values(), *stages, strict=True):
         window.on_step(planned, times)
     return window
+
+
+def _single_stage(record: RunRecord) -> list[StageTimes]:
+    times = []
+    for step, planned in record.planned.items():
+        ended = record.known[step]
+        began = ended - record.result_of[step].seconds
+        tokens = planned.decodes + planned.prompt_tokens
+        times.append(StageTimes(step, 0, tokens, began, began, began, began, ended, ended))
+    return times
 
 
 def plot_phases(path: Path, title: str, runs: Mapping[str, Run]) -> None:
@@ -68,8 +82,8 @@ def _phases_panel(name: str, run: Run) -> AnnotatedPanel:
     record = run.record
     began = record.arrivals[0].arrival_time
     times = [moment - began for moment, _ in record.blocks]
-    device = [_percent(blocks.used_device, blocks.device) for _, blocks in record.blocks]
-    pool = [_percent(blocks.used_host, blocks.host) for _, blocks in record.blocks]
+    device = [100 * blocks.used_device / blocks.device for _, blocks in record.blocks]
+    pool = [100 * blocks.used_host / blocks.host for _, blocks in record.blocks]
     transitions = sum(phase.kind == "reshard" for phase in record.phases)
     many = "1 transition" if transitions == 1 else f"{transitions} transitions"
     return AnnotatedPanel(
@@ -91,10 +105,6 @@ def _kind(phase: Phase) -> str:
     return {"drain": "draining", "reshard": "re-sharding"}.get(phase.kind) or ("decode" if phase.layout else "prefill")
 
 
-def _percent(used: int, blocks: int) -> float:
-    return 100 * used / blocks if blocks else 0.0
-
-
 def plot_throughputs(path: Path, title: str, benches: Sequence[Bench]) -> None:
     """A panel for each KV limit, with throughput over the length of answers; a line for each variant (APEX, figure 7):
     medians of all rounds, with the range from the lowest round to the highest.
@@ -107,17 +117,19 @@ def plot_throughputs(path: Path, title: str, benches: Sequence[Bench]) -> None:
     """
     measured = sorted((one for one in benches if one.done), key=lambda one: (one.facts["share"], one.facts["output"]))
     limits = groupby(measured, lambda one: one.facts["share"])
-    draw(Chart(title, [_throughputs(share, list(cases)) for share, cases in limits]), path, panel_size=(4.4, 4.4))
+    panels = [_throughputs(share, list(cases)) for share, cases in limits]
+    top = 1.05 * max(high for panel in panels for curve in panel.curves for high in curve.highs)
+    draw(Chart(title, [replace(panel, top=top) for panel in panels]), path, panel_size=(4.4, 4.4))
 
 
-def _throughputs(share: float, cases: Sequence[Bench]) -> Panel:
+def _throughputs(share: float, cases: Sequence[Bench]) -> AnnotatedPanel:
     outputs = [case.facts["output"] for case in cases]
     curves = []
     for variant, marker in zip(cases[0].variants, cycle(_MARKERS), strict=False):
         rounds = [[done.variants[variant.name]["output_tokens_per_s"] for done in case.done] for case in cases]
         middle, lows, highs = ([which(values) for values in rounds] for which in (median, min, max))
         curves.append(ChartCurve(variant.name, outputs, middle, lows, highs, style=f"{marker}-"))
-    return Panel(
+    return AnnotatedPanel(
         title="KV memory for everything" if share >= 1 else f"KV memory for {share:.0%} of everything",
         x="output tokens of a request",
         y="output tokens per second",
