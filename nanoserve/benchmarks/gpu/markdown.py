@@ -40,7 +40,13 @@ class Target(msgspec.Struct, frozen=True):
         """
         wanted = f"at {'most' if self.most else 'least'} {self.bound:g}"
         wanted += f" (aim {self.aim:g})" if self.aim is not None else ""
-        found = {"target": self.name, "wanted": wanted, "measured": None, "share": None, "verdict": "not measured"}
+        found: dict[str, Any] = {
+            "target": self.name,
+            "wanted": wanted,
+            "measured": None,
+            "share": None,
+            "verdict": "not measured",
+        }
         figures = [Column("", self.field).value(rows.get(case, {})) for case in (self.case, self.over) if case]
         if None in figures:  # a row is missing, or its case failed
             return found

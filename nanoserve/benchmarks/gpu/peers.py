@@ -84,7 +84,8 @@ def _sdpa(backend: SDPBackend, work: AttentionWork) -> Callable[[], Tensor]:
     query, key, value = work.dense()
     if work.device.type != "cuda":
         backend = SDPBackend.MATH
-    given, settings = query, {"is_causal": True, "enable_gqa": True}
+    given = query
+    settings: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
     if work.is_decode:  # the heads of a key-value head as its queries: faster than repeating keys, and without a mask
         given, settings = query.view(len(query), key.shape[1], -1, query.shape[-1]), {}
     elif query.shape[2] != key.shape[2]:
