@@ -30,6 +30,8 @@ _REPEATS = 3
 _TRANSFORMERS_SECONDS = 70.0
 _POLL_SECONDS = 0.2
 
+_Measure = Callable[[TimedEngine], dict[str, Any]]
+
 
 def part_cases(setting: GpuSetting, report: Report, stack: ExitStack) -> Iterator[GpuCase]:
     """The small model in every way, then the larger ones; transformers before the largest, in case time runs out."""
@@ -54,19 +56,21 @@ class EngineBench:
         self._shapes = self._preset.draw(seed=0)
 
     def model_cases(
-        self, model: str, max_num_seqs: int, further: dict[str, Callable[[TimedEngine], dict[str, Any]]] | None = None
+        self, model: str, max_num_seqs: int, further: dict[str, _Measure] | None = None
     ) -> Iterator[GpuCase]:
         """What is measured of every model, and `further` cases of this one."""
-        open_engine = partial(self._open, model, max_num_seqs)
-        yield GpuCase(f"{model}: opening", lambda: self._measure_opening(open_engine))
-        measures = {
+        yield GpuCase(f"{model}: opening", partial(self._measure_opening, model, max_num_seqs))
+        measures: dict[str, _Measure] = {
             "decode, batch 1": self._measure_decode,
             "prefill": self._measure_prefill,
             "steps of batch 1": partial(self.trace, batch=1),
             **(further or {}),
         }
         for name, measure in measures.items():
-            yield GpuCase(f"{model}: {name}", lambda measure=measure: measure(open_engine()))
+            yield GpuCase(f"{model}: {name}", partial(self._measure, measure, model, max_num_seqs))
+
+    def _measure(self, measure: _Measure, model: str, max_num_seqs: int) -> dict[str, Any]:
+        return measure(self._open(model, max_num_seqs))
 
     def _open(self, model: str, max_num_seqs: int) -> TimedEngine:
         dry = self._setting.dry_run
@@ -80,10 +84,10 @@ class EngineBench:
             kv_cache_memory=16 * 2**20 if dry else None,
         )
 
-    def _measure_opening(self, open_engine: Callable[[], TimedEngine]) -> dict[str, Any]:
+    def _measure_opening(self, model: str, max_num_seqs: int) -> dict[str, Any]:
         """Weights drawn, layers compiled, graphs captured."""
         began = time.perf_counter()
-        engine = open_engine()
+        engine = self._open(model, max_num_seqs)
         fields: dict[str, Any] = {
             "open_seconds": round(time.perf_counter() - began, 1),
             "dtype": engine.llm.engine_config.dtype,

@@ -307,8 +307,8 @@ def _watch(
                 return None, case, f"cut off after {now - began:.0f} s, as the time budget was spent"
         return process.exitcode, _running(path), None
     except KeyboardInterrupt:
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGINT)
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGINT)
         process.join(_FAREWELL_SECONDS)
         raise
     finally:

@@ -5,19 +5,17 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.serving.records import LoadRun, figures
-from nanoserve.benchmarks.serving.requests import RequestStyle, Work, offered_rate, trace_arrivals
+from nanoserve.benchmarks.serving.requests import RequestStyle, Work, offered_rate, poisson_arrivals, trace_arrivals
 from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.slo import Slo
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.simulator.workload import poisson_arrivals
 
 _WARM_UP_TOKENS = 16
 
@@ -105,10 +103,8 @@ class ServeBench:
         """The same for the same seed; every repetition has its own, but for a trace's."""
         if point.traced:
             return trace_arrivals(self.work.times or (0.0,), point.rate)
-        count = len(self.work.shapes)
-        if point.rate is None or math.isinf(point.rate):
-            return [0.0] * count
-        return list(islice(poisson_arrivals(point.rate, self.seed * 1000 + repeat), count))
+        rate = math.inf if point.rate is None else point.rate
+        return poisson_arrivals(rate, len(self.work.shapes), seed=self.seed * 1000 + repeat)
 
     def _load(
         self, shapes: Sequence[RequestShape], place: str, answered: Callable[[], None] = lambda: None

@@ -120,6 +120,20 @@ def check_endpoint(name: str) -> str:
 HIGHEST_RATE = 1e6
 
 
+def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
+    """The first arrivals of a Poisson process: independent exponential gaps with mean 1 / rate.
+
+    An infinite rate lets all of them come at once, at zero.
+    """
+    if math.isinf(rate):
+        return [0.0] * count
+    generator, now, arrivals = random.Random(seed), 0.0, []
+    for _ in range(count):
+        now += generator.expovariate(rate)
+        arrivals.append(now)
+    return arrivals
+
+
 def trace_arrivals(times: Sequence[float], rate: float | None = None) -> list[float]:
     """The times of a trace from its first arrival on, evenly stretched to a mean rate if one is given.
 

@@ -4,22 +4,12 @@ import math
 import statistics
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.serving.measuring import Point, ServeBench
-from nanoserve.benchmarks.serving.requests import RequestStyle, Work, offered_rate, parse_rates, trace_arrivals
+from nanoserve.benchmarks.serving.requests import offered_rate, parse_rates, poisson_arrivals, trace_arrivals
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import RequestShape, read_arrivals
-
-
-def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Arrivals of an open loop at this rate, in its repetition of this number."""
-    sender: Any = None
-    work = Work("nothing", [RequestShape(1, 1)] * count)
-    bench = ServeBench(sender=sender, style=RequestStyle(model="none"), work=work, seed=0, slo=None, foreign=None)
-    return bench._arrivals(Point(rate=rate), seed)
+from nanoserve.measures.workloads import read_arrivals
 
 
 def test_gaps_of_a_poisson_process_have_its_mean_and_its_spread() -> None:
