@@ -132,6 +132,8 @@ class AnnotatedPanel(Panel, frozen=True, kw_only=True):
     """Values on the horizontal axis that a dotted line marks."""
     top: float | None = None
     """Where the vertical axis ends."""
+    right: float | None = None
+    """Where the horizontal axis ends, which then begins at 0."""
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
@@ -338,6 +340,10 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         axes.axvline(mark, color="black", linestyle=":", linewidth=1)
     if one.top is not None:
         axes.set_ylim(top=one.top)
+    if one.bands:
+        axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= _STRIP * axes.get_ylim()[1]])
+    if one.right is not None:
+        axes.set_xlim(0, one.right)
     return handles
 
 

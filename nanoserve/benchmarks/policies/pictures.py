@@ -74,11 +74,13 @@ def plot_phases(path: Path, title: str, runs: Mapping[str, Run]) -> None:
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    panels = [_phases_panel(name, run) for name, run in runs.items() if len(run.variant.layouts) == 2]
+    drawn = {name: run for name, run in runs.items() if len(run.variant.layouts) == 2}
+    end = max(run.record.makespan for run in drawn.values())
+    panels = [_phases_panel(name, run, end) for name, run in drawn.items()]
     draw(Chart(title, panels, columns=1), path, panel_size=(13.0, 2.7))
 
 
-def _phases_panel(name: str, run: Run) -> AnnotatedPanel:
+def _phases_panel(name: str, run: Run, end: float) -> AnnotatedPanel:
     record = run.record
     began = record.arrivals[0].arrival_time
     times = [moment - began for moment, _ in record.blocks]
@@ -97,6 +99,7 @@ def _phases_panel(name: str, run: Run) -> AnnotatedPanel:
         kind="step",
         bands=[Band(_kind(phase), phase.began - began, phase.began - began + phase.seconds) for phase in record.phases],
         top=_TOP,
+        right=end,
     )
 
 
