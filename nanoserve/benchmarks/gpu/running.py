@@ -206,6 +206,9 @@ def measure_part(directory: Path, part: str, *, seconds: float, dry_run: bool) -
 
 def _run_child(measure: Callable[..., bool], directory: Path, part: str, *, seconds: float, dry_run: bool) -> None:
     """The child: measure, and exit with what became of it."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        # The command's module, which a child imports too, ends a process without the clean-up that Ctrl-C needs here.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["HF_HUB_OFFLINE"] = "1"  # or transformers asks a hub for kernels, again and again
     try:
         done = measure(directory, part, seconds=seconds, dry_run=dry_run)

@@ -245,6 +245,25 @@ def test_a_child_exits_with_what_became_of_it(
     assert os.environ["HF_HUB_OFFLINE"] == "1"
 
 
+def test_a_child_cleans_up_after_ctrl_c_although_the_command_would_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def measure(*_: object, **__: object) -> bool:
+        found.append(signal.getsignal(signal.SIGINT))
+        return True
+
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "0")
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        with pytest.raises(SystemExit):
+            running._run_child(measure, tmp_path, "kernels", seconds=1.0, dry_run=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [signal.default_int_handler]
+
+
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path; from tests.benchmarks.gpu.test_running import hang, run_three\n"
