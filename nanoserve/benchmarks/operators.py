@@ -21,7 +21,7 @@ from torch.nn import functional
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape, decode_rows, make_batch
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, grouped, in_states, rotated, until_enough_count
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, grouped, rotated, until_enough_count
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
 from nanoserve.models.shapes import dummy_config
@@ -257,7 +257,7 @@ def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
 
     GB/s and GFLOP/s are those of the work that every route must do, whatever a route really reads and computes.
     """
-    groups = grouped(((done.case, state), done) for done, state in in_states(rounds))
+    groups = grouped(rounds, lambda done: {(done.case,): done})
     return [
         {"case": case, "state": state, "route": route, "rounds": len(some), **_route_fields(some, route)}
         for (case, state), some in groups.items()
@@ -267,8 +267,11 @@ def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
 
 def samples(rounds: Sequence[OperatorRound]) -> dict[str, dict[str, list[float]]]:
     """Our share of the floor in every counting round for ``bench diff``: it holds in any bandwidth state."""
-    shares = grouped((done.case, done.floor_us / done.routes_us[OURS]) for done in rounds if done.counts)
-    return {case: {"of_floor": some} for case, some in shares.items()}
+    found: dict[str, dict[str, list[float]]] = {}
+    for done in rounds:
+        if done.counts:
+            found.setdefault(done.case, {"of_floor": []})["of_floor"].append(done.floor_us / done.routes_us[OURS])
+    return found
 
 
 def _route_fields(rounds: Sequence[OperatorRound], route: str) -> dict[str, Any]:

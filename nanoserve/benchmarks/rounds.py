@@ -4,7 +4,7 @@ A round counts only if the bandwidth before and after it differs by less than ``
 a round and never across rounds, and are reported for each bandwidth state apart. No torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -59,7 +59,7 @@ def busy_note(foreign_cores: float | None) -> str | None:
 
 R = TypeVar("R", bound=Bracketed)
 T = TypeVar("T")
-K = TypeVar("K")
+Key = tuple[str, ...]
 
 
 def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[R]:
@@ -96,12 +96,13 @@ def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
     return [(rounds[place], state) for place, state in sorted(bandwidth_states(rounds).items())]
 
 
-def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
-    """The values of each key, in order."""
-    groups: dict[K, list[T]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
+def grouped(rounds: Sequence[R], values_of: Callable[[R], Mapping[Key, T]]) -> dict[Key, list[T]]:
+    """The values of all counting rounds, by their key in a round and the bandwidth state."""
+    found: dict[Key, list[T]] = {}
+    for done, state in in_states(rounds):
+        for key, value in values_of(done).items():
+            found.setdefault((*key, state), []).append(value)
+    return found
 
 
 def rotated(items: Iterable[T], number: int) -> list[T]:

@@ -229,18 +229,13 @@ def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[s
     Returns:
         names of variants: with hybrid steps although everything fits, and with a gain beyond the closed form's bound.
     """
-    found = [(name, figures) for done in rounds for name, figures in done.variants.items()]
-    hybrid = [name for name, figures in found if any(figures["steps"][strategy] for strategy in HYBRID)]
-    return {
-        "hybrid_although_it_fits": _distinct(hybrid if holds_everything else ()),
-        "beyond_bound": _distinct(name for name, figures in found if _is_beyond(figures)),
-    }
-
-
-def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
-
-
-def _is_beyond(figures: Metrics) -> bool:
-    parts = (figures["gains"] or {}).values()
-    return any(part is not None and part.gain > part.bound + _TOLERANCE for part in parts)
+    hybrid: dict[str, None] = {}
+    beyond: dict[str, None] = {}
+    for done in rounds:
+        for name, figures in done.variants.items():
+            parts = [part for part in (figures["gains"] or {}).values() if part is not None]
+            if holds_everything and any(figures["steps"][strategy] for strategy in HYBRID):
+                hybrid[name] = None
+            if any(part.gain > part.bound + _TOLERANCE for part in parts):
+                beyond[name] = None
+    return {"hybrid_although_it_fits": tuple(hybrid), "beyond_bound": tuple(beyond)}

@@ -69,8 +69,7 @@ def compare_with_simulator(
     if len(times) < len(layouts):
         return None
     simulated = rerun(record, times, make_scheduler, vocab_size=vocab_size)
-    ttft, tpot = _means(simulated)
-    real_ttft, real_tpot = _means(record)
+    (ttft, tpot), (real_ttft, real_tpot) = _means(simulated), _means(record)
     return SimulatedRatios(
         makespan=simulated.makespan / record.makespan,
         ttft=ttft / real_ttft,
@@ -152,7 +151,9 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
     Its tokens are then added to those of the next swap of the same plan that took longer.
     """
     answered = {swap: moment for moment, done in record.collected.items() for result in done for swap in result.swapped}
-    computing = _computing_since(record)
+    computing: dict[int, float] = {}  # when the first worker began to compute, by step
+    for times in record.stage_times:
+        computing[times.step] = min(times.started, computing.get(times.step, times.started))
     free: dict[str, float] = {}
     seconds, tokens = 0.0, 0
     for plan in record.plans:
@@ -170,14 +171,6 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
                 seconds += max(0.0, ended - began)
                 tokens += moved
     return seconds / tokens if tokens else 0.0
-
-
-def _computing_since(record: RunRecord) -> dict[int, float]:
-    """Times at which the first worker began to compute, by step."""
-    since: dict[int, float] = {}
-    for times in record.stage_times:
-        since[times.step] = min(times.started, since.get(times.step, times.started))
-    return since
 
 
 def _transition_seconds(record: RunRecord, layout: int) -> float:
