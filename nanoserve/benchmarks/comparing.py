@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.peers.protocol import Batch, Peer
+from nanoserve.benchmarks.peers.process import Batch, Peer
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated, until_enough_count
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts

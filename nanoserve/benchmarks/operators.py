@@ -21,7 +21,7 @@ from torch.nn import functional
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape, decode_rows, make_batch
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, in_states, rotated, until_enough_count
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, grouped, rotated, until_enough_count
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import dummy_config
@@ -257,9 +257,7 @@ def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
 
     GB/s and GFLOP/s are those of the work that every route must do, whatever a route really reads and computes.
     """
-    groups: dict[tuple[str, str], list[OperatorRound]] = {}
-    for done, state in in_states(rounds):
-        groups.setdefault((done.case, state), []).append(done)
+    groups = grouped(rounds, lambda done: {(done.case,): done})
     return [
         {"case": case, "state": state, "route": route, "rounds": len(some), **_route_fields(some, route)}
         for (case, state), some in groups.items()

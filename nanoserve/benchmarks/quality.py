@@ -3,13 +3,14 @@
 Both engines get the same token ids; nanoserve's tokenizer serves both, so only the computing is compared.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
 
 from nanoserve.errors import UsageError
 from nanoserve.request import SamplingParams
@@ -79,13 +80,11 @@ def read_text(path: Path) -> str:
 
 def _question(line: str, place: str) -> Question:
     try:
-        row = json.loads(line)
-    except ValueError as error:
+        question = msgspec.json.decode(line, type=Question)
+    except msgspec.ValidationError as error:
+        raise UsageError(f'{place}: not an object with the texts "question" and "answer"') from error
+    except msgspec.DecodeError as error:
         raise UsageError(f"{place}: not JSON ({error})") from error
-    fields = [row.get(name) for name in ("question", "answer")] if isinstance(row, dict) else [None]
-    if not all(isinstance(field, str) for field in fields):
-        raise UsageError(f'{place}: not an object with the texts "question" and "answer"')
-    question = Question(*fields)
     if not question.gold or _GOLD_MARK not in question.answer:
         raise UsageError(f'{place}: the answer does not end in "{_GOLD_MARK}" and a number')
     return question

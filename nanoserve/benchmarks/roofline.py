@@ -52,7 +52,11 @@ class BandwidthProbe:
 
 
 def machine_limits(
-    dtype: torch.dtype, probe: BandwidthProbe, path: Path | None = None, *, progress: ProgressCallback | None = None
+    dtype: torch.dtype,
+    probe: BandwidthProbe,
+    path: Path | None = None,
+    *,
+    progress: ProgressCallback = lambda *_: None,
 ) -> Limits:
     """The best limits ever seen on this machine: measured each time, and kept if better than the stored ones.
 
@@ -73,18 +77,16 @@ def machine_limits(
 
 
 def _fresh_limits(
-    formats: Mapping[str, torch.dtype], probe: BandwidthProbe, progress: ProgressCallback | None
+    formats: Mapping[str, torch.dtype], probe: BandwidthProbe, progress: ProgressCallback
 ) -> dict[str, float]:
     """Bytes per second under "read", and operations per second of a square matrix product in each number format."""
     best: dict[str, float] = {}
     for look in range(_LOOKS):
-        if progress is not None:
-            progress(STAGE, look, _LOOKS)
+        progress(STAGE, look, _LOOKS)
         best["read"] = max(probe.best(), best.get("read", 0.0))
         for name, dtype in formats.items():
             best[name] = max(_product_speed(dtype), best.get(name, 0.0))
-    if progress is not None:
-        progress(STAGE, _LOOKS, _LOOKS)
+    progress(STAGE, _LOOKS, _LOOKS)
     return best
 
 

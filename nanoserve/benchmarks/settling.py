@@ -1,10 +1,19 @@
-"""Timings begin when it is settled what runs: the C++ operators and compiled layers, or plain torch in their stead."""
+"""Timings begin when it is settled what runs: the C++ operators and compiled layers, or plain torch in their stead.
 
+``python -m nanoserve.benchmarks.settling MODEL SETTINGS`` (both in JSON) opens a model, waits for that, and prints the
+facts.
+"""
+
+import json
+import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
+import msgspec
 import torch
 
+from nanoserve.engine_config import EngineConfig
 from nanoserve.llm import LLM
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from triton_ops.cpu import cpu_operators
@@ -33,3 +42,12 @@ def settle(llm: LLM, announce: Callable[[str], None] = lambda _: None) -> dict[s
         "threads": torch.get_num_threads(),
         "policy": config.policy_name,
     }
+
+
+if __name__ == "__main__":
+    try:
+        asked = msgspec.json.decode(sys.argv[2], type=EngineConfig)
+        with LLM(json.loads(sys.argv[1]), **{field.name: getattr(asked, field.name) for field in fields(asked)}) as llm:
+            print("\n" + json.dumps(settle(llm) | {"max_num_seqs": llm.engine_config.max_num_seqs}))
+    except Exception as error:
+        sys.exit(str(error) or type(error).__name__)  # one line for the benchmark to show, whatever it was

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,24 +24,12 @@ STAGES = ("python", "import torch", "import nanoserve", "load", *_TOKENS, "build
 TO_FIRST_TOKEN = STAGES[: STAGES.index("first token") + 1]
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """One process."""
-
-    stages: dict[str, float]
-    """Seconds each took, in order."""
-    operators: str
-    layers: str
-    """What ran in the end, as other reports say it."""
-
-    @property
-    def to_first_token(self) -> float:
-        """Seconds, of all stages up to it."""
-        return sum(self.stages[name] for name in TO_FIRST_TOKEN)
-
-
-def start_once(model: str | None, settings: dict[str, object], threads: int | None, cache: Path) -> Start:
+def start_once(model: str | None, settings: dict[str, object], threads: int | None, cache: Path) -> dict[str, Any]:
     """Run one process that opens the model with these settings of LLM and generates; ``cache`` is where it builds.
+
+    Returns:
+        Seconds of each stage in order ("stages"), of all up to the first token ("to_first_token"), and what ran in the
+        end ("operators", "layers").
 
     Raises:
         RuntimeFailure: with its last line, if it fails.
@@ -52,7 +39,8 @@ def start_once(model: str | None, settings: dict[str, object], threads: int | No
     said = run_module(
         "nanoserve.benchmarks.starting", *words, environment=environment, failing="a process that was to start failed: "
     )
-    return Start(stage_lengths(said["marks"]), said["operators"], said["layers"])
+    stages = stage_lengths(said.pop("marks"))
+    return {"stages": stages, "to_first_token": sum(stages[name] for name in TO_FIRST_TOKEN), **said}
 
 
 def stage_lengths(marks: dict[str, float]) -> dict[str, float]:

@@ -9,8 +9,7 @@ import msgspec
 from nanoserve.benchmarks.comparing import OURS, Round, ratios, run_rounds, samples, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import available_cores
-from nanoserve.benchmarks.peers.process import PeerProcess
-from nanoserve.benchmarks.peers.protocol import PEERS, Opening
+from nanoserve.benchmarks.peers.process import PEERS, Opening, PeerProcess
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import (

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nanoserve.benchmarks.gpu.markdown import to_markdown
-from nanoserve.benchmarks.gpu.results import PARTS, TUNED_FILE, TUNING, read_results
-from nanoserve.benchmarks.gpu.running import BUDGETS, run_parts
+from nanoserve.benchmarks.gpu.running import BUDGETS, PARTS, TUNED_FILE, TUNING, read_results, run_parts
 from nanoserve.commands.bench_options import RESULTS_PANEL, make_directory
 from nanoserve.commands.failures import EXIT_FAILURE
 from nanoserve.commands.options import Options, option

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import nanoserve
-from nanoserve.benchmarks.peers.protocol import PEERS
+from nanoserve.benchmarks.peers.process import PEERS
 from nanoserve.benchmarks.quality import (
     NanoserveReader,
     Reader,

@@ -8,8 +8,7 @@ from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.serving import preparing
-from nanoserve.benchmarks.serving.own_server import OwnServer
+from nanoserve.benchmarks.serving.own_server import OwnServer, prepare_engine
 from nanoserve.benchmarks.serving.records import warnings
 from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint, parse_rates
 from nanoserve.benchmarks.tables import Column, print_table
@@ -127,7 +126,7 @@ def run(options: BenchServeOptions) -> None:
         fitting = fitting_work(work, model.max_model_len, report)
         style = RequestStyle.of(model.id, endpoint, ignore_eos=not options.allow_eos)
         sender = Sender(client.address, style.path, api_key=key, timeout=options.timeout)
-        bench = ServeBench(sender, style, fitting, seed=seed, slo=limits, foreign=foreign)
+        bench = ServeBench(sender=sender, style=style, work=fitting, seed=seed, slo=limits, foreign=foreign)
         remark(f"warming up with {options.warm_up} requests")
         bench.warm_up(options.warm_up)
         for point in points:
@@ -148,7 +147,7 @@ def _server(
             say(f"with --url these have no effect: {', '.join(idle)}")
     else:
         remark("preparing the engine")
-        report.put("engine", preparing.prepare_elsewhere(options.model, options.settings(), options.threads))
+        report.put("engine", prepare_engine(options.model, options.settings(), options.threads))
         remark("starting a server")
         own = OwnServer(options.flags())
         opened.callback(own.close)

@@ -1,7 +1,5 @@
 """``nanoserve bench startup``: from a new process to its first tokens."""
 
-from typing import Any
-
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
@@ -46,11 +44,10 @@ def run(options: StartupOptions) -> None:
                 drop_from_page_cache([*library_directories(), *([] if directory is None else [directory])])
             foreign = ForeignLoad()
             start = start_once(model, settings, options.threads, cache)
-            row: dict[str, Any] = {"case": case, "stages": start.stages}
-            row |= {"to_first_token": start.to_first_token, "foreign_cores": foreign.read()}
-            report.put("operators", start.operators)
-            report.put("layers", start.layers)
-            report.add(row)
+            load = foreign.read()
+            report.put("operators", start.pop("operators"))
+            report.put("layers", start.pop("layers"))
+            report.add({"case": case, **start, "foreign_cores": load})
 
 
 def _show(report: Report, options: ResultOptions) -> None:

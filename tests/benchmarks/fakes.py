@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanoserve.benchmarks.peers.protocol import Batch, BatchResult
+from nanoserve.benchmarks.peers.process import Batch, BatchResult
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming

@@ -11,7 +11,7 @@ from nanoserve import LLM
 from nanoserve.benchmarks import operators
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.local import compiled_ratios
-from nanoserve.benchmarks.peers.protocol import PEERS, Opening, PeerKind
+from nanoserve.benchmarks.peers.process import PEERS, Opening, PeerKind
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.charts import Chart
@@ -237,7 +237,7 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
 
     monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
     monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
-    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind(("no_such_module",), "pip install it"))
+    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind("", ("no_such_module",), "pip install it"))
     report = tmp_path / "report.json"
     sizes = ("--batch-sizes", 2, "--lengths", "4+3", "--rounds", 2)
     code, out, _ = bench("compare", "-m", _bundled(), *sizes, "--json", report)
@@ -272,7 +272,7 @@ def test_compare_refuses_a_model_that_a_peer_cannot_read(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf")
-    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind((), ""))
+    monkeypatch.setitem(PEERS, "llama.cpp", PeerKind("", (), ""))
     code, _, err = bench("compare", "-m", "dummy:mixtral-8x7b", "--peers", "llama.cpp")
     assert code == 2
     assert "mixtral with default rope cannot be written for llama.cpp" in err.splitlines()[-1]
@@ -357,7 +357,7 @@ def test_quality_equals_the_reference(bench: Run, tmp_path: Path) -> None:
 def test_quality_without_the_reference_names_the_command_that_installs_it(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = PeerKind(("no_such_module",), "pip install it")
+    missing = PeerKind("", ("no_such_module",), "pip install it")
     monkeypatch.setitem(PEERS, "transformers", missing)
     (tmp_path / "text.txt").write_text("Once upon a time there was a little fox.")
     code, out, _ = bench("quality", "--text", tmp_path / "text.txt")

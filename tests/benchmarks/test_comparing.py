@@ -7,7 +7,7 @@ import pytest
 
 from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.peers.protocol import Peer
+from nanoserve.benchmarks.peers.process import Peer
 from nanoserve.benchmarks.rounds import bandwidth_states
 from nanoserve.measures.workloads import BatchCase
 from tests.benchmarks.fakes import FakePeer

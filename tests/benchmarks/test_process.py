@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nanoserve.benchmarks.peers.process import PeerProcess, Reply, serve
-from nanoserve.benchmarks.peers.protocol import Batch, Opening
+from nanoserve.benchmarks.peers.process import Batch, Opening, PeerProcess, Reply, serve
 from nanoserve.errors import RuntimeFailure
 from tests.benchmarks.fakes import FakePeer
 
@@ -30,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 PARENT = (
     "import os, subprocess, sys, time\n"
     "reader, writer = os.pipe()\n"
-    "words = [sys.executable, '-m', 'nanoserve.benchmarks.peers.process', str(os.getpid())]\n"
+    "from nanoserve.processes.children import python_command\n"
+    "words = python_command('from nanoserve.benchmarks.peers.process import main; main()', str(os.getpid()))\n"
     "peer = subprocess.Popen(words, stdin=reader, stdout=subprocess.DEVNULL, pass_fds=(writer,))\n"
     "print(peer.pid, flush=True)\n"
     "time.sleep(60)\n"

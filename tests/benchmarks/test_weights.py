@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanoserve.benchmarks.peers import weights
-from nanoserve.benchmarks.peers.protocol import Batch, Opening, Peer
+from nanoserve.benchmarks.peers.process import Batch, Opening, Peer
 from nanoserve.errors import UsageError
 from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import resolve_model

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoserve.benchmarks.gpu.attention import TOLERANCES, AttentionRow, PagedAttentionShape, compared, make_batch
 from nanoserve.benchmarks.gpu.engines import EngineShelf
 from nanoserve.benchmarks.gpu.model_checks import CHECKED, engine_check_cases, model_cases
-from nanoserve.benchmarks.gpu.results import GpuCase
+from nanoserve.benchmarks.gpu.running import GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.report import Report
 from nanoserve.models.dtypes import format_name

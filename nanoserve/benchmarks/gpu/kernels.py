@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, decode_rows, make_batch, moved_bytes
 from nanoserve.benchmarks.gpu.peers import AttentionWork, find_peers
-from nanoserve.benchmarks.gpu.results import GpuCase
+from nanoserve.benchmarks.gpu.running import GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.timing import DeviceTimer, TimeSpread
 from nanoserve.benchmarks.report import Report
@@ -118,14 +118,12 @@ _Move = Callable[[GpuSetting], tuple[_Routes, int]]
 
 def _moves(scale: int) -> Mapping[str, _Move]:
     staged = f"{STAGED_BLOCKS} blocks of {STAGED_LAYERS} layers"
-    staging = {
-        name: partial(_staging_routes, name, STAGED_BLOCKS // scale) for name in ("gather_blocks", "scatter_blocks")
-    }
     return {
         f"cache_write {MOVED_TOKENS} tokens": partial(_cache_write_routes, MOVED_TOKENS // scale),
         "cache_write 64 tokens": partial(_cache_write_routes, 64),
         f"copy_blocks {MOVED_BLOCKS} blocks": partial(_copy_blocks_routes, MOVED_BLOCKS // scale),
-        **{f"{name} {staged}": make for name, make in staging.items()},
+        f"gather_blocks {staged}": partial(_staging_routes, STAGED_BLOCKS // scale, back=False),
+        f"scatter_blocks {staged}": partial(_staging_routes, STAGED_BLOCKS // scale, back=True),
     }
 
 
@@ -167,25 +165,25 @@ def _copy_blocks_routes(blocks: int, setting: GpuSetting) -> tuple[_Routes, int]
     return {OURS: lambda: copy_blocks(key_cache, value_cache, pairs), INDEXING: index}, blocks * BLOCK_SIZE
 
 
-def _staging_routes(name: str, blocks: int, setting: GpuSetting) -> tuple[_Routes, int]:
+def _staging_routes(blocks: int, setting: GpuSetting, *, back: bool) -> tuple[_Routes, int]:
     """Blocks of several layers into one buffer on the device, or back; torch indexes layer by layer."""
     caches = [_caches(setting, 2 * blocks) for _ in range(STAGED_LAYERS)]
     keys, values = [key for key, _ in caches], [value for _, value in caches]
     chosen = torch.randperm(2 * blocks, device=setting.device)[:blocks]
     staged = torch.stack([torch.stack((key[chosen], value[chosen])) for key, value in caches])
 
-    def gather() -> None:
-        for buffer, (key, value) in zip(staged, caches, strict=True):
-            buffer[0] = key[chosen]
-            buffer[1] = value[chosen]
+    def index() -> None:
+        for buffer, layer in zip(staged, caches, strict=True):
+            for part, cache in zip(buffer, layer, strict=True):
+                if back:
+                    cache[chosen] = part
+                else:
+                    part[:] = cache[chosen]
 
-    def scatter() -> None:
-        for buffer, (key, value) in zip(staged, caches, strict=True):
-            key[chosen] = buffer[0]
-            value[chosen] = buffer[1]
+    def ours() -> None:
+        if back:
+            scatter_blocks(keys, values, staged, chosen)
+        else:
+            gather_blocks(staged, keys, values, chosen)
 
-    routes: dict[str, _Routes] = {
-        "gather_blocks": {OURS: lambda: gather_blocks(staged, keys, values, chosen), INDEXING: gather},
-        "scatter_blocks": {OURS: lambda: scatter_blocks(keys, values, staged, chosen), INDEXING: scatter},
-    }
-    return routes[name], STAGED_LAYERS * blocks * BLOCK_SIZE
+    return {OURS: ours, INDEXING: index}, STAGED_LAYERS * blocks * BLOCK_SIZE

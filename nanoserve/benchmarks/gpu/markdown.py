@@ -4,37 +4,42 @@ Targets are ratios to what the same run measures. They are never asserted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from nanoserve.benchmarks.gpu.results import Document
+import msgspec
+
+from nanoserve.benchmarks.gpu.running import Document
 from nanoserve.benchmarks.tables import Column, markdown_table
 
 TARGET_DEVICE = "H200"
-Rows = Mapping[str, Mapping[str, Any]]
-"""The rows of all parts, by the name of their case."""
+Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A bound of a figure that a row gives: exactly one of `least` and `most`; `aim` would be better still."""
+class Target(msgspec.Struct, frozen=True):
+    """A bound of a figure that a row gives; `aim` would be better still."""
 
     name: str
     case: str
     field: str
     """Path of the figure within the row."""
+    bound: float
+    """The least that is wanted, or the most if `most`."""
+    most: bool = False
+    aim: float | None = None
     over: str | None = None
     """Case whose figure of that name this one is divided by."""
-    least: float | None = None
-    most: float | None = None
-    aim: float | None = None
-    remark: Callable[[Rows], str] | None = None
-    """Text about the same rows, shown beside the verdict."""
+    beside: str | None = None
+    """Case whose row the remark tells of."""
+    remark: Callable[[Row], str] = lambda row: ""
+    """Text that is shown beside the verdict."""
 
-    def outcome(self, rows: Rows) -> dict[str, Any]:
-        """The row of the target: `share` is measured over wanted, or wanted over measured where less is better."""
-        bound = f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
-        wanted = bound + (f" (aim {self.aim:g})" if self.aim is not None else "")
+    def outcome(self, rows: Mapping[str, Row]) -> dict[str, Any]:
+        """The row of the target, from the rows of all parts by the name of their case.
+
+        `share` is measured over wanted, or wanted over measured where less is better.
+        """
+        wanted = f"at {'most' if self.most else 'least'} {self.bound:g}"
+        wanted += f" (aim {self.aim:g})" if self.aim is not None else ""
         found: dict[str, Any] = {
             "target": self.name,
             "wanted": wanted,
@@ -42,78 +47,71 @@ class Target:
             "share": None,
             "verdict": "not measured",
         }
-        try:
-            measured = self._figure(rows[self.case]) / (1.0 if self.over is None else self._figure(rows[self.over]))
-        except (KeyError, TypeError):  # the row is missing, or its case failed
-            return found | {"verdict": "not measured"}
-        share = measured / self.least if self.least is not None else (self.most or 0.0) / max(measured, 1e-9)
+        figures = [Column("", self.field).value(rows.get(case, {})) for case in (self.case, self.over) if case]
+        if None in figures:  # a row is missing, or its case failed
+            return found
+        measured = float(figures[0] / figures[1] if self.over else figures[0])
+        share = self.bound / max(measured, 1e-9) if self.most else measured / self.bound
         found |= {"measured": measured, "share": share, "verdict": "met" if share >= 1 else "missed"}
         try:
-            return found | {"remark": self.remark(rows) if self.remark else None}
-        except (KeyError, TypeError):
+            return found | {"remark": self.remark(rows[self.beside]) if self.beside else None}
+        except (KeyError, TypeError):  # the other case is missing, or failed
             return found
 
-    def _figure(self, row: Mapping[str, Any]) -> float:
-        return float(Column("", self.field).value(row))
+
+def _kernels_of(row: Row) -> str:
+    return f"{row['kernels_per_step']:.0f} kernels per step, {row['kernel_us']:.1f} us each on average"
 
 
-def _kernels_beside(case: str) -> Callable[[Rows], str]:
-    def read(rows: Rows) -> str:
-        row = rows[case]
-        return f"{row['kernels_per_step']:.0f} kernels per step, {row['kernel_us']:.1f} us each on average"
-
-    return read
-
-
-def _beside_transformers(rows: Rows) -> str:
-    theirs = rows["qwen3-0.6b: preset, transformers"]
-    cut = f"; cut off after {theirs['requests_done']} requests, so the ratio is too high" if theirs["cut"] else ""
-    return f"transformers attends by {theirs['attention']}{cut}"
+def _transformers_of(row: Row) -> str:
+    cut = f"; cut off after {row['requests_done']} requests, so the ratio is too high" if row["cut"] else ""
+    return f"transformers attends by {row['attention']}{cut}"
 
 
 _PREFILL = "prefill 8192, GQA 4, head_dim 128"
-
+_PRESET = "qwen3-0.6b: preset"
 _PROMPT = "prefill attention, 8192 tokens"
-_HOST = "host overhead, Qwen3-0.6B"
-_FLOOR = "decode at batch 1: share of the bandwidth floor"
-_IDLE = "device idle between two steps, share of a step"
 
 TARGETS = (
     *(
-        Target(
-            f"decode attention, {size}, GQA {group}, head_dim 128: share of copy bandwidth",
-            f"decode {size}, GQA {group}, head_dim 128",
-            "of_copy_bandwidth",
-            least=least,
+        Target(f"decode attention, {work}: share of copy bandwidth", f"decode {work}", "of_copy_bandwidth", least)
+        for work, least in (
+            ("64 x 4096, GQA 4, head_dim 128", 0.85),
+            ("64 x 4096, GQA 8, head_dim 128", 0.85),
+            ("1 x 32768, GQA 4, head_dim 128", 0.70),
         )
-        for size, group, least in (("64 x 4096", 4, 0.85), ("64 x 4096", 8, 0.85), ("1 x 32768", 4, 0.70))
     ),
-    Target(f"{_PROMPT}, head_dim 128: share of the matmul peak", _PREFILL, "of_matmul_peak", least=0.55),
-    Target(f"{_PROMPT}: time of SDPA's flash back end over ours", _PREFILL, "slower.SDPA flash", least=1.0),
+    Target(f"{_PROMPT}, head_dim 128: share of the matmul peak", _PREFILL, "of_matmul_peak", 0.55),
+    Target(f"{_PROMPT}: time of SDPA's flash back end over ours", _PREFILL, "slower.SDPA flash", 1.0),
     *(
         Target(
-            f"{name}, {_FLOOR}",
-            f"{model}: decode, batch 1",
+            f"{name}, decode at batch 1: share of the bandwidth floor",
+            f"{name.lower()}: decode, batch 1",
             "of_floor",
-            least=least,
+            least,
             aim=aim,
-            remark=_kernels_beside(f"{model}: steps of batch 1"),
+            beside=f"{name.lower()}: steps of batch 1",
+            remark=_kernels_of,
         )
-        for name, model, least, aim in (
-            ("Llama-3.1-8B", "llama-3.1-8b", 0.80, 0.90),
-            ("Qwen3-0.6B", "qwen3-0.6b", 0.35, 0.50),
-        )
+        for name, least, aim in (("Llama-3.1-8B", 0.80, 0.90), ("Qwen3-0.6B", 0.35, 0.50))
     ),
     Target(
         "256-request preset, Qwen3-0.6B: output tokens/s over transformers' continuous batching",
-        "qwen3-0.6b: preset",
+        _PRESET,
         "output_tokens_per_s",
-        over="qwen3-0.6b: preset, transformers",
-        least=4.0,
-        remark=_beside_transformers,
+        4.0,
+        over=f"{_PRESET}, transformers",
+        beside=f"{_PRESET}, transformers",
+        remark=_transformers_of,
     ),
     *(
-        Target(f"{_HOST}, {batch}: {_IDLE}", f"qwen3-0.6b: steps of {batch}", "idle_between_steps", most=0.05)
+        Target(
+            f"host overhead, Qwen3-0.6B, {batch}: device idle between two steps, share of a step",
+            f"qwen3-0.6b: steps of {batch}",
+            "idle_between_steps",
+            0.05,
+            most=True,
+        )
         for batch in ("batch 1", "a full batch")
     ),
 )
@@ -199,8 +197,7 @@ def to_markdown(results: Document) -> str:
     parts: Mapping[str, Mapping[str, Any]] = results["parts"]
     blocks = [*_head(results)]
     for part, tables in {"correctness": _correctness, "kernels": _kernels, "engine": _engine}.items():
-        if part in parts:
-            blocks += tables(parts[part])
+        blocks += tables(parts[part]) if part in parts else ()
     here = TARGET_DEVICE in results["device"].get("name", "")
     blocks.append(f"Targets, set for an {TARGET_DEVICE}" + ("" if here else ", which this is not"))
     targets = [
@@ -231,7 +228,7 @@ def _head(results: Document) -> Iterator[str]:
         yield "\n".join(notes)
 
 
-def _correctness(part: Mapping[str, Any]) -> Iterator[str]:
+def _correctness(part: Row) -> Iterator[str]:
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in part["rows"]:  # a failed row has no fields but its name, whose first words say what it was
         kinds.setdefault(row.get("check") or row["case"].partition(",")[0], []).append(row)
@@ -251,18 +248,18 @@ def _correctness(part: Mapping[str, Any]) -> Iterator[str]:
         yield "\n".join(wrong)
 
 
-def _is_wrong(row: Mapping[str, Any]) -> bool:
+def _is_wrong(row: Row) -> bool:
     return row.get("ok") is False or "error" in row
 
 
-def _complaint(row: Mapping[str, Any]) -> str:
+def _complaint(row: Row) -> str:
     if "error" in row:
         return str(row["error"])
     told = [f"{name.replace('_', ' ')} {row[name]}" for name in _DIFFERENCES if row.get(name) not in (None, 0, [])]
     return ", ".join([*told, row["problem"]] if row.get("problem") else told)
 
 
-def _kernels(part: Mapping[str, Any]) -> Iterator[str]:
+def _kernels(part: Row) -> Iterator[str]:
     rows = [_with_failure(row) for row in part["rows"]]
     peers = dict.fromkeys(name for row in rows for name in row.get("slower", {}))
     for row in rows:
@@ -276,7 +273,7 @@ def _kernels(part: Mapping[str, Any]) -> Iterator[str]:
         yield "Not compared with:\n\n" + "\n".join(sorted(absent))
 
 
-def _engine(part: Mapping[str, Any]) -> Iterator[str]:
+def _engine(part: Row) -> Iterator[str]:
     yield f"Engine{_limits(part)}"
     for words, columns in _ENGINE.items():
         rows = [_with_failure(row) for row in part["rows"] if row["case"].partition(": ")[2].startswith(words)]
@@ -284,12 +281,11 @@ def _engine(part: Mapping[str, Any]) -> Iterator[str]:
             yield markdown_table(columns, rows)
 
 
-def _with_failure(row: Mapping[str, Any]) -> dict[str, Any]:
+def _with_failure(row: Row) -> dict[str, Any]:
     return {**row, "failed": next((f"{word}: {row[word]}" for word in ("error", "skipped") if word in row), None)}
 
 
-def _limits(part: Mapping[str, Any]) -> str:
-    limits = part.get("limits")
-    if not limits:
+def _limits(part: Row) -> str:
+    if not (limits := part.get("limits")):
         return ""
     return f" (measured: copy {limits['copy_gb_per_s']:,.0f} GB/s, matmul {limits['matmul_tflops']:,.1f} TFLOP/s)"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.benchmarks.gpu.engines import EngineShelf, TimedEngine
-from nanoserve.benchmarks.gpu.results import GpuCase
+from nanoserve.benchmarks.gpu.running import GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.config import ModelConfig
 from nanoserve.measures.workloads import random_prompts

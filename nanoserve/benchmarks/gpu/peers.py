@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape
-from nanoserve.benchmarks.gpu.results import CannotRun, reason
+from nanoserve.benchmarks.gpu.running import CannotRun, reason
 
 FLASHINFER_WORKSPACE = 256 * 2**20
 
@@ -84,24 +84,18 @@ def _sdpa(backend: SDPBackend, work: AttentionWork) -> Callable[[], Tensor]:
     query, key, value = work.dense()
     if work.device.type != "cuda":
         backend = SDPBackend.MATH
-    attend = _sdpa_decode if work.is_decode else _sdpa_prefill
-    return partial(attend, backend, work, query, key, value)
-
-
-def _sdpa_decode(backend: SDPBackend, work: AttentionWork, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The query heads of a key-value head as its queries: faster than repeating keys, and no mask is needed."""
-    rows, heads, _, head_dim = query.shape
-    grouped = query.view(rows, key.shape[1], heads // key.shape[1], head_dim)
-    with sdpa_kernel(backend):
-        attended = scaled_dot_product_attention(grouped, key, value)
-    return work.flat(attended.reshape(query.shape))
-
-
-def _sdpa_prefill(backend: SDPBackend, work: AttentionWork, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    if query.shape[2] != key.shape[2]:
+    given = query
+    settings: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+    if work.is_decode:  # the heads of a key-value head as its queries: faster than repeating keys, and without a mask
+        given, settings = query.view(len(query), key.shape[1], -1, query.shape[-1]), {}
+    elif query.shape[2] != key.shape[2]:
         raise CannotRun("has no causal mask for the end of a sequence")
-    with sdpa_kernel(backend):
-        return work.flat(scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True))
+
+    def attend() -> Tensor:
+        with sdpa_kernel(backend):
+            return work.flat(scaled_dot_product_attention(given, key, value, **settings).reshape(query.shape))
+
+    return attend
 
 
 def _flex(work: AttentionWork) -> Callable[[], Tensor]:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import msgspec
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nanoserve.benchmarks.gpu.engines import TimedEngine
@@ -30,24 +29,6 @@ _DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_KINDS = ("cuda_runtime", "cuda_driver")
 
 
-class StepTrace(msgspec.Struct, frozen=True):
-    """Some steps on the device."""
-
-    steps: int
-    """How many were traced, the last one left out: nothing says when it ended."""
-    kernels_per_step: float
-    kernel_us: float
-    """Kernels that a step launched, and how long one ran on average."""
-    step_us: float
-    """Median time from the first kernel of a step to the first of the next."""
-    busy: float
-    """The share of all time in which the device did anything."""
-    idle_between_steps: float
-    """The share in which it did nothing between the last work of a step and the first kernel of the next one."""
-    idle_within_steps: float
-    """The share in which it did nothing between the kernels of a step."""
-
-
 class _Work(NamedTuple):
     """Something the device did, from when to when."""
 
@@ -56,11 +37,17 @@ class _Work(NamedTuple):
     is_kernel: bool
 
 
-def summarize_trace(events: Iterable[Mapping[str, Any]]) -> StepTrace | None:
+def summarize_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float] | None:
     """Summarize the events of a trace; None unless at least two of its steps launched kernels, as on a CPU.
 
     A kernel belongs to the step whose mark its launch lies in, by the correlation that the profiler gives both; those
-    of a CUDA graph have the one of the graph's launch.
+    of a CUDA graph have the one of the graph's launch. The last step is left out: nothing says when it ended.
+
+    Returns:
+        Steps traced, kernels of a step and microseconds of one on average, the median time from the first kernel of a
+        step to the first of the next ("step_us"), and shares of all time: in which the device did anything ("busy"),
+        nothing between the last work of a step and the first kernel of the next one ("idle_between_steps"), and
+        nothing between the kernels of a step ("idle_within_steps").
     """
     found = list(events)
     steps = [step for step in _work_of_steps(found) if any(work.is_kernel for work in step)]
@@ -73,15 +60,15 @@ def summarize_trace(events: Iterable[Mapping[str, Any]]) -> StepTrace | None:
     between = sum(_idle(whole, ended, following) for ended, following in zip(ends, starts[1:], strict=True))
     idle = _idle(whole, starts[0], starts[-1])
     kernels = [work for step in steps[:-1] for work in step if work.is_kernel]
-    return StepTrace(
-        steps=len(steps) - 1,
-        kernels_per_step=len(kernels) / (len(steps) - 1),
-        kernel_us=statistics.fmean(work.end - work.start for work in kernels),
-        step_us=statistics.median(after - before for before, after in itertools.pairwise(starts)),
-        busy=1 - idle / total,
-        idle_between_steps=between / total,
-        idle_within_steps=(idle - between) / total,
-    )
+    return {
+        "steps": len(steps) - 1,
+        "kernels_per_step": len(kernels) / (len(steps) - 1),
+        "kernel_us": statistics.fmean(work.end - work.start for work in kernels),
+        "step_us": statistics.median(after - before for before, after in itertools.pairwise(starts)),
+        "busy": 1 - idle / total,
+        "idle_between_steps": between / total,
+        "idle_within_steps": (idle - between) / total,
+    }
 
 
 def _work_of_steps(events: Sequence[Mapping[str, Any]]) -> list[list[_Work]]:
@@ -125,7 +112,7 @@ _TRACED_STEPS = 16
 
 
 def trace_decode(setting: GpuSetting, engine: TimedEngine, *, batch: int, context: int) -> dict[str, Any]:
-    """The fields of a row: `step_us` without the profiler, the trace's summary (StepTrace), and what is idle when the
+    """The fields of a row: `step_us` without the profiler, the trace's summary, and what is idle when the
     work that the trace saw is held against steps without the profiler, whose own cost lies on the host."""
     with _decoding(engine, batch, context) as inner:
         _take(inner, _SETTLING_STEPS)
@@ -134,9 +121,9 @@ def trace_decode(setting: GpuSetting, engine: TimedEngine, *, batch: int, contex
     fields: dict[str, Any] = {"unprofiled_step_us": TimeSpread.of(seconds), "overlaps": engine.overlaps}
     if found is None:
         return fields
-    busy_us = found.busy * found.step_us
+    busy_us = found["busy"] * found["step_us"]
     idle = max(0.0, 1 - busy_us / fields["unprofiled_step_us"].us)
-    return {**fields, **msgspec.to_builtins(found), "idle_without_profiler": idle}
+    return {**fields, **found, "idle_without_profiler": idle}
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """Measures candidate configurations of the attention programs, and puts the best ones into the table that is read at
 run time (`triton_ops/gpu/configurations.py`)."""
 
-import math
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +23,7 @@ from nanoserve.benchmarks.gpu.attention import (
     make_batch,
 )
 from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS
-from nanoserve.benchmarks.gpu.results import TUNED_FILE, GpuCase
+from nanoserve.benchmarks.gpu.running import TUNED_FILE, GpuCase
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.timing import DeviceTimer
 from nanoserve.benchmarks.report import Report
@@ -31,11 +31,7 @@ from nanoserve.errors import UsageError
 from nanoserve.processes.files import replace_file
 from triton_ops.gpu import configurations
 from triton_ops.gpu.attention import attend
-from triton_ops.gpu.configurations import (
-    ATTENTION,
-    DecodeConfiguration,
-    PrefillConfiguration,
-)
+from triton_ops.gpu.configurations import ATTENTION, DecodeConfiguration, PrefillConfiguration
 from triton_ops.gpu.devices import gpu_of
 
 HEAD_DIMS = (128, 64, 256, 80)
@@ -62,7 +58,7 @@ Configuration = DecodeConfiguration | PrefillConfiguration
 def part_cases(setting: GpuSetting, report: Report, stack: ExitStack) -> Iterator[GpuCase]:
     """Every candidate; the table is written at the end, whatever has been measured until then."""
     stack.callback(write_table, report)
-    return Tuner(DeviceTimer.on(setting, report), report.rows).cases()
+    return tuning_cases(DeviceTimer.on(setting, report), report.rows)
 
 
 def decode_tiles(now: DecodeConfiguration) -> list[DecodeConfiguration]:
@@ -94,75 +90,69 @@ def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
     return list(dict.fromkeys([now, *tried]))
 
 
-@dataclass(frozen=True, slots=True)
-class Tuner:
-    """The cases of tuning for a device; `rows` are those that were measured, as they come."""
+def tuning_cases(timer: DeviceTimer, rows: Rows) -> Iterator[GpuCase]:
+    """Every candidate, for each head_dim. What is tried later may depend on what was best until then.
 
-    timer: DeviceTimer
-    rows: Rows
+    Args:
+        timer: measures on the device that is tuned for.
+        rows: what was measured, as it comes.
 
-    @property
-    def generation(self) -> int:
-        return gpu_of(self.timer.setting.device).generation
+    Raises:
+        UsageError: for a GPU that takes the lines of another generation.
+    """
+    generation = gpu_of(timer.setting.device).generation
+    known = sorted({generation for generation, _, _ in ATTENTION})
+    if generation not in known:
+        generations = ", ".join(map(str, known))
+        raise UsageError(f"the table has lines for compute capability {generations}, not {generation}")
 
-    def cases(self) -> Iterator[GpuCase]:
-        """Every candidate, for each head_dim. What is tried later may depend on what was best until then.
-
-        Raises:
-            UsageError: for a GPU that takes the lines of another generation.
-        """
-        known = sorted({generation for generation, _, _ in ATTENTION})
-        if self.generation not in known:
-            generations = ", ".join(map(str, known))
-            raise UsageError(f"the table has lines for compute capability {generations}, not {self.generation}")
-        for head_dim in HEAD_DIMS:
-            key = (self.generation, WIDTH, head_dim)
-            now = ATTENTION[key]
-            yield from self._measured(key, DECODE, decode_tiles(now.decode))
-            best = best_configurations(self.rows).get((key, DECODE), now.decode)
-            assert isinstance(best, DecodeConfiguration)
-            yield from self._measured(key, DECODE, decode_splits(best))
-            yield from self._measured(key, PREFILL, prefill_tiles(now.prefill))
-
-    def _measured(self, key: Key, program: str, candidates: Sequence[Configuration]) -> Iterator[GpuCase]:
+    def cases(key: Key, program: str, candidates: Sequence[Configuration]) -> Iterator[GpuCase]:
         for candidate in dict.fromkeys(candidates):
             fields = list(msgspec.to_builtins(candidate).values())
-            yield GpuCase(f"{program}, head_dim {key[2]}, {fields}", partial(self._try, key, program, candidate))
+            yield GpuCase(f"{program}, head_dim {key[2]}, {fields}", partial(_try, timer, key, program, candidate))
 
-    @torch.inference_mode()
-    def _try(self, key: Key, program: str, candidate: Configuration) -> dict[str, Any]:
-        programs: dict[str, Any] = {program: candidate}
-        tried = replace(ATTENTION[key], **programs)
-        heads, kv_heads = GROUPS[4]
-        processors, times, ok = gpu_of(self.timer.setting.device).multiprocessors, {}, True
-        for name, rows in WORK[program].items():
-            shape = PagedAttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=key[2])
-            setting = self.timer.setting
-            batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=setting.dtype, device=setting.device)
-            expected = batch.attend().clone()
-            call = partial(attend, tried, processors, batch.tensors, scale=batch.scale, sliding_window=0)
-            batch.out.fill_(torch.nan)  # so that what the candidate leaves unwritten shows
-            call()
-            ok = ok and compared(program, batch.out, expected, TOLERANCES[setting.dtype])["ok"]
-            times[name] = self.timer.times({name: call})[name]
-        return {"key": key, "program": program, "candidate": candidate, "times": times, "ok": ok}
+    for head_dim in HEAD_DIMS:
+        key = (generation, WIDTH, head_dim)
+        now = ATTENTION[key]
+        yield from cases(key, DECODE, decode_tiles(now.decode))
+        best = best_configurations(rows).get((key, DECODE), now.decode)
+        assert isinstance(best, DecodeConfiguration)
+        yield from cases(key, DECODE, decode_splits(best))
+        yield from cases(key, PREFILL, prefill_tiles(now.prefill))
+
+
+@torch.inference_mode()
+def _try(timer: DeviceTimer, key: Key, program: str, candidate: Configuration) -> dict[str, Any]:
+    programs: dict[str, Any] = {program: candidate}
+    tried, setting = replace(ATTENTION[key], **programs), timer.setting
+    heads, kv_heads = GROUPS[4]
+    processors, times, ok = gpu_of(setting.device).multiprocessors, {}, True
+    for name, rows in WORK[program].items():
+        shape = PagedAttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=key[2])
+        batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=setting.dtype, device=setting.device)
+        expected = batch.attend().clone()
+        call = partial(attend, tried, processors, batch.tensors, scale=batch.scale, sliding_window=0)
+        batch.out.fill_(torch.nan)  # so that what the candidate leaves unwritten shows
+        call()
+        ok = ok and compared(program, batch.out, expected, TOLERANCES[setting.dtype])["ok"]
+        times[name] = timer.times({name: call})[name]
+    return {"key": key, "program": program, "candidate": candidate, "times": times, "ok": ok}
 
 
 def best_configurations(rows: Rows) -> dict[tuple[Key, str], Configuration]:
     """The fastest candidate of each table entry and program, by the geometric mean of its times over all work, among
     those that ran everything and computed rightly."""
-    best: dict[tuple[Key, str], tuple[float, Configuration]] = {}
     kinds: dict[str, type[Any]] = {DECODE: DecodeConfiguration, PREFILL: PrefillConfiguration}
-    for row in rows:
-        if not row.get("ok"):
-            continue
-        logarithms = [math.log(spread["us"]) for spread in row["times"].values()]
-        mean = sum(logarithms) / len(logarithms)
+    best: dict[tuple[Key, str], Configuration] = {}
+    for row in sorted((row for row in rows if row.get("ok")), key=_geometric_mean):
         generation, width, head_dim = row["key"]
-        place = ((generation, width, head_dim), row["program"])
-        if place not in best or mean < best[place][0]:
-            best[place] = (mean, msgspec.convert(row["candidate"], kinds[row["program"]]))
-    return {place: candidate for place, (_, candidate) in best.items()}
+        candidate = msgspec.convert(row["candidate"], kinds[row["program"]])
+        best.setdefault(((generation, width, head_dim), row["program"]), candidate)
+    return best
+
+
+def _geometric_mean(row: Mapping[str, Any]) -> float:
+    return statistics.geometric_mean(spread["us"] for spread in row["times"].values())
 
 
 def tuned_source(source: str, rows: Rows) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanoserve.benchmarks.driving import EngineDriver
-from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening
+from nanoserve.benchmarks.peers.process import Batch, BatchResult, Opening
 from nanoserve.benchmarks.settling import settle
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import RequestTiming

@@ -7,7 +7,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening
+from nanoserve.benchmarks.peers.process import Batch, BatchResult, Opening
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 

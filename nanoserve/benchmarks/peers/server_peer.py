@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from nanoserve.benchmarks.peers.protocol import Batch, BatchResult, Opening
+from nanoserve.benchmarks.peers.process import Batch, BatchResult, Opening
 from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import RequestRecord
 from nanoserve.benchmarks.serving.requests import RequestStyle

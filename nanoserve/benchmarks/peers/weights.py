@@ -7,14 +7,12 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nanoserve.benchmarks.machine import cache_directory
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
-from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import DTYPES, format_name, resolve_dtype
 from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model, save_dummy_checkpoint
 from nanoserve.models.hub import DUMMY_PREFIX, ResolvedModel, dummy_config, dummy_shape
@@ -47,24 +45,21 @@ def gguf_file(model: ResolvedModel, dtype: str) -> Path:
 
     check_exportable(model_config(model))
 
+    directory, name = model.directory, model.name
+
     def write(target: Path) -> None:
-        write_gguf(*_decoder(model, dtype), target / "model.gguf")
+        found = make_dummy_model(name, dtype) if directory is None else load_model(directory, dtype)
+        write_gguf(*found, target / "model.gguf")
 
-    if model.directory is None:
-        return _kept(_dummy_key(model.name, dtype) + "-gguf", write) / "model.gguf"
-    stamp = max(file.stat().st_mtime_ns for file in model.directory.iterdir())
-    return _kept(f"{model.directory.name}-{stamp:x}-{dtype}-gguf", write) / "model.gguf"
-
-
-def _decoder(model: ResolvedModel, dtype: str) -> tuple[Decoder, ModelConfig]:
-    if model.directory is None:
-        return make_dummy_model(model.name, dtype)
-    return load_model(model.directory, dtype)
+    if directory is None:
+        return _kept(_dummy_key(name, dtype) + "-gguf", write) / "model.gguf"
+    stamp = max(file.stat().st_mtime_ns for file in directory.iterdir())
+    return _kept(f"{directory.name}-{stamp:x}-{dtype}-gguf", write) / "model.gguf"
 
 
 def _dummy_key(name: str, dtype: str) -> str:
     """The shape is part of it: a config.json may change under the same name."""
-    shape = json.dumps(_dummy_config(name, dtype), sort_keys=True).encode()
+    shape = json.dumps(dummy_shape(name) | {"torch_dtype": dtype}, sort_keys=True).encode()
     digest = hashlib.blake2s(shape, digest_size=6).hexdigest()
     plain = Path(name).name.removeprefix(DUMMY_PREFIX).removesuffix(".json")
     return f"dummy-{plain}-{dtype}-seed{DUMMY_SEED}-files{_FILES}-{digest}"
@@ -86,10 +81,6 @@ def _kept(key: str, write: Callable[[Path], None]) -> Path:
     except OSError as error:
         raise RuntimeFailure(f"cannot write weights for the peers to {target}: {error.strerror or error}") from error
     return target
-
-
-def _dummy_config(name: str, dtype: str) -> dict[str, Any]:
-    return dummy_shape(name) | {"torch_dtype": dtype}
 
 
 def model_config(model: ResolvedModel) -> ModelConfig:

@@ -13,7 +13,7 @@ import msgspec
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.costs.counts import ModelCounts, Precision
-from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
+from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.measured_times import MeasuredTimes
 from nanoserve.costs.profile import Prediction, Profile, Reached, RunFigures
 from nanoserve.costs.work import StepWork
@@ -136,52 +136,60 @@ _MICROSECONDS = 1e6
 
 def time_rows(profile: Profile) -> Iterator[Fields]:
     """Every measured time, and its share of the least time that its bytes and operations take, where these count."""
-    precision = Precision.of(profile.bits)
-    counts, layers = ModelCounts(profile.model, precision=precision), profile.model.num_layers
-    device, host = _limits(profile.device), _limits(profile.host)
+    floors = _PartFloors(profile)
+    yield from _curve_rows("layer without attention", "{:,} tokens", profile.linear, floors.linear)
+    yield from _curve_rows("attention of a prompt", "{:,} tokens", profile.prefill_attention, floors.prompt)
+    for part, grid, reached in (
+        ("decode attention", profile.decode_attention, profile.device),
+        ("attention in host memory", profile.host_attention, profile.host),
+    ):
+        for batch, *rows in zip(grid.batches, grid.seconds, grid.low, grid.high, strict=True):
+            for context, *times in zip(grid.contexts, *rows, strict=True):
+                keys = batch * context
+                yield _fields(part, f"{batch} x {context:,} keys", times, floors.attention(reached, keys, keys))
+    yield from _curve_rows("head and sampling", "{} rows", profile.head, floors.head)
+    yield from _curve_rows("inputs", "{} rows", profile.inputs)
+    yield from _curve_rows("engine", "{} rows", profile.engine)
+    yield from _curve_rows("exchange with host memory", "{} rows", profile.host_exchange)
+    yield from _curve_rows("copy", "{1:g} MiB", profile.copy)
 
-    def linear(tokens: int) -> float:
+
+class _PartFloors:
+    """The least seconds of a part of a step."""
+
+    def __init__(self, profile: Profile) -> None:
+        precision = Precision.of(profile.bits)
+        self._counts, self._device = ModelCounts(profile.model, precision=precision), profile.device
+        self._layers = profile.model.num_layers
+
+    def linear(self, tokens: int) -> float:
         """A layer, the mean over all."""
-        products = list(counts.products(StepWork(decodes=tokens), 0))
+        products = list(self._counts.products(StepWork(decodes=tokens), 0))
         weights = sum(some * matrix.weights_read(count) * matrix.bytes_per_weight for matrix, count, some in products)
         flops = sum(some * 2.0 * matrix.per_token * count for matrix, count, some in products)
-        return device.seconds(weights / layers, flops / layers)
+        return _limits(self._device).seconds(weights / self._layers, flops / self._layers)
 
-    def attention(limits: Limits, keys: int, pairs: float) -> float:
-        return limits.seconds(keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
+    def attention(self, reached: Reached, keys: int, pairs: float) -> float:
+        counts = self._counts
+        return _limits(reached).seconds(keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
 
-    def prompt(tokens: int) -> float:
-        return attention(device, tokens, tokens * (tokens + 1) / 2)
+    def prompt(self, tokens: int) -> float:
+        return self.attention(self._device, tokens, tokens * (tokens + 1) / 2)
 
-    def head(rows: int) -> float:
-        operator = counts.head.operator(rows, 1, 0.0)
-        return device.seconds(operator.weight_bytes, operator.flops)
-
-    def grid(part: str, times: MeasuredGrid, limits: Limits) -> Iterator[Fields]:
-        for batch, *rows in zip(times.batches, times.seconds, times.low, times.high, strict=True):
-            for context, *three in zip(times.contexts, *rows, strict=True):
-                keys = batch * context
-                yield _fields(part, f"{batch} x {context:,} keys", three, attention(limits, keys, keys))
-
-    def curve(
-        part: str, size: str, times: MeasuredCurve, floor: Callable[[int], float] | None = None
-    ) -> Iterator[Fields]:
-        for count, *three in zip(times.sizes, times.seconds, times.low, times.high, strict=True):
-            yield _fields(part, size.format(count, count / 2**20), three, floor and floor(count))
-
-    yield from curve("layer without attention", "{:,} tokens", profile.linear, linear)
-    yield from curve("attention of a prompt", "{:,} tokens", profile.prefill_attention, prompt)
-    yield from grid("decode attention", profile.decode_attention, device)
-    yield from grid("attention in host memory", profile.host_attention, host)
-    yield from curve("head and sampling", "{} rows", profile.head, head)
-    yield from curve("inputs", "{} rows", profile.inputs)
-    yield from curve("engine", "{} rows", profile.engine)
-    yield from curve("exchange with host memory", "{} rows", profile.host_exchange)
-    yield from curve("copy", "{1:g} MiB", profile.copy)
+    def head(self, rows: int) -> float:
+        operator = self._counts.head.operator(rows, 1, 0.0)
+        return _limits(self._device).seconds(operator.weight_bytes, operator.flops)
 
 
 def _limits(reached: Reached) -> Limits:
     return Limits(reached.read_bytes_per_second, reached.operations_per_second)
+
+
+def _curve_rows(
+    part: str, size: str, curve: MeasuredCurve, floor: Callable[[int], float] | None = None
+) -> Iterator[Fields]:
+    for count, *times in zip(curve.sizes, curve.seconds, curve.low, curve.high, strict=True):
+        yield _fields(part, size.format(count, count / 2**20), times, floor and floor(count))
 
 
 def _fields(part: str, size: str, times: Sequence[float], floor: float | None) -> Fields:

@@ -4,20 +4,14 @@ import asyncio
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.serving.records import LoadRun, figures
-from nanoserve.benchmarks.serving.requests import (
-    PreparedRequest,
-    RequestStyle,
-    Work,
-    offered_rate,
-    poisson_arrivals,
-    trace_arrivals,
-)
+from nanoserve.benchmarks.serving.requests import RequestStyle, Work, offered_rate, poisson_arrivals, trace_arrivals
 from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.slo import Slo
@@ -50,32 +44,20 @@ class Point(msgspec.Struct, frozen=True):
         return str(self.concurrency) if self.concurrency else "trace" if self.rate is None else f"{self.rate:g}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeBench:
-    """Measures one server with one kind of work.
+    """Measures one server with one kind of work."""
 
-    Args:
-        seed: of the Poisson arrivals. Prompts are never repeated, whatever the seed.
-        slo: what a good answer keeps to.
-        foreign: measures the load of other processes; None if the server's own process is unknown.
-    """
-
-    def __init__(
-        self,
-        sender: Sender,
-        style: RequestStyle,
-        work: Work,
-        *,
-        seed: int,
-        slo: Slo | None,
-        foreign: ForeignLoad | None,
-    ) -> None:
-        self._sender = sender
-        self._style = style
-        self._work = work
-        self._seed = seed
-        self._slo = slo
-        self._foreign = foreign
-        self._salt = secrets.token_hex(8)
+    sender: Sender
+    style: RequestStyle
+    work: Work
+    seed: int
+    """Seed of the Poisson arrivals. Prompts are never repeated, whatever the seed."""
+    slo: Slo | None
+    """What a good answer keeps to."""
+    foreign: ForeignLoad | None
+    """Measures the load of other processes; None if the server's own process is unknown."""
+    salt: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def warm_up(self, count: int) -> None:
         """Send the first requests at once, with short answers, and forget the times.
@@ -85,9 +67,9 @@ class ServeBench:
         """
         shapes = [
             RequestShape(shape.input_tokens, min(shape.output_tokens, _WARM_UP_TOKENS))
-            for shape in self._work.shapes[:count]
+            for shape in self.work.shapes[:count]
         ]
-        load = RequestLoad(self._sender, self._prepared(shapes, "warm-up"))
+        load = self._load(shapes, "warm-up")
         asyncio.run(load.open_loop([0.0] * len(shapes)))
         if failures := [record.failure for record in load.run().records if record.failure is not None]:
             raise RuntimeFailure(f"{len(failures)} of {len(shapes)} requests of the warm-up failed: {failures[0]}")
@@ -100,14 +82,16 @@ class ServeBench:
         ``answered`` is called after every request.
         """
         runs: list[LoadRun] = []
-        if self._foreign is not None:
-            self._foreign.read()
+        if self.foreign is not None:
+            self.foreign.read()
         try:
             for repeat in range(1, repeats + 1):
-                requests = self._prepared(self._work.shapes, f"{point.name}/{repeat}")
-                load = RequestLoad(self._sender, requests, answered)
+                load = self._load(self.work.shapes, f"{point.name}/{repeat}", answered)
                 try:
-                    asyncio.run(self._under(load, point, repeat))
+                    if point.concurrency is not None:
+                        asyncio.run(load.closed_loop(point.concurrency))
+                    else:
+                        asyncio.run(load.open_loop(self._arrivals(point, repeat)))
                 finally:
                     if (run := load.run()).records:
                         runs.append(run)
@@ -115,21 +99,17 @@ class ServeBench:
             if runs:
                 keep(self._row(point, runs))
 
-    async def _under(self, load: RequestLoad, point: Point, repeat: int) -> None:
-        if point.concurrency is not None:
-            await load.closed_loop(point.concurrency)
-        else:
-            await load.open_loop(self._arrivals(point, repeat))
-
     def _arrivals(self, point: Point, repeat: int) -> list[float]:
         """The same for the same seed; every repetition has its own, but for a trace's."""
         if point.traced:
-            return trace_arrivals(self._work.times or (0.0,), point.rate)
+            return trace_arrivals(self.work.times or (0.0,), point.rate)
         rate = math.inf if point.rate is None else point.rate
-        return poisson_arrivals(rate, len(self._work.shapes), seed=self._seed * 1000 + repeat)
+        return poisson_arrivals(rate, len(self.work.shapes), seed=self.seed * 1000 + repeat)
 
-    def _prepared(self, shapes: Sequence[RequestShape], place: str) -> list[PreparedRequest]:
-        return self._style.prepare(shapes, f"{self._salt}/{place}")
+    def _load(
+        self, shapes: Sequence[RequestShape], place: str, answered: Callable[[], None] = lambda: None
+    ) -> RequestLoad:
+        return RequestLoad(self.sender, self.style.prepare(shapes, f"{self.salt}/{place}"), answered)
 
     def _row(self, point: Point, runs: Sequence[LoadRun]) -> dict[str, Any]:
         open_loop = point.concurrency is None
@@ -139,6 +119,6 @@ class ServeBench:
             "concurrency": point.concurrency,
             "offered_requests_per_s": offered_rate(self._arrivals(point, 1)) if open_loop else None,
             "repeats": len(runs),
-            **figures(runs, self._slo),
-            "foreign_cores": None if self._foreign is None else self._foreign.read(),
+            **figures(runs, self.slo),
+            "foreign_cores": None if self.foreign is None else self.foreign.read(),
         }

@@ -1,19 +1,23 @@
 """``nanoserve serve`` as a process that a benchmark starts, and that ends with it whatever happens."""
 
+import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
+
+import msgspec
 
 from nanoserve.client.address import ServerAddress, parse_url
 from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
 from nanoserve.client.models import served_model
 from nanoserve.errors import RuntimeFailure
-from nanoserve.processes.children import follow_parent
+from nanoserve.processes.children import follow_parent, run_module
 
 _CHILD = (sys.executable, "-m", "nanoserve.benchmarks.serving.own_server")
 _COMMAND = "nanoserve"
@@ -23,6 +27,20 @@ _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0
 _FOR_OTHERS = ("NANOSERVE_API_KEY", "NANOSERVE_SERVED_MODEL_NAME")
 """Meant for servers that others reach; this one lives for one benchmark."""
+
+
+def prepare_engine(model: str | None, settings: dict[str, Any], threads: int | None) -> dict[str, Any]:
+    """Build what a server of our own will run on, in another process: a server builds it while it answers.
+
+    Returns:
+        Facts about the engine as it will run with these settings of LLM: model, dtype, operators, layers, threads.
+
+    Raises:
+        RuntimeFailure: in the process's own words, if the model cannot be opened.
+    """
+    words = json.dumps(model), msgspec.json.encode(settings).decode()  # a layout is a dataclass
+    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return run_module("nanoserve.benchmarks.settling", *words, environment=environment)
 
 
 class OwnServer:
@@ -109,13 +127,6 @@ def _is_ready(client: ApiClient) -> bool:
     return True
 
 
-def _serve_for(parent: int, command: str) -> None:
-    """The child's life: the command with the words that follow, for as long as its parent lives."""
-    import runpy
-
-    follow_parent(parent)
-    runpy.run_module(command, run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    _serve_for(int(sys.argv.pop(1)), sys.argv.pop(1))
+if __name__ == "__main__":  # the child: the command with the words that follow, for as long as its parent lives
+    follow_parent(int(sys.argv.pop(1)))
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)

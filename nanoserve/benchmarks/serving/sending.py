@@ -19,7 +19,7 @@ import msgspec
 from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord
 from nanoserve.benchmarks.serving.requests import PreparedRequest
 from nanoserve.client.address import ServerAddress, key_headers
-from nanoserve.client.events import BrokenStream, Chunk, EventReader, ServerUsage, error_facts, printable
+from nanoserve.client.events import BrokenStream, EventReader, ServerUsage, error_facts, printable
 
 _READ_BYTES = 1 << 16
 _LONGEST_ERROR = 1 << 16
@@ -45,18 +45,17 @@ class _Answer:
     def take(self, data: bytes, now: float) -> None:
         """Bytes of the body, which came at this moment."""
         for chunk in self.events.push(data):
-            self._take(chunk, now)
-
-    def _take(self, chunk: Chunk, now: float) -> None:
-        if chunk.error is not None:
-            raise _Failed(f"an error within the stream: {_words_of(chunk.error)}")
-        if chunk.usage is not None:
-            self.usage = chunk.usage
-        for choice in chunk.choices or ():
-            if choice.answer or choice.thinking:
-                self.times.append(now)
-            if choice.finish_reason:
-                self.ended = now
+            if chunk.error is not None:
+                words = _words_of(chunk.error)
+                words = "unknown" if words is None else words
+                raise _Failed(f"an error within the stream: {words}")
+            if chunk.usage is not None:
+                self.usage = chunk.usage
+            for choice in chunk.choices or ():
+                if choice.answer or choice.thinking:
+                    self.times.append(now)
+                if choice.finish_reason:
+                    self.ended = now
 
     def as_record(self, request: PreparedRequest, scheduled: float, started: float) -> RequestRecord:
         """The record of an answer that has ended.
@@ -183,15 +182,14 @@ def _refused(status: int, body: bytes) -> str:
     """``HTTP 429: the queue is full``"""
     words = None
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        words = error_facts(msgspec.json.decode(body))
-    if words is None:
-        return f"HTTP {status}"
-    return f"HTTP {status}: {printable(words.message)[:_SHOWN]}"
+        words = _words_of(msgspec.json.decode(body))
+    return f"HTTP {status}" if words is None else f"HTTP {status}: {words}"
 
 
-def _words_of(error: object) -> str:
+def _words_of(error: object) -> str | None:
+    """The server's own words, shortened; None if it said nothing that can be read."""
     facts = error_facts(error)
-    return "unknown" if facts is None else printable(facts.message)[:_SHOWN]
+    return None if facts is None else printable(facts.message)[:_SHOWN]
 
 
 class RequestLoad:

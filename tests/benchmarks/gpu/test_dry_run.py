@@ -8,8 +8,7 @@ import pytest
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.kernels import kernel_cases
 from nanoserve.benchmarks.gpu.markdown import to_markdown
-from nanoserve.benchmarks.gpu.results import part_file, read_results
-from nanoserve.benchmarks.gpu.running import measure_part
+from nanoserve.benchmarks.gpu.running import measure_part, part_file, read_results
 from nanoserve.benchmarks.gpu.setting import find_setting
 from nanoserve.benchmarks.gpu.timing import DeviceTimer, HostClock
 from nanoserve.benchmarks.report import read_report

@@ -1,20 +1,28 @@
 """What was measured survives whatever happens to the process that measures."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoserve.benchmarks.gpu import running
-from nanoserve.benchmarks.gpu.results import CannotRun, GpuCase, open_part, part_file, read_results, run_cases
-from nanoserve.benchmarks.gpu.running import child_command, run_parts
-from nanoserve.benchmarks.gpu.setting import GpuSetting, find_setting
+from nanoserve.benchmarks.gpu.running import (
+    CannotRun,
+    GpuCase,
+    open_part,
+    part_file,
+    read_results,
+    run_cases,
+    run_parts,
+)
 from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import RuntimeFailure, UsageError
 
@@ -22,37 +30,57 @@ SETTINGS = {"dry_run": True}
 BUDGETS = {"kernels": 600.0}
 PATIENCE = 240.0
 
-WORKER = """
-import os, signal, sys, time
-from pathlib import Path
-from typing import Any
-from nanoserve.benchmarks.gpu.results import GpuCase, run_cases
-from nanoserve.benchmarks.gpu.results import open_part
 
-def die():
-    os.kill(os.getpid(), signal.SIGSEGV)
+def measure_three(
+    directory: Path, part: str, *, seconds: float, dry_run: bool, middle: Callable[[], dict[str, object]], delay: float
+) -> bool:
+    """Measure a part in a child."""
+    report = open_part(directory, part, {"dry_run": dry_run})
+    report.put("device", {"name": "none"})
+    time.sleep(delay)
+    return run(three(middle), report, seconds=seconds, works=False)
 
-report = open_part(Path(sys.argv[1]), sys.argv[2], {"dry_run": True})
-report.put("device", {"name": "none"})
-BEFORE
-cases = [GpuCase("a", lambda: {"us": 1}), GpuCase("b", MIDDLE), GpuCase("c", lambda: {"us": 3})]
-works = lambda: False
-done = run_cases(cases, report, seconds=float(sys.argv[3]), device_works=works, announce=lambda name: None)
-sys.exit(0 if done else 4)
-"""
+
+def three(middle: Callable[[], dict[str, object]]) -> list[GpuCase]:
+    return [GpuCase("a", lambda: {"us": 1}), GpuCase("b", middle), GpuCase("c", lambda: {"us": 3})]
 
 
 def run_three(
-    tmp_path: Path, middle: str, *, budget: float = 600.0, case_seconds: float = 600.0, before: str = ""
+    tmp_path: Path,
+    middle: Callable[[], dict[str, object]],
+    *,
+    budget: float = 600.0,
+    case_seconds: float = 600.0,
+    delay: float = 0.0,
 ) -> Path | None:
-    """Run a part of three cases, of which the second does what `middle` says."""
-    program = WORKER.replace("MIDDLE", middle).replace("BEFORE", before)
-
-    def words(part: str, seconds: float) -> Sequence[str]:
-        return [sys.executable, "-c", program, str(tmp_path), part, str(seconds)]
-
+    """Run a part of three cases, of which `middle` is the second."""
+    measure = partial(measure_three, middle=middle, delay=delay)
     budgets = {"kernels": budget}
-    return run_parts(tmp_path, ["kernels"], budgets, dry_run=True, command=words, case_seconds=case_seconds)
+    return run_parts(tmp_path, ["kernels"], budgets, dry_run=True, measure=measure, case_seconds=case_seconds)
+
+
+def die() -> dict[str, object]:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return {}
+
+
+def hang() -> dict[str, object]:
+    time.sleep(600)
+    return {}
+
+
+def two() -> dict[str, object]:
+    return {"us": 2}
+
+
+def exit_at_once(*_: object, code: int, **__: object) -> bool:
+    os._exit(code)
+
+
+def end_with(*_: object, outcome: bool | type[BaseException], **__: object) -> bool:
+    if isinstance(outcome, bool):
+        return outcome
+    raise outcome("no GPU")
 
 
 def rows(tmp_path: Path) -> dict[str, dict[str, object]]:
@@ -111,7 +139,7 @@ def test_results_of_another_run_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_a_process_that_dies_costs_one_row(tmp_path: Path) -> None:
-    together = run_three(tmp_path, "die")
+    together = run_three(tmp_path, die)
     found = rows(tmp_path)
     assert [found[case].get("us") for case in "abc"] == [1, None, 3]
     assert "exit code -11" in str(found["b"]["error"])
@@ -133,7 +161,7 @@ class LongNight:
 
 def test_a_case_that_hangs_costs_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.gpu.running.time", LongNight(tmp_path))
-    run_three(tmp_path, "lambda: time.sleep(600)", budget=1e6)
+    run_three(tmp_path, hang, budget=1e6)
     found = rows(tmp_path)
     assert [found[case].get("us") for case in "abc"] == [1, None, 3]
     assert found["b"]["error"] == "its process was ended: it took too long"
@@ -143,7 +171,7 @@ def test_the_budget_cuts_a_case_off_and_another_run_measures_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.gpu.running.time", LongNight(tmp_path))
-    together = run_three(tmp_path, "lambda: time.sleep(600)", case_seconds=1e9)
+    together = run_three(tmp_path, hang, case_seconds=1e9)
     monkeypatch.undo()
     found = rows(tmp_path)
     assert found["a"]["us"] == 1
@@ -152,18 +180,20 @@ def test_the_budget_cuts_a_case_off_and_another_run_measures_it(
     part = read_results(together)["parts"]["kernels"]
     (note,) = part["notes"]
     assert part["complete"] and note.startswith("b: cut off after")
-    run_three(tmp_path, "lambda: {'us': 2}")
+    run_three(tmp_path, two)
     assert [row["us"] for row in rows(tmp_path).values()] == [1, 2, 3]
     assert read_report(part_file(tmp_path, "kernels"))["notes"] == []
 
 
 def test_a_process_may_take_longer_to_begin_than_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanoserve.benchmarks.gpu.running.OVERTIME_SECONDS", 0.0)
-    run_three(tmp_path, "lambda: {'us': 2}", before="time.sleep(0.5)", budget=0.0)
+    run_three(tmp_path, two, delay=0.5, budget=0.0)
     assert [row["skipped"] for row in rows(tmp_path).values()] == ["the time budget was spent"] * 3
 
 
 def test_to_begin_is_part_of_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanoserve.benchmarks.gpu.setting import GpuSetting, find_setting  # imports torch, which no child here needs
+
     given = []
 
     def slow(*, dry_run: bool) -> GpuSetting:
@@ -181,58 +211,63 @@ def test_to_begin_is_part_of_the_budget(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_device_that_is_lost_gets_a_new_process(tmp_path: Path) -> None:
-    run_three(tmp_path, "lambda: 1 / 0")
+    run_three(tmp_path, fail)
     found = rows(tmp_path)
     assert [found[case].get("us") for case in "abc"] == [1, None, 3]
-    assert str(found["b"]["error"]).startswith("ZeroDivisionError")
+    assert str(found["b"]["error"]).startswith("ValueError")
 
 
 def test_a_part_that_cannot_begin_is_no_endless_loop(tmp_path: Path) -> None:
-    def broken(part: str, seconds: float) -> Sequence[str]:
-        return [sys.executable, "-c", "raise SystemExit(1)"]
-
+    broken = partial(exit_at_once, code=1)
     with pytest.raises(RuntimeFailure, match=r"kernels: .*exit code 1 outside of any case"):
-        run_parts(tmp_path, ["kernels"], BUDGETS, dry_run=True, command=broken)
+        run_parts(tmp_path, ["kernels"], BUDGETS, dry_run=True, measure=broken)
 
 
-@pytest.mark.parametrize(("code", "error"), [(2, UsageError), (130, KeyboardInterrupt)])
+@pytest.mark.parametrize("error", [UsageError, KeyboardInterrupt])
 def test_a_worker_that_refuses_or_is_interrupted_ends_the_run(
-    tmp_path: Path, code: int, error: type[BaseException]
+    tmp_path: Path, error: type[BaseException], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def ended(part: str, seconds: float) -> Sequence[str]:
-        return [sys.executable, "-c", f"exit({code})"]
-
+    ended = partial(end_with, outcome=error)
     with pytest.raises(error):
-        run_parts(tmp_path, ["kernels", "engine"], {**BUDGETS, "engine": 60.0}, dry_run=True, command=ended)
+        run_parts(tmp_path, ["kernels", "engine"], {**BUDGETS, "engine": 60.0}, dry_run=True, measure=ended)
+    assert capfd.readouterr().err == ("nanoserve: no GPU\n" if error is UsageError else "")
     assert read_report(part_file(tmp_path, "engine"))["rows"] == []
 
 
-@pytest.mark.parametrize(
-    ("outcome", "code"), [(True, 0), (False, 4), (KeyboardInterrupt(), 130), (UsageError("no GPU"), 2)]
-)
-def test_a_worker_ends_with_what_became_of_it(
-    outcome: Any,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(("outcome", "code"), [(True, 0), (False, 4), (KeyboardInterrupt, 130), (UsageError, 2)])
+def test_a_child_exits_with_what_became_of_it(
+    outcome: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(directory: Path, part: str, *, seconds: float, dry_run: bool) -> bool:
-        assert (directory, part, seconds, dry_run) == (tmp_path, "kernels", 12.5, True)
-        if isinstance(outcome, bool):
-            return outcome
-        raise outcome
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "0")  # the child sets it, and this test runs the child here
+    with pytest.raises(SystemExit) as ended:
+        running._run_child(partial(end_with, outcome=outcome), tmp_path, "kernels", seconds=12.5, dry_run=True)
+    assert ended.value.code == code
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
 
-    monkeypatch.setattr("nanoserve.benchmarks.gpu.running.measure_part", measure)
-    monkeypatch.setattr("sys.argv", ["running", *child_command(tmp_path, dry_run=True)("kernels", 12.5)[3:]])
-    assert running.main() == code
-    assert capsys.readouterr().err == ("nanoserve: no GPU\n" if code == 2 else "")
+
+def test_a_child_cleans_up_after_ctrl_c_although_the_command_would_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def measure(*_: object, **__: object) -> bool:
+        found.append(signal.getsignal(signal.SIGINT))
+        return True
+
+    monkeypatch.setitem(os.environ, "HF_HUB_OFFLINE", "0")
+    before = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        with pytest.raises(SystemExit):
+            running._run_child(measure, tmp_path, "kernels", seconds=1.0, dry_run=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [signal.default_int_handler]
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from tests.benchmarks.gpu.test_running import run_three\n"
-        f"run_three(Path({str(tmp_path)!r}), 'lambda: time.sleep(600)')"
+        "from pathlib import Path; from tests.benchmarks.gpu.test_running import hang, run_three\n"
+        f"run_three(Path({str(tmp_path)!r}), hang)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     path = part_file(tmp_path, "kernels")

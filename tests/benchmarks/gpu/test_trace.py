@@ -41,13 +41,13 @@ def test_kernels_belong_to_the_step_that_launched_them() -> None:
     ]
     found = summarize_trace(events)
     assert found is not None
-    assert found.steps == 2
-    assert found.kernels_per_step == 2.5
-    assert found.kernel_us == pytest.approx((4 + 4 + 5 + 5 + 1) / 5)
-    assert found.step_us == pytest.approx(30.0)
-    assert found.idle_between_steps == pytest.approx((20 + 20) / 60)
-    assert found.idle_within_steps == pytest.approx(2 / 60)
-    assert found.busy == pytest.approx(18 / 60)
+    assert found["steps"] == 2
+    assert found["kernels_per_step"] == 2.5
+    assert found["kernel_us"] == pytest.approx((4 + 4 + 5 + 5 + 1) / 5)
+    assert found["step_us"] == pytest.approx(30.0)
+    assert found["idle_between_steps"] == pytest.approx((20 + 20) / 60)
+    assert found["idle_within_steps"] == pytest.approx(2 / 60)
+    assert found["busy"] == pytest.approx(18 / 60)
 
 
 def test_a_copy_before_a_step_ends_waiting_but_begins_no_step() -> None:
@@ -58,8 +58,8 @@ def test_a_copy_before_a_step_ends_waiting_but_begins_no_step() -> None:
     ]
     found = summarize_trace(events)
     assert found is not None
-    assert found.idle_between_steps == pytest.approx((4 + 4) / 20)
-    assert found.idle_within_steps == 0.0
+    assert found["idle_between_steps"] == pytest.approx((4 + 4) / 20)
+    assert found["idle_within_steps"] == 0.0
 
 
 def test_overlapped_steps_leave_no_idle_time() -> None:
@@ -69,7 +69,7 @@ def test_overlapped_steps_leave_no_idle_time() -> None:
     ]
     found = summarize_trace(events)
     assert found is not None
-    assert (found.idle_between_steps, found.busy) == (0.0, 1.0)
+    assert (found["idle_between_steps"], found["busy"]) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -11,19 +11,19 @@ import torch
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionRow, decode_rows
-from nanoserve.benchmarks.gpu.results import open_part
+from nanoserve.benchmarks.gpu.running import open_part
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.benchmarks.gpu.timing import DeviceTimer, HostClock
 from nanoserve.benchmarks.gpu.tuning import (
     DECODE,
     PREFILL,
     Configuration,
-    Tuner,
     best_configurations,
     decode_splits,
     decode_tiles,
     prefill_tiles,
     tuned_source,
+    tuning_cases,
     write_table,
 )
 from triton_ops import paged_attention
@@ -98,7 +98,7 @@ def test_every_candidate_is_a_case_and_the_splits_are_tried_with_the_best_tiles(
     best = DecodeConfiguration(128, 8, 4, 128, 8)
     setting = GpuSetting(torch.device("cpu"), dry_run=True)  # as which Triton's interpreter is taken for: generation 9
     bench = DeviceTimer(setting, HostClock(), Limits(1.0, 1.0))
-    names = [case.name for case in Tuner(bench, [row(DECODE, best, 1.0)]).cases()]
+    names = [case.name for case in tuning_cases(bench, [row(DECODE, best, 1.0)])]
     assert len(set(names)) == len(names) < 250
     assert "decode, head_dim 128, [128, 8, 4, 512, 16]" in names
     assert "decode, head_dim 128, [64, 4, 3, 128, 8]" in names
@@ -124,7 +124,7 @@ def test_a_candidate_that_disagrees_with_the_present_configuration_is_not_taken(
     monkeypatch.setattr("nanoserve.benchmarks.gpu.tuning.WORK", work)
     report = open_part(tmp_path, "tuning", {"dry_run": False})
     bench = DeviceTimer(GpuSetting(torch.device("cpu"), dry_run=True), HostClock(), Limits(1.0, 1.0))
-    cases = {case.name: case for case in Tuner(bench, []).cases()}
+    cases = {case.name: case for case in tuning_cases(bench, [])}
     for fields in ("[64, 4, 3, 128, 8]", "[64, 8, 3, 128, 8]", "[128, 4, 3, 128, 8]"):
         case = cases[f"decode, head_dim 128, {fields}"]
         report.add({"case": case.name, **case.measure()})

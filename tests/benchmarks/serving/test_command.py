@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.peers.protocol import Batch, Opening
+from nanoserve.benchmarks.peers.process import Batch, Opening
 from nanoserve.benchmarks.peers.server_peer import ServerPeer
-from nanoserve.benchmarks.serving import own_server, preparing
+from nanoserve.benchmarks.serving import own_server
 from nanoserve.benchmarks.serving.own_server import OwnServer
+from nanoserve.commands import bench_serve
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.main import main
 from nanoserve.errors import RuntimeFailure
@@ -179,7 +180,7 @@ def test_ctrl_c_keeps_the_answers_that_have_come(server: Server, tmp_path: Path)
 
 def test_a_server_of_its_own_is_started_and_ended(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_server, "_COMMAND", FAKE_COMMAND)
-    monkeypatch.setattr(preparing, "prepare_elsewhere", lambda *_: FACTS)
+    monkeypatch.setattr(bench_serve, "prepare_engine", lambda *_: FACTS)
     monkeypatch.setenv("NANOSERVE_API_KEY", "not for this server")
     started: list[int] = []
     ready = OwnServer._wait_until_ready
@@ -244,12 +245,12 @@ def test_what_will_run_is_found_out_beforehand(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for this
     settings = {"dtype": "float32", "kv_cache_memory": 1 << 24, "eager": True}
-    facts = preparing.prepare_elsewhere(None, settings, threads=1)
+    facts = own_server.prepare_engine(None, settings, threads=1)
     assert (facts["model"], facts["dtype"], facts["layers"], facts["threads"]) == ("storyteller", "float32", "eager", 1)
     assert facts["operators"].startswith("plain torch (")
     with pytest.raises(RuntimeFailure, match="no such directory"):
-        preparing.prepare_elsewhere("./nowhere", {}, threads=None)
+        own_server.prepare_engine("./nowhere", {}, threads=None)
     settings |= {"pipeline_parallel": 8, "decode_layout": ParallelLayout(tensor_parallel=8)}  # heard, and refused
     with pytest.raises(RuntimeFailure, match="--prefill-parallel P8: the model has 4 layers"):
-        preparing.prepare_elsewhere(None, settings, threads=None)
+        own_server.prepare_engine(None, settings, threads=None)
     assert "CXX" in os.environ
