@@ -8,13 +8,7 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import (
-    ResultOptions,
-    kept,
-    print_counting,
-    print_head,
-    settled_operators,
-)
+from nanoserve.commands.bench_options import ResultOptions, print_counting, print_head, settled_operators
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
@@ -63,10 +57,9 @@ def run(options: OperatorsOptions) -> None:
     """
     cells = [_cell(text) for text in options.cells.split(",")]
     rows = parse_sizes(options.rows, "--rows")
-    report = options.open_report("operators", {"cells": cells, "rows": rows, "rounds": options.rounds})
-    in_use = settled_operators(options.threads)
-    with kept(report, lambda: _show(report, options)):
-        _measure(cells, rows, options, report, in_use)
+    settings = {"cells": cells, "rows": rows, "rounds": options.rounds}
+    with options.reported("operators", settings, _show) as report:
+        _measure(cells, rows, options, report)
 
 
 def _cell(text: str) -> tuple[int, int]:
@@ -77,9 +70,8 @@ def _cell(text: str) -> tuple[int, int]:
         raise UsageError(f"--cells takes sequences x context such as 16x2048,4x512, not {text!r}") from None
 
 
-def _measure(
-    cells: Sequence[tuple[int, int]], rows: Sequence[int], options: OperatorsOptions, report: Report, in_use: str
-) -> None:
+def _measure(cells: Sequence[tuple[int, int]], rows: Sequence[int], options: OperatorsOptions, report: Report) -> None:
+    in_use = settled_operators(options.threads)
     import torch
 
     from nanoserve.benchmarks.operators import count_linear_cases, measure_case

@@ -5,8 +5,8 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import ResultOptions, kept, print_head
+from nanoserve.benchmarks.tables import Column
+from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.measures.workloads import parse_sizes
@@ -44,8 +44,7 @@ def run(options: SchedulerOptions) -> None:
     sizes = parse_sizes(options.sequences, "--sequences")
     make_policy(options.policy, 1)  # an unknown name is told before anything runs
     settings = {"context": options.context, "steps": options.steps, "policy": options.policy}
-    report = options.open_report("scheduler", settings)
-    with kept(report, lambda: _show(report, options)):
+    with options.reported("scheduler", settings, _show) as report:
         for size in watched(sizes, "sizes"):
             foreign = ForeignLoad()
             cost = measure_scheduler(size, context=options.context, steps=options.steps, policy=options.policy)
@@ -55,7 +54,6 @@ def run(options: SchedulerOptions) -> None:
 
 def _show(report: Report, options: SchedulerOptions) -> None:
     title = f"scheduler per step, {options.policy}, context {options.context}, {options.steps} steps"
-    print_head(report)
-    print_table(title, _COLUMNS, report.rows)
+    print_results(report, title, _COLUMNS)
     if options.plot is not None:
         plot_stacks(options.plot, report.titled(title), "{case}", "time of a step, ms", {"": _PARTS}, report.rows)

@@ -21,8 +21,7 @@ from nanoserve.commands.bench_options import (
     ResultOptions,
     engine_title,
     fitting_work,
-    kept,
-    print_head,
+    print_results,
 )
 from nanoserve.commands.engine_options import ServerOptions, WorkersOptions
 from nanoserve.commands.failures import say
@@ -121,8 +120,7 @@ def run(options: BenchServeOptions) -> None:
     settings |= {"endpoint": endpoint, "ignore_eos": not options.allow_eos}
     settings |= {"warm_up": options.warm_up, "timeout": options.timeout}
     settings |= {"slo": options.slo, "points": [point.name for point in points]}
-    report = options.open_report("serve", settings)
-    with ExitStack() as opened, kept(report, lambda: _show(report, options)):
+    with options.reported("serve", settings, _show) as report, ExitStack() as opened:
         client, key, model, foreign = _server(options, report, opened)
         fitting = fitting_work(work, model.max_model_len, report)
         style = RequestStyle.of(model.id, endpoint, ignore_eos=not options.allow_eos)
@@ -162,8 +160,7 @@ def _show(report: Report, options: ResultOptions) -> None:
     document = report.document
     title = f"{document['settings']['work']} asked of {document['server']['model']}"
     title += f", {engine_title(document['engine'])}" if "engine" in document else f" at {document['server']['url']}"
-    print_head(report)
-    print_table(title, _COLUMNS, report.rows)
+    print_results(report, title, _COLUMNS)
     rows = [
         {"case": row["case"], "metric": _short(metric), **(row[metric] or {})}
         for row in report.rows
@@ -192,8 +189,7 @@ def _chart(report: Report, title: str) -> Chart:
 
 def _numbers(path: str, rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """Values of a field, without a number where a row has none."""
-    texts = [Column("", path, ".6g").text(row) for row in rows]
-    return [math.nan if text == "-" else float(text) for text in texts]
+    return [math.nan if (value := Column("", path).value(row)) is None else value for row in rows]
 
 
 def _short(metric: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Message, Piece, Steps, did_you_mean
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Message, Steps, did_you_mean
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
 from nanoserve.commands.failures import say
 from nanoserve.commands.options import argument, option
@@ -22,6 +22,7 @@ from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, read_stdin
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import envelope
 from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.text.reasoning import Piece
 
 
 class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", has_variables=True):
@@ -366,10 +367,10 @@ def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerP
 
     session.notify = notify
     try:
-        for piece in pieces:
-            if not piece.thinking:
-                printer.answer(piece.text)
+        for part, text in pieces:
+            if part == "answer":
+                printer.answer(text)
             elif thinking:
-                printer.thinking(piece.text)
+                printer.thinking(text)
     finally:
         printer.finish()

@@ -10,7 +10,7 @@ import msgspec
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions, kept
+from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.simulate_options import HARDWARE_PANEL, StepLimitOptions
 from nanoserve.commands.terminal import remark
@@ -78,9 +78,8 @@ def run(options: PlanOptions) -> None:
         "max_num_batched_tokens": budget,
         "max_num_seqs": options.max_num_seqs,
     }
-    report = Report("plan", settings, options.json)
-    report.put("left_out", [asdict(one) for one in candidates.left_out])
-    with kept(report, lambda: _show(report, work)):
+    with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
+        report.put("left_out", [asdict(one) for one in candidates.left_out])
         for candidate in candidates.fitting:
             for name, policy in (of_pairs if candidate.is_pair else policies).items():
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")

@@ -10,7 +10,7 @@ import msgspec
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions, kept
+from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_options import (
     RUNTIMES,
@@ -115,9 +115,9 @@ def run(options: SimulateOptions) -> None:
     parse_slo(options.slo)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
     settings = _settings(options, hardware)
-    report = options.open_report("simulate", settings)
     place = _place(settings, hardware)
-    with ExitStack() as files, kept(report, lambda: _show(report, options, place)):
+    reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
+    with reported as report, ExitStack() as files:
         trace = None if options.record is None else files.enter_context(ChromeTraceFile(options.record))
         runs: list[PlottedRun] = []
         for name, policy in chosen.items():
