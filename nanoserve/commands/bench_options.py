@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,7 +18,15 @@ from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import check_plotting
-from nanoserve.measures.workloads import PRESETS, BatchCase, parse_lengths, parse_sizes, read_arrivals, read_trace
+from nanoserve.measures.workloads import (
+    PRESETS,
+    BatchCase,
+    RequestShape,
+    parse_lengths,
+    parse_sizes,
+    read_arrivals,
+    read_trace,
+)
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
 
@@ -45,18 +53,15 @@ class GridOptions(
 ):
     """Batches of equal requests: every combination of these sizes and lengths."""
 
-    batch_sizes: str = option("1,4,16", "Requests at a time.", metavar="N,N,...")
-    lengths: str = option("128+32", "Tokens of a prompt and of its answer.", metavar="IN+OUT,...")
+    batch_sizes: tuple[int, ...] = option("1,4,16", "Requests at a time.", metavar="N,N,...", parse=parse_sizes)
+    lengths: tuple[RequestShape, ...] = option(
+        "128+32", "Tokens of a prompt and of its answer.", metavar="IN+OUT,...", parse=parse_lengths
+    )
 
     def cases(self) -> list[BatchCase]:
-        """All combinations; batch sizes vary slowest.
-
-        Raises:
-            UsageError: for what is no list of sizes or lengths, naming the flag.
-        """
-        shapes = parse_lengths(self.lengths, "--lengths")
-        sizes = parse_sizes(self.batch_sizes, "--batch-sizes")
-        return [BatchCase(size, shape.input_tokens, shape.output_tokens) for size in sizes for shape in shapes]
+        """All combinations; batch sizes vary slowest."""
+        pairs = product(self.batch_sizes, self.lengths)
+        return [BatchCase(size, shape.input_tokens, shape.output_tokens) for size, shape in pairs]
 
 
 class LengthOptions(

@@ -28,7 +28,7 @@ _COLUMNS = [
 class SchedulerOptions(ResultOptions):
     """All options of the command."""
 
-    sequences: str = option("1,4,16,64,128,256", "Running sequences.", metavar="N,N,...")
+    sequences: tuple[int, ...] = option("1,4,16,64,128,256", "Running sequences.", metavar="N,N,...", parse=parse_sizes)
     context: int = option(512, "Tokens of each at the start.", minimum=1, maximum=100_000)
     steps: int = option(200, "Steps measured.", minimum=1, maximum=100_000)
     policy: str = option("sarathi", "Scheduling policy.", metavar="NAME")
@@ -41,11 +41,10 @@ def run(options: SchedulerOptions) -> None:
 
       nanoserve bench scheduler --sequences 64,256,1024
     """
-    sizes = parse_sizes(options.sequences, "--sequences")
     make_policy(options.policy, 1)  # an unknown name is told before anything runs
     settings = {"context": options.context, "steps": options.steps, "policy": options.policy}
     with options.reported("scheduler", settings, _show) as report:
-        for size in watched(sizes, "sizes"):
+        for size in watched(options.sequences, "sizes"):
             foreign = ForeignLoad()
             cost = measure_scheduler(size, context=options.context, steps=options.steps, policy=options.policy)
             facts = {"case": f"{size} sequences", **msgspec.to_builtins(cost), "foreign_cores": foreign.read()}

@@ -25,7 +25,7 @@ from nanoserve.commands.bench_options import (
 )
 from nanoserve.commands.engine_options import ServerOptions, WorkersOptions
 from nanoserve.commands.failures import say
-from nanoserve.commands.options import Options, option
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import counted, show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
@@ -35,7 +35,7 @@ from nanoserve.measures.slo import parse_slo
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.installation import install_command
 
-DEFAULT_CONCURRENCY = "1,4,16"
+DEFAULT_CONCURRENCY = (1, 4, 16)
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 _PERCENTILES = ("p50", "p90", "p99")
 _COLUMNS = [
@@ -52,11 +52,25 @@ _COLUMNS = [
 ]
 
 
-class ArrivalOptions(Options, renamed={"--request-rate": "is now --rate"}):
-    """When requests come."""
+class BenchServeOptions(
+    LengthOptions, ServerOptions, WorkersOptions, ResultOptions, renamed={"--request-rate": "is now --rate"}
+):
+    """All options of the command."""
 
-    rate: str | None = option(None, "Open loop: requests per second, or inf.", metavar="X,X,...")
-    concurrency: str | None = option(None, "Closed loop: clients that ask one after another.", metavar="N,N,...")
+    endpoint: str = option("completions", "completions (token ids) or chat (words).", metavar="NAME")
+    allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
+    slo: str | None = option(
+        None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
+    )
+    warm_up: int = option(4, "Unmeasured requests before.", minimum=1)
+    repeats: int = option(1, "Measured runs of each load.", minimum=1)
+    timeout: float = option(1800.0, "For a whole answer; a later one has failed.", metavar="SECONDS", minimum=0.1)
+    rate: tuple[float, ...] | None = option(
+        None, "Open loop: requests per second, or inf.", metavar="X,X,...", parse=parse_rates
+    )
+    concurrency: tuple[int, ...] | None = option(
+        None, "Closed loop: clients that ask one after another.", metavar="N,N,...", parse=parse_sizes
+    )
     arrivals: str = option(
         "poisson", "Or the times of --trace, stretched to --rate if given.", choices=("poisson", "trace")
     )
@@ -73,24 +87,10 @@ class ArrivalOptions(Options, renamed={"--request-rate": "is now --rate"}):
         if self.concurrency is not None and (traced or self.rate is not None):
             raise UsageError("--concurrency is a closed loop: give it without --rate and --arrivals trace")
         if self.rate is not None:
-            return [Point(rate=rate, traced=traced) for rate in parse_rates(self.rate, "--rate")]
+            return [Point(rate=rate, traced=traced) for rate in self.rate]
         if traced:
             return [Point(traced=True)]
-        sizes = parse_sizes(self.concurrency or DEFAULT_CONCURRENCY, "--concurrency")
-        return [Point(concurrency=size) for size in sizes]
-
-
-class BenchServeOptions(ArrivalOptions, LengthOptions, ServerOptions, WorkersOptions, ResultOptions):
-    """All options of the command."""
-
-    endpoint: str = option("completions", "completions (token ids) or chat (words).", metavar="NAME")
-    allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
-    slo: str | None = option(
-        None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
-    )
-    warm_up: int = option(4, "Unmeasured requests before.", minimum=1)
-    repeats: int = option(1, "Measured runs of each load.", minimum=1)
-    timeout: float = option(1800.0, "For a whole answer; a later one has failed.", metavar="SECONDS", minimum=0.1)
+        return [Point(concurrency=size) for size in self.concurrency or DEFAULT_CONCURRENCY]
 
 
 @on_all_machines
@@ -117,9 +117,8 @@ def run(options: BenchServeOptions) -> None:
     endpoint, repeats = check_endpoint(options.endpoint), options.repeats
     work = options.read(seed, traced=options.arrivals == "trace")
     settings: dict[str, Any] = {"work": work.name, "requests": len(work.shapes), "repeats": repeats, "seed": seed}
-    settings |= {"endpoint": endpoint, "ignore_eos": not options.allow_eos}
-    settings |= {"warm_up": options.warm_up, "timeout": options.timeout}
-    settings |= {"slo": options.slo, "points": [point.name for point in points]}
+    settings |= {"endpoint": endpoint, "ignore_eos": not options.allow_eos, "points": [point.name for point in points]}
+    settings |= {"warm_up": options.warm_up, "timeout": options.timeout, "slo": options.slo}
     with options.reported("serve", settings, _show) as report, ExitStack() as opened:
         client, key, model, foreign = _server(options, report, opened)
         fitting = fitting_work(work, model.max_model_len, report)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.commands.engine_options import parallel_pair, parsed_split
-from nanoserve.commands.options import Options, option
+from nanoserve.commands.options import HARDWARE_PANEL, Options, option
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.measured_times import MeasuredPredictor, MeasuredTimes
@@ -22,7 +22,6 @@ from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, tr
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
-HARDWARE_PANEL = "Hardware"
 MOST_AT_A_TIME = 2**30
 """The most tokens in a step, and sequences: more than there can be, and few enough to be counted with."""
 MOST_BLOCKS = 2**24
