@@ -5,6 +5,7 @@ Before a batch of two layouts runs, the planner says how fast it is predicted to
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import nanoserve
 from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
 from nanoserve.commands.batch_progress import Phases, Tally, progress_bar
 from nanoserve.commands.engine_options import WorkersOptions, sampling_params
-from nanoserve.commands.failures import say
 from nanoserve.commands.progress import show_progress
-from nanoserve.commands.terminal import remark
+from nanoserve.commands.terminal import remark, say
 from nanoserve.commands.usage import AnswerUsage
 from nanoserve.costs import Machine, Precision
 from nanoserve.costs.counts import ModelCounts
@@ -60,20 +60,15 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
     say(batch.summary(target))
 
 
+@dataclass(slots=True)
 class _Batch:
     """Takes rows to the LLM and its answers to the file."""
 
-    def __init__(
-        self,
-        results: ResultFile,
-        tally: Tally,
-        phases: Phases | None,
-        engine: WorkersOptions,
-        settings: dict[str, Any],
-    ):
-        self.phases = phases
-        self._results, self._tally = results, tally
-        self._engine, self._settings = engine, settings
+    results: ResultFile
+    tally: Tally
+    phases: Phases | None
+    engine: WorkersOptions
+    settings: dict[str, Any]
 
     def answer(self, rows: Sequence[PromptRow]) -> None:
         """Answer the rows that can be used, and write an error for each of the others."""
@@ -83,15 +78,15 @@ class _Batch:
                 self._write(row, {"error": row.error})
         if not usable:
             return
-        with self._engine.open_llm() as llm:
+        with self.engine.open_llm() as llm:
             with show_progress() as progress:
                 llm.prepare(progress)
             items = self._items(usable, llm.default_sampling_params())
             prompts = [(row.prompt, params) for row, params in items]
             if self.phases is not None and (advice := advice_for(llm, self.phases.layouts, prompts)) is not None:
                 remark(advice)
-            self._tally.started = time.monotonic()
-            with progress_bar(self._tally, self.phases) as draw:
+            self.tally.started = time.monotonic()
+            with progress_bar(self.tally, self.phases) as draw:
 
                 def look(updates: Sequence[SequenceUpdate]) -> None:
                     if self.phases is not None:
@@ -112,28 +107,26 @@ class _Batch:
             raise WorkersFailed(lost)
 
     def _items(self, rows: Sequence[PromptRow], defaults: SamplingParams) -> list[tuple[PromptRow, SamplingParams]]:
-        """The rows with their settings; rows whose settings are wrong end as errors.
-
-        A row's seed depends on its place alone, so a run that goes on after Ctrl-C gives what it would have given.
-        """
+        """The rows with their settings; rows whose settings are wrong end as errors."""
         items = []
         for row in rows:
-            seed = {} if self._engine.seed is None else {"seed": (self._engine.seed + row.index) % 2**63}
+            # A row's seed depends on its place alone, so a run that goes on after Ctrl-C repeats what it began.
+            seed = {} if self.engine.seed is None else {"seed": (self.engine.seed + row.index) % 2**63}
             try:
-                items.append((row, sampling_params(defaults, self._settings, seed, dict(row.settings))))
+                items.append((row, sampling_params(defaults, self.settings, seed, dict(row.settings))))
             except UsageError as error:
                 self._write(row, {"error": str(error)})
         return items
 
     def _write(self, row: PromptRow, result: dict[str, Any]) -> None:
-        self._results.write({"index": row.index} | ({} if row.id is None else {"id": row.id}) | result)
-        self._tally.written += 1
-        self._tally.errors += "error" in result
-        self._tally.tokens += result.get("usage", {}).get("completion_tokens", 0)
+        self.results.write({"index": row.index} | ({} if row.id is None else {"id": row.id}) | result)
+        self.tally.written += 1
+        self.tally.errors += "error" in result
+        self.tally.tokens += result.get("usage", {}).get("completion_tokens", 0)
 
     def summary(self, path: Path) -> str:
         """What was written, how fast, and where."""
-        tally, phases = self._tally, self.phases
+        tally, phases = self.tally, self.phases
         parts = [f"{tally.written - tally.errors} rows written to {path}"]
         if tally.errors:
             parts.append(f"{tally.errors} rows with errors")
@@ -199,8 +192,7 @@ def advice_for(
 def _shapes(llm: "nanoserve.LLM", items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
     """The lengths of all items, from the prompts of some, evenly over all. Answers are as long as they may become."""
     count = min(len(items), _SAMPLED_ROWS)
-    sampled = [items[place * len(items) // count] for place in range(count)]
-    shapes = list(chain.from_iterable(_shape(llm, *item) for item in sampled))
+    shapes = list(chain.from_iterable(_shape(llm, *items[place * len(items) // count]) for place in range(count)))
     return [shapes[place * len(shapes) // len(items)] for place in range(len(items))] if shapes else []
 
 

@@ -126,8 +126,9 @@ def _measure_accuracy(
 def _show(report: Report, options: ResultOptions) -> None:
     print_results(report, "quality", _COLUMNS)
     if options.plot is not None:
-        panels = [_bars(case, [row for row in report.rows if row["case"] == case]) for case in _AXES]
-        chart = Chart(report.titled("quality"), [one for one in panels if one.names], columns=1)
+        rows_of = {case: [row for row in report.rows if row["case"] == case] for case in _AXES}
+        panels = [_bars(case, rows) for case, rows in rows_of.items() if rows]
+        chart = Chart(report.titled("quality"), panels, columns=1)
         draw(chart, options.plot, panel_size=(7.0, 2.2))
 
 

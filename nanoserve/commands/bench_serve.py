@@ -1,7 +1,6 @@
 """``nanoserve bench serve``: what clients of a server get to see under load."""
 
 import math
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
@@ -24,10 +23,9 @@ from nanoserve.commands.bench_options import (
     print_results,
 )
 from nanoserve.commands.engine_options import ServerOptions, WorkersOptions
-from nanoserve.commands.failures import say
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import counted, show_progress
-from nanoserve.commands.terminal import remark
+from nanoserve.commands.terminal import remark, say
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import Chart, draw, panel
@@ -179,16 +177,12 @@ def _chart(report: Report, title: str) -> Chart:
     lines = {f"{_short(metric)}, ms": {name: f"{metric}.{name}" for name in _PERCENTILES} for metric in _LATENCIES}
     lines["output tokens/s"] = {"": "output_tokens_per_s"}
     ticks = [str(row["tick"]) for row in report.rows]
-    panels = [
-        panel(y.partition(",")[0], x, y, ticks, {label: _numbers(path, report.rows) for label, path in paths.items()})
-        for y, paths in lines.items()
-    ]
+    panels = []
+    for y, paths in lines.items():
+        values = {label: [Column("", path).value(row) for row in report.rows] for label, path in paths.items()}
+        heights = {label: [math.nan if one is None else one for one in found] for label, found in values.items()}
+        panels.append(panel(y.partition(",")[0], x, y, ticks, heights))
     return Chart(report.titled(title), panels, columns=len(panels))
-
-
-def _numbers(path: str, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Values of a field, without a number where a row has none."""
-    return [math.nan if (value := Column("", path).value(row)) is None else value for row in rows]
 
 
 def _short(metric: str) -> str:

@@ -163,11 +163,7 @@ class RemoteModel:
                 waited += self._wait(error, waited)
 
     def _wait(self, error: ServerRefused, waited: int) -> int:
-        """Wait as long as a server that is loading asks for; returns the seconds.
-
-        Raises:
-            ServerRefused: ``error``, if that is no reason to wait, or if it has been waited long enough.
-        """
+        """Wait the seconds that a loading server asks for, and return them; raise ``error`` for other refusals."""
         not_ready = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
         if not not_ready or waited >= _LONGEST_WAIT_SECONDS:
             raise error

@@ -230,11 +230,7 @@ class ChatSession:
         return [{"role": message.role, "content": message.content} for message in [*system, *turns]]
 
     def _make_room(self, message: Message) -> None:
-        """Drop the oldest pairs of turns until question and answer fit.
-
-        Raises:
-            UsageError: if the question does not fit even alone.
-        """
+        """Drop the oldest pairs of turns until question and answer fit; raise UsageError if none is left to drop."""
         context, length = self.model.context, self.model.count_tokens(self._for_model([*self.turns, message]))
         if context is None or length is None:
             return

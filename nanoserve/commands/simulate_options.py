@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.commands.engine_options import parallel_pair, parsed_split
 from nanoserve.commands.options import HARDWARE_PANEL, Options, option
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
@@ -17,7 +16,6 @@ from nanoserve.costs.profile import read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.processes.sizes import parse_size
-from nanoserve.scheduler.load import Policy
 from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
@@ -47,14 +45,6 @@ class PolicyOptions(
     policy: str = option(
         "throttling", "Each on its own, as throttling:iterations=4 with parameters.", metavar="NAME,NAME"
     )
-
-    def policies(self) -> dict[str, Policy]:
-        """The named policies, in that order.
-
-        Raises:
-            UsageError: for an unknown policy, and for parameters that it does not have or that make no sense.
-        """
-        return parse_policies(self.policy, self.max_num_batched_tokens)
 
 
 class WorkloadOptions(Options):
