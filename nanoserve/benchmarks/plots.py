@@ -51,7 +51,8 @@ def plot_stacks(
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    names, panels = [label.format(**row) for row in rows], []
+    names = [label.format(**row) for row in rows]
+    panels: list[Bars] = []
     for heading, fields in stacks.items():
         parts = {part: [float(Column("", field).text(row)) for row in rows] for part, field in fields.items()}
         texts = [f"{sum(several):.3g}" for several in zip(*parts.values(), strict=True)]

@@ -4,11 +4,11 @@ A chart is a grid of panels: lines, bars and areas (Panel), horizontal bars (Bar
 (Gantt). Colours belong to what a label means, so that it looks the same in every chart.
 """
 
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from io import BytesIO
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,10 +49,14 @@ _CHARACTER_WIDTH = 0.088
 """Inches of a character of the title, about."""
 _MOST_CHARACTERS = 28
 """Names below an axis are rotated if they are longer together."""
+_MOST_OVER_BARS = 3
+"""Labels for which there is room above bars."""
 _MOST_LINES = 6
 """A legend of more lines stands beside its panel, or in two lines below all panels."""
 _MOST_IN_DIGITS = 1e6
 """Values of a logarithmic axis from here on are written as powers."""
+_MOST_TICKS, _TICK_ROOM = 9, 0.08
+"""Points of a line that have ticks of their own at most, and the least distance as a share of them all."""
 _STRIP = 0.88
 """From which share of a panel's height on its bands are drawn in full colour."""
 _DIGIT_SHARE = 0.0095
@@ -128,6 +132,8 @@ class AnnotatedPanel(Panel, frozen=True, kw_only=True):
     """Values on the horizontal axis that a dotted line marks."""
     top: float | None = None
     """Where the vertical axis ends."""
+    right: float | None = None
+    """Where the horizontal axis ends, which then begins at 0."""
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,7 +221,7 @@ def check_plotting(path: Path | None) -> None:
     Raises:
         UsageError: if matplotlib is missing.
     """
-    if path is not None and find_spec("matplotlib") is None:
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"--plot needs matplotlib: {install_command('plot')}")
 
 
@@ -262,17 +268,17 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
 
 
 def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, Any]]]) -> None:
-    """One legend below all panels with labels in common, and one in each of the others."""
+    """One legend below all panels with labels in common or many bars, and one in each of the others."""
     common: dict[str, Any] = {}
     for number, (axes, handles) in enumerate(drawn):
         others = {label for place, (_, several) in enumerate(drawn) if place != number for label in several}
-        if others & handles.keys():
+        if others & handles.keys() or (axes.containers and len(handles) > _MOST_OVER_BARS):
             common = {**handles, **common}
         elif len(handles) > _MOST_LINES:
             axes.legend(handles.values(), handles.keys(), fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
         elif handles:
-            is_flat = any(axes.containers) and len(handles) < 4
-            axes.legend(handles.values(), handles.keys(), fontsize="small", ncols=len(handles) if is_flat else 1)
+            ncols = len(handles) if axes.containers else 1
+            axes.legend(handles.values(), handles.keys(), fontsize="small", ncols=ncols)
     if common:
         lines = math.ceil(len(common) / _MOST_LINES)
         figure.set_figheight(figure.get_figheight() + lines * _FOOT)
@@ -297,10 +303,13 @@ def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
         axes.set_xscale("log")
         if axes.get_xlim()[1] < _MOST_IN_DIGITS:
             axes.xaxis.set_major_formatter("{x:,g}")
+            axes.xaxis.set_minor_formatter("")
     if one.log_y:
         axes.set_yscale("log")
     elif one.from_zero:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.03 * axes.get_ylim()[1])
+    if one.kind == "line":
+        _tick_few_points(axes, one)
     if one.kind == "step":
         axes.margins(x=0)
     axes.grid(axis="y", alpha=0.3)
@@ -331,6 +340,10 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         axes.axvline(mark, color="black", linestyle=":", linewidth=1)
     if one.top is not None:
         axes.set_ylim(top=one.top)
+    if one.bands:
+        axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= _STRIP * axes.get_ylim()[1]])
+    if one.right is not None:
+        axes.set_xlim(0, one.right)
     return handles
 
 
@@ -340,7 +353,7 @@ def _draw_lines(axes: "Axes", one: Panel) -> dict[str, Any]:
         named = isinstance(curve.xs[0], str)
         places = range(len(curve.xs)) if named else curve.xs
         where: dict[str, Any] = {"drawstyle": "steps-post"} if one.kind == "step" else {}
-        colour = {"color": COLOURS[curve.label]} if curve.label in COLOURS else {}
+        colour: dict[str, Any] = {"color": COLOURS[curve.label]} if curve.label in COLOURS else {}
         (line,) = axes.plot(places, curve.ys, curve.style, markersize=4, **where, **colour)
         if curve.lows:
             axes.fill_between(places, curve.lows, curve.highs, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -352,9 +365,22 @@ def _draw_lines(axes: "Axes", one: Panel) -> dict[str, Any]:
     return handles
 
 
+def _tick_few_points(axes: "Axes", one: Panel) -> None:
+    """Ticks where the points are, if these are so few that their numbers do not touch."""
+    places = sorted({x for curve in one.curves for x in curve.xs if not isinstance(x, str)})
+    if not 0 < len(places) <= _MOST_TICKS or (one.log_x and places[0] <= 0):
+        return
+    spread = [math.log(x) for x in places] if one.log_x else places
+    room = min((after - before for before, after in pairwise(spread)), default=1.0)
+    if room >= _TICK_ROOM * (spread[-1] - spread[0]):
+        axes.set_xticks(places, [f"{x:,g}" for x in places])
+        axes.set_xticks([], minor=True)
+
+
 def _draw_bars(axes: "Axes", one: Panel) -> dict[str, Any]:
     """Groups stand at 0, 1, 2 ...; the bars of a group beside one another, in the order of the curves."""
-    groups, handles = one.curves[0].xs, {}
+    handles: dict[str, Any] = {}
+    groups = one.curves[0].xs
     width = _BAR_GROUP / len(one.curves)
     for number, curve in enumerate(one.curves):
         offset = (number - (len(one.curves) - 1) / 2) * width
@@ -374,7 +400,8 @@ def _draw_bars(axes: "Axes", one: Panel) -> dict[str, Any]:
 
 def _draw_stacks(axes: "Axes", one: Panel) -> dict[str, Any]:
     """One bar at 0, 1, 2 ..., made of what the curves have there."""
-    groups, handles = one.curves[0].xs, {}
+    handles: dict[str, Any] = {}
+    groups = one.curves[0].xs
     tops = [0.0] * len(groups)
     for curve in one.curves:
         colour = COLOURS.get(curve.label)
@@ -404,7 +431,8 @@ def _name_groups(axes: "Axes", groups: Sequence[float] | Sequence[str]) -> None:
 
 
 def _draw_horizontal_bars(axes: "Axes", one: Bars) -> dict[str, Any]:
-    places, handles = range(len(one.texts)), {}
+    handles: dict[str, Any] = {}
+    places = range(len(one.texts))
     ends = [0.0] * len(one.texts)
     for label, values in one.parts.items():
         bars = axes.barh(places, values, _BAR_GROUP, left=ends, color=COLOURS.get(label))
@@ -413,7 +441,7 @@ def _draw_horizontal_bars(axes: "Axes", one: Bars) -> dict[str, Any]:
     for place, end, text in zip(places, ends, one.texts, strict=True):
         axes.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize="small")
     axes.set_yticks(places, one.names or [""] * len(one.texts))
-    axes.invert_yaxis()
+    axes.set_ylim(len(one.texts) - 0.5, -0.5)
     axes.set_xlim(0, 1.25 * max(ends) or 1.0)
     return handles
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
+from nanoserve.measures.metrics import Spread
 from nanoserve.measures.slo import Slo
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.claims import Spread
 from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow, StepSample
 from nanoserve.record.metrics import CompletedRequest

@@ -11,7 +11,7 @@ class Endless:
     number: int
 
     def run(self) -> None:
-        print("runs", flush=True)
+        print("runs\n", end="", flush=True)  # in one write, so that the lines of two processes do not mix
         while True:
             time.sleep(1)
 

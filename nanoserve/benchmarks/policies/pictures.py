@@ -5,8 +5,10 @@ from itertools import cycle, groupby
 from pathlib import Path
 from statistics import median
 
+from msgspec.structs import replace
+
 from nanoserve.benchmarks.policies.rounds import Bench, Run
-from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, Chart, ChartCurve, Panel, draw
+from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, Chart, ChartCurve, draw
 from nanoserve.record.bubbles import stage_shares
 from nanoserve.record.phases import Phase
 from nanoserve.record.run_record import RunRecord
@@ -72,11 +74,13 @@ def plot_phases(path: Path, title: str, runs: Mapping[str, Run]) -> None:
     Raises:
         RuntimeFailure: if the file cannot be written.
     """
-    panels = [_phases_panel(name, run) for name, run in runs.items() if len(run.variant.layouts) == 2]
+    drawn = {name: run for name, run in runs.items() if len(run.variant.layouts) == 2}
+    end = max(run.record.makespan for run in drawn.values())
+    panels = [_phases_panel(name, run, end) for name, run in drawn.items()]
     draw(Chart(title, panels, columns=1), path, panel_size=(13.0, 2.7))
 
 
-def _phases_panel(name: str, run: Run) -> AnnotatedPanel:
+def _phases_panel(name: str, run: Run, end: float) -> AnnotatedPanel:
     record = run.record
     began = record.arrivals[0].arrival_time
     times = [moment - began for moment, _ in record.blocks]
@@ -95,6 +99,7 @@ def _phases_panel(name: str, run: Run) -> AnnotatedPanel:
         kind="step",
         bands=[Band(_kind(phase), phase.began - began, phase.began - began + phase.seconds) for phase in record.phases],
         top=_TOP,
+        right=end,
     )
 
 
@@ -115,17 +120,19 @@ def plot_throughputs(path: Path, title: str, benches: Sequence[Bench]) -> None:
     """
     measured = sorted((one for one in benches if one.done), key=lambda one: (one.facts["share"], one.facts["output"]))
     limits = groupby(measured, lambda one: one.facts["share"])
-    draw(Chart(title, [_throughputs(share, list(cases)) for share, cases in limits]), path, panel_size=(4.4, 4.4))
+    panels = [_throughputs(share, list(cases)) for share, cases in limits]
+    top = 1.05 * max(high for panel in panels for curve in panel.curves for high in curve.highs)
+    draw(Chart(title, [replace(panel, top=top) for panel in panels]), path, panel_size=(4.4, 4.4))
 
 
-def _throughputs(share: float, cases: Sequence[Bench]) -> Panel:
+def _throughputs(share: float, cases: Sequence[Bench]) -> AnnotatedPanel:
     outputs = [case.facts["output"] for case in cases]
     curves = []
     for variant, marker in zip(cases[0].variants, cycle(_MARKERS), strict=False):
         rounds = [[done.variants[variant.name]["output_tokens_per_s"] for done in case.done] for case in cases]
         middle, lows, highs = ([which(values) for values in rounds] for which in (median, min, max))
         curves.append(ChartCurve(variant.name, outputs, middle, lows, highs, style=f"{marker}-"))
-    return Panel(
+    return AnnotatedPanel(
         title="KV memory for everything" if share >= 1 else f"KV memory for {share:.0%} of everything",
         x="output tokens of a request",
         y="output tokens per second",

@@ -30,7 +30,7 @@ from nanoserve.papers.apex.settings import (
 )
 from nanoserve.papers.apex.throughput import backlogs
 from nanoserve.papers.cases import Case, Outcome, Runs, over_seeds, tuned, with_budget
-from nanoserve.papers.claims import claims
+from nanoserve.papers.claims import Ours, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 
 BELOW, ABOVE = 0.5, 1.2
@@ -67,7 +67,7 @@ def fixed_list(scale: Scale, run: Run) -> Finding:
     ]
     (least, worst), number = min(ratios, key=lambda pair: pair[0]), len(ratios)
     setting, load, label = worst
-    ours = {
+    ours: Ours = {
         "list worst": least,
         "list mean": geometric_mean(ratio for ratio, _ in ratios),
         "list below": Spread.of(

@@ -200,7 +200,7 @@ def cross_node(scale: Scale, run: Run) -> Finding:
         mine, theirs = ((LLAMA_AZURE.title, one.label, LLAMA_AZURE.rates[-1]) for one in (GLLM, other))
         return runs.ratio(mine, theirs, throughput)
 
-    ours = {f"13 {other.label}": over(other) for other in (VLLM, SGLANG)}
+    ours: Ours = {f"13 {other.label}": over(other) for other in (VLLM, SGLANG)}
     return _finding("gLLM, figure 13: four nodes", ours, sweeps, runs)
 
 
@@ -279,7 +279,7 @@ def slo_attainment(scale: Scale, run: Run) -> Finding:
         return _over(*(_by_seed(sweep, one, runs, attainment, number) for one in (GLLM, VLLM)))
 
     least = [runs.mean(lowest[system.label], attainment) for system in (GLLM, VLLM)]
-    ours = {
+    ours: Ours = {
         "14 area": over_vllm(_area),
         "14 goal": over_vllm(lambda points: _passes(points, _GOAL, 100.0)),
         "14 lowest rate": least[0] - least[1],
