@@ -11,10 +11,11 @@ import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.peers.protocol import Batch, Peer
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, in_states, rotated, until_enough_count
-from nanoserve.measures.metrics import BatchRates
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated, until_enough_count
+from nanoserve.measures.metrics import MILLISECONDS, BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts
 
+OURS = "nanoserve"
 METRICS = ("decode", "prefill", "output")
 
 
@@ -24,6 +25,12 @@ class EngineRound(msgspec.Struct, frozen=True):
     rates: BatchRates
     ttft: float
     foreign_cores: float | None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Its metrics that are known, by name."""
+        found = {"ttft_ms": MILLISECONDS * self.ttft, **msgspec.structs.asdict(self.rates)}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class Round(Bracketed, frozen=True, kw_only=True):
@@ -84,69 +91,51 @@ def _batch(case: BatchCase, vocab_size: int, seed: int) -> Batch:
 
 def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, float]:
     """For each peer, which share of the first tokens is ours: that everyone did the same work with the same weights."""
-    ours = answers.get("nanoserve")
-    if ours is None:
-        return {}
+    ours = answers.get(OURS, ())
     return {
         name: statistics.mean(mine[0] == theirs[0] for mine, theirs in zip(ours, tokens, strict=True))
         for name, tokens in answers.items()
-        if name != "nanoserve" and all(tokens)  # a server tells no token ids
+        if ours and name != OURS and all(tokens)  # a server tells no token ids
     }
 
 
-def ratios(rounds: Sequence[Round], ours: str = "nanoserve") -> list[dict[str, Any]]:
+def ratios(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """Medians and extremes of ours over theirs, for every case, peer, metric and bandwidth state."""
-    values: dict[tuple[str, str, str, str], list[float]] = {}
-    for done, state in in_states(rounds):
-        for (peer, metric), ratio in _ratios_within(done, ours).items():
-            values.setdefault((done.case, peer, metric, state), []).append(ratio)
     rows = []
-    for (case, peer, metric, state), found in values.items():
+    for (case, peer, metric, state), found in grouped(rounds, _ratios_within).items():
         spread = {"rounds": len(found), "median": statistics.median(found), "low": min(found), "high": max(found)}
         rows.append({"case": case, "peer": peer, "metric": metric, "state": state, **spread})
     return rows
 
 
-def samples(rounds: Sequence[Round], ours: str = "nanoserve") -> dict[str, dict[str, list[float]]]:
+def samples(rounds: Sequence[Round]) -> dict[str, dict[str, list[float]]]:
     """The ratios of every counting round for ``bench diff``: they hold in any bandwidth state, unlike the rates."""
     found: dict[str, dict[str, list[float]]] = {}
     for done in rounds:
-        for (peer, metric), ratio in _ratios_within(done, ours).items() if done.counts else ():
-            found.setdefault(f"{done.case} over {peer}", {}).setdefault(f"{metric}_ratio", []).append(ratio)
+        for (case, peer, metric), ratio in _ratios_within(done).items() if done.counts else ():
+            found.setdefault(f"{case} over {peer}", {}).setdefault(f"{metric}_ratio", []).append(ratio)
     return found
 
 
-def _ratios_within(done: Round, ours: str) -> dict[tuple[str, str], float]:
-    """(peer, metric) -> ours over theirs, in one round."""
-    found: dict[tuple[str, str], float] = {}
-    for peer, other in done.engines.items():
-        for metric in METRICS if peer != ours else ():
-            mine, theirs = getattr(done.engines[ours].rates, metric), getattr(other.rates, metric)
-            if mine is not None and theirs is not None:
-                found[peer, metric] = mine / theirs
-    return found
+def _ratios_within(done: Round) -> dict[Key, float]:
+    """(case, peer, metric) -> ours over theirs, in one round."""
+    ours = done.engines[OURS].figures
+    return {
+        (done.case, peer, metric): ours[metric] / engine.figures[metric]
+        for peer, engine in done.engines.items()
+        for metric in METRICS
+        if peer != OURS and metric in ours and metric in engine.figures
+    }
 
 
 def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """For every case, state and engine: the median of each rate over the counting rounds."""
-    groups: dict[tuple[str, str, str], list[EngineRound]] = {}
-    for done, state in in_states(rounds):
-        for name, engine in done.engines.items():
-            groups.setdefault((done.case, state, name), []).append(engine)
+    found = grouped(rounds, lambda done: {(done.case, name): engine for name, engine in done.engines.items()})
     rows = []
-    for (case, state, name), engines in groups.items():
-        decodes = [engine.rates.decode for engine in engines if engine.rates.decode is not None]
-        rows.append(
-            {
-                "case": case,
-                "state": state,
-                "engine": name,
-                "rounds": len(engines),
-                "ttft_ms": 1000 * statistics.median(engine.ttft for engine in engines),
-                "prefill": statistics.median(engine.rates.prefill for engine in engines),
-                "decode": statistics.median(decodes) if decodes else None,
-                "output": statistics.median(engine.rates.output for engine in engines),
-                "foreign_cores": _most(engines),
-            }
-        )
+    for (case, name, state), engines in found.items():
+        row = {"case": case, "state": state, "engine": name, "rounds": len(engines)}
+        for metric in ("ttft_ms", "prefill", "decode", "output"):
+            known = [engine.figures[metric] for engine in engines if metric in engine.figures]
+            row[metric] = statistics.median(known) if known else None
+        rows.append({**row, "foreign_cores": _most(engines)})
     return rows

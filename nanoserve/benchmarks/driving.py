@@ -1,16 +1,22 @@
-"""Running requests through an Engine while looking at the clock: token ids in, token ids out. No torch."""
+"""Running requests through an Engine while looking at the clock, and what its steps achieved. No torch."""
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanoserve.benchmarks.floors import StepShape
+import msgspec
+
+from nanoserve.benchmarks.floors import STEP_KINDS, Limits, ModelCost, StepShape
+from nanoserve.benchmarks.rounds import GIGA
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.metrics import RequestTiming
+from nanoserve.measures.metrics import MILLISECONDS, Distribution, RequestTiming
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.record.events import Collected, Event, Planned
 from nanoserve.request import Request, SamplingParams
+
+ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +42,6 @@ class EngineRun:
     steps: tuple[StepRecord, ...]
 
 
-class _Progress:
-    """The tokens of one request so far, each with its time."""
-
-    def __init__(self, input_tokens: int) -> None:
-        self.input_tokens = input_tokens
-        self.tokens: list[int] = []
-        self.times: list[float] = []
-
-    @property
-    def timing(self) -> RequestTiming:
-        return RequestTiming(self.input_tokens, tuple(self.times))
-
-
-class _FinishedSteps:
-    """An observer that remembers the shape and the duration of every plan that has ended."""
-
-    def __init__(self) -> None:
-        self._shapes: dict[int, StepShape] = {}
-        self.finished: list[tuple[StepShape, float]] = []
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Planned):
-            self._shapes[event.plan.step] = StepShape.of(event.plan)
-        for result in event.results if isinstance(event, Collected) else ():
-            if result.step is not None:
-                self.finished.append((self._shapes.pop(result.step), result.seconds))
-
-
 class EngineDriver:
     """Issues requests to an engine all at once and waits for the last token.
 
@@ -73,9 +51,17 @@ class EngineDriver:
     def __init__(self, engine: Engine, on_step: Callable[[StepShape], None] = lambda _: None) -> None:
         self._engine = engine
         self._on_step = on_step
-        self._steps = _FinishedSteps()
-        engine.recorder.add(self._steps)
+        self._shapes: dict[int, StepShape] = {}  # of the plans in flight
+        self._finished: list[tuple[StepShape, float]] = []  # shapes of plans that ended, and their durations
+        engine.recorder.add(self._observe)
         self._runs = 0
+
+    def _observe(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            self._shapes[event.plan.step] = StepShape.of(event.plan)
+        for result in event.results if isinstance(event, Collected) else ():
+            if result.step is not None:
+                self._finished.append((self._shapes.pop(result.step), result.seconds))
 
     def run(self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int]) -> EngineRun:
         """Every prompt gets exactly its number of output tokens, taken greedily; end tokens do not end it.
@@ -86,25 +72,28 @@ class EngineDriver:
         """
         engine, salt = self._engine, f"run-{self._runs}"
         self._runs += 1
-        self._steps.finished.clear()
+        self._finished.clear()
         issued = engine.now()
-        running: dict[str, _Progress] = {}
+        answers: dict[str, list[tuple[float, int]]] = {}  # tokens of each request, each with its time
         try:
             for index, (prompt, length) in enumerate(zip(prompts, output_tokens, strict=True)):
                 params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
                 request = Request(f"{salt}-{index}", prompt, params, seed=0, arrival_time=issued, cache_salt=salt)
                 engine.add(request)
-                running[request.request_id] = _Progress(len(prompt))
-            steps = self._drain(running, issued)
+                answers[request.request_id] = []
+            steps = self._drain(answers, issued)
         finally:  # an interrupted run leaves nothing behind for the next one
-            for name in running:
+            for name in answers:
                 engine.stop(name)
-        done = running.values()
-        timings, tokens = tuple(one.timing for one in done), tuple(tuple(one.tokens) for one in done)
-        return EngineRun(timings, tokens, tuple(steps))
+        timings = [
+            RequestTiming(len(prompt), tuple(time for time, _ in answer))
+            for prompt, answer in zip(prompts, answers.values(), strict=True)
+        ]
+        tokens = tuple(tuple(token for _, token in answer) for answer in answers.values())
+        return EngineRun(tuple(timings), tokens, tuple(steps))
 
-    def _drain(self, running: dict[str, _Progress], issued: float) -> list[StepRecord]:
-        engine, finished = self._engine, self._steps.finished
+    def _drain(self, answers: dict[str, list[tuple[float, int]]], issued: float) -> list[StepRecord]:
+        engine, finished = self._engine, self._finished
         steps: list[StepRecord] = []
         while engine.has_work:
             began = time.perf_counter()
@@ -114,10 +103,52 @@ class EngineDriver:
             for update in updates:
                 if update.sequence.error is not None:
                     raise RuntimeFailure(update.sequence.error)
-                running[update.request_id].tokens += update.new_tokens
-                running[update.request_id].times += [now] * len(update.new_tokens)
+                answers[update.request_id] += [(now, token) for token in update.new_tokens]
             for shape, inside in finished:
                 steps.append(StepRecord(shape, inside, seconds / len(finished)))
                 self._on_step(shape)
             finished.clear()
         return steps
+
+
+class StepSummary(msgspec.Struct, frozen=True):
+    """Steps of one kind; rates and shares are of their sums, so that long steps weigh more."""
+
+    steps: int
+    """Number of steps."""
+    step_ms: Distribution | None
+    """Durations of the steps, in milliseconds."""
+    read_gb_per_s: float
+    gflops: float
+    """The bytes and the operations that they cannot do without, over their durations."""
+    of_floor: float | None
+    """The sum of their floors over the sum of their durations; 1 is the floor itself."""
+    step_of_floor: Distribution | None
+    """The same share, step by step. Both are None where the machine's limits are not known."""
+    engine_ms: float
+    """The engine's own time per step, in the median."""
+    engine_share: float
+    """Its sum over the sum of their durations."""
+
+    @classmethod
+    def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> "StepSummary":
+        """Summarize at least one step."""
+        seconds = sum(step.step_seconds for step in steps)
+        floors = [] if limits is None else [cost.floor_seconds(step.shape, limits) for step in steps]
+        shares = [floor / step.step_seconds for floor, step in zip(floors, steps, strict=False)]
+        return cls(
+            steps=len(steps),
+            step_ms=Distribution.of(step.step_seconds * MILLISECONDS for step in steps),
+            read_gb_per_s=sum(cost.step_bytes(step.shape) for step in steps) / seconds / GIGA,
+            gflops=sum(cost.step_operations(step.shape) for step in steps) / seconds / GIGA,
+            of_floor=sum(floors) / seconds if floors else None,
+            step_of_floor=Distribution.of(shares),
+            engine_ms=statistics.median(step.engine_seconds for step in steps) * MILLISECONDS,
+            engine_share=sum(step.engine_seconds for step in steps) / seconds,
+        )
+
+
+def summarize_steps(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> dict[str, StepSummary]:
+    """For each kind of step that occurred, and under "all" for all of them."""
+    kinds = {kind: [step for step in steps if step.shape.kind == kind] for kind in STEP_KINDS}
+    return {name: StepSummary.of(some, cost, limits) for name, some in [*kinds.items(), (ALL, list(steps))] if some}

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.driving import EngineDriver, EngineRun
+from nanoserve.benchmarks.driving import EngineDriver, EngineRun, summarize_steps
 from nanoserve.benchmarks.floors import ModelCost, StepShape
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
-from nanoserve.benchmarks.step_summary import summarize_steps
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates, mean_of_known, request_distributions

@@ -4,7 +4,7 @@ A round counts only if the bandwidth before and after it differs by less than ``
 a round and never across rounds, and are reported for each bandwidth state apart. No torch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -59,6 +59,7 @@ def busy_note(foreign_cores: float | None) -> str | None:
 
 R = TypeVar("R", bound=Bracketed)
 T = TypeVar("T")
+Key = tuple[str, ...]
 
 
 def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[R]:
@@ -93,6 +94,15 @@ def bandwidth_states(rounds: Sequence[Bracketed]) -> dict[int, str]:
 def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
     """The counting rounds, each with its bandwidth state, in the order in which they were made."""
     return [(rounds[place], state) for place, state in sorted(bandwidth_states(rounds).items())]
+
+
+def grouped(rounds: Sequence[R], values_of: Callable[[R], Mapping[Key, T]]) -> dict[Key, list[T]]:
+    """The values of all counting rounds, by their key in a round and the bandwidth state."""
+    found: dict[Key, list[T]] = {}
+    for done, state in in_states(rounds):
+        for key, value in values_of(done).items():
+            found.setdefault((*key, state), []).append(value)
+    return found
 
 
 def rotated(items: Iterable[T], number: int) -> list[T]:

@@ -37,6 +37,15 @@ class Column:
         return nothing if value is None else format(value, self.format)
 
 
+def columns(*formats: tuple[str, *tuple[str | tuple[str, str], ...]]) -> list[Column]:
+    """Columns by their format: of each, its heading and the path of its value; a path alone is headed by its end."""
+    return [
+        Column(one.rpartition(".")[2].replace("_", " "), one, shown) if isinstance(one, str) else Column(*one, shown)
+        for shown, *several in formats
+        for one in several
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Filled:
     """A column with its texts and its width: at least its longest word, for a cut number is none, and at best."""

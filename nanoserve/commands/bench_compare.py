@@ -6,13 +6,13 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
+from nanoserve.benchmarks.comparing import OURS, Round, ratios, run_rounds, samples, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import available_cores
 from nanoserve.benchmarks.peers.process import PeerProcess
 from nanoserve.benchmarks.peers.protocol import PEERS, Opening
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import (
     GridOptions,
     ResultOptions,
@@ -32,25 +32,14 @@ from nanoserve.measures.workloads import BatchCase
 from nanoserve.models.hub import resolve_model
 
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
-OURS = "nanoserve"
-_RATES = [Column(f"{name} tok/s", name, ",.1f") for name in ("prefill", "decode", "output")]
+_RATES = columns((",.1f", *((f"{name} tok/s", name) for name in ("prefill", "decode", "output"))))
+_KEYS = (("batch x in+out", "case"), ("read", "state"))
 _ENGINE_COLUMNS = [
-    Column("batch x in+out", "case"),
-    Column("read", "state"),
-    Column("engine", "engine"),
-    Column("rounds", "rounds"),
-    Column("TTFT ms", "ttft_ms", ",.0f"),
+    *columns(("", *_KEYS, "engine", "rounds"), (",.0f", ("TTFT ms", "ttft_ms"))),
     *_RATES,
-    Column("foreign cores", "foreign_cores", ".2f"),
+    *columns((".2f", "foreign_cores")),
 ]
-_RATIO_COLUMNS = [
-    Column("batch x in+out", "case"),
-    Column("read", "state"),
-    Column("against", "peer"),
-    Column("metric", "metric"),
-    Column("rounds", "rounds"),
-    *(Column(name, name, ".2f") for name in ("median", "low", "high")),
-]
+_RATIO_COLUMNS = columns(("", *_KEYS, ("against", "peer"), "metric", "rounds"), (".2f", "median", "low", "high"))
 
 
 class CompareOptions(GridOptions, EngineOptions, ResultOptions):

@@ -10,11 +10,12 @@ from typing import Any
 from nanoserve.benchmarks.policies.cases import KvCase, KvCases, parse_shares
 from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
 from nanoserve.benchmarks.policies.pictures import plot_throughputs
-from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
+from nanoserve.benchmarks.policies.rounds import Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
-from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions, columns
+from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
@@ -30,47 +31,34 @@ _NEVER_WORSE, _PREDICTING = 0.98, "hybrid"
 """What the policy that chooses by prediction is to reach of the device alone, in every case."""
 _KEYS = (("case", "case"), ("policy", "variant"))
 _STEP_COLUMNS = columns(
-    *_KEYS,
-    ("device", "steps.device", ",.0f"),
-    ("asymmetric", "steps.asymmetric", ",.0f"),
-    ("overlap", "steps.overlap", ",.0f"),
-    ("tokens on device", "latencies.device.tokens", ",.0f"),
-    ("on host", "latencies.host.tokens", ",.0f"),
-    ("swaps out", "swaps_out", ",.0f"),
-    ("swaps in", "swaps_in", ",.0f"),
-    ("preempted", "preemptions", ",.0f"),
-    ("engine ms", "engine_ms", ".2f"),
+    ("", *_KEYS),
+    (",.0f", "steps.device", "steps.asymmetric", "steps.overlap", ("tokens on device", "latencies.device.tokens")),
+    (",.0f", ("on host", "latencies.host.tokens"), "swaps_out", "swaps_in", ("preempted", "preemptions")),
+    (".2f", "engine_ms"),
 )
 _LATENCY_COLUMNS = columns(
-    *_KEYS,
-    ("TTFT p50", "latencies.ttft_ms.p50", ",.0f"),
-    ("p99", "latencies.ttft_ms.p99", ",.0f"),
-    ("ms/token p50", "latencies.token_ms.p50", ",.1f"),
-    ("p99", "latencies.token_ms.p99", ",.1f"),
-    ("ITL device p50", "latencies.device.itl_ms.p50", ",.2f"),
-    ("p99", "latencies.device.itl_ms.p99", ",.2f"),
-    ("ITL host p50", "latencies.host.itl_ms.p50", ",.2f"),
-    ("p99", "latencies.host.itl_ms.p99", ",.2f"),
+    ("", *_KEYS),
+    (",.0f", ("TTFT p50", "latencies.ttft_ms.p50"), "latencies.ttft_ms.p99"),
+    (",.1f", ("ms/token p50", "latencies.token_ms.p50"), "latencies.token_ms.p99"),
+    (",.2f", ("ITL device p50", "latencies.device.itl_ms.p50"), "latencies.device.itl_ms.p99"),
+    (",.2f", ("ITL host p50", "latencies.host.itl_ms.p50"), "latencies.host.itl_ms.p99"),
 )
 _ERROR_COLUMNS = columns(
-    *_KEYS,
-    ("steps", "errors.all.steps", ",.0f"),
-    ("all", "errors.all.median", ".1%"),
-    ("p90", "errors.all.p90", ".0%"),
-    ("bias", "errors.all.bias", "+.1%"),
-    ("device", "errors.device.median", ".1%"),
-    ("asymmetric", "errors.asymmetric.median", ".1%"),
-    ("overlap", "errors.overlap.median", ".1%"),
-    ("simulated s", "simulated.seconds", ",.2f"),
-    ("simulated tok/s", "simulation_error", "+.0%"),
+    ("", *_KEYS),
+    (",.0f", "errors.all.steps"),
+    (".1%", ("all", "errors.all.median")),
+    (".0%", "errors.all.p90"),
+    ("+.1%", "errors.all.bias"),
+    (".1%", ("device", "errors.device.median"), ("asymmetric", "errors.asymmetric.median")),
+    (".1%", ("overlap", "errors.overlap.median")),
+    (",.2f", ("simulated s", "simulated.seconds")),
+    ("+.0%", ("simulated tok/s", "simulation_error")),
 )
 _GAIN_COLUMNS = columns(
-    *_KEYS,
-    ("strategy", "strategy"),
-    ("steps", "steps", ",.0f"),
-    ("gain", "gain", "+.1%"),
-    ("bound", "bound", "+.1%"),
-    ("reached", "reached", ".0%"),
+    ("", *_KEYS, "strategy"),
+    (",.0f", "steps"),
+    ("+.1%", "gain", "bound"),
+    (".0%", "reached"),
 )
 
 
@@ -183,16 +171,7 @@ class TierComparison(Comparison[HybridOptions]):
         scheduling = Scheduling.of([engine], config, model)
         for case, variants in hybrid_variants(engine, self.policies, self.work, scheduling):
             facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
-            self.benches.append(
-                Bench(
-                    case=case.name,
-                    facts=facts,
-                    shapes=case.shapes,
-                    variants=variants,
-                    measure=measure,
-                    **self.shared,
-                )
-            )
+            self.compare(case.name, case.shapes, variants, measure, facts=facts)
         host = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
         return {**host, "model_layers": model.num_layers}
 
@@ -203,17 +182,14 @@ class TierComparison(Comparison[HybridOptions]):
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
         facts, first = self.report.document["engine"], self.policies[0]
         run_columns = columns(
-            *_KEYS,
-            ("read", "state"),
-            ("rounds", "rounds"),
-            ("seconds", "seconds", ",.2f"),
-            ("output tok/s", "output_tokens_per_s", ",.1f"),
-            (f"over {first}", "ratio"),
-            ("TTFT ms", "latencies.ttft_ms.mean", ",.0f"),
-            ("ms/token", "latencies.token_ms.mean", ",.1f"),
-            ("device", "device_share", ".0%"),
-            ("CPU", "processor_share", ".0%"),
-            ("foreign cores", "foreign_cores", ".2f"),
+            ("", *_KEYS, ("read", "state"), "rounds"),
+            (",.2f", "seconds"),
+            (",.1f", ("output tok/s", "output_tokens_per_s")),
+            ("", (f"over {first}", "ratio")),
+            (",.0f", ("TTFT ms", "latencies.ttft_ms.mean")),
+            (",.1f", ("ms/token", "latencies.token_ms.mean")),
+            (".0%", ("device", "device_share"), ("CPU", "processor_share")),
+            (".2f", "foreign_cores"),
         )
         threads = f"{facts['threads']} threads for the device, {facts['host_threads']} for attention in host memory"
         yield Table(f"{self.title()}, {operators_title(facts)}, {threads}", run_columns, summary)

@@ -9,12 +9,13 @@ from typing import Any, Literal
 from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.policies.metrics import stage_metrics
 from nanoserve.benchmarks.policies.pictures import plot_stages
-from nanoserve.benchmarks.policies.rounds import Bench, Ratio
+from nanoserve.benchmarks.policies.rounds import Ratio
 from nanoserve.benchmarks.policies.variants import Scheduling
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.serving.requests import parse_rates
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
-from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
+from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
@@ -24,53 +25,33 @@ from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.launch.torchrun import TorchrunProcess
 
-Metadata = Literal["decoupled", "coupled"]
-METADATA: dict[str, tuple[Metadata, ...]] = {
-    "decoupled": ("decoupled",),
-    "coupled": ("coupled",),
-    "both": ("decoupled", "coupled"),
-}
+METADATA: tuple[Literal["decoupled", "coupled"], ...] = ("decoupled", "coupled")
 _KEYS = (("policy, engine", "variant"), ("read", "state"))
 _REQUEST_COLUMNS = columns(
-    *_KEYS,
-    ("rounds", "rounds"),
-    ("seconds", "seconds", ",.2f"),
-    ("output tok/s", "output_tokens_per_s", ",.1f"),
-    ("total tok/s", "total_tokens_per_s", ",.1f"),
-    ("TTFT ms", "ttft_ms.mean", ",.1f"),
-    ("TTFT p99", "ttft_ms.p99", ",.1f"),
-    ("TPOT ms", "tpot_ms.mean", ",.1f"),
-    ("TPOT p99", "tpot_ms.p99", ",.1f"),
-    ("E2EL ms", "e2el_ms.mean", ",.1f"),
-    ("E2EL p99", "e2el_ms.p99", ",.1f"),
-    ("preempted", "preemptions", ",.0f"),
-    ("floor s", "floor_seconds", ",.2f"),
-    ("engine ms", "engine_ms", ".3f"),
-    ("engine share", "engine_share", ".1%"),
-    ("foreign cores", "foreign_cores", ".2f"),
+    ("", *_KEYS, "rounds"),
+    (",.2f", "seconds"),
+    (",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")),
+    (",.1f", ("TTFT ms", "ttft_ms.mean"), ("TTFT p99", "ttft_ms.p99"), ("TPOT ms", "tpot_ms.mean")),
+    (",.1f", ("TPOT p99", "tpot_ms.p99"), ("E2EL ms", "e2el_ms.mean"), ("E2EL p99", "e2el_ms.p99")),
+    (",.0f", ("preempted", "preemptions")),
+    (",.2f", ("floor s", "floor_seconds")),
+    (".3f", "engine_ms"),
+    (".1%", "engine_share"),
+    (".2f", "foreign_cores"),
 )
 _STAGE_COLUMNS = columns(
-    *_KEYS,
-    ("stage", "stage"),
-    ("micro-batches", "steps", ",.0f"),
-    ("tokens", "tokens.mean", ",.1f"),
-    ("variation", "variation", ".2f"),
-    ("prompt tokens", "prompt_tokens.mean", ",.1f"),
-    ("decodes", "decodes.mean", ",.1f"),
-    ("bubbles", "bubbles", ".1%"),
-    ("sending", "sending", ".1%"),
-    ("for inputs", "metadata", ".1%"),
-    ("for work", "waiting", ".1%"),
-    ("inputs of step", "metadata_of_step", ".2%"),
+    ("", *_KEYS, "stage"),
+    (",.0f", ("micro-batches", "steps")),
+    (",.1f", ("tokens", "tokens.mean")),
+    (".2f", "variation"),
+    (",.1f", ("prompt tokens", "prompt_tokens.mean"), ("decodes", "decodes.mean")),
+    (".1%", "bubbles", "sending", ("for inputs", "metadata"), ("for work", "waiting")),
+    (".2%", ("inputs of step", "metadata_of_step")),
 )
 _SIMULATED_COLUMNS = columns(
-    *_KEYS,
-    ("makespan", "simulated.makespan", ".3f"),
-    ("TTFT", "simulated.ttft", ".3f"),
-    ("TPOT", "simulated.tpot", ".3f"),
-    ("plans", "simulated.plans", ",.0f"),
-    ("replayed", "simulated.replayed", ",.0f"),
-    ("others when simulated", "simulated.others", ",.0f"),
+    ("", *_KEYS),
+    (".3f", "simulated.makespan", ("TTFT", "simulated.ttft"), ("TPOT", "simulated.tpot")),
+    (",.0f", "simulated.plans", "simulated.replayed", ("others when simulated", "simulated.others")),
 )
 
 
@@ -131,8 +112,8 @@ class StageComparison(Comparison[PipelineOptions]):
         config, rates = options.config(), parse_rates(options.rate, "--rate")
         if len(rates) > 1:
             raise UsageError(f"--rate takes one rate here, not {options.rate!r:.40}")
-        if options.metadata not in METADATA:
-            raise UsageError(f"--metadata {options.metadata!r:.40} is not one of {', '.join(METADATA)}")
+        if options.metadata not in (*METADATA, "both"):
+            raise UsageError(f"--metadata {options.metadata!r:.40} is not one of {', '.join(METADATA)}, both")
         if options.metadata == "both" and TorchrunProcess.from_environment() is not None:
             raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
         self.rate = rates[0]
@@ -150,7 +131,9 @@ class StageComparison(Comparison[PipelineOptions]):
         from nanoserve.models.dtypes import resolve_dtype
 
         config, model = self.config, self.model
-        for metadata in METADATA[self.options.metadata]:
+        for metadata in METADATA:
+            if self.options.metadata not in (metadata, "both"):
+                continue
             degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
             words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
             name = " ".join(words + ["coupled"] * (metadata == "coupled"))
@@ -173,16 +156,7 @@ class StageComparison(Comparison[PipelineOptions]):
             limits = machine_limits(dtype, self.probe, progress=progress)
         cost = ModelCost(model, dtype.itemsize)
         measure = partial(stage_metrics, vocab_size=model.vocab_size, cost=cost, limits=limits)
-        self.benches = [
-            Bench(
-                case=work.name,
-                shapes=work.shapes,
-                rate=self.rate,
-                variants=variants,
-                measure=measure,
-                **self.shared,
-            )
-        ]
+        self.compare(work.name, work.shapes, variants, measure, rate=self.rate)
         return {
             "kv_blocks": blocks,
             "limit_read_gb_per_s": limits.bytes_per_second / 1e9,

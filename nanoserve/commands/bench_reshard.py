@@ -9,10 +9,11 @@ from typing import Any
 
 from nanoserve.benchmarks.policies.metrics import layout_metrics
 from nanoserve.benchmarks.policies.pictures import plot_phases
-from nanoserve.benchmarks.policies.rounds import Bench, Pair, Ratio
+from nanoserve.benchmarks.policies.rounds import Pair, Ratio
 from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, PolicyVariant, Scheduling
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
-from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table, columns
+from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.torchrun import on_all_machines
@@ -23,46 +24,33 @@ from nanoserve.runtime.launch.torchrun import TorchrunProcess
 _MOVES = {"re-sharding": "reshards", "swaps out": "swaps_out", "swaps in": "swaps_in"}
 _KEYS = (("policy, layouts", "variant"), ("read", "state"))
 _RUN_COLUMNS = columns(
-    *_KEYS,
-    ("rounds", "rounds"),
-    ("seconds", "seconds", ",.2f"),
-    ("output tok/s", "output_tokens_per_s", ",.1f"),
-    ("total tok/s", "total_tokens_per_s", ",.1f"),
-    ("steps", "steps", ",.0f"),
-    ("preempted", "preemptions", ",.0f"),
-    ("transitions", "transitions", ",.0f"),
-    ("pool peak", "pool_peak", ".0%"),
-    ("foreign cores", "foreign_cores", ".2f"),
+    ("", *_KEYS, "rounds"),
+    (",.2f", "seconds"),
+    (",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")),
+    (",.0f", "steps", ("preempted", "preemptions"), "transitions"),
+    (".0%", "pool_peak"),
+    (".2f", "foreign_cores"),
 )
 _PHASE_COLUMNS = columns(
-    *_KEYS,
-    ("prefill", "phases.prefill", ",.2f"),
-    ("decode", "phases.decode", ",.2f"),
-    ("draining", "phases.draining", ",.3f"),
-    ("re-sharding", "phases.resharding", ",.3f"),
-    ("prefill tok/s", "phases.prefill_tokens_per_s", ",.1f"),
-    ("decode tok/s", "phases.decode_tokens_per_s", ",.1f"),
-    ("through the pool", "phases.through_pool", ",.0f"),
-    ("finished", "phases.finished", ",.0f"),
-    ("recomputed", "phases.recomputed", ",.0f"),
+    ("", *_KEYS),
+    (",.2f", "phases.prefill", "phases.decode"),
+    (",.3f", "phases.draining", ("re-sharding", "phases.resharding")),
+    (",.1f", ("prefill tok/s", "phases.prefill_tokens_per_s"), ("decode tok/s", "phases.decode_tokens_per_s")),
+    (",.0f", ("through the pool", "phases.through_pool"), "phases.finished", "phases.recomputed"),
 )
 _MOVE_COLUMNS = columns(
-    *_KEYS,
-    ("moves", "moves"),
-    ("number", "count", ",.0f"),
-    ("MB", "megabytes", ",.1f"),
-    ("seconds", "seconds", ",.3f"),
-    ("GB/s of a worker", "gb_per_s", ",.2f"),
-    ("of host link", "share_of_link", ".0%"),
-    ("behind computing", "hidden", ".0%"),
+    ("", *_KEYS, "moves"),
+    (",.0f", ("number", "count")),
+    (",.1f", ("MB", "megabytes")),
+    (",.3f", "seconds"),
+    (",.2f", ("GB/s of a worker", "gb_per_s")),
+    (".0%", ("of host link", "share_of_link"), ("behind computing", "hidden")),
 )
 _SIMULATED_COLUMNS = columns(
-    *_KEYS,
-    ("makespan", "simulated.makespan", ".3f"),
-    ("transitions", "simulated.simulated_transitions", ",.0f"),
-    ("plans", "simulated.plans", ",.0f"),
-    ("replayed", "simulated.replayed", ",.0f"),
-    ("others when simulated", "simulated.others", ",.0f"),
+    ("", *_KEYS),
+    (".3f", "simulated.makespan"),
+    (",.0f", ("transitions", "simulated.simulated_transitions"), "simulated.plans", "simulated.replayed"),
+    (",.0f", ("others when simulated", "simulated.others")),
 )
 
 
@@ -172,8 +160,7 @@ class LayoutComparison(Comparison[ReshardOptions]):
         scheduling = Scheduling.of(self.engines, config, model)
         work = fitting_work(self.work, scheduling.max_model_len, self.report)
         variants = list(resharding_variants(self.engines, scheduling))
-        measure = partial(layout_metrics, vocab_size=model.vocab_size)
-        self.benches = [Bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, **self.shared)]
+        self.compare(work.name, work.shapes, variants, partial(layout_metrics, vocab_size=model.vocab_size))
         return {
             "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),
             "host_blocks": pair.host_blocks,

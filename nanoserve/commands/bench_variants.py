@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
-from nanoserve.benchmarks.policies.variants import OpenEngine
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.policies.rounds import Bench, Measure, Ratio, Run, pairs, ratios, samples, summarize
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant
+from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import (
     ResultOptions,
     kept,
@@ -27,6 +27,7 @@ from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.threads import threads_of_each
 from nanoserve.record.trace import RunTrace
@@ -85,7 +86,6 @@ class Comparison(ABC, Generic[O]):
         self.report = options.open_report(self.kind, {**settings, **chosen, "seed": self.seed})
         self.engines: list[OpenEngine] = []
         self.benches: list[Bench] = []
-        self.shared: dict[str, Any] = {}  # what all benches have in common
         self.last: dict[str, Run] = {}  # the last run of each name
         self.opened = ExitStack()  # closes the engines and the trace
         self._trace: ChromeTraceFile | None = None
@@ -128,14 +128,7 @@ class Comparison(ABC, Generic[O]):
             with show_progress() as progress:
                 self.resolved = resolve_model(options.model, offline=options.offline, progress=progress)
             self.model = read_config(self.resolved)
-            self.probe = BandwidthProbe()
-            self.shared = {
-                "vocab_size": self.model.vocab_size,
-                "seed": self.seed,
-                "probe": self.probe.read,
-                "foreign": ForeignLoad(),
-                "keep": self._keep,
-            }
+            self.probe, self.foreign = BandwidthProbe(), ForeignLoad()
             facts = self.prepare()
             general = {
                 "model": self.resolved.name,
@@ -155,6 +148,19 @@ class Comparison(ABC, Generic[O]):
             self.engines.append(open_engine(progress))
         self.opened.callback(self.engines[-1].close)
         return self.engines[-1]
+
+    def compare(
+        self,
+        case: str,
+        shapes: Sequence[RequestShape],
+        variants: Sequence[PolicyVariant],
+        measure: Measure,
+        **others: Any,
+    ) -> None:
+        """Add a bench; `others` are further fields of it."""
+        others |= {"vocab_size": self.model.vocab_size, "seed": self.seed, "probe": self.probe.read}
+        settings = {**others, "foreign": self.foreign, "keep": self._keep}
+        self.benches.append(Bench(case=case, shapes=shapes, variants=variants, measure=measure, **settings))
 
     def _keep(self, name: str, run: Run) -> None:
         """Keep the last run of each name, to be drawn, and write each into the trace, on tracks of its own.
@@ -234,11 +240,5 @@ class Comparison(ABC, Generic[O]):
         for one in compared:
             row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
             row |= {"rounds": one.rounds, one.metric: one.text}
-        shown = ((name, metric) for metric, name in self.ratios.items())
-        names = columns(("variants", "variants"), ("read", "state"), ("rounds", "rounds"), *shown)
-        return Table(heading, names, rows.values())
-
-
-def columns(*declared: tuple[str, ...]) -> list[Column]:
-    """Columns, each as its heading, the path of its value and its format."""
-    return [Column(*each) for each in declared]  # type: ignore[arg-type]  # no tuple gives a side
+        shown = [Column(name, metric) for metric, name in self.ratios.items()]
+        return Table(heading, columns(("", "variants", ("read", "state"), "rounds")) + shown, rows.values())

@@ -4,6 +4,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from nanoserve.benchmarks.profiling.prediction import prediction_rows, time_rows
 from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.benchmarks.tables import Column, print_table
@@ -73,7 +75,9 @@ def run(options: ProfileOptions) -> None:
         from nanoserve.benchmarks.profiling.prediction import predict_and_run
 
         measured = measure_profile(llm, processor, remark)
-        measured = measured.with_predictions(predict_and_run(llm.engine, llm.engine_config, measured, remark))
+        measured = msgspec.structs.replace(
+            measured, predictions=tuple(predict_and_run(llm.engine, llm.engine_config, measured, remark))
+        )
     if options.json is not None:
         write_profile(measured, options.json)
     _show(measured)

@@ -2,9 +2,8 @@
 
 import pytest
 
-from nanoserve.benchmarks.driving import EngineDriver, StepRecord
+from nanoserve.benchmarks.driving import EngineDriver, StepRecord, summarize_steps
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
-from nanoserve.benchmarks.step_summary import summarize_steps
 from nanoserve.models.shapes import dummy_config
 from tests.benchmarks.fakes import VirtualExecutor, virtual_engine
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.request import FinishReason
 from nanoserve.runtime.host.host_processor import CoreDivision, HostProcessor
 from nanoserve.runtime.local import LocalExecutor

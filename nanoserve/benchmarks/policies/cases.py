@@ -1,5 +1,6 @@
 """Cases of `bench hybrid`: output lengths as in APEX's figure 7, with less and less KV memory. No torch."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -95,13 +96,10 @@ def parse_shares(text: str) -> tuple[float, ...]:
     Raises:
         UsageError: for anything else.
     """
-    found = set()
-    for part in text.split(","):
-        try:
-            share = float(part)
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
-            raise UsageError(f"--kv-limits takes shares above 0 and up to 1 such as 0.25,0.5,1, not {text!r:.60}")
-        found.add(share)
-    return tuple(sorted(found))
+    try:
+        shares = set(map(float, text.split(",")))
+    except ValueError:
+        shares = {math.nan}
+    if not all(0 < share <= 1 for share in shares):
+        raise UsageError(f"--kv-limits takes shares above 0 and up to 1 such as 0.25,0.5,1, not {text!r:.60}")
+    return tuple(sorted(shares))

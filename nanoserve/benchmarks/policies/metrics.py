@@ -15,13 +15,12 @@ from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import SimulatedRatios, compare_with_simulator, rerun
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
-from nanoserve.record.bubbles import engine_seconds, stage_shares, working_seconds
 from nanoserve.record.forecasts import Forecast
-from nanoserve.record.moves import reshard_metrics, swap_metrics
 from nanoserve.record.phases import Phase
 from nanoserve.record.run_record import RunRecord
+from nanoserve.record.shares import engine_seconds, reshard_metrics, stage_shares, swap_metrics, working_seconds
 from nanoserve.scheduler.plan import StepPlan, Tier
 
 _PREFILL, _DECODE = 0, 1
@@ -229,18 +228,13 @@ def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[s
     Returns:
         names of variants: with hybrid steps although everything fits, and with a gain beyond the closed form's bound.
     """
-    found = [(name, figures) for done in rounds for name, figures in done.variants.items()]
-    hybrid = [name for name, figures in found if any(figures["steps"][strategy] for strategy in HYBRID)]
-    return {
-        "hybrid_although_it_fits": _distinct(hybrid if holds_everything else ()),
-        "beyond_bound": _distinct(name for name, figures in found if _is_beyond(figures)),
-    }
-
-
-def _distinct(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
-
-
-def _is_beyond(figures: Metrics) -> bool:
-    parts = (figures["gains"] or {}).values()
-    return any(part is not None and part.gain > part.bound + _TOLERANCE for part in parts)
+    hybrid: dict[str, None] = {}
+    beyond: dict[str, None] = {}
+    for done in rounds:
+        for name, figures in done.variants.items():
+            parts = [part for part in (figures["gains"] or {}).values() if part is not None]
+            if holds_everything and any(figures["steps"][strategy] for strategy in HYBRID):
+                hybrid[name] = None
+            if any(part.gain > part.bound + _TOLERANCE for part in parts):
+                beyond[name] = None
+    return {"hybrid_although_it_fits": tuple(hybrid), "beyond_bound": tuple(beyond)}

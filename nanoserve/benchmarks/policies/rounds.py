@@ -11,7 +11,7 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.running import make_requests, run_variant
 from nanoserve.benchmarks.policies.variants import PolicyVariant
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, in_states, rotated, until_enough_count
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated, until_enough_count
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.workloads import RequestShape
@@ -143,21 +143,16 @@ class Ratio(msgspec.Struct, frozen=True):
 
 def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequence[str]) -> list[Ratio]:
     """Medians and extremes of each pair, metric and bandwidth state; formed within a round, never across rounds."""
-    values: dict[tuple[str, str, str], list[float]] = {}
-    for done, state in in_states(rounds):
-        for (called, metric), ratio in ratios_within(done.variants, pairs, metrics).items():
-            values.setdefault((called, metric, state), []).append(ratio)
+    values = grouped(rounds, lambda done: ratios_within(done.variants, pairs, metrics))
     return [
-        Ratio(*key, rounds=len(found), median=statistics.median(found), low=min(found), high=max(found))
-        for key, found in values.items()
+        Ratio(called, metric, state, len(found), statistics.median(found), min(found), max(found))
+        for (called, metric, state), found in values.items()
     ]
 
 
-def ratios_within(
-    variants: Mapping[str, Metrics], pairs: Sequence[Pair], metrics: Sequence[str]
-) -> dict[tuple[str, str], float]:
+def ratios_within(variants: Mapping[str, Metrics], pairs: Sequence[Pair], metrics: Sequence[str]) -> dict[Key, float]:
     """Ratios of one round, by the pair's name and metric; metrics that one of the two lacks are left out."""
-    found = {}
+    found: dict[Key, float] = {}
     for called, over, under in pairs:
         for metric in metrics:
             above, below = _number(variants[over][metric]), _number(variants[under][metric])
@@ -184,13 +179,9 @@ def _number(value: Distribution | float | None) -> float | None:
 
 def summarize(rounds: Sequence[PolicyRound]) -> list[dict[str, Any]]:
     """For every state and variant: medians over the counting rounds of all metrics."""
-    groups: dict[tuple[str, str], list[Metrics]] = {}
-    for done, state in in_states(rounds):
-        for name, figures in done.variants.items():
-            groups.setdefault((state, name), []).append(msgspec.to_builtins(figures))
+    found = grouped(rounds, lambda done: {(name,): msgspec.to_builtins(held) for name, held in done.variants.items()})
     return [
-        {"variant": name, "state": state, "rounds": len(found), **_median(found)}
-        for (state, name), found in groups.items()
+        {"variant": name, "state": state, "rounds": len(held), **_median(held)} for (name, state), held in found.items()
     ]
 
 

@@ -69,8 +69,7 @@ def compare_with_simulator(
     if len(times) < len(layouts):
         return None
     simulated = rerun(record, times, make_scheduler, vocab_size=vocab_size)
-    ttft, tpot = _means(simulated)
-    real_ttft, real_tpot = _means(record)
+    (ttft, tpot), (real_ttft, real_tpot) = _means(simulated), _means(record)
     return SimulatedRatios(
         makespan=simulated.makespan / record.makespan,
         ttft=ttft / real_ttft,
@@ -136,10 +135,10 @@ def measured_layouts(record: RunRecord, layouts: Sequence[ParallelLayout], block
     """The times of each layout that computed anything."""
     found = []
     for number, layout in enumerate(layouts):
-        part = record.only([plan for plan in record.plans if plan.rows and plan.layout == number])
-        if not part.plans:
+        plans = [plan for plan in record.plans if plan.rows and plan.layout == number]
+        if not plans:
             continue
-        steps = measured_steps(part, layout.tensor_parallel)
+        steps = measured_steps(record, plans, layout.tensor_parallel)
         seconds = _swap_token_seconds(record, number, block_size)
         found.append(MeasuredMoves(steps, seconds, _transition_seconds(record, number)))
     return found
@@ -152,7 +151,9 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
     Its tokens are then added to those of the next swap of the same plan that took longer.
     """
     answered = {swap: moment for moment, done in record.collected.items() for result in done for swap in result.swapped}
-    computing = _computing_since(record)
+    computing: dict[int, float] = {}  # when the first worker began to compute, by step
+    for times in record.stage_times:
+        computing[times.step] = min(times.started, computing.get(times.step, times.started))
     free: dict[str, float] = {}
     seconds, tokens = 0.0, 0
     for plan in record.plans:
@@ -172,31 +173,25 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
     return seconds / tokens if tokens else 0.0
 
 
-def _computing_since(record: RunRecord) -> dict[int, float]:
-    """Times at which the first worker began to compute, by step."""
-    since: dict[int, float] = {}
-    for times in record.stage_times:
-        since[times.step] = min(times.started, since.get(times.step, times.started))
-    return since
-
-
 def _transition_seconds(record: RunRecord, layout: int) -> float:
     """Mean seconds from plan to answer of the changes to this layout."""
     changes = [plan.step for plan in record.plans if plan.transition == layout]
     return fmean(record.known[step] - record.planned[step].time for step in changes) if changes else 0.0
 
 
-def measured_steps(record: RunRecord, tensor_parallel: int = 1) -> list[MeasuredStep]:
-    """What each plan took on each stage and on each link, and the host's part in it.
+def measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int) -> list[MeasuredStep]:
+    """What each of these plans of one layout took on each stage and on each link, and the host's part in it.
 
     A stage's time is the simulator's: from the moment at which the plan before was computed, its own inputs were
     prepared and its activations there, whichever came last, until it was computed. It includes what the worker does
     between two plans.
     """
-    stages = record.stages(tensor_parallel)
+    of_plans = {plan.step for plan in plans}
+    parts_of = ([times for times in stage if times.step in of_plans] for stage in record.stages(tensor_parallel))
+    stages = [stage for stage in parts_of if stage]
     links = [_send_seconds(before, after) for before, after in pairwise(stages)]
     began, free, prepared, steps = _could_be_made(record, stages[-1]), [0.0] * len(stages), 0.0, []
-    for number, plan in enumerate(record.plans):
+    for number, plan in enumerate(plans):
         parts, sends = [stage[number] for stage in stages], [link[number] for link in links]
         arrived = [0.0, *(before.computed + send for before, send in zip(parts, sends, strict=False))]
         starts = [max(*moments, times.prepared) for *moments, times in zip(arrived, free, parts, strict=True)]
@@ -230,5 +225,6 @@ def _could_be_made(record: RunRecord, last_stage: list[StageTimes]) -> dict[int,
     ended = {times.step: times.computed for times in last_stage}
     ended_at: dict[float, float] = {}
     for step, known in record.known.items():
-        ended_at[known] = max(ended_at.get(known, 0.0), ended[step])
+        if step in ended:
+            ended_at[known] = max(ended_at.get(known, 0.0), ended[step])
     return {step: ended_at.get(planned.clock, planned.clock) for step, planned in record.planned.items()}

@@ -136,7 +136,7 @@ _MICROSECONDS = 1e6
 
 def time_rows(profile: Profile) -> Iterator[Fields]:
     """Every measured time, and its share of the least time that its bytes and operations take, where these count."""
-    precision = Precision(weight_bits=profile.bits, kv_bits=profile.bits, other_bits=profile.bits)
+    precision = Precision.of(profile.bits)
     counts, layers = ModelCounts(profile.model, precision=precision), profile.model.num_layers
     device, host = _limits(profile.device), _limits(profile.host)
 

@@ -135,7 +135,7 @@ def _host_link(together: _Together) -> float:
 
 
 def _link(together: _Together) -> tuple[float, float]:
-    """Seconds per message, and bus bandwidth: the two numbers of the cost model's all-reduce (Channel)."""
+    """Seconds per message, and bus bandwidth: the two numbers of the cost model's all-reduce (Link)."""
     workers = together.workers
     small = together.all_reduce_seconds(torch.ones(1, device=together.device), _MESSAGES)
     size, seconds = _FIRST_BYTES, 0.0
