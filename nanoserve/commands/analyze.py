@@ -8,13 +8,13 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import ResultOptions
 from nanoserve.commands.engine_options import MODEL_PANEL
-from nanoserve.commands.options import Options, option
+from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, OperatorRow
 from nanoserve.costs.hardware import GIBI, GIGA
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import draw
-from nanoserve.measures.workloads import parse_lengths, parse_sizes
+from nanoserve.measures.workloads import RequestShape, parse_lengths, parse_sizes
 
 _OPERATOR_COLUMNS = [
     Column("operator", "operator"),
@@ -35,25 +35,14 @@ _BATCH_COLUMNS = [
 ]
 
 
-class CountedModelOptions(Options, panel=MODEL_PANEL):
-    """A model that is not loaded, and how many bits its numbers take."""
-
-    model: str = option("qwen3-8b", "Published model, config.json, or directory with one.", "-m", metavar="MODEL")
-    weight_bits: int = option(16, "Bits of a weight: 4, 8, 16 or 32.")
-    kv_bits: int = option(16, "Bits of a key or value number: 4, 8, 16 or 32.")
-
-
-class CountedHardwareOptions(Options, panel="Hardware"):
-    """Hardware that need not be here."""
-
-    hardware: str = option("h100", "Device or machine, or a .toml file that adds one.", metavar="NAME")
-    tp: int = option(1, "Tensor parallel degree.", minimum=1)
-    pp: int = option(1, "Pipeline stages.", minimum=1)
+def _parse_length(text: str, flag: str) -> RequestShape:
+    shape, *others = parse_lengths(text, flag)
+    if others:
+        raise UsageError(f"{flag} takes one length here, not {text!r:.60}")
+    return shape
 
 
 class AnalyzeOptions(
-    CountedModelOptions,
-    CountedHardwareOptions,
     ResultOptions,
     renamed={
         "--batch": "is now --batch-sizes",
@@ -63,8 +52,26 @@ class AnalyzeOptions(
 ):
     """All options of the command."""
 
-    batch_sizes: str | None = option(None, "Sequences decoding; default: up to what fits.", metavar="N,N,...")
-    lengths: str = option("1024+256", "Tokens of a prompt and of its answer.", metavar="IN+OUT")
+    batch_sizes: tuple[int, ...] | None = option(
+        None, "Sequences decoding; default: up to what fits.", metavar="N,N,...", parse=parse_sizes
+    )
+    lengths: RequestShape = option(
+        "1024+256", "Tokens of a prompt and of its answer.", metavar="IN+OUT", parse=_parse_length
+    )
+    model: str = option(
+        "qwen3-8b",
+        "Published model, config.json, or directory with one.",
+        "-m",
+        metavar="MODEL",
+        panel=MODEL_PANEL,
+    )
+    weight_bits: int = option(16, "Bits of a weight: 4, 8, 16 or 32.", panel=MODEL_PANEL)
+    kv_bits: int = option(16, "Bits of a key or value number: 4, 8, 16 or 32.", panel=MODEL_PANEL)
+    hardware: str = option(
+        "h100", "Device or machine, or a .toml file that adds one.", metavar="NAME", panel=HARDWARE_PANEL
+    )
+    tp: int = option(1, "Tensor parallel degree.", minimum=1, panel=HARDWARE_PANEL)
+    pp: int = option(1, "Pipeline stages.", minimum=1, panel=HARDWARE_PANEL)
 
 
 def run(options: AnalyzeOptions) -> None:
@@ -78,16 +85,12 @@ def run(options: AnalyzeOptions) -> None:
       nanoserve analyze -m qwen2.5-32b --hardware gllm-l20 --pp 4 \\
         --lengths 222+127 --plot roofline.png
     """
-    asked = options.batch_sizes
-    batches = None if asked is None else sorted(set(parse_sizes(asked, "--batch-sizes")))
-    shape, *others = parse_lengths(options.lengths, "--lengths")
-    if others:
-        raise UsageError(f"--lengths takes one length here, not {options.lengths!r:.60}")
+    shape = options.lengths
     precision = Precision(weight_bits=options.weight_bits, kv_bits=options.kv_bits)
     layout = ParallelLayout(tensor_parallel=options.tp, pipeline_parallel=options.pp)
     costs = StepCosts(load_shape(options.model), load_machine(options.hardware), layout, precision)
     analysis = Analysis(costs, shape.input_tokens, shape.output_tokens)
-    batches = batches or analysis.default_batches()
+    batches = sorted(options.batch_sizes or analysis.default_batches())
 
     settings: dict[str, Any] = {"model": options.model, "hardware": options.hardware, "layout": layout.name}
     settings |= {"input": shape.input_tokens, "output": shape.output_tokens}
@@ -95,9 +98,9 @@ def run(options: AnalyzeOptions) -> None:
     report = options.open_report("analyze", settings)
     rows = [analysis.batch_row(size) for size in batches]
     for row in rows:
-        fields = {"tpot_ms": row.tpot * 1e3, "tokens_per_s": row.tokens_per_second}
-        fields |= {"tokens_per_s_with_prefill": row.tokens_per_second_with_prefill}
-        report.add({"batch": row.batch, **fields, "kv_share": row.kv_share, "fits": row.fits})
+        rates = {"tpot_ms": row.tpot * 1e3, "tokens_per_s": row.tokens_per_second}
+        rates |= {"tokens_per_s_with_prefill": row.tokens_per_second_with_prefill}
+        report.add({"batch": row.batch, **rates, "kv_share": row.kv_share, "fits": row.fits})
     # Decoding is shown at the largest of the batch sizes that fits.
     shown = max((size for size in batches if size <= analysis.largest_batch), default=batches[0])
     decode = analysis.decode_work(shown)

@@ -1,20 +1,35 @@
-"""Offline batches: all rows of a file at once through the engine, each result written as it finishes."""
+"""Offline batches: all rows of a file at once through the engine, each result written as it finishes.
+
+Before a batch of two layouts runs, the planner says how fast it is predicted to be, and what would be faster.
+"""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from nanoserve.commands.batch_advice import advice_for
+import nanoserve
 from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
 from nanoserve.commands.batch_progress import Phases, Tally, progress_bar
 from nanoserve.commands.engine_options import WorkersOptions, sampling_params
-from nanoserve.commands.failures import say
 from nanoserve.commands.progress import show_progress
-from nanoserve.commands.terminal import remark
+from nanoserve.commands.terminal import remark, say
 from nanoserve.commands.usage import AnswerUsage
+from nanoserve.costs import Machine, Precision
+from nanoserve.costs.counts import ModelCounts
+from nanoserve.costs.efficiency import Efficiency
+from nanoserve.costs.measured_machine import MachineSpeeds, measured_machine, precision_of
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
+from nanoserve.layout import ParallelLayout
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.request import RequestOutput, SamplingParams, SequenceUpdate
+from nanoserve.simulator.advice import advise
+from nanoserve.simulator.planning import CacheLimits
+
+_SAMPLED_ROWS = 200
+"""The most rows whose prompts are tokenized; the others are taken to be like them."""
 
 
 def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict[str, Any]) -> None:
@@ -45,20 +60,15 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
     say(batch.summary(target))
 
 
+@dataclass(slots=True)
 class _Batch:
     """Takes rows to the LLM and its answers to the file."""
 
-    def __init__(
-        self,
-        results: ResultFile,
-        tally: Tally,
-        phases: Phases | None,
-        engine: WorkersOptions,
-        settings: dict[str, Any],
-    ):
-        self.phases = phases
-        self._results, self._tally = results, tally
-        self._engine, self._settings = engine, settings
+    results: ResultFile
+    tally: Tally
+    phases: Phases | None
+    engine: WorkersOptions
+    settings: dict[str, Any]
 
     def answer(self, rows: Sequence[PromptRow]) -> None:
         """Answer the rows that can be used, and write an error for each of the others."""
@@ -68,15 +78,15 @@ class _Batch:
                 self._write(row, {"error": row.error})
         if not usable:
             return
-        with self._engine.open_llm() as llm:
+        with self.engine.open_llm() as llm:
             with show_progress() as progress:
                 llm.prepare(progress)
             items = self._items(usable, llm.default_sampling_params())
             prompts = [(row.prompt, params) for row, params in items]
             if self.phases is not None and (advice := advice_for(llm, self.phases.layouts, prompts)) is not None:
                 remark(advice)
-            self._tally.started = time.monotonic()
-            with progress_bar(self._tally, self.phases) as draw:
+            self.tally.started = time.monotonic()
+            with progress_bar(self.tally, self.phases) as draw:
 
                 def look(updates: Sequence[SequenceUpdate]) -> None:
                     if self.phases is not None:
@@ -97,28 +107,26 @@ class _Batch:
             raise WorkersFailed(lost)
 
     def _items(self, rows: Sequence[PromptRow], defaults: SamplingParams) -> list[tuple[PromptRow, SamplingParams]]:
-        """The rows with their settings; rows whose settings are wrong end as errors.
-
-        A row's seed depends on its place alone, so a run that goes on after Ctrl-C gives what it would have given.
-        """
+        """The rows with their settings; rows whose settings are wrong end as errors."""
         items = []
         for row in rows:
-            seed = {} if self._engine.seed is None else {"seed": (self._engine.seed + row.index) % 2**63}
+            # A row's seed depends on its place alone, so a run that goes on after Ctrl-C repeats what it began.
+            seed = {} if self.engine.seed is None else {"seed": (self.engine.seed + row.index) % 2**63}
             try:
-                items.append((row, sampling_params(defaults, self._settings, seed, dict(row.settings))))
+                items.append((row, sampling_params(defaults, self.settings, seed, dict(row.settings))))
             except UsageError as error:
                 self._write(row, {"error": str(error)})
         return items
 
     def _write(self, row: PromptRow, result: dict[str, Any]) -> None:
-        self._results.write({"index": row.index} | ({} if row.id is None else {"id": row.id}) | result)
-        self._tally.written += 1
-        self._tally.errors += "error" in result
-        self._tally.tokens += result.get("usage", {}).get("completion_tokens", 0)
+        self.results.write({"index": row.index} | ({} if row.id is None else {"id": row.id}) | result)
+        self.tally.written += 1
+        self.tally.errors += "error" in result
+        self.tally.tokens += result.get("usage", {}).get("completion_tokens", 0)
 
     def summary(self, path: Path) -> str:
         """What was written, how fast, and where."""
-        tally, phases = self._tally, self.phases
+        tally, phases = self.tally, self.phases
         parts = [f"{tally.written - tally.errors} rows written to {path}"]
         if tally.errors:
             parts.append(f"{tally.errors} rows with errors")
@@ -144,3 +152,84 @@ def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
         "finish_reason": reasons if several else reasons[0],
         "usage": AnswerUsage.of(outcome).counts(),
     }
+
+
+def advice_for(
+    llm: "nanoserve.LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
+) -> str | None:
+    """A few lines for the user, or None where the speeds of workers were not measured.
+
+    Args:
+        layouts: that of prompts and that of decodes, of all engines together.
+        items: prompts with their settings.
+    """
+    speeds, shapes = llm.speeds, _shapes(llm, items)
+    if speeds is None or not shapes:
+        return None
+    import torch
+
+    from nanoserve.models.dtypes import resolve_dtype
+
+    config = llm.engine_config
+    dtype = resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)
+    precision, limits = precision_of(str(dtype).removeprefix("torch.")), _limits(llm, dtype.itemsize)
+    try:
+        return advise(
+            llm.config,
+            _machine(llm, speeds, precision, limits),
+            layouts,
+            shapes,
+            precision=precision,
+            limits=limits,
+            policy=config.policy_name,
+            token_budget=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+        ).text
+    except UsageError as error:
+        return f"nothing can be predicted: {error}"
+
+
+def _shapes(llm: "nanoserve.LLM", items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
+    """The lengths of all items, from the prompts of some, evenly over all. Answers are as long as they may become."""
+    count = min(len(items), _SAMPLED_ROWS)
+    shapes = list(chain.from_iterable(_shape(llm, *items[place * len(items) // count]) for place in range(count)))
+    return [shapes[place * len(shapes) // len(items)] for place in range(len(items))] if shapes else []
+
+
+def _shape(llm: "nanoserve.LLM", prompt: Any, params: SamplingParams) -> Iterator[RequestShape]:
+    """Nothing for a prompt that will be refused."""
+    encode = llm.tokenizer.encode if isinstance(prompt, str) else llm.tokenizer.encode_chat
+    try:
+        tokens = len(encode(prompt))
+    except UsageError:
+        return
+    room = llm.max_model_len - tokens
+    if tokens and room > 0:
+        yield RequestShape(tokens, params.n * min(params.max_tokens or room, room))
+
+
+def _limits(llm: "nanoserve.LLM", item_bytes: int) -> CacheLimits:
+    """What the engines' own caches take."""
+    model, config, status = llm.config, llm.engine_config, llm.status
+    block = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.block_size * item_bytes
+    return CacheLimits(
+        device_bytes=status.total_blocks * block / config.data_parallel, host_bytes=status.total_host_blocks * block
+    )
+
+
+def _machine(llm: "nanoserve.LLM", speeds: MachineSpeeds, precision: Precision, limits: CacheLimits) -> Machine:
+    """This one: memory is what the engines hold, and on CPUs what is free: of a GPU workers have taken all they can."""
+    from nanoserve.runtime.launch.memory import available_memory
+
+    config, usable = llm.engine_config, Efficiency().usable_memory
+    devices = config.data_parallel * config.num_workers
+    weights = ModelCounts(llm.config, precision=precision).stage_weight_bytes(0)
+    host = available_memory("cpu")
+    free = host / devices if config.device == "cpu" else 0.0
+    held = (weights + (limits.device_bytes or 0.0)) / config.num_workers
+    return measured_machine(
+        speeds,
+        devices=devices,
+        memory_bytes=(free + held) / usable,
+        host_memory_bytes=(host + weights + (limits.host_bytes or 0.0)) / usable,
+    )

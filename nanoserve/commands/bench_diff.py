@@ -7,9 +7,9 @@ import msgspec
 from nanoserve.benchmarks.diffing import compare_reports
 from nanoserve.benchmarks.report import read_report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.failures import EXIT_FAILURE
 from nanoserve.commands.options import Options, argument, option
 from nanoserve.commands.terminal import remark
+from nanoserve.errors import RuntimeFailure
 
 _COLUMNS = [
     Column("case", "case"),
@@ -49,4 +49,4 @@ def run(options: DiffOptions) -> int | None:
     slower = [change for change in changes if change.worse > options.threshold]
     for change in slower:
         remark(f"{change.case}: {change.metric} is worse by at least {change.worse:.1%}")
-    return EXIT_FAILURE if slower else None
+    return RuntimeFailure.exit_code if slower else None

@@ -6,10 +6,9 @@ from pathlib import Path
 from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.running import BUDGETS, PARTS, TUNED_FILE, TUNING, read_results, run_parts
 from nanoserve.commands.bench_options import RESULTS_PANEL, make_directory
-from nanoserve.commands.failures import EXIT_FAILURE
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
-from nanoserve.errors import UsageError
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
 
@@ -70,7 +69,7 @@ def run(options: GpuOptions) -> int | None:
     print(to_markdown(results), end="")
     remark(f"all of it is in {together}")
     rows = results["parts"].get("correctness", {}).get("rows", ())
-    return EXIT_FAILURE if any(row.get("ok") is False or "error" in row for row in rows) else None
+    return RuntimeFailure.exit_code if any(row.get("ok") is False or "error" in row for row in rows) else None
 
 
 def _chosen(names: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:

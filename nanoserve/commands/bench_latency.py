@@ -10,8 +10,7 @@ from nanoserve.commands.bench_options import (
     ProbeOptions,
     ResultOptions,
     engine_title,
-    kept,
-    print_head,
+    print_results,
     print_steps,
 )
 from nanoserve.commands.engine_options import WorkersOptions
@@ -90,10 +89,9 @@ def run(options: LatencyOptions) -> None:
     options.check_is_for_cpu()
     engines = options.each()
     cases, repeats = options.cases(), options.repeats
-    report = options.open_report("latency", {"cases": [case.name for case in cases], "repeats": repeats})
-    with ExitStack() as opened:
+    settings = {"cases": [case.name for case in cases], "repeats": repeats}
+    with options.reported("latency", settings, _show) as report, ExitStack() as opened:
         llms = [opened.enter_context(engine.open_llm()) for engine in engines]
-        opened.enter_context(kept(report, lambda: _show(report, options)))
         progress = opened.enter_context(show_progress())
         # imports torch, for which opening sets the threads first
         from nanoserve.benchmarks.local import LocalBench, compiled_ratios
@@ -118,8 +116,7 @@ def run(options: LatencyOptions) -> None:
 def _show(report: Report, options: ResultOptions) -> None:
     facts = report.document["engine"]
     title = f"latency of {facts['model']}, {engine_title(facts)}"
-    print_head(report)
-    print_table(title, _COLUMNS, report.rows)
+    print_results(report, title, _COLUMNS)
     if ratios := report.document.get("ratios"):
         heading = "compiled layers over eager ones, ratios within a round; above 1 compiled ones are faster"
         print_table(heading, _RATIO_COLUMNS, ratios, keys=2)

@@ -8,13 +8,7 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import (
-    ResultOptions,
-    kept,
-    print_counting,
-    print_head,
-    settled_operators,
-)
+from nanoserve.commands.bench_options import ResultOptions, print_counting, print_head, settled_operators
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
@@ -39,11 +33,26 @@ _COLUMNS = [
 ]
 
 
+def _parse_cells(text: str, flag: str) -> list[tuple[int, int]]:
+    def cell(part: str) -> tuple[int, int]:
+        batch, _, context = part.partition("x")
+        try:
+            return parse_sizes(batch, flag)[0], parse_sizes(context, flag)[0]
+        except UsageError:
+            raise UsageError(f"{flag} takes sequences x context such as 16x2048,4x512, not {part!r}") from None
+
+    return [cell(part) for part in text.split(",")]
+
+
 class OperatorsOptions(ResultOptions):
     """All options of the command."""
 
-    cells: str = option("16x2048,4x512", "Attention: sequences x context.", metavar="NxN,...")
-    rows: str = option("1,4,16,64,512", "Linear layers: rows of input.", metavar="N,N,...")
+    cells: Sequence[tuple[int, int]] = option(
+        "16x2048,4x512", "Attention: sequences x context.", metavar="NxN,...", parse=_parse_cells
+    )
+    rows: tuple[int, ...] = option(
+        "1,4,16,64,512", "Linear layers: rows of input.", metavar="N,N,...", parse=parse_sizes
+    )
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
     dtype: str = option(
         "bfloat16", "Number format; float32 for attention only.", choices=("bfloat16", "float16", "float32")
@@ -61,25 +70,13 @@ def run(options: OperatorsOptions) -> None:
       nanoserve bench operators --rows 1,4 --json operators.json
       nanoserve bench operators --cells 1x128,16x2048 --rounds 9
     """
-    cells = [_cell(text) for text in options.cells.split(",")]
-    rows = parse_sizes(options.rows, "--rows")
-    report = options.open_report("operators", {"cells": cells, "rows": rows, "rounds": options.rounds})
+    settings = {"cells": options.cells, "rows": options.rows, "rounds": options.rounds}
+    with options.reported("operators", settings, _show) as report:
+        _measure(options, report)
+
+
+def _measure(options: OperatorsOptions, report: Report) -> None:
     in_use = settled_operators(options.threads)
-    with kept(report, lambda: _show(report, options)):
-        _measure(cells, rows, options, report, in_use)
-
-
-def _cell(text: str) -> tuple[int, int]:
-    batch, _, context = text.partition("x")
-    try:
-        return parse_sizes(batch, "--cells")[0], parse_sizes(context, "--cells")[0]
-    except UsageError:
-        raise UsageError(f"--cells takes sequences x context such as 16x2048,4x512, not {text!r}") from None
-
-
-def _measure(
-    cells: Sequence[tuple[int, int]], rows: Sequence[int], options: OperatorsOptions, report: Report, in_use: str
-) -> None:
     import torch
 
     from nanoserve.benchmarks.operators import count_linear_cases, measure_case
@@ -92,9 +89,9 @@ def _measure(
     facts = {"operators": in_use, "dtype": options.dtype, "threads": torch.get_num_threads()}
     peak = limits.operations_per_second
     report.put("engine", facts | {"limit_gflops": peak / 1e9})
-    total = 2 * len(cells) + count_linear_cases(rows, number_format)
+    total = 2 * len(options.cells) + count_linear_cases(options.rows, number_format)
     with show_progress() as progress:
-        for place, case in enumerate(_cases(cells, rows, number_format)):
+        for place, case in enumerate(_cases(options.cells, options.rows, number_format)):
             progress("cases", place, total)
             remark(f"measuring {case.name}")
             foreign = ForeignLoad()

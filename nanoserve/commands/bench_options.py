@@ -4,9 +4,10 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from nanoserve.benchmarks.plots import plot_bars
 from nanoserve.benchmarks.report import Report
@@ -17,7 +18,15 @@ from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import check_plotting
-from nanoserve.measures.workloads import PRESETS, BatchCase, parse_lengths, parse_sizes, read_arrivals, read_trace
+from nanoserve.measures.workloads import (
+    PRESETS,
+    BatchCase,
+    RequestShape,
+    parse_lengths,
+    parse_sizes,
+    read_arrivals,
+    read_trace,
+)
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
 
@@ -44,18 +53,15 @@ class GridOptions(
 ):
     """Batches of equal requests: every combination of these sizes and lengths."""
 
-    batch_sizes: str = option("1,4,16", "Requests at a time.", metavar="N,N,...")
-    lengths: str = option("128+32", "Tokens of a prompt and of its answer.", metavar="IN+OUT,...")
+    batch_sizes: tuple[int, ...] = option("1,4,16", "Requests at a time.", metavar="N,N,...", parse=parse_sizes)
+    lengths: tuple[RequestShape, ...] = option(
+        "128+32", "Tokens of a prompt and of its answer.", metavar="IN+OUT,...", parse=parse_lengths
+    )
 
     def cases(self) -> list[BatchCase]:
-        """All combinations; batch sizes vary slowest.
-
-        Raises:
-            UsageError: for what is no list of sizes or lengths, naming the flag.
-        """
-        shapes = parse_lengths(self.lengths, "--lengths")
-        sizes = parse_sizes(self.batch_sizes, "--batch-sizes")
-        return [BatchCase(size, shape.input_tokens, shape.output_tokens) for size in sizes for shape in shapes]
+        """All combinations; batch sizes vary slowest."""
+        pairs = product(self.batch_sizes, self.lengths)
+        return [BatchCase(size, shape.input_tokens, shape.output_tokens) for size, shape in pairs]
 
 
 class LengthOptions(
@@ -100,12 +106,6 @@ class JsonOptions(Options, panel=RESULTS_PANEL):
 
     json: Path | None = option(None, "Write all figures to this file.", metavar="FILE")
 
-
-class ResultOptions(JsonOptions, panel=RESULTS_PANEL):
-    """Files for the results, beside the table on stdout."""
-
-    plot: Path | None = option(None, "Draw a chart into this PNG file.", metavar="FILE")
-
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
         """A new report; fails here, before anything is measured, if it cannot be written or drawn.
 
@@ -113,8 +113,24 @@ class ResultOptions(JsonOptions, panel=RESULTS_PANEL):
             UsageError: if matplotlib is missing.
             RuntimeFailure: if the file cannot be written.
         """
-        check_plotting(self.plot)
         return Report(kind, settings, self.json)
+
+    @contextmanager
+    def reported(self, kind: str, settings: dict[str, Any], show: Callable[[Report, Self], None]) -> Iterator[Report]:
+        """A new report to measure into; ``show`` prints it at the end. Raises as ``open_report`` does."""
+        report = self.open_report(kind, settings)
+        with kept(report, partial(show, report, self)):
+            yield report
+
+
+class ResultOptions(JsonOptions, panel=RESULTS_PANEL):
+    """Files for the results, beside the table on stdout."""
+
+    plot: Path | None = option(None, "Draw a chart into this PNG file.", metavar="FILE")
+
+    def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
+        check_plotting(self.plot)
+        return super().open_report(kind, settings)
 
     def draw_bars(
         self, report: Report, title: str, label: str, bars: Sequence[Column], rows: Sequence[dict[str, Any]]
@@ -131,6 +147,8 @@ def kept(report: Report, show: Callable[[], None]) -> Iterator[None]:
         yield
         report.finish()
     except KeyboardInterrupt:
+        if not report.rows:
+            raise
         place = f", {report.path} keeps them" if report.path else ""
         raise KeyboardInterrupt(f"{len(report.rows)} rows were measured{place}") from None
     finally:
@@ -173,6 +191,12 @@ def print_head(report: Report) -> None:
     for note in (*document["notes"], report.busy_note):
         if note is not None:
             print(note)
+
+
+def print_results(report: Report, title: str, columns: Sequence[Column]) -> None:
+    """Print the rows of a report as a table, below machine and versions."""
+    print_head(report)
+    print_table(title, columns, report.rows)
 
 
 def print_counting(rounds: Sequence[Bracketed]) -> None:

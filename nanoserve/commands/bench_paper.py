@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions, kept, make_directory, print_head
+from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions, make_directory, print_head
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.measures.charts import check_plotting, draw
@@ -54,10 +54,9 @@ def run(options: PaperOptions) -> None:
     settings = {"paper": options.name, "figure": options.figure, "seeds": options.seeds, "full": options.full}
     size = scale.pick(*paper.setting)
     settings |= {"size": (figures[0].counted or size) if len(figures) == 1 else size}
-    report = Report("paper", settings, options.json)
     findings: dict[str, Finding] = {}
     with (
-        kept(report, lambda: _show(report, paper, findings)),
+        options.reported("paper", settings, lambda report, _: _show(report, paper, findings)) as report,
         show_progress() as progress,
         Runner(options.workers, lambda done, total: progress(f"figure {one.number}", done, total)) as runner,
     ):

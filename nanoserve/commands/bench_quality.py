@@ -19,8 +19,8 @@ from nanoserve.benchmarks.quality import (
     windows,
 )
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import ResultOptions, kept, print_head
+from nanoserve.benchmarks.tables import Column
+from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
@@ -71,10 +71,9 @@ def run(options: QualityOptions) -> None:
     if rows is not None and len(rows) <= shots:
         raise UsageError(f"{options.questions} has {len(rows)} questions, all of them taken by --shots {shots}")
     settings = {"window": options.window, "windows": options.windows, "limit": limit, "shots": shots}
-    report = options.open_report("quality", settings)
-    if missing := PEERS["transformers"].missing:
-        report.note(f"{missing[0]} is not installed and left out: {PEERS['transformers'].install}")
-    with options.open_llm() as llm, kept(report, lambda: _show(report, options)):
+    with options.reported("quality", settings, _show) as report, options.open_llm() as llm:
+        if missing := PEERS["transformers"].missing:
+            report.note(f"{missing[0]} is not installed and left out: {PEERS['transformers'].install}")
         readers = _readers(llm, options, with_reference=not missing)
         if content is not None:
             _measure_perplexity(readers, llm, content, options, report)
@@ -125,11 +124,11 @@ def _measure_accuracy(
 
 
 def _show(report: Report, options: ResultOptions) -> None:
-    print_head(report)
-    print_table("quality", _COLUMNS, report.rows)
+    print_results(report, "quality", _COLUMNS)
     if options.plot is not None:
-        panels = [_bars(case, [row for row in report.rows if row["case"] == case]) for case in _AXES]
-        chart = Chart(report.titled("quality"), [one for one in panels if one.names], columns=1)
+        rows_of = {case: [row for row in report.rows if row["case"] == case] for case in _AXES}
+        panels = [_bars(case, rows) for case, rows in rows_of.items() if rows]
+        chart = Chart(report.titled("quality"), panels, columns=1)
         draw(chart, options.plot, panel_size=(7.0, 2.2))
 
 

@@ -5,8 +5,8 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import ResultOptions, kept, print_head
+from nanoserve.benchmarks.tables import Column
+from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.measures.workloads import parse_sizes
@@ -28,7 +28,7 @@ _COLUMNS = [
 class SchedulerOptions(ResultOptions):
     """All options of the command."""
 
-    sequences: str = option("1,4,16,64,128,256", "Running sequences.", metavar="N,N,...")
+    sequences: tuple[int, ...] = option("1,4,16,64,128,256", "Running sequences.", metavar="N,N,...", parse=parse_sizes)
     context: int = option(512, "Tokens of each at the start.", minimum=1, maximum=100_000)
     steps: int = option(200, "Steps measured.", minimum=1, maximum=100_000)
     policy: str = option("sarathi", "Scheduling policy.", metavar="NAME")
@@ -41,12 +41,10 @@ def run(options: SchedulerOptions) -> None:
 
       nanoserve bench scheduler --sequences 64,256,1024
     """
-    sizes = parse_sizes(options.sequences, "--sequences")
     make_policy(options.policy, 1)  # an unknown name is told before anything runs
     settings = {"context": options.context, "steps": options.steps, "policy": options.policy}
-    report = options.open_report("scheduler", settings)
-    with kept(report, lambda: _show(report, options)):
-        for size in watched(sizes, "sizes"):
+    with options.reported("scheduler", settings, _show) as report:
+        for size in watched(options.sequences, "sizes"):
             foreign = ForeignLoad()
             cost = measure_scheduler(size, context=options.context, steps=options.steps, policy=options.policy)
             facts = {"case": f"{size} sequences", **msgspec.to_builtins(cost), "foreign_cores": foreign.read()}
@@ -55,7 +53,6 @@ def run(options: SchedulerOptions) -> None:
 
 def _show(report: Report, options: SchedulerOptions) -> None:
     title = f"scheduler per step, {options.policy}, context {options.context}, {options.steps} steps"
-    print_head(report)
-    print_table(title, _COLUMNS, report.rows)
+    print_results(report, title, _COLUMNS)
     if options.plot is not None:
         plot_stacks(options.plot, report.titled(title), "{case}", "time of a step, ms", {"": _PARTS}, report.rows)

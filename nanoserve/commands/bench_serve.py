@@ -1,7 +1,6 @@
 """``nanoserve bench serve``: what clients of a server get to see under load."""
 
 import math
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
@@ -20,14 +19,12 @@ from nanoserve.commands.bench_options import (
     ResultOptions,
     engine_title,
     fitting_work,
-    kept,
-    print_head,
+    print_results,
 )
 from nanoserve.commands.engine_options import ServerOptions, WorkersOptions
-from nanoserve.commands.failures import say
-from nanoserve.commands.options import Options, option
+from nanoserve.commands.options import option
 from nanoserve.commands.progress import counted, show_progress
-from nanoserve.commands.terminal import remark
+from nanoserve.commands.terminal import remark, say
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import Chart, draw, panel
@@ -35,7 +32,7 @@ from nanoserve.measures.slo import parse_slo
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.installation import install_command
 
-DEFAULT_CONCURRENCY = "1,4,16"
+DEFAULT_CONCURRENCY = (1, 4, 16)
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 _PERCENTILES = ("p50", "p90", "p99")
 _COLUMNS = [
@@ -52,11 +49,25 @@ _COLUMNS = [
 ]
 
 
-class ArrivalOptions(Options, renamed={"--request-rate": "is now --rate"}):
-    """When requests come."""
+class BenchServeOptions(
+    LengthOptions, ServerOptions, WorkersOptions, ResultOptions, renamed={"--request-rate": "is now --rate"}
+):
+    """All options of the command."""
 
-    rate: str | None = option(None, "Open loop: requests per second, or inf.", metavar="X,X,...")
-    concurrency: str | None = option(None, "Closed loop: clients that ask one after another.", metavar="N,N,...")
+    endpoint: str = option("completions", "completions (token ids) or chat (words).", metavar="NAME")
+    allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
+    slo: str | None = option(
+        None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
+    )
+    warm_up: int = option(4, "Unmeasured requests before.", minimum=1)
+    repeats: int = option(1, "Measured runs of each load.", minimum=1)
+    timeout: float = option(1800.0, "For a whole answer; a later one has failed.", metavar="SECONDS", minimum=0.1)
+    rate: tuple[float, ...] | None = option(
+        None, "Open loop: requests per second, or inf.", metavar="X,X,...", parse=parse_rates
+    )
+    concurrency: tuple[int, ...] | None = option(
+        None, "Closed loop: clients that ask one after another.", metavar="N,N,...", parse=parse_sizes
+    )
     arrivals: str = option(
         "poisson", "Or the times of --trace, stretched to --rate if given.", choices=("poisson", "trace")
     )
@@ -73,24 +84,10 @@ class ArrivalOptions(Options, renamed={"--request-rate": "is now --rate"}):
         if self.concurrency is not None and (traced or self.rate is not None):
             raise UsageError("--concurrency is a closed loop: give it without --rate and --arrivals trace")
         if self.rate is not None:
-            return [Point(rate=rate, traced=traced) for rate in parse_rates(self.rate, "--rate")]
+            return [Point(rate=rate, traced=traced) for rate in self.rate]
         if traced:
             return [Point(traced=True)]
-        sizes = parse_sizes(self.concurrency or DEFAULT_CONCURRENCY, "--concurrency")
-        return [Point(concurrency=size) for size in sizes]
-
-
-class BenchServeOptions(ArrivalOptions, LengthOptions, ServerOptions, WorkersOptions, ResultOptions):
-    """All options of the command."""
-
-    endpoint: str = option("completions", "completions (token ids) or chat (words).", metavar="NAME")
-    allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
-    slo: str | None = option(
-        None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
-    )
-    warm_up: int = option(4, "Unmeasured requests before.", minimum=1)
-    repeats: int = option(1, "Measured runs of each load.", minimum=1)
-    timeout: float = option(1800.0, "For a whole answer; a later one has failed.", metavar="SECONDS", minimum=0.1)
+        return [Point(concurrency=size) for size in self.concurrency or DEFAULT_CONCURRENCY]
 
 
 @on_all_machines
@@ -117,11 +114,9 @@ def run(options: BenchServeOptions) -> None:
     endpoint, repeats = check_endpoint(options.endpoint), options.repeats
     work = options.read(seed, traced=options.arrivals == "trace")
     settings: dict[str, Any] = {"work": work.name, "requests": len(work.shapes), "repeats": repeats, "seed": seed}
-    settings |= {"endpoint": endpoint, "ignore_eos": not options.allow_eos}
-    settings |= {"warm_up": options.warm_up, "timeout": options.timeout}
-    settings |= {"slo": options.slo, "points": [point.name for point in points]}
-    report = options.open_report("serve", settings)
-    with ExitStack() as opened, kept(report, lambda: _show(report, options)):
+    settings |= {"endpoint": endpoint, "ignore_eos": not options.allow_eos, "points": [point.name for point in points]}
+    settings |= {"warm_up": options.warm_up, "timeout": options.timeout, "slo": options.slo}
+    with options.reported("serve", settings, _show) as report, ExitStack() as opened:
         client, key, model, foreign = _server(options, report, opened)
         fitting = fitting_work(work, model.max_model_len, report)
         style = RequestStyle.of(model.id, endpoint, ignore_eos=not options.allow_eos)
@@ -161,8 +156,7 @@ def _show(report: Report, options: ResultOptions) -> None:
     document = report.document
     title = f"{document['settings']['work']} asked of {document['server']['model']}"
     title += f", {engine_title(document['engine'])}" if "engine" in document else f" at {document['server']['url']}"
-    print_head(report)
-    print_table(title, _COLUMNS, report.rows)
+    print_results(report, title, _COLUMNS)
     rows = [
         {"case": row["case"], "metric": _short(metric), **(row[metric] or {})}
         for row in report.rows
@@ -182,17 +176,12 @@ def _chart(report: Report, title: str) -> Chart:
     lines = {f"{_short(metric)}, ms": {name: f"{metric}.{name}" for name in _PERCENTILES} for metric in _LATENCIES}
     lines["output tokens/s"] = {"": "output_tokens_per_s"}
     ticks = [str(row["tick"]) for row in report.rows]
-    panels = [
-        panel(y.partition(",")[0], x, y, ticks, {label: _numbers(path, report.rows) for label, path in paths.items()})
-        for y, paths in lines.items()
-    ]
+    panels = []
+    for y, paths in lines.items():
+        values = {label: [Column("", path).value(row) for row in report.rows] for label, path in paths.items()}
+        heights = {label: [math.nan if one is None else one for one in found] for label, found in values.items()}
+        panels.append(panel(y.partition(",")[0], x, y, ticks, heights))
     return Chart(report.titled(title), panels, columns=len(panels))
-
-
-def _numbers(path: str, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Values of a field, without a number where a row has none."""
-    texts = [Column("", path, ".6g").text(row) for row in rows]
-    return [math.nan if text == "-" else float(text) for text in texts]
 
 
 def _short(metric: str) -> str:

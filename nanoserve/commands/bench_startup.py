@@ -4,8 +4,8 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once
-from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import ResultOptions, kept, operators_title, print_head
+from nanoserve.benchmarks.tables import Column
+from nanoserve.commands.bench_options import ResultOptions, operators_title, print_results
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
@@ -34,10 +34,9 @@ def run(options: StartupOptions) -> None:
     """
     settings = options.settings()
     document = {"model": options.model, "repeats": options.repeats, "engine": settings}
-    report = options.open_report("startup", document)
     directory = resolve_model(options.model, offline=options.offline).directory
     model = options.model if directory is None else str(directory)  # with another cache the hub's could not be found
-    with temporary_directory() as cache, kept(report, lambda: _show(report, options)):
+    with options.reported("startup", document, _show) as report, temporary_directory() as cache:
         for case in watched(["first ever", "cold", *["warm"] * options.repeats], "starts"):
             remark(f"starting a process, {case}")
             if case == "cold":
@@ -55,8 +54,7 @@ def _show(report: Report, options: ResultOptions) -> None:
     title = f"seconds to start {model}, {operators_title(report.document)}"
     warm = [row["to_first_token"] for row in report.rows if row["case"] == "warm"]
     report.put("samples", {"warm": {"to_first_token_s": warm}})
-    print_head(report)
-    print_table(title, [Column("start", "case"), *_STAGES, _TOTAL], report.rows)
+    print_results(report, title, [Column("start", "case"), *_STAGES, _TOTAL])
     if options.plot is not None:
         parts = {name: f"stages.{name}" for name in STAGES}
         first = {name: parts[name] for name in TO_FIRST_TOKEN}

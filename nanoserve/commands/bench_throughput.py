@@ -9,8 +9,7 @@ from nanoserve.commands.bench_options import (
     ResultOptions,
     engine_title,
     fitting_work,
-    kept,
-    print_head,
+    print_results,
     print_steps,
 )
 from nanoserve.commands.engine_options import WorkersOptions
@@ -61,8 +60,8 @@ def run(options: ThroughputOptions) -> None:
     seed, repeats = options.seed or 0, options.repeats
     work = options.read(seed)
     settings = {"work": work.name, "requests": len(work.shapes), "repeats": repeats}
-    report = options.open_report("throughput", settings)
-    with options.open_llm() as llm, kept(report, lambda: _show(report, options)), show_progress() as progress:
+    reported = options.reported("throughput", settings, _show)
+    with reported as report, options.open_llm() as llm, show_progress() as progress:
         from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
         bench = LocalBench([llm], seed=seed, announce=remark, progress=progress, probes=not options.no_probe)
@@ -81,8 +80,7 @@ def run(options: ThroughputOptions) -> None:
 def _show(report: Report, options: ResultOptions) -> None:
     facts = report.document["engine"]
     title = f"throughput of {facts['model']}, {engine_title(facts)}"
-    print_head(report)
-    print_table(title, _COLUMNS, report.rows)
+    print_results(report, title, _COLUMNS)
     rows = [{"metric": name.removesuffix("_ms").upper(), **(report.rows[0][name] or {})} for name in _LATENCIES]
     print_table("milliseconds", [Column("metric", "metric"), *DISTRIBUTION_COLUMNS], rows)
     print_steps(report)

@@ -12,16 +12,24 @@ from typing import Any
 from rich.console import Console
 
 from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Message, Piece, Steps, did_you_mean
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Message, Steps, did_you_mean
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
-from nanoserve.commands.failures import say
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter, visible
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
-from nanoserve.commands.terminal import StopOnInterrupt, is_terminal, read_stdin, remark, when_continued, without_echo
+from nanoserve.commands.terminal import (
+    StopOnInterrupt,
+    is_terminal,
+    read_stdin,
+    remark,
+    say,
+    when_continued,
+    without_echo,
+)
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import envelope
 from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.text.reasoning import Piece
 
 
 class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", has_variables=True):
@@ -57,10 +65,7 @@ def run(options: ChatOptions) -> None:
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
         if question is not None:
             return _answer_once(session, question, options)
-        keep_history = not options.no_history
-        return _Conversation(
-            session, plain=options.plain, hide_thinking=options.hide_thinking, keep_history=keep_history
-        ).run()
+        return _Conversation(session, options).run()
 
 
 @contextmanager
@@ -84,11 +89,7 @@ def _opened(options: ChatOptions, settings: dict[str, Any]) -> Iterator[ChatMode
 
 
 def _question(message: str | None) -> str | None:
-    """What to answer, or None if there is a terminal to talk on.
-
-    Raises:
-        UsageError: if it is empty or not UTF-8.
-    """
+    """What to answer, or None if there is a terminal to talk on; raise UsageError for no text and no UTF-8."""
     if message is not None:
         check_utf8(message, "the message")
     watched = sys.stdin is not None and sys.stdin.isatty()
@@ -293,12 +294,12 @@ def _name_and_value(argument: str) -> tuple[str, Any]:
 class _Conversation:
     """The loop of an interactive chat: read, obey or answer, until the user leaves."""
 
-    def __init__(self, session: ChatSession, *, plain: bool, hide_thinking: bool, keep_history: bool):
+    def __init__(self, session: ChatSession, options: ChatOptions):
         self._session = session
-        self._plain = plain
+        self._plain = options.plain
         self._commands = ChatCommands(session, edit=edit_text)
-        self._commands.show_thinking = not hide_thinking
-        self._prompt = ChatPrompt(history_path() if keep_history else None, self._commands.names)
+        self._commands.show_thinking = not options.hide_thinking
+        self._prompt = ChatPrompt(None if options.no_history else history_path(), self._commands.names)
 
     def run(self) -> None:
         remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
@@ -366,10 +367,10 @@ def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerP
 
     session.notify = notify
     try:
-        for piece in pieces:
-            if not piece.thinking:
-                printer.answer(piece.text)
+        for part, text in pieces:
+            if part == "answer":
+                printer.answer(text)
             elif thinking:
-                printer.thinking(piece.text)
+                printer.thinking(text)
     finally:
         printer.finish()

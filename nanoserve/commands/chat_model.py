@@ -9,7 +9,7 @@ from typing import Any
 
 import nanoserve
 from nanoserve.client.connection import ApiClient, ServerRefused
-from nanoserve.client.events import Chunk, ServerUsage
+from nanoserve.client.events import ServerUsage
 from nanoserve.client.models import NO_SUCH_PATH, served_model
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.usage import AnswerUsage
@@ -163,11 +163,7 @@ class RemoteModel:
                 waited += self._wait(error, waited)
 
     def _wait(self, error: ServerRefused, waited: int) -> int:
-        """Wait as long as a server that is loading asks for; returns the seconds.
-
-        Raises:
-            ServerRefused: ``error``, if that is no reason to wait, or if it has been waited long enough.
-        """
+        """Wait the seconds that a loading server asks for, and return them; raise ``error`` for other refusals."""
         not_ready = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
         if not not_ready or waited >= _LONGEST_WAIT_SECONDS:
             raise error
@@ -178,9 +174,32 @@ class RemoteModel:
         return pause
 
     def _answer(self, body: dict[str, Any]) -> Generator[AnswerDelta, None, None]:
-        progress = _RemoteAnswer(self._clock)
+        """Times are by our clock. Until the server tells how many tokens there are, chunks stand for them."""
+        asked = self._clock()
+        first: float | None = None
+        last: float | None = None
+        ended: float | None = None
+        reason: str | None = None
+        received, counted = 0, ServerUsage()
         with closing(self._client.stream(f"{self._api}/chat/completions", body)) as chunks:
-            yield from filter(None, map(progress.take, chunks))
+            for chunk in chunks:
+                choice = chunk.choices[0] if chunk.choices else None
+                text, thinking, ends = (
+                    (choice.answer, choice.thinking, choice.finish_reason) if choice else ("", "", None)
+                )
+                if text or thinking:
+                    last = self._clock()
+                    first = last if first is None else first
+                    received += 1
+                if ends:
+                    reason, ended = ends, self._clock()
+                if not (text or thinking or ends or chunk.usage):
+                    continue
+                counted = chunk.usage or counted
+                tokens = received if counted.completion_tokens is None else counted.completion_tokens
+                metrics = RequestMetrics(asked, None, first, last, ended, tokens)
+                usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
+                yield AnswerDelta(text, thinking, usage, reason)
 
     def _look_up(self, model: str | None) -> None:
         """What the server says about the model."""
@@ -190,36 +209,3 @@ class RemoteModel:
 
 ChatModel = LocalModel | RemoteModel
 """What answers a chat."""
-
-
-class _RemoteAnswer:
-    """Times and tokens of one answer, by our clock and the server's counting."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._asked = clock()
-        self._first: float | None = None
-        self._last: float | None = None
-        self._ended: float | None = None
-        self._chunks = 0
-        self._reason: str | None = None
-        self._counted = ServerUsage()
-
-    def take(self, chunk: Chunk) -> AnswerDelta | None:
-        """What the chunk brings; None if that is nothing. Until the server tells, chunks stand for tokens."""
-        choice = chunk.choices[0] if chunk.choices else None
-        text, thinking = (choice.answer, choice.thinking) if choice else ("", "")
-        reason = choice.finish_reason if choice else None
-        if text or thinking:
-            self._last = self._clock()
-            self._first = self._last if self._first is None else self._first
-            self._chunks += 1
-        if reason:
-            self._reason, self._ended = reason, self._clock()
-        if not (text or thinking or reason or chunk.usage):
-            return None
-        self._counted = counted = chunk.usage or self._counted
-        tokens = self._chunks if counted.completion_tokens is None else counted.completion_tokens
-        metrics = RequestMetrics(self._asked, None, self._first, self._last, self._ended, tokens)
-        usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
-        return AnswerDelta(text, thinking, usage, self._reason)

@@ -17,7 +17,7 @@ from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.usage import AnswerUsage
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.request import SamplingParams
-from nanoserve.text.reasoning import Part, ReasoningSplitter
+from nanoserve.text.reasoning import Part, Piece, ReasoningSplitter
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -40,14 +40,6 @@ class SavedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     messages: list[Message]
     settings: dict[str, Any] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A piece of an answer as it streams."""
-
-    text: str
-    thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +96,25 @@ class ChatSession:
     def _answer(self, message: Message, steps: Steps) -> Iterator[Piece]:
         conversation = self._for_model([*self.turns, message])
         splitter = ReasoningSplitter(starts_inside=self.model.opens_reasoning(conversation))
-        answer: list[str] = []
-        reasoning: list[str] = []
+        texts: dict[Part, str] = {"answer": "", "thinking": ""}
+
+        def collected(pieces: list[Piece]) -> list[Piece]:
+            for part, text in pieces:
+                texts[part] += text
+            return pieces
+
         last = failure = None
         try:
             with closing(self.model.stream(conversation, self.settings)) as stream:
                 for last in steps(stream):
-                    yield from _sorted([("thinking", last.thinking)] if last.thinking else [], answer, reasoning)
-                    yield from _sorted(splitter.push(last.text), answer, reasoning)
+                    yield from collected([("thinking", last.thinking)] if last.thinking else [])
+                    yield from collected(splitter.push(last.text))
         except NanoserveError as error:
-            if last is None or not answer:
+            if last is None or not texts["answer"]:
                 raise
             failure = error
-        yield from _sorted(splitter.flush(), answer, reasoning)
-        self._conclude(message, "".join(answer), "".join(reasoning), last)
+        yield from collected(splitter.flush())
+        self._conclude(message, texts["answer"], texts["thinking"], last)
         if failure is not None:
             raise failure
 
@@ -233,11 +230,7 @@ class ChatSession:
         return [{"role": message.role, "content": message.content} for message in [*system, *turns]]
 
     def _make_room(self, message: Message) -> None:
-        """Drop the oldest pairs of turns until question and answer fit.
-
-        Raises:
-            UsageError: if the question does not fit even alone.
-        """
+        """Drop the oldest pairs of turns until question and answer fit; raise UsageError if none is left to drop."""
         context, length = self.model.context, self.model.count_tokens(self._for_model([*self.turns, message]))
         if context is None or length is None:
             return
@@ -271,13 +264,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What a misspelt word was probably meant to be, in parentheses; nothing if it is like none."""
     close = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _sorted(parts: list[tuple[Part, str]], answer: list[str], reasoning: list[str]) -> Iterator[Piece]:
-    """The pieces as the session hands them out, each also added where it belongs."""
-    for part, text in parts:
-        (reasoning if part == "thinking" else answer).append(text)
-        yield Piece(text, thinking=part == "thinking")
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -17,6 +17,7 @@ import typer
 from nanoserve.errors import UsageError
 
 Action = Callable[[], int | None]
+HARDWARE_PANEL = "Hardware"
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -36,6 +37,12 @@ class Options:
         cls.panel, cls.has_variables, cls.renamed = panel, has_variables, renamed or {}
         dataclass(frozen=True, kw_only=True)(cls)
 
+    def __post_init__(self) -> None:
+        for declared in fields(self):  # type: ignore[arg-type]  # see __init_subclass__
+            parse, value = declared.metadata.get("parse"), getattr(self, declared.name)
+            if parse is not None and isinstance(value, str):
+                object.__setattr__(self, declared.name, parse(value, flag_of(declared.name)))
+
     @classmethod
     def variables(cls, name: str) -> list[str]:
         """The environment variables of a field that names none itself."""
@@ -53,6 +60,7 @@ def option(
     choices: Sequence[str] = (),
     panel: str | None = None,
     variables: Sequence[str] | None = None,
+    parse: Callable[[str, str], Any] | None = None,
 ) -> Any:
     """A field that is an option, whose long flag is named after the field; a bool is a switch.
 
@@ -66,9 +74,11 @@ def option(
         choices: the only values that are accepted.
         panel: where help lists it, if not in the panel of its group.
         variables: environment variables that it is read from; by default its group decides.
+        parse: makes the field's value of a text, also of ``default``; it is told the flag, for its errors.
     """
     return _declared(
         default,
+        parse=parse,
         short=short,
         help=f"{help} One of {', '.join(choices)}." if choices else help,
         metavar="NAME" if choices else metavar,
@@ -122,6 +132,7 @@ def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
     if "short" not in settings:
         typed: Any = typer.Argument(**settings)
     else:
+        hint = hint if settings.pop("parse") is None else str | None
         first: type[Options] = [each for each in group.__mro__ if declared.name in inspect.get_annotations(each)][-1]
         if settings["envvar"] is None:
             settings["envvar"] = first.variables(declared.name)

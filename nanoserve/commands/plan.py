@@ -10,9 +10,9 @@ import msgspec
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions, kept
-from nanoserve.commands.options import Options, option
-from nanoserve.commands.simulate_options import HARDWARE_PANEL, StepLimitOptions
+from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions
+from nanoserve.commands.options import HARDWARE_PANEL, option
+from nanoserve.commands.simulate_options import StepLimitOptions
 from nanoserve.commands.terminal import remark
 from nanoserve.costs import load_machine, load_shape
 from nanoserve.simulator.planning import Candidate, PlannedWork, find_candidates
@@ -20,18 +20,10 @@ from nanoserve.simulator.result import SimulationResult
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
 _PAIR_POLICY = "seesaw"
-
-
-class DevicesOptions(Options, panel=HARDWARE_PANEL):
-    """What the model is spread over."""
-
-    model: str = option("qwen3-32b", "A model's name, or its config.json.", "-m", metavar="MODEL")
-    hardware: str = option("l4", "A machine or device, or a TOML file.", metavar="NAME")
-    gpus: int = option(8, "Devices to use, all of them.", minimum=1)
+_REPORTED = ("model", "hardware", "gpus", "requests", "rate", "seed", "top", "max_num_batched_tokens", "max_num_seqs")
 
 
 class PlanOptions(
-    DevicesOptions,
     StepLimitOptions,
     JsonOptions,
     renamed={"--workload": "is now --lengths", "--policies": "is now --policy"},
@@ -44,6 +36,9 @@ class PlanOptions(
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
     policy: str = option("sarathi,throttling", "For one layout; see nanoserve policies.", metavar="NAME,NAME,...")
     top: int = option(3, "Layouts to simulate, and pairs, best estimates first.", minimum=1)
+    model: str = option("qwen3-32b", "A model's name, or its config.json.", "-m", metavar="MODEL", panel=HARDWARE_PANEL)
+    hardware: str = option("l4", "A machine or device, or a TOML file.", metavar="NAME", panel=HARDWARE_PANEL)
+    gpus: int = option(8, "Devices to use, all of them.", minimum=1, panel=HARDWARE_PANEL)
 
 
 def run(options: PlanOptions) -> None:
@@ -66,21 +61,12 @@ def run(options: PlanOptions) -> None:
     shape, machine = load_shape(options.model), load_machine(options.hardware)
     candidates = find_candidates(shape, machine, options.gpus, work, step_tokens=budget).best(options.top)
     settings = {
-        "model": options.model,
-        "hardware": options.hardware,
-        "gpus": options.gpus,
+        **{name: getattr(options, name) for name in _REPORTED},
         "workload": options.lengths,
-        "requests": options.requests,
-        "rate": options.rate,
-        "seed": options.seed,
         "policies": list(policies),
-        "top": options.top,
-        "max_num_batched_tokens": budget,
-        "max_num_seqs": options.max_num_seqs,
     }
-    report = Report("plan", settings, options.json)
-    report.put("left_out", [asdict(one) for one in candidates.left_out])
-    with kept(report, lambda: _show(report, work)):
+    with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
+        report.put("left_out", [asdict(one) for one in candidates.left_out])
         for candidate in candidates.fitting:
             for name, policy in (of_pairs if candidate.is_pair else policies).items():
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")

@@ -1,7 +1,6 @@
 """``nanoserve policies``: which scheduling policies there are."""
 
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.failures import EXIT_OK
 from nanoserve.commands.options import Options
 from nanoserve.scheduler import POLICIES
 
@@ -17,7 +16,7 @@ class PoliciesOptions(Options):
     """The command has none."""
 
 
-def run(options: PoliciesOptions) -> int:
+def run(options: PoliciesOptions) -> None:
     """These are the names that --policy takes. The token budget that each also has is --max-num-batched-tokens."""
     rows = [
         {
@@ -29,4 +28,3 @@ def run(options: PoliciesOptions) -> int:
         for name, entry in POLICIES.items()
     ]
     print_table("scheduling policies", _COLUMNS, rows)
-    return EXIT_OK

@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
+from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, print_table
-from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions, kept
+from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_options import (
     RUNTIMES,
@@ -28,7 +29,6 @@ from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.slo import parse_slo
 from nanoserve.record.trace import SimulationTrace
 from nanoserve.record.window import StepWindow
-from nanoserve.scheduler.load import Policy
 from nanoserve.simulator import simulate
 from nanoserve.simulator.fleet import check_replicas, make_router
 from nanoserve.simulator.plots import PANEL_SIZE, PlottedRun, simulation_chart
@@ -107,22 +107,40 @@ def run(options: SimulateOptions) -> None:
       nanoserve simulate --policy seesaw --prefill-parallel P4 \\
         --decode-parallel T4 --host-kv-memory 80GiB
     """
-    chosen = options.policies()
+    chosen = parse_policies(options.policy, options.max_num_batched_tokens)
     if options.record is not None and len(chosen) > 1:
         raise UsageError("--record takes one policy")
     check_replicas(options.replicas)
     make_router(options.router)  # an unknown name is refused before anything runs
-    parse_slo(options.slo)
+    slo = parse_slo(options.slo)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
-    settings = _settings(options, hardware)
-    report = options.open_report("simulate", settings)
+    settings = _settings(options, hardware) | {"slo_ms": slo and msgspec.to_builtins(slo)}
     place = _place(settings, hardware)
-    with ExitStack() as files, kept(report, lambda: _show(report, options, place)):
+    reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
+    with reported as report, ExitStack() as files:
         trace = None if options.record is None else files.enter_context(ChromeTraceFile(options.record))
         runs: list[PlottedRun] = []
         for name, policy in chosen.items():
             window = StepWindow(beside=runs[0].window if runs else None)
-            runs.append(_run(options, hardware, name, policy, report, trace, window))
+            traces = [] if trace is None else [SimulationTrace(trace, options.block_size)]
+            result = simulate(
+                policy,
+                hardware.layouts[0],
+                options.workload(),
+                num_blocks=hardware.kv_blocks[0],
+                block_size=options.block_size,
+                max_num_seqs=options.max_num_seqs,
+                runtime=RUNTIMES[options.metadata],
+                observers=(window, *traces),
+                slo=slo,
+                replicas=options.replicas,
+                router=options.router,
+                host_blocks=hardware.host_blocks,
+                other_layouts=hardware.other_layouts,
+                predictors=hardware.predictors,
+            )
+            report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
+            runs.append(PlottedRun(name, result, window))
         if options.plot is not None:
             title = f"{place}\n{_title(report, options)}"
             draw(simulation_chart(title, runs), options.plot, panel_size=PANEL_SIZE)
@@ -132,51 +150,19 @@ def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str
     """What the report says about the options."""
     groups = (HardwareOptions, WorkloadOptions, FleetOptions)
     names = [declared.name for group in groups for declared in fields(group) if declared.name not in ("pp", "tp")]
-    host_bytes, slo = options.host_kv_bytes(), parse_slo(options.slo)
+    host_bytes = options.host_kv_bytes()
     return {
         **msgspec.to_builtins({name: getattr(options, name) for name in names}, enc_hook=str),
         "host_kv_memory": None if host_bytes is None else host_bytes / GIBI,
         "stages": options.pp,
         "tensor_parallel": options.tp,
         **hardware.facts,
-        "slo_ms": slo and msgspec.to_builtins(slo),
         "kv_blocks": hardware.kv_blocks[0],
         "kv_blocks_of_layouts": hardware.kv_blocks,
         "host_blocks": hardware.host_blocks,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_num_seqs": options.max_num_seqs,
     }
-
-
-def _run(
-    options: SimulateOptions,
-    hardware: SimulatedHardware,
-    name: str,
-    policy: Policy,
-    report: Report,
-    trace: ChromeTraceFile | None,
-    window: StepWindow,
-) -> PlottedRun:
-    """One policy's run, whose metrics are a row of the report."""
-    traces = [] if trace is None else [SimulationTrace(trace, options.block_size)]
-    result = simulate(
-        policy,
-        hardware.layouts[0],
-        options.workload(),
-        num_blocks=hardware.kv_blocks[0],
-        block_size=options.block_size,
-        max_num_seqs=options.max_num_seqs,
-        runtime=RUNTIMES[options.metadata],
-        observers=(window, *traces),
-        slo=parse_slo(options.slo),
-        replicas=options.replicas,
-        router=options.router,
-        host_blocks=hardware.host_blocks,
-        other_layouts=hardware.other_layouts,
-        predictors=hardware.predictors,
-    )
-    report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
-    return PlottedRun(name, result, window)
 
 
 def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.commands.engine_options import parallel_pair, parsed_split
-from nanoserve.commands.options import Options, option
+from nanoserve.commands.options import HARDWARE_PANEL, Options, option
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.measured_times import MeasuredPredictor, MeasuredTimes
@@ -17,12 +16,10 @@ from nanoserve.costs.profile import read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.processes.sizes import parse_size
-from nanoserve.scheduler.load import Policy
 from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
-HARDWARE_PANEL = "Hardware"
 MOST_AT_A_TIME = 2**30
 """The most tokens in a step, and sequences: more than there can be, and few enough to be counted with."""
 MOST_BLOCKS = 2**24
@@ -48,14 +45,6 @@ class PolicyOptions(
     policy: str = option(
         "throttling", "Each on its own, as throttling:iterations=4 with parameters.", metavar="NAME,NAME"
     )
-
-    def policies(self) -> dict[str, Policy]:
-        """The named policies, in that order.
-
-        Raises:
-            UsageError: for an unknown policy, and for parameters that it does not have or that make no sense.
-        """
-        return parse_policies(self.policy, self.max_num_batched_tokens)
 
 
 class WorkloadOptions(Options):

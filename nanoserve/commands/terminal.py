@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TextIO, TypeVar
 
@@ -15,6 +15,7 @@ from nanoserve.errors import UsageError
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 REDRAW_SECONDS = 0.1
 """Nobody sees more."""
+_LONGEST_MESSAGE = 1000
 _FIRST_COLUMN = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
 
 T = TypeVar("T")
@@ -53,6 +54,27 @@ def wrapped(text: str, stream: TextIO) -> str:
 def remark(text: str) -> None:
     """One or more lines beside the answers, on stderr."""
     print(dim(wrapped(text, sys.stderr), sys.stderr), file=sys.stderr, flush=True)
+
+
+def say(message: str) -> None:
+    """Write one line to stderr, on a terminal broken between words; a stderr that is gone is no reason to fail."""
+    line = " ".join(message.split())[:_LONGEST_MESSAGE]
+    # A message may quote a model's files, and those may hold what steers a terminal.
+    line = "".join(character if character.isprintable() else "\ufffd" for character in line)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        silence_stdout()
+    with suppress(OSError):
+        print(wrapped(f"nanoserve: {line}", sys.stderr), file=sys.stderr, flush=True)
+
+
+def silence_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush cannot fail on a pipe that is closed."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with suppress(OSError):  # a stdout without a descriptor has no pipe that could be closed
+        os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def read_stdin() -> str:

@@ -7,7 +7,6 @@ from functools import wraps
 from typing import TypeVar
 
 from nanoserve.commands.engine_options import WorkersOptions
-from nanoserve.commands.failures import EXIT_FAILURE, EXIT_OK
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -35,13 +34,13 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:
             _keep_worker(process, options)
-            return EXIT_OK
-        code: int | None = EXIT_FAILURE
+            return None
+        code: int | None = RuntimeFailure.exit_code
         try:
             code = command(options)
         finally:
             with suppress(RuntimeFailure):  # torchrun is gone, and so are the other processes
-                SharedKeys.of_torchrun(process).set_finished(code or EXIT_OK)
+                SharedKeys.of_torchrun(process).set_finished(code or 0)
         return code
 
     return run

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from nanoserve.commands import batch_advice
-from nanoserve.commands.batch_advice import advice_for
+from nanoserve.commands import batch
+from nanoserve.commands.batch import advice_for
 from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
@@ -53,7 +53,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     asked = Asked()
-    monkeypatch.setattr(batch_advice, "advise", asked)
+    monkeypatch.setattr(batch, "advise", asked)
     return asked
 
 

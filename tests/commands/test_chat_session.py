@@ -29,7 +29,7 @@ def fake(session: ChatSession) -> FakeLLM:
 
 
 def answer(session: ChatSession, question: str, steps: Steps = iter) -> str:
-    return "".join(piece.text for piece in session.ask(question, steps) if not piece.thinking)
+    return "".join(text for part, text in session.ask(question, steps) if part == "answer")
 
 
 def first(count: int) -> Steps:
@@ -75,7 +75,7 @@ def test_a_message_stopped_before_its_answer_is_taken_back(question: str, steps:
 def test_reasoning_is_told_apart_and_not_fed_back() -> None:
     session, _ = make_session()
     pieces = list(session.ask("<think>let me see</think> yes"))
-    assert "".join(piece.text for piece in pieces if piece.thinking) == "let me see"
+    assert "".join(text for part, text in pieces if part == "thinking") == "let me see"
     assert session.turns[-1].content == "yes"
     assert session.last_answer is not None
     assert session.last_answer.reasoning == "let me see"
@@ -131,7 +131,7 @@ def test_regenerate_replaces_the_last_answer() -> None:
         list(session.regenerate())
     answer(session, "one")
     answer(session, "two", first(1))
-    assert "".join(piece.text for piece in session.regenerate()) == "You said: two"
+    assert "".join(text for _, text in session.regenerate()) == "You said: two"
     assert [turn.content for turn in session.turns] == ["one", "You said: one", "two", "You said: two"]
 
 

@@ -38,7 +38,7 @@ def session_with(server: Foreign, **settings: Any) -> tuple[ChatSession, list[st
 
 
 def answer(session: ChatSession, question: str) -> str:
-    return "".join(piece.text for piece in session.ask(question) if not piece.thinking)
+    return "".join(text for part, text in session.ask(question) if part == "answer")
 
 
 def test_one_answer_asks_for_nothing_that_was_not_said(command: Run, fake: list[FakeLLM]) -> None:
@@ -146,7 +146,7 @@ def test_half_an_answer_is_kept_and_marked(ending: Scripted, error: type[Excepti
         assert session.turns == [Message("user", "hi"), Message("assistant", "Once", interrupted=True)]
         assert session.last_answer is not None and session.last_answer.usage.completion_tokens == 1
         server.script["/v1/chat/completions"] = HELLO
-        assert "".join(piece.text for piece in session.regenerate()) == "Hello there"
+        assert "".join(text for _, text in session.regenerate()) == "Hello there"
         assert [turn.content for turn in session.turns] == ["hi", "Hello there"]
 
 
@@ -162,7 +162,7 @@ def test_an_answer_that_is_stopped_is_counted_in_chunks() -> None:
     with foreign(chat=HELLO) as server:
         session, _ = session_with(server)
         pieces = session.ask("hi", lambda stream: iter([next(stream)]))
-        assert [piece.text for piece in pieces] == ["Hello"]
+        assert [text for _, text in pieces] == ["Hello"]
     assert session.turns[-1] == Message("assistant", "Hello", interrupted=True)
     assert session.last_answer is not None
     assert session.last_answer.usage.line(None, interrupted=True) == "1 new, interrupted · TTFT 1.00 s"

@@ -17,9 +17,8 @@ import pytest
 from rich.console import Console
 
 from nanoserve.commands import chat as chat_command
-from nanoserve.commands.failures import say
 from nanoserve.commands.printers import MarkdownPrinter, PlainPrinter
-from nanoserve.commands.terminal import StopOnInterrupt, remark
+from nanoserve.commands.terminal import StopOnInterrupt, remark, say
 from tests.commands.conftest import ROOT
 from tests.commands.screen import Screen
 from tests.commands.test_chat_session import ChatSession, make_session
@@ -177,7 +176,7 @@ def converse(monkeypatch: pytest.MonkeyPatch, session: ChatSession, *lines: str,
             return line
 
     monkeypatch.setattr(chat_command, "ChatPrompt", Typed)
-    chat_command._Conversation(session, plain=plain, hide_thinking=False, keep_history=False).run()
+    chat_command._Conversation(session, chat_command.ChatOptions(plain=plain, no_history=True)).run()
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Screen:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoserve import LLM
-from nanoserve.commands.failures import describe
+from nanoserve.commands.main import describe
 from nanoserve.errors import UsageError
 from nanoserve.runtime.launch.model_loading import check_model, usable_device, use_writable_triton_cache
 from tests.runtime.small_model import small_config

@@ -162,6 +162,8 @@ def test_ctrl_c_keeps_the_answers_that_have_come(server: Server, tmp_path: Path)
     report = tmp_path / "report.json"
     work = ["--concurrency", "2", "--lengths", "4+60", "--requests", "500"]
     words = [sys.executable, "-m", "nanoserve", "bench", "serve", "--url", server.url, *work, "--json", str(report)]
+    first = {"model": "storyteller", "prompt": "Once", "max_tokens": 1}
+    server.post("/v1/completions", first).raise_for_status()  # the metric exists once a request has finished
     before = server.metric("vllm:request_success_total")
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     enough = before + 4 + 3  # the warm-up, and more
