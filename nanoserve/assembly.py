@@ -28,12 +28,11 @@ from nanoserve.record.recorder import Telling
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.host.host_processor import HostProcessor, divide_cores
-from nanoserve.runtime.launch.devices import usable_device
+from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
-from nanoserve.runtime.launch.model_loading import load_decoder, read_config
+from nanoserve.runtime.launch.model_loading import load_decoder, read_config, usable_device
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory
@@ -46,7 +45,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from triton_ops.cpu import CpuOperators, cpu_operators
 
 if TYPE_CHECKING:
-    from nanoserve.runtime.workers.remote_layers import RemoteLayers
+    from nanoserve.runtime.workers.outstanding import RemoteLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def build_engine(
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
     # Settings that this machine cannot meet are refused before anything is loaded.
     if config.host_threads is not None:
-        divide_cores(config.host_threads)
+        HostProcessor.divide(config.host_threads)
     if config.profile is not None:
         read_profile(Path(config.profile))
     build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers

@@ -84,7 +84,7 @@ class ModelCost:
 
     def __init__(self, config: ModelConfig, weight_bytes: int) -> None:
         bits = 8 * weight_bytes
-        precision = Precision(weight_bits=bits, kv_bits=bits, other_bits=bits)
+        precision = Precision.of(bits)
         self._counts, self._weight_bytes = ModelCounts(config, precision=precision), weight_bytes
 
     def step_bytes(self, step: StepShape) -> float:

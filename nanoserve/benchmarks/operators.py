@@ -24,7 +24,7 @@ from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShap
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, grouped, rotated, until_enough_count
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
-from nanoserve.models.shapes import dummy_config
+from nanoserve.models.hub import dummy_config
 from nanoserve.runtime.host.host_attention import HostAttentionThread
 from triton_ops import cache_write, linear, reference_operators
 

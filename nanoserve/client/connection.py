@@ -8,8 +8,9 @@ import http.client
 import json
 import re
 import ssl
-from collections.abc import Generator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -75,16 +76,10 @@ class ApiClient:
             ServerLost: if the server cannot be reached or ends the answer half-way.
             BrokenStream: if the answer is not a stream of chunks.
         """
-        connection = self._connect()
-        try:
-            response = self._ask(connection, "POST", path, body)
+        with self._response("POST", path, body) as response:
             if "text/event-stream" not in response.getheader("content-type", ""):
                 raise BrokenStream(f"{self.address} did not answer with a stream: is it an OpenAI-compatible server?")
             yield from self._chunks(response)
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(error) from None
-        finally:
-            connection.close()
 
     def _chunks(self, response: http.client.HTTPResponse) -> Generator[Chunk, None, None]:
         reader, finished = EventReader(), False
@@ -102,14 +97,8 @@ class ApiClient:
             raise ServerLost(f"{self.address} ended the answer half-way")
 
     def _whole(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        connection = self._connect()
-        try:
-            response = self._ask(connection, method, path, body)
+        with self._response(method, path, body) as response:
             content = response.read(_LONGEST_BODY)
-        except (OSError, http.client.HTTPException) as error:
-            raise self._lost(error) from None
-        finally:
-            connection.close()
         try:
             return msgspec.json.decode(content)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -118,12 +107,10 @@ class ApiClient:
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = self.address.host, self.address.port
-        connection: http.client.HTTPConnection
+        make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
         if self.address.scheme == "https":
-            context = ssl.create_default_context()
-            connection = http.client.HTTPSConnection(host, port, timeout=_CONNECT_SECONDS, context=context)
-        else:
-            connection = http.client.HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
+            make = partial(http.client.HTTPSConnection, context=ssl.create_default_context())
+        connection = make(host, port, timeout=_CONNECT_SECONDS)
         try:
             connection.connect()
         except OSError as error:
@@ -132,19 +119,28 @@ class ApiClient:
         connection.sock.settimeout(_SILENCE_SECONDS)
         return connection
 
-    def _ask(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> http.client.HTTPResponse:
+    @contextmanager
+    def _response(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> Generator[http.client.HTTPResponse, None, None]:
         """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
         headers, content = dict(self._headers), None
         if body is not None:
             content = json.dumps(body).encode()
             headers["content-type"] = "application/json"
-        connection.request(method, path, content, headers)
-        response = connection.getresponse()
-        if response.status != http.client.OK:
-            raise self._refused(path, response)
-        return response
+        connection = self._connect()
+        try:
+            connection.request(method, path, content, headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise self._refused(path, response)
+            yield response
+        except http.client.IncompleteRead:
+            raise ServerLost(f"{self.address} ended the answer half-way") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerLost(f"the connection to {self.address} broke: {_reason(error)}") from None
+        finally:
+            connection.close()
 
     def _refused(self, path: str, response: http.client.HTTPResponse) -> ServerRefused:
         facts = None
@@ -160,11 +156,6 @@ class ApiClient:
             message += f" (it asks to wait {seconds} s)"
         full = facts is not None and (facts.code in _CONTEXT_CODES or _CONTEXT_WORDS in facts.message)
         return ServerRefused(message, response.status, context_full=full, retry_after=seconds)
-
-    def _lost(self, error: Exception) -> ServerLost:
-        if isinstance(error, http.client.IncompleteRead):
-            return ServerLost(f"{self.address} ended the answer half-way")
-        return ServerLost(f"the connection to {self.address} broke: {_reason(error)}")
 
 
 def _reason(error: Exception) -> str:

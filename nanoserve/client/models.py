@@ -1,6 +1,6 @@
 """The models of a server."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -37,7 +37,10 @@ def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], 
         NanoserveError: if the server cannot be reached or refuses; if no model is wanted and none is listed.
     """
     try:
-        found = _list_models(client)
+        path = f"{client.address.api}/models"
+        found = msgspec.convert(client.get(path), _ModelList).data
+    except msgspec.ValidationError as error:
+        raise RuntimeFailure(f"{client.address}{path} is no list of models: {error}") from None
     except ServerRefused as error:
         if wanted is None or error.status not in NO_SUCH_PATH:
             raise
@@ -50,11 +53,3 @@ def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], 
         names = ", ".join(card.id for card in found)
         notify(f"the server has {len(found)} models ({names}): this is {found[0].id}, --model takes another")
     return found[0]
-
-
-def _list_models(client: ApiClient) -> Sequence[ModelCard]:
-    path = f"{client.address.api}/models"
-    try:
-        return msgspec.convert(client.get(path), _ModelList).data
-    except msgspec.ValidationError as error:
-        raise RuntimeFailure(f"{client.address}{path} is no list of models: {error}") from None

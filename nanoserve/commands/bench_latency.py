@@ -21,7 +21,7 @@ from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.runtime.launch.torchrun import TorchrunProcess
+from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 
 _RATES = [
     Column("prefill tok/s", "prefill_tokens_per_s", ",.0f"),

@@ -23,7 +23,7 @@ from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.runtime.launch.torchrun import TorchrunProcess
+from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 
 METADATA: tuple[Literal["decoupled", "coupled"], ...] = ("decoupled", "coupled")
 _KEYS = (("policy, engine", "variant"), ("read", "state"))

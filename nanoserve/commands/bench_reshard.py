@@ -19,7 +19,7 @@ from nanoserve.commands.options import option
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.runtime.launch.torchrun import TorchrunProcess
+from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 
 _MOVES = {"re-sharding": "reshards", "swaps out": "swaps_out", "swaps in": "swaps_in"}
 _KEYS = (("policy, layouts", "variant"), ("read", "state"))

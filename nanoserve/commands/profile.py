@@ -4,6 +4,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from nanoserve.benchmarks.profiling.prediction import prediction_rows, time_rows
 from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.benchmarks.tables import Column, print_table
@@ -73,7 +75,9 @@ def run(options: ProfileOptions) -> None:
         from nanoserve.benchmarks.profiling.prediction import predict_and_run
 
         measured = measure_profile(llm, processor, remark)
-        measured = measured.with_predictions(predict_and_run(llm.engine, llm.engine_config, measured, remark))
+        measured = msgspec.structs.replace(
+            measured, predictions=tuple(predict_and_run(llm.engine, llm.engine_config, measured, remark))
+        )
     if options.json is not None:
         write_profile(measured, options.json)
     _show(measured)
@@ -81,13 +85,12 @@ def run(options: ProfileOptions) -> None:
 
 def _set_apart(host_threads: int | None, device: str) -> Any:
     """The HostProcessor; a CPU that is the device shares all cores with it, unless some are asked for."""
-    from nanoserve.runtime.host.host_processor import HostProcessor, divide_cores  # imports torch: the threads are set
-    from nanoserve.runtime.launch.devices import usable_device
+    from nanoserve.runtime.host.host_processor import HostProcessor  # imports torch: the threads are set
+    from nanoserve.runtime.launch.model_loading import usable_device
 
     found = usable_device(device)
     if host_threads is None and found.type == "cpu":
-        cores = physical_cores()
-        return HostProcessor(cores, divide_cores(cores), None)
+        return HostProcessor.divide(physical_cores())
     return HostProcessor.set_apart(host_threads, found)
 
 

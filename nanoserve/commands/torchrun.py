@@ -13,8 +13,7 @@ from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.processes.threads import prepare_threads
-from nanoserve.runtime.launch.rendezvous import SharedKeys
-from nanoserve.runtime.launch.torchrun import TorchrunProcess
+from nanoserve.runtime.launch.rendezvous import SharedKeys, TorchrunProcess
 from nanoserve.runtime.workers.agent import WorkerAgent
 
 W = TypeVar("W", bound=WorkersOptions)

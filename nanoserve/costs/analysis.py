@@ -1,12 +1,10 @@
 """The lecture's accounting of a model on a machine: per operator, and latency and throughput against batch size."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
 import msgspec
 
-from nanoserve.costs.counts import Operator
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.costs.work import StepWork
 
@@ -118,48 +116,40 @@ class Analysis:
         costs, stages = self.costs, range(self.costs.num_stages)
         step = costs.step_seconds(work)
         operators = [operator for stage in stages for operator in costs.counts.operators(work, stage)]
-        rows = [
-            self._row(phase, name, [operator for operator in operators if operator.name == name], step)
-            for name in sorted({operator.name for operator in operators}, key=_ORDER.index)
-        ]
-        hidden = costs.counts.activation_bytes(work.tokens)
-        reduced = sum(map(costs.all_reduces, stages)) * hidden
-        beside: list[tuple[str, float, Bound, float]] = [
-            ("all-reduce", reduced, "link", sum(costs.all_reduce_seconds(work, stage) for stage in stages)),
-            ("send", hidden * (len(stages) - 1), "link", sum(costs.send_seconds(work, stage) for stage in stages)),
-            ("kernel gaps", 0.0, "overhead", sum(costs.kernel_seconds(work, stage) for stage in stages)),
-            ("host", 0.0, "overhead", costs.host_seconds(work)),
-        ]
-        return rows + [
-            OperatorRow(
+
+        def row(name: str, bound: Bound, seconds: float, num_bytes: float = 0.0, flops: float = 0.0) -> OperatorRow:
+            return OperatorRow(
                 phase=phase,
                 operator=name,
-                flops=0.0,
+                flops=flops,
                 bytes=num_bytes,
-                intensity=None,
+                intensity=flops / num_bytes if flops else None,
                 bound=bound,
                 seconds=seconds,
                 share=seconds / step,
             )
-            for name, num_bytes, bound, seconds in beside
-            if seconds
-        ]
 
-    def _row(self, phase: str, name: str, operators: Sequence[Operator], step: float) -> OperatorRow:
-        flops = sum(operator.flops for operator in operators)
-        num_bytes = sum(operator.bytes for operator in operators)
-        seconds = sum(map(self.costs.operator_seconds, operators))
-        computing = sum(self.costs.operator_seconds(one) for one in operators if self.costs.is_compute_bound(one))
-        return OperatorRow(
-            phase=phase,
-            operator=name,
-            flops=flops,
-            bytes=num_bytes,
-            intensity=flops / num_bytes if flops else None,
-            bound="compute" if computing > seconds / 2 else "memory",
-            seconds=seconds,
-            share=seconds / step,
+        def summed(name: str) -> OperatorRow:
+            same = [operator for operator in operators if operator.name == name]
+            seconds = sum(map(costs.operator_seconds, same))
+            computing = sum(map(costs.operator_seconds, filter(costs.is_compute_bound, same)))
+            num_bytes, flops = sum(one.bytes for one in same), sum(one.flops for one in same)
+            return row(name, "compute" if computing > seconds / 2 else "memory", seconds, num_bytes, flops)
+
+        hidden = costs.counts.activation_bytes(work.tokens)
+        reduced = sum(map(costs.all_reduces, stages)) * hidden
+        reducing, sending, gaps = (
+            sum(seconds(work, stage) for stage in stages)
+            for seconds in (costs.all_reduce_seconds, costs.send_seconds, costs.kernel_seconds)
         )
+        beside = [
+            row("all-reduce", "link", reducing, reduced),
+            row("send", "link", sending, hidden * (len(stages) - 1)),
+            row("kernel gaps", "overhead", gaps),
+            row("host", "overhead", costs.host_seconds(work)),
+        ]
+        names = sorted({operator.name for operator in operators}, key=_ORDER.index)
+        return [*map(summed, names), *(one for one in beside if one.seconds)]
 
     def _round_seconds(self, work: StepWork, sequences: int) -> float:
         """Seconds until every micro-batch had its turn. There is one for each stage, if there are enough sequences.

@@ -40,9 +40,8 @@ class _Fit:
     """Counts of one layer, the mean over all, beside its measured times."""
 
     def __init__(self, profile: Profile) -> None:
-        bits = profile.bits
         self._profile = profile
-        self._counts = ModelCounts(profile.model, precision=Precision(weight_bits=bits, kv_bits=bits, other_bits=bits))
+        self._counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
         self.matrix = self._matrix_share()
         self.attention = self._attention_share()
 
@@ -75,11 +74,13 @@ class _Fit:
 
     def decode_factors(self) -> tuple[float, float]:
         """(memory, kernel_seconds)."""
-        kernels = Efficiency().kernels_per_layer
+        kernels, linear = Efficiency().kernels_per_layer, self._profile.linear
+        attention = self._profile.decode_attention.cells()
+        cells = [(batch, context, linear.at(batch) + seconds) for batch, context, seconds in attention]
         fits = []
         for percent in range(1, 101):
             memory = percent / 100
-            pairs = [(seconds, self._decode_model(batch, context, memory)) for batch, context, seconds in self._cells()]
+            pairs = [(seconds, self._decode_model(batch, context, memory)) for batch, context, seconds in cells]
             weights = [1 / seconds**2 for seconds, _ in pairs]
             left = sum(weight * (seconds - model) for weight, (seconds, model) in zip(weights, pairs, strict=True))
             gap = max(0.0, left / sum(weights))
@@ -87,15 +88,6 @@ class _Fit:
             fits.append((error, memory, gap / kernels))
         _, memory, kernel_seconds = min(fits)
         return memory, kernel_seconds
-
-    def _cells(self) -> list[tuple[int, int, float]]:
-        """(batch, context, seconds of a layer)."""
-        grid, linear = self._profile.decode_attention, self._profile.linear
-        return [
-            (batch, context, linear.at(batch) + seconds)
-            for batch, row in zip(grid.batches, grid.seconds, strict=True)
-            for context, seconds in zip(grid.contexts, row, strict=True)
-        ]
 
     def _decode_model(self, batch: int, context: int, memory: float) -> float:
         """A layer of decoding in the cost model, without the gaps between kernels."""

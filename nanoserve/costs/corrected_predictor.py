@@ -1,20 +1,97 @@
-"""CorrectedPredictor: a Predictor that learns from the steps that it predicted. No torch."""
+"""CorrectedPredictor: a Predictor that learns from the steps that it predicted, by a FactorFilter. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import exp, isfinite, log, log2
+from math import exp, isfinite, log, log2, sqrt
+from operator import attrgetter
 from typing import Final
 
-from nanoserve.costs.factor_filter import FactorFilter, Noise
+import numpy as np
+
 from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.step_features import HostBatch, StepFeatures, Strategy
+from nanoserve.costs.work import HostBatch, StepFeatures, Strategy
 
 _OCTAVES: Final = 4
 """Between one size that has a factor of its own and the next: 16 times as large."""
 _COMMON, _OWN, _OF_STRATEGY = 0.6, 0.4, 0.3
 """Standard deviations of the factors' logarithms before anything is measured: of the common part of all sizes of a
 part, of each size's own part, and of a strategy."""
+
+_BOUND = log(8.0)
+"""Factors stay between an eighth and 8."""
+_MOST_DEVIATIONS, _MOST_AT_ONCE = 2.0, log(2.0)
+"""Larger errors are cut to this many deviations, and count as less certain (Huber). The second limit is for the
+beginning, when the variance is large and the first steps warm up."""
+_FADING = 5e-4
+"""Share of the prior covariance that returns with every number: a factor may change while it is not measured."""
+_DRIFT = 1e-4
+"""Share of its logarithm that an unmeasured factor loses with every number: half of it in 7000."""
+_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5
+"""Relative scatter of measured numbers: initial, least and most."""
+_NOISE_RATE = 0.02
+
+
+class Noise:
+    """The relative scatter of numbers of one kind around their expectation; outliers count in part."""
+
+    def __init__(self) -> None:
+        self.variance = _NOISE**2
+
+    def observe(self, error: float) -> None:
+        """Take in the error of one number, as a logarithm."""
+        limited = min(error * error, 9.0 * self.variance)
+        variance = self.variance + _NOISE_RATE * (limited - self.variance)
+        self.variance = min(max(variance, _LEAST_NOISE**2), _MOST_NOISE**2)
+
+
+class FactorFilter:
+    """A Kalman filter over logarithms of factors.
+
+    One number is measured of a step that has several parts, so each must be given its share of the error. Least mean
+    squares would give it to each part by its share of the time, and mistake one part's error for another's as long as
+    they come together; it would take thousands of steps to tell them apart. The filter remembers which combinations are
+    known already: the first steps with a prompt correct the time of prompts and leave alone what a hundred decodes have
+    shown. It costs the square of the number of factors, which are about twenty.
+
+    In logarithms twice and half the time are equally wrong, no factor becomes negative, and a step in which the
+    machine stood still is off by 4 or so and not by a thousand deviations; of that, two deviations count.
+
+    Args:
+        prior: covariance of the logarithms before anything is measured; their mean is 0.
+    """
+
+    def __init__(self, prior: Sequence[Sequence[float]]) -> None:
+        self.mean = [0.0] * len(prior)  # the logarithms
+        self._covariance = np.array(prior)
+        self._doubt = _FADING * self._covariance
+
+    def observe(self, gradient: Mapping[int, float], error: float, noise: Noise) -> None:
+        """Take in one number.
+
+        Args:
+            gradient: by factor, how the logarithm of the number grows with the factor's.
+            error: logarithm of what was measured over what was expected.
+            noise: the scatter of such numbers; it takes in this one.
+        """
+        slopes = np.zeros(len(self.mean))
+        slopes[list(gradient)] = list(gradient.values())
+        along = self._covariance @ slopes
+        known = float(along @ slopes)
+        most = min(_MOST_DEVIATIONS * sqrt(known + noise.variance), _MOST_AT_ONCE)
+        expected = known + noise.variance * max(1.0, abs(error) / most)
+        step = min(max(error, -most), most) / expected
+        moved = zip(self.mean, along.tolist(), strict=True)
+        self.mean = [min(max(mean + one * step, -_BOUND), _BOUND) for mean, one in moved]
+        self._covariance *= 1.0 - _FADING
+        self._covariance += self._doubt
+        self._covariance -= np.outer(along, along / expected)
+        noise.observe(error)
+
+    def drift_back(self, factors: Iterable[int]) -> None:
+        """Move factors a little towards 1: those that may not be measured again while they count as slow."""
+        for factor in factors:
+            self.mean[factor] *= 1.0 - _DRIFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +105,11 @@ class _Part:
     smallest: int
     """The logarithm (base 16) of the size of the first one."""
 
+    @property
+    def indices(self) -> range:
+        """Numbers of the part's factors."""
+        return range(self.first, self.first + self.factors)
+
     def shares(self, size: float) -> tuple[tuple[int, float], ...]:
         """The factors between which a size lies, and how near it is to each; the outermost count beyond them, too."""
         place = log2(max(size, 1.0)) / _OCTAVES - self.smallest
@@ -39,30 +121,23 @@ class _Part:
         return (self.first + below, 1.0 - (place - below)), (self.first + below + 1, place - below)
 
 
-_LINEAR = _Part(0, 4, 0)  # over 1, 16, 256 and 4096 rows of tokens
-_ATTENTION = _Part(4, 4, 2)  # over 256 keys to a million
-_PREFILL_ATTENTION = _Part(8, 3, 1)  # over 16 tokens to 4096
-_HOST_ATTENTION = _Part(11, 4, 2)
-_OVERHEAD = _Part(15, 3, 0)
 _PARTS: Final = {
-    "linear": _LINEAR,
-    "attention": _ATTENTION,
-    "prefill attention": _PREFILL_ATTENTION,
-    "host attention": _HOST_ATTENTION,
-    "overhead": _OVERHEAD,
+    "linear": _Part(0, 4, 0),  # over 1, 16, 256 and 4096 rows of tokens
+    "attention": _Part(4, 4, 2),  # over 256 keys to a million
+    "prefill attention": _Part(8, 3, 1),  # over 16 tokens to 4096
+    "host attention": _Part(11, 4, 2),
+    "overhead": _Part(15, 3, 0),
 }
 _STRATEGIES: Final[dict[Strategy, int]] = {"asymmetric": 18, "overlap": 19}
 _FACTORS: Final = 20
-_OF_HOST_ATTENTION: Final = range(_HOST_ATTENTION.first, _HOST_ATTENTION.first + _HOST_ATTENTION.factors)
 
 
 def _prior() -> list[list[float]]:
     """Covariance: the sizes of a part are wrong alike, for the most part."""
     rows = [[0.0] * _FACTORS for _ in range(_FACTORS)]
     for part in _PARTS.values():
-        indices = range(part.first, part.first + part.factors)
-        for one in indices:
-            for other in indices:
+        for one in part.indices:
+            for other in part.indices:
                 rows[one][other] = _COMMON**2 + _OWN**2 * (one == other)
     for index in _STRATEGIES.values():
         rows[index][index] = _OF_STRATEGY**2
@@ -80,6 +155,9 @@ class _Sum:
         self.seconds += times * other.seconds
         for factor, seconds in other.by_factor.items():
             self.by_factor[factor] = self.by_factor.get(factor, 0.0) + times * seconds
+
+
+_seconds = attrgetter("seconds")
 
 
 class CorrectedPredictor:
@@ -108,28 +186,22 @@ class CorrectedPredictor:
     # ----------------------------------------------------------------------------------------- Predictor
 
     def linear_seconds(self, tokens: int) -> float:
-        """See Predictor; corrected."""
-        return self._factor(_LINEAR, tokens) * self._base.linear_seconds(tokens)
+        return self._factor("linear", tokens) * self._base.linear_seconds(tokens)
 
     def attention_seconds(self, context_tokens: int) -> float:
-        """See Predictor; corrected."""
-        return self._factor(_ATTENTION, context_tokens) * self._base.attention_seconds(context_tokens)
+        return self._factor("attention", context_tokens) * self._base.attention_seconds(context_tokens)
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        """See Predictor; corrected."""
-        return self._factor(_PREFILL_ATTENTION, tokens) * self._base.prefill_attention_seconds(tokens)
+        return self._factor("prefill attention", tokens) * self._base.prefill_attention_seconds(tokens)
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        """See Predictor; corrected."""
         seconds = self._base.host_attention_seconds(sequences, context_tokens)
-        return self._factor(_HOST_ATTENTION, context_tokens) * seconds
+        return self._factor("host attention", context_tokens) * seconds
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
-        """See Predictor; corrected."""
-        return self._factor(_OVERHEAD, rows) * self._base.step_overhead_seconds(rows)
+        return self._factor("overhead", rows) * self._base.step_overhead_seconds(rows)
 
     def slowdown(self, strategy: Strategy) -> float:
-        """See Predictor; corrected."""
         index = _STRATEGIES.get(strategy)
         learned = 1.0 if index is None else exp(self._filter.mean[index])
         return learned * self._base.slowdown(strategy)
@@ -139,7 +211,6 @@ class CorrectedPredictor:
         return self._base.swap_seconds(context_tokens)
 
     def transition_seconds(self, layout: int) -> float:
-        """See Predictor; uncorrected."""
         return self._base.transition_seconds(layout)
 
     # -------------------------------------------------------------------------------------- of whole steps
@@ -164,7 +235,7 @@ class CorrectedPredictor:
         self._filter.observe(gradient, error, self._noise)
         self._filter.drift_back(index for index in _STRATEGIES.values() if index != used)
         if used is None:
-            self._filter.drift_back(_OF_HOST_ATTENTION)
+            self._filter.drift_back(_PARTS["host attention"].indices)
         self._remember(work)
 
     def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
@@ -172,14 +243,14 @@ class CorrectedPredictor:
         predicted = self.host_attention_seconds(sequences, context_tokens)
         if not (seconds > 0 and isfinite(seconds)) or predicted <= 0:
             return
-        gradient = dict(_HOST_ATTENTION.shares(context_tokens))
+        gradient = dict(_PARTS["host attention"].shares(context_tokens))
         self._filter.observe(gradient, log(seconds / predicted), self._host_noise)
         self._sizes["host attention"] = context_tokens
 
     @property
     def corrections(self) -> Mapping[str, float]:
         """The factor of each part at the size it last had, and those of the strategies."""
-        factors = {name: self._factor(part, self._sizes[name]) for name, part in _PARTS.items()}
+        factors = {name: self._factor(name, size) for name, size in self._sizes.items()}
         return factors | {name: exp(self._filter.mean[index]) for name, index in _STRATEGIES.items()}
 
     def _remember(self, work: StepFeatures) -> None:
@@ -191,21 +262,20 @@ class CorrectedPredictor:
 
     # -------------------------------------------------------------------------------------------- inside
 
-    def _factor(self, part: _Part, size: float) -> float:
+    def _factor(self, part: str, size: float) -> float:
         mean = self._filter.mean
-        return exp(sum([share * mean[index] for index, share in part.shares(size)]))
+        return exp(sum([share * mean[index] for index, share in _PARTS[part].shares(size)]))
 
-    def _of(self, part: _Part, size: float, seconds: float) -> _Sum:
+    def _of(self, part: str, size: float, seconds: float) -> _Sum:
         """A part of that size and its seconds by the base, corrected."""
         corrected = self._factor(part, size) * seconds
-        return _Sum(corrected, {index: share * corrected for index, share in part.shares(size)})
+        return _Sum(corrected, {index: share * corrected for index, share in _PARTS[part].shares(size)})
 
     def _step(self, work: StepFeatures) -> _Sum:
         """A step without the slowdown of its strategy."""
-        both = work.strategy == "asymmetric"
-        step = self._pipelined(work) if both else self._united(work)
+        step = self._pipelined(work) if work.strategy == "asymmetric" else self._united(work)
         rows = max(1, work.sampled)
-        step.add(self._of(_OVERHEAD, rows, self._base.step_overhead_seconds(rows)))
+        step.add(self._of("overhead", rows, self._base.step_overhead_seconds(rows)))
         return step
 
     def _united(self, work: StepFeatures) -> _Sum:
@@ -232,22 +302,22 @@ class CorrectedPredictor:
             first = self._linear(work.device.tokens + _come_to(layer, work.host))
             first.add(attention)
             second = self._linear(_come_to(layer, work.host_second))
-            layers.add(_longer(first, self._cpu(layer, work.host_second)), until - layer)
-            layers.add(_longer(second, self._cpu(layer, work.host)), until - layer)
+            layers.add(max(first, self._cpu(layer, work.host_second), key=_seconds), until - layer)
+            layers.add(max(second, self._cpu(layer, work.host), key=_seconds), until - layer)
         return layers
 
     def _linear(self, tokens: int) -> _Sum:
         """The linear part of one layer."""
-        return self._of(_LINEAR, tokens, self._base.linear_seconds(tokens)) if tokens else _Sum()
+        return self._of("linear", tokens, self._base.linear_seconds(tokens)) if tokens else _Sum()
 
     def _device_attention(self, work: StepFeatures) -> _Sum:
         """Attention of one layer. A chunk takes the difference of a prompt to its end and one to its beginning."""
         keys = work.device.decode_context
-        attention = self._of(_ATTENTION, keys, self._base.attention_seconds(keys)) if keys else _Sum()
+        attention = self._of("attention", keys, self._base.attention_seconds(keys)) if keys else _Sum()
         for start, length in work.device.chunks:
             before = self._base.prefill_attention_seconds(start) if start else 0.0
             longer = max(0.0, self._base.prefill_attention_seconds(start + length) - before)
-            attention.add(self._of(_PREFILL_ATTENTION, start + length, longer))
+            attention.add(self._of("prefill attention", start + length, longer))
         return attention
 
     def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> _Sum:
@@ -257,13 +327,9 @@ class CorrectedPredictor:
         if not keys:
             return _Sum()
         rows = sum([batch.sequences for batch in attending])
-        return self._of(_HOST_ATTENTION, keys, self._base.host_attention_seconds(rows, keys))
+        return self._of("host attention", keys, self._base.host_attention_seconds(rows, keys))
 
 
 def _come_to(layer: int, batches: Iterable[HostBatch]) -> int:
     """Rows in the linear part of that layer."""
     return sum([batch.sequences for batch in batches if batch.first_layer <= layer])
-
-
-def _longer(one: _Sum, other: _Sum) -> _Sum:
-    return one if one.seconds >= other.seconds else other

@@ -44,6 +44,11 @@ class Precision:
             if getattr(self, name) not in STORED_BITS:
                 raise UsageError(f"{name} must be one of {', '.join(map(str, STORED_BITS))}, not {getattr(self, name)}")
 
+    @classmethod
+    def of(cls, bits: int) -> "Precision":
+        """Every number in this many bits."""
+        return cls(weight_bits=bits, kv_bits=bits, other_bits=bits)
+
     @property
     def weight_bytes(self) -> float:
         """Bytes per weight of a layer, its share of the scales included."""
@@ -143,7 +148,7 @@ class ModelCounts:
     ) -> None:
         self.model, self.layout, self.precision = model, layout or ParallelLayout(), precision or Precision()
         degree = self.layout.tensor_parallel
-        if model.num_heads % degree or max(degree, model.num_kv_heads) % min(degree, model.num_kv_heads):
+        if degree not in tensor_degrees(model):
             raise UsageError(
                 f"tensor parallelism of {degree} does not divide {model.num_heads} query heads and"
                 f" {model.num_kv_heads} key-value heads; use one of {', '.join(map(str, tensor_degrees(model)))}"
@@ -157,7 +162,8 @@ class ModelCounts:
         table, ends = model.hidden_size * self.vocabulary, model.hidden_size + self.vocabulary
         self.head = Matrix("head", table, table, ends, self.precision.other_bytes)
         self._matrices = {kind: tuple(self._layer_matrices(kind)) for stage in self.stages for kind in stage}
-        self._layer_products = tuple(
+        # By stage, the matrices of its layers, each with the number of layers that have it.
+        self.layer_products = tuple(
             tuple((matrix, layers) for kind, layers in stage.items() for matrix in self._matrices[kind])
             for stage in self.stages
         )
@@ -185,14 +191,10 @@ class ModelCounts:
         """The stage's matrix products, the tokens that each computes, and in how many layers."""
         tokens = work.tokens
         if tokens:
-            for matrix, layers in self.layer_products(stage):
+            for matrix, layers in self.layer_products[stage]:
                 yield matrix, tokens, layers
             if stage == self.last_stage and work.sampled:
                 yield self.head, work.sampled, 1
-
-    def layer_products(self, stage: int) -> tuple[tuple[Matrix, int], ...]:
-        """The matrices of a stage's layers, each with the number of layers that have it."""
-        return self._layer_products[stage]
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
         """Attention of a stage's layers. Prompts and single rows apart: they run in different kernels.

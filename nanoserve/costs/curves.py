@@ -1,8 +1,9 @@
 """MeasuredCurve and MeasuredGrid: measured times over sizes, straight lines between the sizes that were measured."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
+from typing import Any, Self
 
 import msgspec
 
@@ -10,9 +11,33 @@ _LARGEST = 2**50
 """Largest size, which may be bytes: floats up to here are exact."""
 _LONGEST, _SHORTEST = 3e7, 1e-9
 """Seconds: the longest measured time, and the shortest difference of two."""
+_TIMES = ("seconds", "low", "high")
+
+Table = tuple[tuple[float, ...], ...]
+"""Times in seconds, one row for each number of sequences."""
 
 
-class MeasuredCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Measured times: medians, and lower and upper quartiles in the same shape."""
+
+    def rising(self) -> Self:
+        """The same, made monotonic: two times that noise has exchanged meet half way."""
+        raise NotImplementedError
+
+    def undisturbed(self) -> Self:
+        """The same with the lower quartiles as times."""
+        return msgspec.structs.replace(self, seconds=self.times["low"])
+
+    @property
+    def times(self) -> dict[str, Any]:
+        """The medians and quartiles by name."""
+        return {name: getattr(self, name) for name in _TIMES}
+
+    def _with(self, change: Callable[[Any], Any]) -> Self:
+        return msgspec.structs.replace(self, **{name: change(times) for name, times in self.times.items()})
+
+
+class MeasuredCurve(Measured, frozen=True, kw_only=True):
     """Times over one size (tokens, rows, bytes).
 
     Raises:
@@ -22,33 +47,24 @@ class MeasuredCurve(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sizes: tuple[int, ...]
     """Measured sizes, ascending, from 1."""
     seconds: tuple[float, ...]
-    """The median at each size."""
     low: tuple[float, ...]
     high: tuple[float, ...]
-    """The quartiles at each size."""
 
     def __post_init__(self) -> None:
-        check_sizes("sizes", self.sizes)
-        for name in ("seconds", "low", "high"):
-            check_seconds(name, getattr(self, name), len(self.sizes))
+        _check_sizes("sizes", self.sizes)
+        for name, seconds in self.times.items():
+            _check_seconds(name, seconds, len(self.sizes))
 
     def at(self, size: float) -> float:
         """Seconds at that size: 0 at 0, constant below the first size, along the last line beyond the last."""
-        return interpolate(self.sizes, self.seconds, size)
+        return _interpolate(self.sizes, self.seconds, size)
 
-    def undisturbed(self) -> "MeasuredCurve":
-        """The same with the lower quartiles as times."""
-        return msgspec.structs.replace(self, seconds=self.low)
-
-    def rising(self) -> "MeasuredCurve":
-        """The same curve, made monotonic: two times that noise has exchanged meet half way."""
-        return msgspec.structs.replace(
-            self, seconds=_rising(self.seconds), low=_rising(self.low), high=_rising(self.high)
-        )
+    def rising(self) -> Self:
+        return self._with(_rising)
 
 
-class MeasuredGrid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times over the number of sequences and the keys that each reads.
+class MeasuredGrid(Measured, frozen=True, kw_only=True):
+    """Times over the number of sequences and the keys that each reads, one row for each number of sequences.
 
     Raises:
         ValueError: if these do not fit together; msgspec says where.
@@ -57,21 +73,18 @@ class MeasuredGrid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     """Measured sizes, ascending, from 1."""
-    seconds: tuple[tuple[float, ...], ...]
-    """The medians, one row for each batch."""
-    low: tuple[tuple[float, ...], ...]
-    high: tuple[tuple[float, ...], ...]
-    """The lower and upper quartiles, in the shape of ``seconds``."""
+    seconds: Table
+    low: Table
+    high: Table
 
     def __post_init__(self) -> None:
-        check_sizes("batches", self.batches)
-        check_sizes("contexts", self.contexts)
-        for name in ("seconds", "low", "high"):
-            rows = getattr(self, name)
+        _check_sizes("batches", self.batches)
+        _check_sizes("contexts", self.contexts)
+        for name, rows in self.times.items():
             if len(rows) != len(self.batches):
                 raise ValueError(f"{name} must have a row for each of {len(self.batches)} batches, not {len(rows)}")
             for row in rows:
-                check_seconds(name, row, len(self.contexts))
+                _check_seconds(name, row, len(self.contexts))
 
     def at(self, batch: float, context: float) -> float:
         """Seconds for `batch` sequences of `context` keys each: a line over the contexts, then one over the batches.
@@ -83,48 +96,38 @@ class MeasuredGrid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return 0.0
         most, longest = self.batches[-1], self.contexts[-1]
         lower, upper, share = _between(self.batches, min(batch, most))
-        few, many = (interpolate(self.contexts, self.seconds[row], min(context, longest)) for row in (lower, upper))
+        few, many = (_interpolate(self.contexts, self.seconds[row], min(context, longest)) for row in (lower, upper))
         return _on_line(few, many, share) * max(1.0, batch / most) * max(1.0, context / longest)
 
-    def undisturbed(self) -> "MeasuredGrid":
-        """The same with the lower quartiles as times."""
-        return msgspec.structs.replace(self, seconds=self.low)
-
-    def rising(self) -> "MeasuredGrid":
+    def rising(self) -> Self:
         """The same grid, made monotonic in sequences and in keys."""
-        return msgspec.structs.replace(
-            self,
-            seconds=_rising_rows(self.seconds),
-            low=_rising_rows(self.low),
-            high=_rising_rows(self.high),
-        )
+        return self._with(_rising_rows)
 
-    def less(self, part: MeasuredCurve) -> "MeasuredGrid":
+    def less(self, part: MeasuredCurve) -> Self:
         """The same grid minus the curve's time for each batch."""
 
-        def without(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+        def without(rows: Table) -> Table:
             pairs = zip(self.batches, rows, strict=True)
             return tuple(tuple(max(_SHORTEST, value - part.at(batch)) for value in row) for batch, row in pairs)
 
-        return msgspec.structs.replace(
-            self, seconds=without(self.seconds), low=without(self.low), high=without(self.high)
-        )
+        return self._with(without)
+
+    def cells(self) -> Iterator[tuple[int, int, float]]:
+        """Each batch and context with its time."""
+        for batch, row in zip(self.batches, self.seconds, strict=True):
+            yield from ((batch, context, seconds) for context, seconds in zip(self.contexts, row, strict=True))
 
     def over_keys(self) -> MeasuredCurve:
         """A curve over the total number of keys: the means of the cells with equal totals."""
         cells: dict[int, list[float]] = {}
-        for size, seconds in self._cells():
-            cells.setdefault(size, []).append(seconds)
+        for batch, context, seconds in self.cells():
+            cells.setdefault(batch * context, []).append(seconds)
         sizes = tuple(sorted(cells))
         means = tuple(sum(cells[size]) / len(cells[size]) for size in sizes)
         return MeasuredCurve(sizes=sizes, seconds=means, low=means, high=means)
 
-    def _cells(self) -> Iterator[tuple[int, float]]:
-        for batch, row in zip(self.batches, self.seconds, strict=True):
-            yield from ((batch * context, seconds) for context, seconds in zip(self.contexts, row, strict=True))
 
-
-def interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
+def _interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
     """Piecewise linear; 0 at 0, constant below the first size; beyond the last along the last line, never falling."""
     if size <= 0:
         return 0.0
@@ -157,30 +160,22 @@ def _rising(values: Sequence[float]) -> tuple[float, ...]:
     return tuple((high + low) / 2 for high, low in zip(largest, smallest, strict=True))
 
 
-def _rising_rows(rows: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+def _rising_rows(rows: Table) -> Table:
     """Along each row, then along each column, which leaves rows as they became."""
     columns = [_rising(column) for column in zip(*map(_rising, rows), strict=True)]
     return tuple(zip(*columns, strict=True))
 
 
-def check_sizes(name: str, sizes: Sequence[int]) -> None:
-    """Check that there are two or more sizes, ascending from 1.
-
-    Raises:
-        ValueError: naming the field.
-    """
+def _check_sizes(name: str, sizes: Sequence[int]) -> None:
+    """Check that there are two or more sizes, ascending from 1."""
     if any(size > _LARGEST for size in sizes):
         raise ValueError(f"{name} must be at most {_LARGEST}")
     if len(sizes) < 2 or any(size >= following for size, following in pairwise(chain((0,), sizes))):
         raise ValueError(f"{name} must be two or more whole numbers from 1, ascending, not {list(sizes)}")
 
 
-def check_seconds(name: str, seconds: Sequence[float], count: int) -> None:
-    """Check that there are `count` times, above 0 and at most about a year.
-
-    Raises:
-        ValueError: naming the field.
-    """
+def _check_seconds(name: str, seconds: Sequence[float], count: int) -> None:
+    """Check that there are `count` times, above 0 and at most about a year."""
     if len(seconds) != count:
         raise ValueError(f"{name} must be {count} numbers, one for each size, not {len(seconds)}")
     if bad := [value for value in seconds if not 0 < value <= _LONGEST]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 
 from nanoserve.errors import UsageError
 
+_SHARES = ("matrix", "attention", "memory", "link", "processor", "usable_memory")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
@@ -40,8 +42,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            is_share = field.name in ("matrix", "attention", "memory", "link", "processor", "usable_memory")
-            if is_share and not 0 < value <= 1:
+            if field.name in _SHARES and not 0 < value <= 1:
                 raise UsageError(f"{field.name} is a share above 0 and at most 1, not {value}")
             if not 0 <= value < math.inf:
                 raise UsageError(f"{field.name} must not be negative, found {value}")
@@ -49,15 +50,5 @@ class Efficiency:
     @classmethod
     def ideal(cls) -> "Efficiency":
         """Everything that data sheets promise, and no overhead: the limits that closed forms describe."""
-        return cls(
-            matrix=1.0,
-            attention=1.0,
-            memory=1.0,
-            link=1.0,
-            processor=1.0,
-            usable_memory=1.0,
-            kernel_seconds=0.0,
-            kernels_per_layer=0,
-            step_seconds=0.0,
-            row_seconds=0.0,
-        )
+        overheads = {"kernel_seconds": 0.0, "kernels_per_layer": 0, "step_seconds": 0.0, "row_seconds": 0.0}
+        return cls(**dict.fromkeys(_SHARES, 1.0), **overheads)  # type: ignore[arg-type]

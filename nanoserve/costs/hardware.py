@@ -73,15 +73,15 @@ AnyEntry = TypeVar("AnyEntry", bound=_Entry)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What computes: a GPU, or a CPU in its place."""
+    """What computes: a GPU, a CPU in its place, or the CPUs of a host."""
 
     name: str
-    memory_bytes: float
-    """Total bytes."""
+    memory_bytes: float = 0.0
+    """Total bytes; 0 for the CPUs of a host, whose memory belongs to the machine."""
     memory_bandwidth: float
     """Bytes per second."""
     flops: float
-    """Operations per second of 16-bit matrix products."""
+    """Operations per second of 16-bit matrix products; of a host's CPUs, of float32."""
     measured: bool
     """The figures were reached, not printed in a data sheet."""
 
@@ -113,15 +113,20 @@ class Link:
             raise UsageError(f"a bandwidth is scaled by a factor above 0, not {factor}")
         return replace(self, bandwidth=self.bandwidth * factor)
 
+    def send_seconds(self, num_bytes: float) -> float:
+        """Seconds to send one message from one device to another."""
+        return self.latency + num_bytes / self.bandwidth
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostCpu:
-    """The CPUs of a host: bytes per second of their memory and float32 operations per second."""
+    def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
+        """The sum of ``num_bytes`` on each of `devices` devices, known to all of them.
 
-    name: str
-    memory_bandwidth: float
-    flops: float
-    measured: bool
+        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at *bus*
+        bandwidth; *algorithm* bandwidth, bytes over time, is lower by that factor. The shortest way there and back is
+        a tree: 2 ceil(log2 t) messages after one another.
+        """
+        if devices == 1:
+            return 0.0
+        return 2 * (devices - 1).bit_length() * self.latency + 2 * (devices - 1) / devices * num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,13 +139,13 @@ class Machine:
     """Devices of a node, which share ``link``."""
     link: Link
     """Between the devices of a node."""
-    network: Link | None
+    network: Link | None = None
     """Between nodes; None if there is but one."""
     host_link: Link
     """Between each device and the host's memory."""
-    processor: HostCpu | None
+    processor: Device | None = None
     """The host's CPUs, None if unknown."""
-    host_memory_bytes: float
+    host_memory_bytes: float = 0.0
     """Host memory of a node; 0 if unknown."""
     source: str
     """Source of the device's data."""
@@ -242,19 +247,11 @@ def _entry(tables: Tables, kind: type[AnyEntry], name: str, source: str) -> AnyE
 
 def _link(tables: Tables, name: str, source: str) -> Link:
     entry = _entry(tables, _LinkEntry, name, source)
-    return Link(
-        name=name,
-        bandwidth=entry.gb_per_s * GIGA,
-        latency=entry.latency_us / MICROSECONDS,
-        measured=entry.measured,
-    )
+    bandwidth, latency = entry.gb_per_s * GIGA, entry.latency_us / MICROSECONDS
+    return Link(name=name, bandwidth=bandwidth, latency=latency, measured=entry.measured)
 
 
-def _processor(tables: Tables, name: str, source: str) -> HostCpu:
+def _processor(tables: Tables, name: str, source: str) -> Device:
     entry = _entry(tables, _ProcessorEntry, name, source)
-    return HostCpu(
-        name=name,
-        memory_bandwidth=entry.memory_gb_per_s * GIGA,
-        flops=entry.gflops * GIGA,
-        measured=entry.measured,
-    )
+    bandwidth, flops = entry.memory_gb_per_s * GIGA, entry.gflops * GIGA
+    return Device(name=name, memory_bandwidth=bandwidth, flops=flops, measured=entry.measured)

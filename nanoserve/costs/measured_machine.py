@@ -73,9 +73,7 @@ def measured_machine(
         ),
         devices_per_node=devices,
         link=Link(name="between workers", bandwidth=speeds.link_bandwidth, latency=speeds.link_latency, measured=True),
-        network=None,
         host_link=Link(name="to host memory", bandwidth=speeds.host_link_bandwidth, latency=0.0, measured=True),
-        processor=None,
         host_memory_bytes=host_memory_bytes,
         source="measured at start",
     )
@@ -89,8 +87,7 @@ def precision_of(dtype: str) -> Precision:
     """
     if dtype not in _BITS:
         raise UsageError(f"unknown number format {dtype!r}; use one of {', '.join(_BITS)}")
-    bits = _BITS[dtype]
-    return Precision(weight_bits=bits, kv_bits=bits, other_bits=bits)
+    return Precision.of(_BITS[dtype])
 
 
 def layout_predictors(

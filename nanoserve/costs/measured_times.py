@@ -4,12 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from nanoserve.costs.profile import Profile
-from nanoserve.costs.step_features import Strategy
-from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.costs.work import Chunk, StepWork, Strategy
 
 
 class MeasuredTimes:
-    """The simulator's ``TieredTimes`` for one stage, in seconds."""
+    """The simulator's ``TieredTimes`` for one stage, in seconds: there is no next one."""
 
     def __init__(self, profile: Profile) -> None:
         model = profile.model
@@ -23,7 +22,6 @@ class MeasuredTimes:
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
     ) -> StepWork:
-        """Sum up a micro-batch for this model."""
         return StepWork.of(decode_contexts, chunks, sampled, self._windows)
 
     def stage_seconds(self, work: StepWork, stage: int = 0) -> float:
@@ -31,7 +29,6 @@ class MeasuredTimes:
         return self.layers_seconds(work.tokens) + self.attention_seconds(work) + self.ends_seconds(work)
 
     def layers_seconds(self, tokens: int, stage: int = 0) -> float:
-        """All layers without their attention."""
         return self.profile.linear.at(tokens) * self.num_layers
 
     def attention_seconds(self, work: StepWork, stage: int = 0) -> float:
@@ -45,11 +42,9 @@ class MeasuredTimes:
         return seconds
 
     def ends_seconds(self, work: StepWork, stage: int = 0) -> float:
-        """The head."""
         return self.profile.head.at(work.sampled)
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
-        """There is no next stage."""
         return 0.0
 
     def host_seconds(self, work: StepWork) -> float:
@@ -57,7 +52,6 @@ class MeasuredTimes:
         return self.profile.inputs.at(work.rows) + self.profile.engine.at(work.rows)
 
     def swap_seconds(self, tokens: int, stage: int = 0) -> float:
-        """The KV of this many tokens, all layers, one way."""
         model = self.profile.model
         numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
         return self.profile.copy.at(tokens * numbers * self.profile.bits / 8)
@@ -96,10 +90,7 @@ class MeasuredPredictor:
     """
 
     def __init__(self, profile: Profile) -> None:
-        self.num_layers, self.profile = (
-            profile.model.num_layers,
-            profile,
-        )  # layers of the model; the profile as it was measured
+        self.num_layers, self.profile = profile.model.num_layers, profile  # the profile as it was measured
         self._profile = profile = profile.rising()
         self._times = MeasuredTimes(profile)
         self._attention = profile.decode_attention.over_keys().rising()
@@ -115,7 +106,6 @@ class MeasuredPredictor:
         return self._attention.at(context_tokens)
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of a layer over one prompt from its beginning."""
         return self._profile.prefill_attention.at(tokens)
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
@@ -134,7 +124,6 @@ class MeasuredPredictor:
         return 1.0 if strategy == "device" else self._profile.beside_host
 
     def swap_seconds(self, context_tokens: int) -> float:
-        """The KV of this many tokens, all layers, one way."""
         return self._times.swap_seconds(context_tokens)
 
     def transition_seconds(self, layout: int) -> float:

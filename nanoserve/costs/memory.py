@@ -91,33 +91,29 @@ class DeviceMemory:
         )
 
     def _advice(self) -> str:
-        fitting = [
-            *(f"{layout.devices} devices (layout {layout.name})" for layout in (self._smallest_layout(),) if layout),
-            *(f"{bits}-bit weights" for bits in STORED_BITS if self._fits_in(bits)),
-        ]
+        counts, layout = self._counts, self._smallest_layout()
+        fitting = [] if layout is None else [f"{layout.devices} devices (layout {layout.name})"]
+        split = [counts.layers(stage) for stage in range(len(counts.stages))]
+        for bits in [bits for bits in STORED_BITS if bits < counts.precision.weight_bits]:
+            precision = replace(counts.precision, weight_bits=bits)
+            if self._would_fit(ModelCounts(counts.model, counts.layout, precision, split)):
+                fitting.append(f"{bits}-bit weights")
         return f"what would fit: {' or '.join(fitting)}" if fitting else "no number of these devices would fit it"
-
-    def _fits_in(self, bits: int) -> bool:
-        precision = self._counts.precision
-        if bits >= precision.weight_bits:
-            return False
-        split = [self._counts.layers(stage) for stage in range(len(self._counts.stages))]
-        fewer = ModelCounts(self._counts.model, self._counts.layout, replace(precision, weight_bits=bits), split)
-        return DeviceMemory(fewer, self._machine, self._efficiency)._fits()
 
     def _smallest_layout(self) -> ParallelLayout | None:
         """More stages of the same tensor degree: the first number that fits."""
         model, layout = self._counts.model, self._counts.layout
         numbers = range(layout.pipeline_parallel + 1, min(model.num_layers, _MOST_STAGES) + 1)
-        larger = [
-            ParallelLayout(tensor_parallel=layout.tensor_parallel, pipeline_parallel=number) for number in numbers
-        ]
-        if not larger or not self._fits_over(larger[-1]):
-            return None
-        return next(layout for layout in larger if self._fits_over(layout))
 
-    def _fits_over(self, layout: ParallelLayout) -> bool:
-        counts = ModelCounts(self._counts.model, layout, self._counts.precision)
+        def fits(number: int) -> bool:
+            return self._would_fit(ModelCounts(model, larger(number), self._counts.precision))
+
+        def larger(number: int) -> ParallelLayout:
+            return ParallelLayout(tensor_parallel=layout.tensor_parallel, pipeline_parallel=number)
+
+        return larger(next(filter(fits, numbers))) if numbers and fits(numbers[-1]) else None
+
+    def _would_fit(self, counts: ModelCounts) -> bool:
         return DeviceMemory(counts, self._machine, self._efficiency)._fits()
 
     def _fits(self) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.costs.step_features import Strategy
-from nanoserve.costs.work import StepWork
+from nanoserve.costs.work import StepWork, Strategy
 
 
 class Predictor(Protocol):
@@ -59,6 +58,9 @@ class CostPredictor:
     Args:
         costs: of the current layout.
         layouts: of all layouts by number, for transitions; may be empty where there is only one.
+
+    Raises:
+        UsageError: from ``host_attention_seconds``, if the machine names no processor.
     """
 
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
@@ -88,27 +90,19 @@ class CostPredictor:
         return self._costs.attention_seconds(work, 0) / self._layers
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of a prompt of this many tokens, from its beginning."""
         if not tokens:
             return 0.0
         return self._costs.attention_seconds(self._costs.work([], [(0, tokens)]), 0) / self._layers
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        """Decode attention on the CPU over this many keys, with moving queries, keys, values and results.
-
-        Raises:
-            UsageError: if the machine names no processor.
-        """
         return self._costs.host_attention_seconds(context_tokens) + self._costs.host_exchange_seconds(sequences)
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
-        """Time of a whole step outside its layers: the CPU's fixed part, embedding and head."""
         work = StepWork(decodes=rows, sampled=rows)
         ends = sum(self._costs.ends_seconds(work, stage) for stage in range(self._costs.num_stages))
         return self._costs.efficiency.step_seconds + ends
 
     def slowdown(self, strategy: Strategy) -> float:
-        """1: the cost model has no measured slowdown."""
         return 1.0
 
     def swap_seconds(self, context_tokens: int) -> float:

@@ -5,7 +5,7 @@ the factors it reaches. Times are seconds.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -13,12 +13,12 @@ import msgspec
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import Precision
-from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
+from nanoserve.costs.curves import Measured, MeasuredCurve, MeasuredGrid
 from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.hardware import Device, HostCpu, Link, Machine
+from nanoserve.costs.hardware import Device, Link, Machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.processes.files import replace_file
+from nanoserve.processes.files import read_bytes, replace_file
 
 SCHEMA: Final = "nanoserve-profile/2"
 _MOST_TOKENS = 2**28
@@ -38,6 +38,17 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     memory_bytes: PositiveFloat
     read_bytes_per_second: PositiveFloat
     operations_per_second: PositiveFloat
+
+    @property
+    def device(self) -> Device:
+        """The same in the terms of the cost model; ``Efficiency`` has the shares of it that are reached."""
+        return Device(
+            name=self.name,
+            memory_bytes=self.memory_bytes,
+            memory_bandwidth=self.read_bytes_per_second,
+            flops=self.operations_per_second,
+            measured=False,
+        )
 
 
 class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,7 +143,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         if missing := [name for name in _SETTINGS if name not in self.settings]:
             raise ValueError(f"settings must have {', '.join(missing)}")
-        Precision(weight_bits=self.bits, kv_bits=self.bits, other_bits=self.bits)
+        Precision.of(self.bits)
         if not 1 <= self.model.num_layers <= _MOST_LAYERS:
             raise ValueError(f"num_layers must be 1 to {_MOST_LAYERS}, not {str(self.model.num_layers)[:20]}")
 
@@ -145,21 +156,18 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The same with these factors."""
         return msgspec.structs.replace(self, efficiency=efficiency)
 
-    def with_predictions(self, predictions: Sequence[Prediction]) -> "Profile":
-        """The same with these predictions."""
-        return msgspec.structs.replace(self, predictions=tuple(predictions))
-
     def rising(self) -> "Profile":
         """The same with monotonic times: on a busy machine medians sometimes fall with size."""
-        return msgspec.structs.replace(self, **{name: found.rising() for name, found in self._measured().items()})
+        return self._with(lambda measured: measured.rising())
 
     def undisturbed(self) -> "Profile":
         """The same with lower quartiles as times: other programs may disturb more than half of a few samples."""
-        return msgspec.structs.replace(self, **{name: found.undisturbed() for name, found in self._measured().items()})
+        return self._with(lambda measured: measured.undisturbed())
 
-    def _measured(self) -> dict[str, MeasuredCurve | MeasuredGrid]:
-        fields = {field.name: getattr(self, field.name) for field in msgspec.structs.fields(self)}
-        return {name: found for name, found in fields.items() if isinstance(found, MeasuredCurve | MeasuredGrid)}
+    def _with(self, change: Callable[[Measured], Measured]) -> "Profile":
+        """The same with all measured times changed."""
+        fields = msgspec.structs.asdict(self).items()
+        return msgspec.structs.replace(self, **{name: change(one) for name, one in fields if isinstance(one, Measured)})
 
     def machine(self) -> Machine:
         """This machine in the terms of the cost model: the best speeds, of which ``efficiency`` has the shares."""
@@ -170,34 +178,20 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             latency=seconds[0],
             measured=True,
         )
-        device, host = self.device, self.host
         return Machine(
-            name=device.name,
-            device=Device(
-                name=device.name,
-                memory_bytes=device.memory_bytes,
-                memory_bandwidth=device.read_bytes_per_second,
-                flops=device.operations_per_second,
-                measured=False,
-            ),
+            name=self.device.name,
+            device=self.device.device,
             devices_per_node=1,
             link=link,
-            network=None,
             host_link=link,
-            processor=HostCpu(
-                name=host.name,
-                memory_bandwidth=host.read_bytes_per_second,
-                flops=host.operations_per_second,
-                measured=False,
-            ),
-            host_memory_bytes=host.memory_bytes,
+            processor=self.host.device,
+            host_memory_bytes=self.host.memory_bytes,
             source="nanoserve profile",
         )
 
     def step_costs(self) -> StepCosts:
         """The cost model of this machine with the factors it reaches."""
-        precision = Precision(weight_bits=self.bits, kv_bits=self.bits, other_bits=self.bits)
-        return StepCosts(self.model, self.machine(), precision=precision, efficiency=self.efficiency)
+        return StepCosts(self.model, self.machine(), precision=Precision.of(self.bits), efficiency=self.efficiency)
 
 
 def read_profile(path: Path) -> Profile:
@@ -206,12 +200,7 @@ def read_profile(path: Path) -> Profile:
     Raises:
         UsageError: if the file is no profile, naming the key that is wrong.
     """
-    try:
-        if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
-            raise UsageError(f"{path} is not a regular file")
-        content = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    content = read_bytes(path, UsageError)
     try:
         return msgspec.json.decode(content, type=Profile)
     except (msgspec.MsgspecError, NanoserveError) as error:

@@ -1,7 +1,6 @@
 """StepCosts: how long each part of a step takes, from exact counts and data-sheet figures."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import Matrix, ModelCounts, Operator, OperatorKind, Precision
@@ -14,33 +13,6 @@ from nanoserve.layout import ParallelLayout
 
 _ALL_REDUCES_PER_LAYER = 2  # behind the attention's output and behind the feed-forward part
 _KERNELS_OF_HEAD = 3  # norm, logits, sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """A link as programs reach it."""
-
-    bandwidth: float
-    latency: float
-
-    @classmethod
-    def of(cls, link: Link, efficiency: Efficiency) -> "Channel":
-        return cls(link.bandwidth * (1.0 if link.measured else efficiency.link), link.latency)
-
-    def send_seconds(self, num_bytes: float) -> float:
-        """Seconds to send one message from one device to another."""
-        return self.latency + num_bytes / self.bandwidth
-
-    def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
-        """The sum of ``num_bytes`` on each of `devices` devices, known to all of them.
-
-        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at *bus*
-        bandwidth; *algorithm* bandwidth, bytes over time, is lower by that factor. The shortest way there and back is
-        a tree: 2 ceil(log2 t) messages after one another.
-        """
-        if devices == 1:
-            return 0.0
-        return 2 * (devices - 1).bit_length() * self.latency + 2 * (devices - 1) / devices * num_bytes / self.bandwidth
 
 
 class StepCosts:
@@ -82,11 +54,10 @@ class StepCosts:
             "prefill attention": device.flops * factors.attention,
         }
         self._activation_bytes = self.counts.precision.other_bytes
-        self._group = [self._channel(self._first_rank(stage), self._degree) for stage in range(self.num_stages)]
-        self._onward = [
-            self._channel(self._first_rank(stage), 2 * self._degree) for stage in range(self.num_stages - 1)
-        ]
-        self._host = Channel.of(machine.host_link, self.efficiency)
+        self._degree = self.layout.tensor_parallel
+        self._group = [self._joining(stage, 1) for stage in range(self.num_stages)]
+        self._onward = [self._joining(stage, 2) for stage in range(self.num_stages - 1)]
+        self._host = self._reached(machine.host_link)
         stages = [(tuple(self.counts.stages[stage].items()), self._group[stage]) for stage in range(self.num_stages)]
         self._first_alike = [stages.index(stage) for stage in stages]  # the first stage with the same layers and links
         self._layers_seconds: dict[tuple[int, int], float] = {}  # by tokens and stage: many steps have as many tokens
@@ -122,7 +93,7 @@ class StepCosts:
         seconds = layers * self.efficiency.kernels_per_layer * self.efficiency.kernel_seconds
         if self._degree > 1:
             seconds += layers * _ALL_REDUCES_PER_LAYER * self._all_reduce_seconds(tokens, stage)
-        for matrix, times in self.counts.layer_products(stage):
+        for matrix, times in self.counts.layer_products[stage]:
             seconds += self._product_seconds(matrix, tokens) * times
         self._layers_seconds[tokens, stage] = seconds
         return seconds
@@ -244,12 +215,9 @@ class StepCosts:
         logits = work.sampled * self.counts.vocabulary * self.counts.precision.other_bytes
         return self._group[stage].send_seconds(logits * (self._degree - 1))
 
-    @property
-    def _degree(self) -> int:
-        return self.layout.tensor_parallel
+    def _joining(self, stage: int, stages: int) -> Link:
+        """What joins the devices of this many stages from that one on, as programs reach it."""
+        return self._reached(self.machine.link_among(stage * self._degree, stages * self._degree))
 
-    def _first_rank(self, stage: int) -> int:
-        return stage * self._degree
-
-    def _channel(self, first: int, count: int) -> Channel:
-        return Channel.of(self.machine.link_among(first, count), self.efficiency)
+    def _reached(self, link: Link) -> Link:
+        return link if link.measured else link.scaled(self.efficiency.link)

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
-from nanoserve.processes.files import read_json_object, unreadable_as_model_error
+from nanoserve.processes.files import read_bytes, read_json_object, unreadable_as_model_error
 
 SHIPPED_MODELS = Path(__file__).with_name("models.toml")
 
@@ -22,17 +22,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     import tomllib
 
     try:
-        if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
-            raise UsageError(f"{path} is not a regular file")
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+        return tomllib.loads(read_bytes(path, UsageError).decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
-    except UsageError:
-        raise
-    except ValueError as error:  # a path with a NUL in it
-        raise UsageError(f"cannot read {str(path)!r}: {error}") from error
 
 
 @cache

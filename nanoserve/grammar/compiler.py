@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from nanoserve.errors import NanoserveError, UsageError
-from nanoserve.grammar.vocabulary import Vocabulary, load_vocabulary
 from nanoserve.processes.installation import install_command
+from nanoserve.text.backends import Backend, SentencePieceBackend
+from nanoserve.text.tokenizer import load_backend
 
 MAX_CACHED = 16
 """Compiled grammars kept for later requests with the same schema; a large one takes about 10 MB."""
@@ -23,10 +24,6 @@ MAX_LEXER_STATES = 20_000
 
 _LONGEST_MESSAGE = 300
 _ADVICE = " Enable 'coerce_one_of'"  # an option of llguidance that would weaken the schema
-
-
-class GrammarFailure(NanoserveError):
-    """A text cannot be continued by its grammar; other texts are not affected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +36,80 @@ class Allowed:
     """Whether the text may end here."""
 
 
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens of a model, for its grammars."""
+
+    tokenizer: Any
+    """The LLTokenizer of llguidance."""
+    ordinary: np.ndarray
+    """One bit per token id of the logits, set if the token is text: uint8 [ceil(vocab_size / 8)]."""
+    end_token: int
+    """The token whose bit llguidance sets when a text may end; the model's end tokens may be others."""
+
+    def allowed(self, mask: bytes) -> Allowed:
+        """What a mask of llguidance allows."""
+        bits = np.frombuffer(mask, np.uint8)
+        tokens = np.zeros_like(self.ordinary)
+        count = min(len(bits), len(tokens))
+        np.bitwise_and(bits[:count], self.ordinary[:count], out=tokens[:count])
+        return Allowed(tokens, bool(bits[self.end_token // 8] >> (self.end_token % 8) & 1))
+
+
+def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
+    """Read the tokenizer of a model directory. Raises ModuleNotFoundError without llguidance; ModelError if there is no
+    usable tokenizer; UsageError if llguidance cannot use it.
+
+    Args:
+        vocab_size: width of the logits; None takes the tokenizer's.
+    """
+    from llguidance import LLTokenizer
+
+    backend = load_backend(directory)
+    controls = list(backend.control_ids.values())
+    if not controls:
+        raise UsageError("structured output needs a tokenizer with control tokens; this model's has none")
+    end_token = min(controls)  # tokens that only tokenizer_config.json knows have the largest ids
+    if isinstance(backend, SentencePieceBackend):
+        source: Any = _PieceTable(backend, end_token)
+    else:
+        source = (directory / "tokenizer.json").read_text(encoding="utf-8").strip()
+    try:
+        tokenizer = LLTokenizer(source, eos_token=end_token)
+    except ValueError as error:
+        raise UsageError(f"structured output is not possible with this model's tokenizer: {error}") from None
+    return Vocabulary(tokenizer, _ordinary_bits(backend, vocab_size or backend.vocab_size), end_token)
+
+
+def _ordinary_bits(backend: Backend, vocab_size: int) -> np.ndarray:
+    """The bits of tokens that have a text: no control tokens, no rows that only pad the logits."""
+    ordinary = np.zeros(vocab_size, np.bool_)
+    ordinary[: backend.vocab_size] = True
+    ordinary[list(backend.control_ids.values())] = False
+    return np.packbits(ordinary, bitorder="little")
+
+
+class _PieceTable:
+    """A sentencepiece vocabulary with the attributes that llguidance reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, backend: SentencePieceBackend, end_token: int) -> None:
+        self._backend = backend
+        self.eos_token_id = end_token
+        self.tokens = [backend.token_bytes(token) for token in range(backend.vocab_size)]
+        self.special_token_ids = list(backend.control_ids.values())
+
+    def __call__(self, text: str) -> list[int]:
+        """Token ids of a text within another one."""
+        return self._backend.encode_within(text)
+
+
+class GrammarFailure(NanoserveError):
+    """A text cannot be continued by its grammar; other texts are not affected."""
+
+
 class Matcher:
     """The state of one text in a grammar."""
 
@@ -47,14 +118,10 @@ class Matcher:
         self._vocabulary = vocabulary
 
     def allowed(self) -> Allowed:
-        """The tokens that may come next.
-
-        Raises:
-            GrammarFailure: if computing them exceeds the limits on time or memory.
-        """
-        tokens, may_end = self._vocabulary.split_mask(self._matcher.compute_bitmask())
+        """The tokens that may come next; raises GrammarFailure if computing them exceeds the limits."""
+        allowed = self._vocabulary.allowed(self._matcher.compute_bitmask())
         self._check()
-        return Allowed(tokens, may_end)
+        return allowed
 
     def consume(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text; raises GrammarFailure if the grammar does not allow them."""
@@ -90,22 +157,16 @@ class GrammarCompiler:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary, built on first use: about a second for 150,000 tokens.
-
-        Raises:
-            UsageError: without llguidance, and for vocabularies that it cannot use.
-        """
+        """The vocabulary, built on first use: about a second for 150,000 tokens. Raises UsageError without llguidance,
+        and for vocabularies that it cannot use."""
         try:
             return load_vocabulary(self._directory, self._vocab_size)
         except ModuleNotFoundError:
             raise UsageError(f"structured output needs llguidance: {install_command('json')}") from None
 
     def matcher(self, schema: str) -> Matcher:
-        """A matcher at the beginning of a text.
-
-        Raises:
-            UsageError: if the schema is not valid, not supported, or too complex.
-        """
+        """A matcher at the beginning of a text. Raises UsageError if the schema is not valid, not supported, or too
+        complex."""
         # Another thread may call `forget` at any moment: a worker prepares a step while it handles results of another.
         compiled = self._compiled.pop(schema, None) or self._compile(schema)
         self._compiled[schema] = compiled  # now the most recently used

@@ -1,10 +1,9 @@
 """The number format that a model is computed in."""
 
-from pathlib import Path
-
 import torch
 
 from nanoserve.errors import UsageError
+from nanoserve.processes.threads import processor_name_and_flags
 from triton_ops.cpu import cpu_operators
 
 DTYPES = {
@@ -42,15 +41,5 @@ def format_name(dtype: torch.dtype) -> str:
 
 
 def _cpu_is_fast_in_bf16(stored: str) -> bool:
-    if _cpu_computes_bf16():
-        return True
-    return stored in ("bfloat16", "float16") and cpu_operators().expected
-
-
-def _cpu_computes_bf16() -> bool:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return not _BF16_FLAGS.isdisjoint(flags.split())
+    _, flags = processor_name_and_flags()
+    return not _BF16_FLAGS.isdisjoint(flags) or (stored in ("bfloat16", "float16") and cpu_operators().expected)

@@ -15,8 +15,8 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.models.hub import dummy_config, dummy_shape
 from nanoserve.models.loading import INDEX_NAME, SINGLE_NAME, empty_decoder
-from nanoserve.models.shapes import dummy_config, dummy_shape
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
 from nanoserve.processes.sizes import format_size
@@ -63,16 +63,13 @@ def save_dummy_checkpoint(
     make_file: Callable[[Path], None] = Path.touch,
     free: int | None = None,
 ) -> None:
-    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format of its runs.
+    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format of its runs. Raises
+    ModelError if `spec` is not a model; RuntimeFailure if it cannot be written.
 
     Args:
         directory: an existing directory.
         make_file: makes each file of weights, empty.
         free: bytes that the files may take; by default the free space of the directory's file system.
-
-    Raises:
-        ModelError: if `spec` is not a model.
-        RuntimeFailure: if it cannot be written.
     """
     config = dummy_config(spec)
     files = list(_shared_out(config, dtype))

@@ -89,11 +89,8 @@ def load_model(
 
 @contextmanager
 def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """The checkpoint of a model directory, whose files are closed afterwards.
-
-    Raises:
-        ModelError: if a file or tensor is missing, damaged or of another model; one line that names it.
-    """
+    """The checkpoint of a model directory, whose files are closed afterwards. Raises ModelError if a file or tensor is
+    missing, damaged or of another model; one line that names it."""
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
         stored = _stored_tensors(directory, files)

@@ -80,28 +80,18 @@ def whole_model(config: ModelConfig) -> Shard:
 
 
 def shards_of_layouts(config: ModelConfig, engine: EngineConfig) -> tuple[list[Shard], ...]:
-    """The shards of each of the engine's layouts, by layout and rank.
-
-    Raises:
-        UsageError: if the model cannot be divided like this; the line names the option that asked for it.
-    """
-    if engine.decode_layout is None:
-        return (
-            make_shards(
-                config,
-                pipeline_parallel=engine.pipeline_parallel,
-                tensor_parallel=engine.tensor_parallel,
-                pipeline_split=engine.pipeline_split,
-            ),
-        )
+    """The shards of each of the engine's layouts, by layout and rank. Raises UsageError if the model cannot be divided
+    like this; the line names the option that asked for it."""
+    options = (None,) if engine.decode_layout is None else PAIR_OPTIONS
     return tuple(
         make_shards(
             config,
             pipeline_parallel=layout.pipeline_parallel,
             tensor_parallel=layout.tensor_parallel,
-            asked=f"{option} {layout.name}",
+            pipeline_split=engine.pipeline_split,
+            asked=None if option is None else f"{option} {layout.name}",
         )
-        for option, layout in zip(PAIR_OPTIONS, engine.layouts, strict=True)
+        for option, layout in zip(options, engine.layouts, strict=True)
     )
 
 
@@ -113,14 +103,12 @@ def make_shards(
     pipeline_split: tuple[int, ...] | None = None,
     asked: str | None = None,
 ) -> list[Shard]:
-    """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group.
+    """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group. Raises UsageError if the model
+    cannot be divided like this; the line names --pp, --pp-split or --tp, or `asked`.
 
     Args:
         pipeline_split: layers of each stage; None divides them by cost.
         asked: the option and value that ask for this layout, for errors; None for --pp and --tp.
-
-    Raises:
-        UsageError: if the model cannot be divided like this; the line names --pp, --pp-split or --tp, or `asked`.
     """
     stages = stage_layers(config, pipeline_parallel, pipeline_split, asked=asked)
     _check_degree(config, tensor_parallel, asked)

@@ -22,7 +22,7 @@ from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies import POLICIES, make_policy
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
-from nanoserve.simulator.workload import load_length_table, lognormal_lengths, named_lengths
+from nanoserve.simulator.workload import length_tables, lognormal_lengths, named_lengths
 
 BLOCK_SIZE = 16
 TOKEN_BUDGETS = (256, 512, 1024, 2048, 4096)
@@ -221,7 +221,7 @@ def draw_lengths(name: str, seed: int) -> Iterator[RequestShape]:
     """
     kind, _, mean = name.partition(":")
     if kind == "osc" and mean:
-        table = load_length_table("osc")
+        table = length_tables()["osc"]
         factor = float(mean) / table.mean_output
         drawn = table.draw(seed)
         return (RequestShape(shape.input_tokens, max(1, round(shape.output_tokens * factor))) for shape in drawn)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoserve.errors import ModelError, RuntimeFailure
+from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure
 
 
 @contextmanager
@@ -19,14 +19,24 @@ def unreadable_as_model_error() -> Iterator[None]:
         raise ModelError(f"the model cannot be read: {error.strerror or error} ({error.filename})") from error
 
 
+def read_bytes(path: Path, failure: type[NanoserveError] = ModelError) -> bytes:
+    """The file's content. Raises ``failure`` naming the file when it cannot be read."""
+    try:
+        regular = path.is_file() or not path.exists()
+        content = path.read_bytes() if regular else b""
+    except OSError as error:
+        raise failure(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:  # a path with a NUL in it
+        raise failure(f"cannot read {str(path)!r}: {error}") from error
+    if not regular:  # a directory, or a pipe or device that might never end
+        raise failure(f"{path} is not a regular file")
+    return content
+
+
 def read_text(path: Path) -> str:
     """The file as text. Raises ModelError naming the file when it cannot be read or is not UTF-8."""
     try:
-        if path.exists() and not path.is_file():  # a directory, or a pipe or device that might never end
-            raise ModelError(f"{path} is not a regular file")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
+        return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} is not UTF-8 text") from error
 

@@ -34,7 +34,7 @@ class Quarantine:
         self._times_in_flight: dict[str, int] = {}
         self._running = 0.0
         self._deaths: list[_Death] = []  # without a culprit
-        self._lone_deaths: list[_Death] = []  # of culprits, one behind the other
+        self._lone_deaths: list[_Death] = []  # of culprits, one after the other
 
     @property
     def suspect(self) -> str | None:

@@ -157,10 +157,3 @@ class StepObserver:
 
     def on_beside(self, planned: Planned, times: Beside) -> None:
         """A swap, a transition or attention on the CPU begins with it."""
-
-
-def step_tokens(plan: StepPlan) -> tuple[int, int]:
-    """Decodes, which are rows of one token, and tokens of longer rows."""
-    lengths = [len(row.tokens) for row in plan.rows]
-    decodes = lengths.count(1)
-    return decodes, sum(lengths) - decodes

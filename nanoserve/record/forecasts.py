@@ -14,9 +14,9 @@ import msgspec
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.step_features import HostBatch, StepFeatures
+from nanoserve.costs.work import HostBatch, StepFeatures
 from nanoserve.scheduler.cohorts import HostCohorts
-from nanoserve.scheduler.load import Cohort, Decision
+from nanoserve.scheduler.load import Cohort, Decision, Load
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_of
 
 _MANY, _ONE_IN = 256, 5
@@ -50,6 +50,8 @@ class Forecasts:
         self, predictors: Sequence[Predictor], on_measured: Callable[[Forecast], None] = lambda forecast: None
     ) -> None:
         self._predictors = [one if isinstance(one, CorrectedPredictor) else None for one in predictors]
+        self.load: Load | None = None
+        self.decision = Decision(0, 0)  # what the policy saw and decided for the newest plan
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, CorrectedPredictor | None]] = {}
         self._newest: CorrectedPredictor | None = None  # predictor of the newest plan
@@ -66,8 +68,9 @@ class Forecasts:
         forecast, _ = self._in_flight.get(step, (None, None))
         return forecast
 
-    def on_plan(self, plan: StepPlan, decision: Decision, cohorts: HostCohorts) -> None:
+    def on_plan(self, plan: StepPlan, load: Load | None, decision: Decision, cohorts: HostCohorts) -> None:
         """Predict a plan with rows; the cohorts do not follow it yet."""
+        self.load, self.decision = load, decision
         predictor = self._predictors[plan.layout] if self._predictors else None
         if predictor is None or not plan.rows:
             return

@@ -86,21 +86,20 @@ class LatencyMetrics:
         del self._last_update[sequence.request.request_id]
         request, tokens = sequence.request, sequence.output_length
         first = now if sequence.first_token_time is None else sequence.first_token_time
-        tpot = (now - first) / (tokens - 1) if tokens > 1 else None
-        self.requests += 1
-        self.output_tokens += tokens
-        self.e2el.add((now - request.arrival_time) * MILLISECONDS)
-        if tpot is not None:
-            self.tpot.add(tpot * MILLISECONDS)
         completed = CompletedRequest(
             request_id=request.request_id,
             arrival=request.arrival_time,
             input_tokens=len(request.prompt),
             output_tokens=tokens,
             ttft=first - request.arrival_time,
-            tpot=tpot,
+            tpot=(now - first) / (tokens - 1) if tokens > 1 else None,
             e2el=now - request.arrival_time,
         )
+        self.requests += 1
+        self.output_tokens += tokens
+        self.e2el.add(completed.e2el * MILLISECONDS)
+        if completed.tpot is not None:
+            self.tpot.add(completed.tpot * MILLISECONDS)
         for observer in self._observers:
             observer(completed)
 

@@ -106,7 +106,11 @@ class PhaseTracker:
         elif self._idle is not None:
             self._idle = self._idle.with_plan(planned)
         if self._idle is None:
-            self._watch_pool(blocks)
+            if blocks.used_host > 0:
+                self._left = 0
+            elif self._blocks is not None and self._blocks.used_host > 0:
+                self._left = blocks.on_device  # the pool has just run empty
+            self._blocks = blocks
         self._phase = self._phase.with_plan(planned)
         return []
 
@@ -128,14 +132,6 @@ class PhaseTracker:
         over = [] if self._phase is None else [replace(self._phase, ended=now)]
         self._phase = self._idle = self._blocks = None
         return over
-
-    def _watch_pool(self, blocks: Blocks) -> None:
-        emptied = self._blocks is not None and self._blocks.used_host > 0
-        if blocks.used_host == 0 and emptied:
-            self._left = blocks.on_device
-        elif blocks.used_host > 0:
-            self._left = 0
-        self._blocks = blocks
 
     def _turn(self, target: int, now: float, blocks: Blocks) -> list[Phase]:
         """The layout changes: what was computing, and draining, are over."""

@@ -9,12 +9,12 @@ What is attached decides how much is recorded:
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from nanoserve.errors import RuntimeFailure
 from nanoserve.record.counters import EngineStatus, RecentStep
@@ -30,15 +30,15 @@ from nanoserve.record.events import (
     Planned,
     Stopped,
     Worked,
-    step_tokens,
 )
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate
-from nanoserve.scheduler.cohorts import HostCohorts
-from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 RECENT_STEPS = 32
 """Steps that a recorder keeps, to show what an engine did last."""
@@ -83,14 +83,12 @@ class Recorder:
         self._prompt_tokens = self._output_tokens = 0
         self._begun: dict[int, Sequence] = {}  # sequences in plans, without a token that was seen
         self._in_flight: dict[int | None, StepPlan] = {}
-        self._recent: deque[tuple[StepPlan, int, int, float]] = deque(maxlen=RECENT_STEPS)
+        self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
         self._take_times = executor.take_times if isinstance(executor, Telling) else None
         self._observers: list[Observer] = []
-        self._load: Load | None = None
-        self._decision = Decision(0, 0)
         self._clock: float | None = None
         if scheduler.predictors:
-            scheduler.observer = self
+            scheduler.observer = self.forecasts
 
     # ---- counters ---------------------------------------------------------------------------------------------
 
@@ -119,10 +117,7 @@ class Recorder:
 
     def take_steps(self) -> list[RecentStep]:
         """The steps that have ended since the last call, at most RECENT_STEPS of them."""
-        steps = [
-            RecentStep(plan.step, *step_tokens(plan), running, waiting, seconds)
-            for plan, running, waiting, seconds in self._recent
-        ]
+        steps = list(self._recent)
         self._recent.clear()
         return steps
 
@@ -130,7 +125,7 @@ class Recorder:
 
     def add(self, *observers: Observer) -> None:
         """Show observers everything from now on."""
-        self._scheduler.observer = self
+        self._scheduler.observer = self.forecasts
         self._observers += observers
 
     @contextmanager
@@ -164,22 +159,15 @@ class Recorder:
         Raises: as the executor does.
         """
         handed_over = self.executor.now() if self._observers else 0.0
-        began = time.perf_counter()
-        try:
-            self.executor.submit(plan)
-        except RuntimeFailure:
-            self._on_failure()
-            raise
-        finally:
-            self.executor_seconds += time.perf_counter() - began
+        self._call(self.executor.submit, plan)
         if plan.ends:
             self._in_flight[plan.step] = plan
         for begin in plan.begin:
             self._begun[begin.sequence] = self._scheduler.table.sequences[begin.sequence]
         if self._observers:
             clock = handed_over if self._clock is None else self._clock
-            forecast, blocks = self.forecasts.of(plan.step), Blocks.of(self._scheduler)
-            decided = self._load, self._decision, blocks, forecast
+            forecasts, blocks = self.forecasts, Blocks.of(self._scheduler)
+            decided = forecasts.load, forecasts.decision, blocks, forecasts.of(plan.step)
             self._emit(Planned(handed_over, clock, plan, *decided, *step_tokens(plan)))
         if self._take_times is not None:
             self._show_times(self._take_times())
@@ -189,20 +177,13 @@ class Recorder:
 
         Raises: as the executor does.
         """
-        began = time.perf_counter()
-        try:
-            results = self.executor.collect(until)
-        except RuntimeFailure:
-            self._on_failure()
-            raise
-        finally:
-            self.executor_seconds += time.perf_counter() - began
+        results = self._call(self.executor.collect, until)
         if self._clock is not None:
             self._tick()
         for result in results:
             if (plan := self._in_flight.pop(result.step, None)) is not None:
-                scheduler = self._scheduler
-                self._recent.append((plan, len(scheduler.running), len(scheduler.waiting), result.seconds))
+                held = len(self._scheduler.running), len(self._scheduler.waiting)
+                self._recent.append(RecentStep(plan.step, *step_tokens(plan), *held, result.seconds))
             elif result.lost is not None:
                 self.losses += 1
                 self._in_flight.clear()
@@ -222,11 +203,10 @@ class Recorder:
         Raises:
             RuntimeFailure: if an observer could not do its work to the end.
         """
-        if self._take_times is not None:
-            self._show_times(self._take_times())
-        ended = Finished(self.executor.now(), Blocks.of(self._scheduler))
-        self.executor.close()
-        self._emit(ended)
+        try:
+            self.finish()
+        finally:
+            self.executor.close()
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
@@ -281,30 +261,23 @@ class Recorder:
             self.outstanding -= request.tokens
             del self.requests[sequence.request.request_id]
 
-    # ---- the scheduler ----------------------------------------------------------------------------------------
-
-    def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
-        """A plan is made from what the policy saw and decided; the cohorts do not follow it yet."""
-        self._load, self._decision = load, decision
-        self.forecasts.on_plan(plan, decision, cohorts)
-
-    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
-        """A result is taken in; the cohorts do not advance by it yet."""
-        self.forecasts.on_result(result, cohorts)
-
-    def on_reset(self) -> None:
-        """No result will come of the plans in flight."""
-        self.forecasts.on_reset()
-
     # -----------------------------------------------------------------------------------------------------------
 
     def _emit(self, event: Event) -> None:
         for observer in self._observers:
             observer(event)
 
-    def _on_failure(self) -> None:
-        self._in_flight.clear()
-        self._emit(ExecutorFailed(self.executor.now()))
+    def _call(self, part: Callable[[T], R], argument: T) -> R:
+        """Call a part of the executor, and count its time."""
+        began = time.perf_counter()
+        try:
+            return part(argument)
+        except RuntimeFailure:
+            self._in_flight.clear()
+            self._emit(ExecutorFailed(self.executor.now()))
+            raise
+        finally:
+            self.executor_seconds += time.perf_counter() - began
 
     def _show_times(self, times: SequenceOf[Times]) -> None:
         if times and self._observers:
@@ -318,3 +291,10 @@ class Recorder:
         assert self._clock is not None, "the clock is stepped"
         ticks = ceil(self.executor.now() * _TICKS_PER_SECOND)
         self._clock = max(self._clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
+
+
+def step_tokens(plan: StepPlan) -> tuple[int, int]:
+    """Decodes, which are rows of one token, and tokens of longer rows."""
+    lengths = [len(row.tokens) for row in plan.rows]
+    decodes = lengths.count(1)
+    return decodes, sum(lengths) - decodes

@@ -25,7 +25,7 @@ class RunRecord:
 
     Args:
         max_in_flight: plans that the executor takes at a time.
-        events: those of a part of another record, say.
+        events: what has happened already.
     """
 
     def __init__(self, max_in_flight: int, events: Iterable[Event] = ()) -> None:
@@ -38,11 +38,6 @@ class RunRecord:
     def of(self, kind: type[E]) -> list[E]:
         """The events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
-
-    def only(self, plans: Iterable[StepPlan]) -> "RunRecord":
-        """The record of these plans alone."""
-        steps = {plan.step for plan in plans}
-        return RunRecord(self.max_in_flight, _only(self.events, steps))
 
     # ---- plans and results ------------------------------------------------------------------------------------
 
@@ -125,7 +120,7 @@ class RunRecord:
 
     @cached_property
     def stage_times(self) -> list[StageTimes]:
-        """Times of every worker for every plan."""
+        """What every worker took for every plan."""
         return [times for event in self.of(Worked) for times in event.stages]
 
     def count_stage_times(self) -> int:
@@ -218,17 +213,3 @@ def tiers_of_tokens(plans: Iterable[StepPlan]) -> dict[int, tuple[Tier, ...]]:
             if row.sample and row.tokens:  # a row of no tokens finishes what an earlier one began
                 found.setdefault(row.sequence, []).append(row.tier)
     return {sequence: tuple(tiers) for sequence, tiers in found.items()}
-
-
-def _only(events: Iterable[Event], steps: set[int]) -> Iterator[Event]:
-    """The events without other plans, their results and their times."""
-    for event in events:
-        if isinstance(event, Planned) and event.plan.step not in steps:
-            continue
-        if isinstance(event, Worked):
-            yield Worked(tuple(times for times in event.stages if times.step in steps), ())
-        elif isinstance(event, Collected):
-            results = tuple(result for result in event.results if result.step in steps)
-            yield Collected(event.time, event.clock, results, event.corrections)
-        else:
-            yield event

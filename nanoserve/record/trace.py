@@ -67,12 +67,12 @@ class RunTrace:
         self._link = host_link_bandwidth
         self._close = close
         self._phases = PhaseTracker()
-        self._in_flight: dict[int, tuple[int, Planned]] = {}  # by step: which track, and what
+        self._in_flight: dict[int | None, tuple[int, Planned]] = {}  # by step: which track, and what
         self._free: dict[int, float] = {}  # by rank: since when
         self._cpu_free = began
         self._cohorts: list[_Cohort] = []
         self._corrections: Mapping[str, float] = {}
-        self._blocks: Blocks | None = None
+        self._used_blocks: dict[str, tuple[int, int]] = {}  # used and all of them, as last written
         self._failure: RuntimeFailure | None = None
 
     def __call__(self, event: Event) -> None:
@@ -131,16 +131,16 @@ class RunTrace:
             if result.lost is not None:
                 self._bar(Track(self._workers, "deaths"), result.lost, now, now)
                 self._forget_plans()
-            if result.step in self._in_flight:
-                self._on_step(result, now, collected.corrections)
+            if (begun := self._in_flight.pop(result.step, None)) is not None:
+                self._on_step(*begun, result, now, collected.corrections)
             self._on_host(result, now)
             if not self._tells_times and result.step is not None:
                 self._bar(self._worker(0), "compute", now - result.seconds, now, {"step": result.step})
 
-    def _on_step(self, result: StepResult, now: float, corrections: Mapping[str, float]) -> None:
+    def _on_step(
+        self, track: int, planned: Planned, result: StepResult, now: float, corrections: Mapping[str, float]
+    ) -> None:
         """Draw a micro-batch that has its result."""
-        assert result.step is not None, "a plan ended"
-        track, planned = self._in_flight.pop(result.step)
         plan, decodes, prompt = planned.plan, planned.decodes, planned.prompt_tokens
         counts = {"step": plan.step, "decodes": decodes, "prompt_tokens": prompt, "sequences": len(plan.rows)}
         name = f"{decodes} decodes + {prompt} prompt tokens"
@@ -239,13 +239,11 @@ class RunTrace:
 
     def _count_blocks(self, blocks: Blocks, now: float) -> None:
         """Write the numbers of used blocks, if they have changed."""
-        time, before = now - self._began, self._blocks
-        device, host = (blocks.used_device, blocks.device), (blocks.used_host, blocks.host)
-        if before is None or (before.used_device, before.device) != device:
-            self._file.counter(self._scheduler, "KV blocks on the device", time, _used_and_free(*device))
-        if blocks.host and (before is None or (before.used_host, before.host) != host):
-            self._file.counter(self._scheduler, "KV blocks in the host pool", time, _used_and_free(*host))
-        self._blocks = blocks
+        device = ("KV blocks on the device", blocks.used_device, blocks.device)
+        for name, used, total in (device, ("KV blocks in the host pool", blocks.used_host, blocks.host)):
+            if total and self._used_blocks.get(name) != (used, total):
+                self._used_blocks[name] = used, total
+                self._file.counter(self._scheduler, name, now - self._began, {"used": used, "free": total - used})
 
     def _bar(
         self, track: Track, name: str, start: float, end: float, arguments: Mapping[str, object] | None = None
@@ -257,10 +255,6 @@ def _first_free(taken: Iterable[int]) -> int:
     """The lowest track that is free."""
     numbers = set(taken)
     return next(track for track in count() if track not in numbers)
-
-
-def _used_and_free(used: int, total: int) -> dict[str, float]:
-    return {"used": used, "free": total - used}
 
 
 def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:

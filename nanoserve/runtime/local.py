@@ -39,11 +39,7 @@ class LocalExecutor:
 
     @property
     def stage(self) -> Stage:
-        """The device's stage.
-
-        Raises:
-            RuntimeError: if the executor is closed.
-        """
+        """The device's stage. Raises RuntimeError if the executor is closed."""
         if self._stage is None:
             raise RuntimeError("the executor is closed")
         return self._stage
@@ -55,10 +51,7 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Take a plan: launch it, or keep it for the next `collect`. One that holds nothing but swaps is over at once.
-
-        Raises:
-            RuntimeError: if the executor is closed or as many plans as may be are in flight already.
-        """
+        Raises RuntimeError if the executor is closed or as many plans as may be are in flight already."""
         stage = self.stage
         if plan.swaps and not plan.rows and plan.strategy != "overlap":
             self._launch(stage, plan)

@@ -71,15 +71,12 @@ class Stage:
         processor: HostProcessor | None = None,
         **settings: Any,
     ) -> "Stage":
-        """The stage of a decoder, with its KV cache.
+        """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not suffice.
 
         Args:
             layers: runs the layers, whole or in pieces; None for plain torch.
             part: of the host pool, for swaps; with a `processor` too, that attends for the sequences whose KV is there.
             settings: others of the ModelRunner.
-
-        Raises:
-            RuntimeFailure: if memory does not suffice.
         """
         device = torch.device(device)
         settings |= {"num_blocks": num_blocks, "block_size": block_size, "device": device}
@@ -107,11 +104,8 @@ class Stage:
 
     def begin_swaps(self, step: PreparedStep, swapper: Swapper | None) -> LayerMarks | None:
         """Have a plan's swaps carried out, behind all work issued so far. Returns marks of the step's layers if swaps
-        follow them.
-
-        Raises:
-            RuntimeError: if there is no host pool, or a swap follows a row and the step has none on the device.
-        """
+        follow them. Raises RuntimeError if there is no host pool, or a swap follows a row and the step has none on the
+        device."""
         swaps = step.plan.swaps
         if not swaps:
             return None

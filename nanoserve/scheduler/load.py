@@ -13,7 +13,7 @@ from nanoserve.errors import UsageError
 
 if TYPE_CHECKING:  # the registry of policies is imported for --help, which must not load the cost model
     from nanoserve.costs.predictor import Predictor
-    from nanoserve.costs.step_features import Strategy
+    from nanoserve.costs.work import Strategy
 
 
 @dataclass(frozen=True, slots=True)

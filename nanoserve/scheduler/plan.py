@@ -9,8 +9,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from nanoserve.costs.step_features import Strategy
-from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.costs.work import Chunk, StepWork, Strategy
 from nanoserve.request import SamplingParams, TokenLogprob
 
 Tier = Literal["device", "host"]

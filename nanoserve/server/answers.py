@@ -108,8 +108,18 @@ class ChatFormat(CompletionFormat):
         return self._object(self.chunk_kind, [self._choice(index, output, "delta", delta)])
 
     def _choice(self, index: int, output: CompletionOutput, name: str, content: dict[str, str]) -> dict[str, Any]:
-        logprobs = None if output.logprobs is None else chat_logprobs(output.logprobs, self._texts)
+        logprobs = None
+        if output.logprobs is not None:
+            entries = [
+                self._entry(one.token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
+                for one in output.logprobs
+            ]
+            logprobs = {"content": entries}
         return {"index": index, name: content, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._texts.text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class TextFormat(CompletionFormat):
@@ -122,40 +132,22 @@ class TextFormat(CompletionFormat):
         self._offsets: dict[int, int] = {}
 
     def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        logprobs = None
-        if output.logprobs is not None:
-            offset = self._offsets.get(index, 0)
-            logprobs = completion_logprobs(output.logprobs, self._texts, offset)
-            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+        logprobs = None if output.logprobs is None else self._logprobs(index, output.logprobs)
         return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         return self._object(self.chunk_kind, [self.choice(index, output)])
 
-
-def chat_logprobs(logprobs: Iterable[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
-    """The form of chat completions: one object per token."""
-    content = [
-        _entry(one.token, one.logprob, texts)
-        | {"top_logprobs": [_entry(token, logprob, texts) for token, logprob in one.top]}
-        for one in logprobs
-    ]
-    return {"content": content}
-
-
-def _entry(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
-    text = texts.text(token)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def completion_logprobs(logprobs: Iterable[TokenLogprob], texts: TokenTexts, offset: int) -> dict[str, Any]:
-    """The form of completions: parallel lists. ``offset`` is where the first token's text begins in the answer."""
-    answer: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for one in logprobs:
-        text = texts.text(one.token)
-        # The sampled token is listed too, even if it is not among the likeliest.
-        top = {texts.text(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
-        for name, value in zip(answer, (text, one.logprob, top, offset), strict=True):
-            answer[name].append(value)
-        offset += len(text)
-    return answer
+    def _logprobs(self, index: int, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
+        """Parallel lists; ``text_offset`` says where each token's text begins in the choice."""
+        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        offset = self._offsets.get(index, 0)
+        for one in logprobs:
+            text = self._texts.text(one.token)
+            # The sampled token is listed too, even if it is not among the likeliest.
+            top = {self._texts.text(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
+            for name, value in zip(lists, (text, one.logprob, top, offset), strict=True):
+                lists[name].append(value)
+            offset += len(text)
+        self._offsets[index] = offset
+        return lists

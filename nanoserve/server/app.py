@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoserve.errors import NanoserveError
 from nanoserve.server import endpoints
@@ -43,11 +43,9 @@ def make_app(service: Service) -> Starlette:
         NanoserveError: _answer_error,
         HTTPException: _answer_http_error,
         ClientGone: _answer_no_one,
+        Exception: _answer_bug,
     }
-    middleware = [
-        Middleware(_ErrorGuard),
-        Middleware(_Gate, keys=service.api_keys, allowed_hosts=service.allowed_hosts),
-    ]
+    middleware = [Middleware(_Gate, keys=service.api_keys, allowed_hosts=service.allowed_hosts)]
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)  # type: ignore[arg-type]
     app.router.redirect_slashes = False
     app.state.service = service
@@ -65,32 +63,15 @@ async def _answer_http_error(request: Request, error: HTTPException) -> Response
     return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
 
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    """A fixed message with a number. Starlette raises the error again, so its traceback goes to the log too."""
+    number = secrets.token_hex(4)
+    _LOG.error("error %s while answering %s", number, request.scope["path"])
+    return ApiError(500, f"internal error {number}; the server's log has the details", code="internal_error").response()
+
+
 async def _answer_no_one(request: Request, error: ClientGone) -> Response:
     return Response(status_code=499)  # only for a log; the connection is closed
-
-
-class _ErrorGuard:
-    """The outermost layer. The answer to a bug is a fixed message with a number; its traceback goes to the log."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-
-        async def watched_send(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched_send)
-        except Exception:
-            number = secrets.token_hex(4)
-            _LOG.exception("error %s while answering %s", number, scope.get("path"))
-            if not started:
-                message = f"internal error {number}; the server's log has the details"
-                await ApiError(500, message, code="internal_error").response()(scope, receive, send)
 
 
 class _Gate:

@@ -6,14 +6,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
-import zmq
 import zmq.asyncio
 
-from nanoserve.errors import NanoserveError, RuntimeFailure
-from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
+from nanoserve.errors import RuntimeFailure
+from nanoserve.processes.sockets import SocketKeys, local_address
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
-from nanoserve.server.messages import Command, EngineMessage, EngineSockets, EngineStart
+from nanoserve.server.messages import EngineMessage, EngineSockets, EngineStart, Mailbox
 
 START_SECONDS = 60.0
 """Time to the first heartbeat: Python starts and imports ZeroMQ, nothing more."""
@@ -32,19 +31,15 @@ class EngineChild:
     def __init__(self, process: TiedChild, directory: Path, sockets: EngineSockets) -> None:
         self._process = process
         self._directory = directory
-        self._context = zmq.Context(io_threads=1)
-        self._commands = self._context.socket(zmq.PUSH)
-        self._commands.set(zmq.SNDHWM, 0)
-        receiver = self._context.socket(zmq.PULL)
-        receiver.set(zmq.RCVHWM, 0)
-        listen(receiver, sockets.reports, sockets.keys)
-        connect(self._commands, sockets.commands, sockets.keys.public)
-        self._reports = zmq.asyncio.Socket.from_socket(receiver)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
-        self.ready = False
-        """Set by the owner when the engine is ready; from then on less silence is tolerated."""
-        self.dropped = 0
+        self._mailbox: Mailbox[EngineMessage] = Mailbox(sockets, EngineMessage)
+        self._reports = zmq.asyncio.Socket.from_socket(self._mailbox.incoming)
+        self.send = self._mailbox.send
+        self.ready = False  # set by the owner when the engine is ready; from then on less silence is tolerated
+
+    @property
+    def dropped(self) -> int:
+        """Messages that could not be decoded."""
+        return self._mailbox.dropped
 
     @classmethod
     async def start(cls, start: EngineStart, program: str = ENGINE_PROGRAM) -> "EngineChild":
@@ -71,18 +66,11 @@ class EngineChild:
                 raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
             raise
 
-    def send(self, command: Command) -> None:
-        """Queue a command; never waits."""
-        self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
-
     async def messages(self) -> AsyncIterator[EngineMessage]:
         """Yield the engine's messages; undecodable ones are counted."""
         while True:
-            data = await self._reports.recv()
-            try:
-                yield self._decoder.decode(data)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
-                self.dropped += 1
+            for message in self._mailbox.decoded(await self._reports.recv()):
+                yield message
 
     async def death(self) -> str:
         """Wait until the process is dead, or kill it after too long a silence; returns what happened."""
@@ -103,7 +91,7 @@ class EngineChild:
         await asyncio.to_thread(self._process.end)
         self._process.let_go()
         self._reports.close(linger=0)
-        self._context.destroy(linger=0)
+        self._mailbox.close(linger=0)
         remove_directory(self._directory)
 
 

@@ -301,16 +301,12 @@ class EngineClient:
         elif isinstance(message, StartFailed):
             raise error_of(message.exit_code, message.message)
         else:
-            self._take_over(message, child)
-
-    def _take_over(self, facts: EngineFacts, child: EngineChild) -> None:
-        """Send all unfinished requests to an engine that has become ready."""
-        child.ready = True
-        self.facts = facts
-        self._ready_since = time.monotonic()
-        self.state, self.reason = EngineState.READY, ""
-        self._admit(self._streams.values())
-        self._became_ready.set()
+            child.ready = True
+            self.facts = message
+            self._ready_since = time.monotonic()
+            self.state, self.reason = EngineState.READY, ""
+            self._admit(self._streams.values())  # all unfinished requests
+            self._became_ready.set()
 
     def _pass_on(self, update: SampleUpdate) -> None:
         self.generated_tokens += len(update.tokens)

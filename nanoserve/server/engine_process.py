@@ -6,7 +6,8 @@ It never waits for the front end: commands and reports queue in the sockets. It 
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,19 +17,18 @@ import zmq
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
-from nanoserve.processes.sockets import connect, listen
 from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.record.counters import RecentStep
-from nanoserve.request import Request, Sequence, SequenceUpdate
+from nanoserve.request import Sequence, SequenceUpdate
 from nanoserve.server.messages import (
     Command,
     Ending,
     EngineFacts,
-    EngineMessage,
     EngineSockets,
     EngineStart,
     EngineStopped,
     LoadProgress,
+    Mailbox,
     Refused,
     SampleUpdate,
     StartFailed,
@@ -36,7 +36,6 @@ from nanoserve.server.messages import (
     Stop,
 )
 
-MAX_COMMAND_BYTES = 64 << 20
 COMMAND_BYTES = 256 << 10
 """Commands that are taken between two steps, or one longer command: a large request delays no other."""
 COMMAND_SECONDS = 0.1
@@ -45,52 +44,17 @@ WATCH_SECONDS = 1.0
 """Interval at which an idle engine checks that its workers live."""
 
 
-class Mailbox:
-    """The engine's two sockets.
-
-    Raises:
-        RuntimeFailure: if it cannot listen.
-    """
-
-    def __init__(self, sockets: EngineSockets) -> None:
-        self._context = zmq.Context(io_threads=1)
-        self._commands = self._context.socket(zmq.PULL)
-        self._reports = self._context.socket(zmq.PUSH)
-        for socket in (self._commands, self._reports):
-            socket.set(zmq.LINGER, 1000)
-            socket.set(zmq.SNDHWM, 0)  # unbounded: a step never waits
-            socket.set(zmq.RCVHWM, 0)
-        self._commands.set(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
-        listen(self._commands, sockets.commands, sockets.keys)
-        connect(self._reports, sockets.reports, sockets.keys.public)
-        self._decoder = msgspec.msgpack.Decoder(Command)
-        self._encoder = msgspec.msgpack.Encoder()
-        self.dropped = 0
-
-    def send(self, message: EngineMessage) -> None:
-        """Queue a message; never waits."""
-        self._reports.send(self._encoder.encode(message), zmq.NOBLOCK)
-
-    def receive(self, seconds: float) -> list[Command]:
-        """The commands that are there, up to COMMAND_BYTES; waits up to `seconds` for the first one."""
-        commands: list[Command] = []
-        size = 0
-        self._commands.poll(int(1000 * seconds))
-        try:
-            while size < COMMAND_BYTES:
-                data = self._commands.recv(zmq.NOBLOCK)
-                size += len(data)
-                try:
-                    commands.append(self._decoder.decode(data))
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
-                    self.dropped += 1
-        except zmq.Again:
-            pass
-        return commands
-
-    def close(self) -> None:
-        """Send the queued messages and close."""
-        self._context.destroy(linger=1000)
+def receive(mailbox: Mailbox[Command], seconds: float) -> list[Command]:
+    """The commands that are there, up to COMMAND_BYTES; waits up to `seconds` for the first one."""
+    commands: list[Command] = []
+    size = 0
+    mailbox.incoming.poll(int(1000 * seconds))
+    with suppress(zmq.Again):
+        while size < COMMAND_BYTES:
+            data = mailbox.incoming.recv(zmq.NOBLOCK)
+            size += len(data)
+            commands += mailbox.decoded(data)
+    return commands
 
 
 @dataclass(slots=True)
@@ -104,7 +68,7 @@ class _Reported:
 class EngineLoop:
     """Runs the engine between its two sockets."""
 
-    def __init__(self, engine: Engine | Dispatcher, mailbox: Mailbox) -> None:
+    def __init__(self, engine: Engine | Dispatcher, mailbox: Mailbox[Command]) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._added = 0
@@ -120,7 +84,7 @@ class EngineLoop:
 
     def turn(self) -> None:
         """Take commands, waiting for one if there is nothing to do; then make a step."""
-        commands = self._mailbox.receive(0.0 if self._engine.has_work else WATCH_SECONDS)
+        commands = receive(self._mailbox, 0.0 if self._engine.has_work else WATCH_SECONDS)
         updates = [update for command in commands for update in self._obey(command)]
         updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
         workers = (self._engine.ready, self._engine.losses)
@@ -133,16 +97,14 @@ class EngineLoop:
         if isinstance(command, Stop):
             return self._engine.stop(command.request_id, index=command.index, reason=command.reason)
         self._added += 1
-        self._add(command.request, command.finished)
-        return []
-
-    def _add(self, request: Request, finished: Iterable[int]) -> None:
+        request_id = command.request.request_id
         try:
-            self._engine.add(request)
+            self._engine.add(command.request)
         except UsageError as error:
-            self._mailbox.send(Refused(request.request_id, str(error)))
-        for index in finished:
-            self._engine.stop(request.request_id, index=index)
+            self._mailbox.send(Refused(request_id, str(error)))
+        for index in command.finished:
+            self._engine.stop(request_id, index=index)
+        return []
 
     def _report(self, updates: list[SequenceUpdate], steps: list[RecentStep]) -> None:
         report = StepReport(
@@ -179,7 +141,7 @@ class EngineLoop:
         )
 
 
-Build = Callable[[EngineStart, Mailbox], Engine | Dispatcher]
+Build = Callable[[EngineStart, Mailbox[Command]], Engine | Dispatcher]
 
 
 def main(build: Build | None = None) -> None:
@@ -191,7 +153,7 @@ def main(build: Build | None = None) -> None:
     sockets = msgspec.json.decode(watchdog.read_line(), type=EngineSockets)
     start = msgspec.json.decode(watchdog.read_line(), type=EngineStart)
     try:
-        mailbox = Mailbox(sockets)
+        mailbox: Mailbox[Command] = Mailbox(sockets, Command)
     except RuntimeFailure as error:
         sys.exit(f"nanoserve: {error}")
     tempfile.gettempdir()  # remembered before TMPDIR changes: files of workers must outlive the directory
@@ -209,7 +171,7 @@ def main(build: Build | None = None) -> None:
     sys.exit(WorkersFailed.exit_code)
 
 
-def build_from_model(start: EngineStart, mailbox: Mailbox) -> Engine | Dispatcher:
+def build_from_model(start: EngineStart, mailbox: Mailbox[Command]) -> Engine | Dispatcher:
     """Load the model, reporting progress, and report that the engine is ready."""
     from nanoserve.assembly import build_engine
     from nanoserve.models.hub import ResolvedModel

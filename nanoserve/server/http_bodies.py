@@ -36,31 +36,23 @@ async def read_json_body(request: Request, limits: ClientLimits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
-    declared = request.headers.get("content-length", "0")
-    if int(declared) > limits.body_bytes:
-        raise _too_long(limits)
+    message = f"the body is longer than {limits.body_bytes} bytes (--max-body-size)"
+    too_long = ApiError(413, message, code="request_too_large", headers=_CLOSE)
+    if int(request.headers.get("content-length", "0")) > limits.body_bytes:
+        raise too_long
+    body = bytearray()
     try:
         async with asyncio.timeout(limits.client_seconds):
-            return await _read(request, limits)
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limits.body_bytes:
+                    raise too_long
     except TimeoutError:
         message = f"the body did not arrive within {limits.client_seconds:g} s"
         raise ApiError(408, message, code="request_timeout", headers=_CLOSE) from None
     except ClientDisconnect:
         raise ClientGone from None
-
-
-async def _read(request: Request, limits: ClientLimits) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limits.body_bytes:
-            raise _too_long(limits)
     return bytes(body)
-
-
-def _too_long(limits: ClientLimits) -> ApiError:
-    message = f"the body is longer than {limits.body_bytes} bytes (--max-body-size)"
-    return ApiError(413, message, code="request_too_large", headers=_CLOSE)
 
 
 class EventStream(Response):

@@ -1,15 +1,25 @@
-"""The messages between the front end and the engine process: typed msgpack, never pickle.
+"""The messages between the front end and the engine process, and their sockets: typed msgpack, never pickle.
 
 Commands go to the engine and reports come back, over one authenticated socket each. A message that does not decode to
 exactly one of these types is dropped and counted.
 """
 
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
 import msgspec
+import zmq
 
 from nanoserve.engine_config import EngineConfig
-from nanoserve.processes.sockets import SocketKeys
+from nanoserve.errors import NanoserveError
+from nanoserve.processes.sockets import SocketKeys, connect, listen
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams, TokenLogprob
+
+M = TypeVar("M")
+
+MAX_COMMAND_BYTES = 64 << 20
+_LINGER_MILLISECONDS = 1000
 
 # ---------------------------------------------------------------------------------------------- to the engine
 
@@ -144,3 +154,48 @@ class EngineStopped(msgspec.Struct, frozen=True, tag=True):
 
 
 EngineMessage = LoadProgress | EngineFacts | StartFailed | StepReport | Refused | EngineStopped
+
+# ------------------------------------------------------------------------------------------------ both sockets
+
+
+class Mailbox(Generic[M]):
+    """One end of the two sockets; ``M`` are the messages that it receives. Messages queue without bound.
+
+    Args:
+        sockets: addresses and keys.
+        receives: `Command` in the engine process, `EngineMessage` in the front end.
+
+    Raises:
+        RuntimeFailure: if it cannot listen.
+    """
+
+    def __init__(self, sockets: EngineSockets, receives: Any) -> None:
+        in_engine = receives is Command
+        own, other = (sockets.commands, sockets.reports) if in_engine else (sockets.reports, sockets.commands)
+        self._context = zmq.Context(io_threads=1)
+        self.incoming, self._outgoing = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
+        self.incoming.set(zmq.RCVHWM, 0)
+        self._outgoing.set(zmq.SNDHWM, 0)
+        self._outgoing.set(zmq.LINGER, _LINGER_MILLISECONDS)
+        if in_engine:
+            self.incoming.set(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
+        listen(self.incoming, own, sockets.keys)
+        connect(self._outgoing, other, sockets.keys.public)
+        self._decoder = msgspec.msgpack.Decoder(receives)
+        self._encoder = msgspec.msgpack.Encoder()
+        self.dropped = 0  # messages that could not be decoded
+
+    def send(self, message: Command | EngineMessage) -> None:
+        """Queue a message; never waits."""
+        self._outgoing.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def decoded(self, data: bytes) -> Iterator[M]:
+        """The message, or nothing if it cannot be decoded."""
+        try:
+            yield self._decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
+            self.dropped += 1
+
+    def close(self, linger: int = _LINGER_MILLISECONDS) -> None:
+        """Send queued messages for at most `linger` milliseconds, and close."""
+        self._context.destroy(linger=linger)

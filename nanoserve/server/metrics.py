@@ -36,12 +36,12 @@ _HISTOGRAMS = {
 }
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts how requests ended; the engine's gauges are read at each scrape."""
 
     def __init__(self, model_name: str, engine: EngineClient) -> None:
         self._registry = CollectorRegistry()
-        self._model = model_name
+        self._model, self._engine = model_name, engine
         labels = ("model_name",)
         self._counters = {
             name: Counter(name, text, labels, registry=self._registry).labels(model_name)
@@ -58,7 +58,7 @@ class Metrics:
             registry=self._registry,
         )
         engine.on_step = self._on_step
-        self._registry.register(_EngineCollector(model_name, engine))
+        self._registry.register(self)
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
@@ -104,19 +104,12 @@ class Metrics:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class _EngineCollector(Collector):
-    """Reads the engine's last report."""
-
-    def __init__(self, model_name: str, engine: EngineClient) -> None:
-        self._model = model_name
-        self._engine = engine
-
     def collect(self) -> list[Metric]:
-        status, total = self._engine.last.status, self._engine.total
+        """The engine's metrics, from its last report."""
+        engine = self._engine
+        status, total = engine.last.status, engine.total
         used = _share_in_use(status.free_blocks, status.total_blocks)
         used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
-        engine = self._engine
         gauges = (
             ("vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
             ("vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),

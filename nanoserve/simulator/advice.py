@@ -8,7 +8,7 @@ from nanoserve.costs import Machine, ParallelLayout, Precision
 from nanoserve.engine_config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.policies import make_policy
-from nanoserve.simulator.planning import CacheLimits, Candidate, Candidates, PlannedWork, find_candidates
+from nanoserve.simulator.planning import CacheLimits, Candidate, PlannedWork, find_candidates
 
 _SAMPLED_REQUESTS, _SAMPLED_TOKENS = 200, 16_000
 """Most requests and answer tokens that are simulated: each candidate takes a few tenths of a second."""
@@ -117,13 +117,9 @@ def advise(
         layouts = tuple(replace(costs.layout, data_parallel=candidate.replicas) for costs in candidate.layouts)
         return LayoutForecast(layouts, candidate.tokens_per_second * simulated / part.tokens_per_second)
 
-    others = [forecast(one) for one in _most_promising(candidates, mine)]
+    others = [forecast(one) for one in candidates.best(_TOP).fitting if one is not mine]
     others.sort(key=lambda one: one.tokens_per_second, reverse=True)
     return Advice(forecast(mine), tuple(others))
-
-
-def _most_promising(candidates: Candidates, mine: Candidate) -> list[Candidate]:
-    return [one for one in candidates.best(_TOP).fitting if one is not mine]
 
 
 def _sample(shapes: tuple[RequestShape, ...]) -> tuple[RequestShape, ...]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
 from typing import NamedTuple
@@ -10,7 +9,6 @@ from typing import NamedTuple
 from nanoserve.dispatcher import Router, least_tokens
 from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
-from nanoserve.record.events import Observer
 from nanoserve.record.metrics import LatencyMetrics, LayoutTime, StepMetrics
 from nanoserve.request import Request
 from nanoserve.scheduler.scheduler import Scheduler
@@ -19,12 +17,6 @@ from nanoserve.simulator.result import ReplicaFigures
 
 MOST_REPLICAS = 1024
 """Each takes a megabyte or more, for its KV blocks alone."""
-
-
-def advance(engine: Engine, until: float | None) -> None:
-    """Let an engine work until that time on its clock, or until it has nothing to do."""
-    while engine.has_work and (until is None or engine.now() < until):
-        engine.step(until)
 
 
 def admit(engine: Engine, request: Request) -> None:
@@ -49,9 +41,11 @@ def drive(engine: Engine, requests: Iterable[Request]) -> None:
         UsageError: if a request can never run.
     """
     for request in requests:
-        advance(engine, request.arrival_time)
+        while engine.has_work and engine.now() < request.arrival_time:
+            engine.step(request.arrival_time)
         admit(engine, request)
-    advance(engine, None)
+    while engine.has_work:
+        engine.step(None)
 
 
 class StageTime(NamedTuple):
@@ -67,29 +61,15 @@ def bubble_share(stages: Iterable[StageTime]) -> float:
     return 1 - busy / working if working else 0.0
 
 
-@dataclass(frozen=True, slots=True)
 class Replica:
     """One engine of the fleet: its own scheduler, pipeline and KV blocks, and what is measured of it."""
 
-    engine: Engine
-    scheduler: Scheduler
-    executor: SimulatedExecutor
-    steps: StepMetrics
-    lives: LatencyMetrics
-
-    @classmethod
-    def of(
-        cls,
-        scheduler: Scheduler,
-        executor: SimulatedExecutor,
-        steps: StepMetrics,
-        lives: LatencyMetrics,
-        observers: Sequence[Observer],
-    ) -> "Replica":
-        """An engine that is measured and observed."""
-        engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
-        engine.recorder.add(steps, lives, *observers)
-        return cls(engine, scheduler, executor, steps, lives)
+    def __init__(
+        self, scheduler: Scheduler, executor: SimulatedExecutor, steps: StepMetrics, lives: LatencyMetrics
+    ) -> None:
+        self.scheduler, self.executor, self.steps, self.lives = scheduler, executor, steps, lives
+        self.engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
+        self.engine.recorder.add(steps, lives)
 
     @property
     def layout_times(self) -> list[LayoutTime]:
@@ -183,4 +163,4 @@ def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Req
         admit(fleet[chosen].engine, request)
         due[chosen] = now
     for replica in fleet:
-        advance(replica.engine, None)
+        drive(replica.engine, ())

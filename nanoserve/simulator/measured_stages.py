@@ -31,15 +31,16 @@ class MeasuredStages:
     its steps comes and goes with time.
 
     Args:
-        steps: at least one, each of the same number of stages, in the order of the plans.
+        steps: each of the same number of stages, in the order of the plans; without any there is one stage.
     """
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
-        self.num_stages = len(steps[0].stages)  # stages of the pipeline
+        self.num_stages = len(steps[0].stages) if steps else 1  # stages of the pipeline
         self.others = 0  # micro-batches that were not those of the real run
         self._steps = steps
         self._places = count()
-        self._step = steps[0]
+        self._step: MeasuredStep
+        """What is asked about."""
 
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None

@@ -7,7 +7,7 @@ the round times of the cost model, good enough to say which of them are worth si
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 
@@ -118,7 +118,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The name in the papers' notation, such as D2T2P4 or P4->T4."""
-        return "->".join(_with_replicas(costs.layout, self.replicas).name for costs in self.layouts)
+        return "->".join(replace(costs.layout, data_parallel=self.replicas).name for costs in self.layouts)
 
     @property
     def is_pair(self) -> bool:
@@ -243,10 +243,8 @@ class Candidates:
     def best(self, top: int) -> "Candidates":
         """Keep the ``top`` layouts and the ``top`` pairs with the best estimates, best first; leave the others out."""
         ranked = sorted(self.fitting, key=Candidate.estimate)
-        chosen = [
-            *[one for one in ranked if not one.is_pair][:top],
-            *[one for one in ranked if one.is_pair][:top],
-        ]
+        alone, pairs = ([one for one in ranked if one.is_pair == wanted][:top] for wanted in (False, True))
+        chosen = [*alone, *pairs]
         others = [LeftOut(one.name, f"not simulated: {one.estimate_text}") for one in ranked if one not in chosen]
         return Candidates(tuple(sorted(chosen, key=Candidate.estimate)), (*others, *self.left_out))
 
@@ -281,24 +279,20 @@ def find_candidates(
     left_out: list[LeftOut] = []
     refused: list[tuple[float, UsageError]] = []
     for layout in all_layouts(devices):
+        weights = math.inf
         try:
-            costs = StepCosts(model, machine, _with_replicas(layout, 1), precision)
-        except UsageError as error:
-            left_out.append(LeftOut(layout.name, str(error)))
-            refused.append((math.inf, error))
-            continue
-        try:
+            costs = StepCosts(model, machine, replace(layout, data_parallel=1), precision)
+            weights = max(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages))
             fitting.append(_candidate(costs, layout.data_parallel, work, limits, step_tokens))
         except UsageError as error:
             left_out.append(LeftOut(layout.name, str(error)))
-            refused.append((max(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages)), error))
+            refused.append((weights, error))
     if not fitting:
         raise min(refused, key=lambda one: one[0])[1]
-    pairs = [(one, two) for one, two in permutations(fitting, 2) if one.replicas == two.replicas]
     if work.rate is not None or not machine.host_memory_bytes:
         why = "are for closed batches: without a rate" if work.rate is not None else "need host memory: none is known"
         return Candidates(tuple(fitting), (*left_out, LeftOut("pairs of layouts", why)))
-    for one, two in pairs:
+    for one, two in [pair for pair in permutations(fitting, 2) if pair[0].replicas == pair[1].replicas]:
         try:
             fitting.append(_pair(one, two, limits))
         except UsageError as error:
@@ -312,11 +306,8 @@ def all_layouts(devices: int) -> Iterator[ParallelLayout]:
     for replicas in divisors:
         for tensor in divisors:
             if devices % (replicas * tensor) == 0:
-                yield ParallelLayout(
-                    data_parallel=replicas,
-                    tensor_parallel=tensor,
-                    pipeline_parallel=devices // (replicas * tensor),
-                )
+                stages = devices // (replicas * tensor)
+                yield ParallelLayout(data_parallel=replicas, tensor_parallel=tensor, pipeline_parallel=stages)
 
 
 def _candidate(costs: StepCosts, replicas: int, work: PlannedWork, limits: CacheLimits, step_tokens: int) -> Candidate:
@@ -353,12 +344,4 @@ def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candid
         blocks,
         prompts.replicas,
         prompts.work,
-    )
-
-
-def _with_replicas(layout: ParallelLayout, replicas: int) -> ParallelLayout:
-    return ParallelLayout(
-        data_parallel=replicas,
-        tensor_parallel=layout.tensor_parallel,
-        pipeline_parallel=layout.pipeline_parallel,
     )

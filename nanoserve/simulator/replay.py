@@ -1,8 +1,8 @@
 """Recording a run, and replaying it in virtual time: the same arrivals and step times must give the same plans."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 
-from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
@@ -10,6 +10,7 @@ from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.fleet import drive
+from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
 
 
 def record_run(engine: Engine, requests: Iterable[Request]) -> RunRecord:
@@ -27,48 +28,26 @@ def record_run(engine: Engine, requests: Iterable[Request]) -> RunRecord:
     return record
 
 
-class _RecordedTimes:
-    """StepTimes of one stage that takes for each plan what it took then, in the order of the plans.
+def _step_times(record: RunRecord) -> MeasuredStages:
+    """One stage that takes for each plan what it took then, in the order of the plans.
 
     A pipeline of any depth is replayed as one stage with as many plans in flight: results come in the order of the
     plans, so each keeps the stage busy from the result before it, or from its own submission, to its own result.
     """
-
-    num_stages = 1
-
-    def __init__(self, record: RunRecord) -> None:
-        self._durations = self._of(record)
-
-    @staticmethod
-    def _of(record: RunRecord) -> Iterator[float]:
-        free = 0.0
-        for plan in record.plans:
-            if not plan.ends:
-                continue
+    steps, free = [], 0.0
+    for plan in record.plans:
+        if plan.ends:
             known = record.known[plan.step]
-            yield known - max(free, record.planned[plan.step].clock)
+            steps.append(MeasuredStep(StepWork(), (known - max(free, record.planned[plan.step].clock),), (), 0.0))
             free = known
-
-    def work(
-        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
-    ) -> StepWork:
-        return StepWork.of()  # the times do not depend on the work
-
-    def stage_seconds(self, work: StepWork, stage: int) -> float:
-        return next(self._durations)
-
-    def send_seconds(self, work: StepWork, stage: int) -> float:
-        return 0.0
-
-    def host_seconds(self, work: StepWork) -> float:
-        return 0.0
+    return MeasuredStages(steps)
 
 
 class _ReplayingExecutor(SimulatedExecutor):
     """Says what the record says, when it was known."""
 
     def __init__(self, record: RunRecord, *, check: Callable[[StepPlan], None]) -> None:
-        super().__init__(_RecordedTimes(record), max_in_flight=record.max_in_flight, answer=lambda plan: ())
+        super().__init__(_step_times(record), max_in_flight=record.max_in_flight, answer=lambda plan: ())
         self._collected = record.collected
         self._check = check
         for moment, results in record.collected.items():
@@ -81,7 +60,7 @@ class _ReplayingExecutor(SimulatedExecutor):
             super().submit(plan)
 
     def _work(self, rows: Iterable[Row]) -> StepWork:
-        return StepWork()  # what it took is recorded
+        return self._times.work()  # what the plan took is recorded
 
     def collect(self, until: float | None) -> list[StepResult]:
         return list(self._collected[self._now]) if super().collect(until) else []

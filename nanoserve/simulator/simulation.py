@@ -97,10 +97,11 @@ def simulate(
         layouts = [times, *(layout.times for layout in other_layouts)]
         make_executor = partial(TieredExecutor, layouts, block_size=block_size, runtime=runtime)
     fleet = []
-    for number in range(replicas):
+    for _ in range(replicas):
         steps = StepMetrics(block_size, 1 + len(other_layouts))
         lives = LatencyMetrics((within, *request_observers))
-        fleet.append(Replica.of(make_scheduler(), make_executor(), steps, lives, () if number else observers))
+        fleet.append(Replica(make_scheduler(), make_executor(), steps, lives))
+    fleet[0].engine.recorder.add(*observers)
     drive_fleet(fleet, make_router(router), _fitting(requests, longest))
     if not within.requests:
         raise UsageError("there are no requests to simulate")

@@ -5,7 +5,7 @@ from typing import Literal
 
 from nanoserve.errors import UsageError
 from nanoserve.record.times import ReshardTimes, SwapTimes
-from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.plan import Answer, StepPlan, StepResult, Swap
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
 from nanoserve.simulator.pipeline import DECOUPLED, MovingTimes, Passage, Pipeline, Runtime, TieredTimes
@@ -181,7 +181,8 @@ class TieredExecutor(SimulatedExecutor):
         batches: tuple[list[HostRow], list[HostRow]] = ([], [])
         for row in plan.rows:
             if row.tier == "host":
-                batches[row.sub_batch].append(_host_row(attention, row, tokens))
+                under_way = None if row.tokens else attention.take(row.sequence)
+                batches[row.sub_batch].append(under_way or HostRow(row.start + 1, tokens[row.sequence]))
         first, second = (
             SubBatch(self._work(row for row in plan.rows if row.tier == "device" and row.sub_batch == number), host)
             for number, host in enumerate(batches)
@@ -190,7 +191,3 @@ class TieredExecutor(SimulatedExecutor):
         host = {row.answer.sequence: row.answer for batch in batches for row in batch}
         self.host_tokens += len(host)
         return passage, list((tokens | host).values())
-
-
-def _host_row(attention: HostAttention, row: Row, tokens: dict[int, Answer]) -> HostRow:
-    return HostRow(row.start + 1, tokens[row.sequence]) if row.tokens else attention.take(row.sequence)

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import cycle, islice, pairwise, repeat
+from itertools import accumulate, cycle, islice, pairwise, repeat
 from pathlib import Path
 from statistics import NormalDist
 
@@ -82,14 +82,8 @@ def gamma_arrivals(rate: float, variation: float, seed: int) -> Iterator[float]:
         if not 1 / _REASONABLE <= value <= _REASONABLE:
             raise UsageError(f"{name} must lie between {1 / _REASONABLE:g} and {_REASONABLE:g}, not at {value:g}")
     shape = 1 / variation**2
-    return _gamma(shape, 1 / (rate * shape), random.Random(seed))
-
-
-def _gamma(shape: float, scale: float, generator: random.Random) -> Iterator[float]:
-    now = 0.0
-    while True:
-        now += generator.gammavariate(shape, scale)
-        yield now
+    generator, scale = random.Random(seed), 1 / (rate * shape)
+    return accumulate(generator.gammavariate(shape, scale) for _ in repeat(None))
 
 
 def trace_arrivals(times: Sequence[float]) -> Iterator[float]:
@@ -149,19 +143,13 @@ def lognormal_lengths(
     """
     if min(input_mean, output_mean) < 1 or min(input_sigma, output_sigma) < 0:
         raise UsageError("lognormal lengths take means of at least one token and sigmas of at least 0")
-    return _lognormal((input_mean, input_sigma), (output_mean, output_sigma), random.Random(seed))
+    generator = random.Random(seed)
 
+    def draw(mean: float, sigma: float) -> int:
+        # The mean of a lognormal is exp(mu + sigma^2 / 2).
+        return max(1, round(generator.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
 
-def _lognormal(
-    inputs: tuple[float, float], outputs: tuple[float, float], generator: random.Random
-) -> Iterator[RequestShape]:
-    while True:
-        yield RequestShape(*(_draw(mean, sigma, generator) for mean, sigma in (inputs, outputs)))
-
-
-def _draw(mean: float, sigma: float, generator: random.Random) -> int:
-    # The mean of a lognormal is exp(mu + sigma^2 / 2).
-    return max(1, round(generator.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
+    return (RequestShape(draw(input_mean, input_sigma), draw(output_mean, output_sigma)) for _ in repeat(None))
 
 
 def trace_lengths(shapes: Sequence[RequestShape]) -> Iterator[RequestShape]:
@@ -232,15 +220,3 @@ class _Curve:
 def length_tables() -> dict[str, LengthTable]:
     """All shipped tables by name."""
     return msgspec.json.decode(FILE.read_bytes(), type=dict[str, LengthTable])
-
-
-def load_length_table(name: str) -> LengthTable:
-    """The shipped table of that name.
-
-    Raises:
-        UsageError: if there is none.
-    """
-    tables = length_tables()
-    if name not in tables:
-        raise UsageError(f"unknown lengths {name!r}; choose one of {', '.join(tables)}")
-    return tables[name]

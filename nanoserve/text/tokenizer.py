@@ -113,7 +113,15 @@ class Tokenizer:
         Raises UsageError when the messages are malformed or the template refuses them, ModelError when the template
         fails, and PromptTooLong as `encode` does.
         """
-        pieces = self._chat_pieces(messages, template_arguments, add_generation_prompt=add_generation_prompt)
+        checked, arguments = check_messages(messages), check_template_arguments(template_arguments)
+        mark = choose_mark([json.dumps([checked, arguments], ensure_ascii=False), self._template.source])
+        rendered = self._template.render(
+            [self._mark(message, mark) for message in checked],
+            add_generation_prompt=add_generation_prompt,
+            arguments=self._markup.mark_all(arguments, mark),
+        )
+        texts = [piece if isinstance(piece, int) else piece.replace(mark, "") for piece in self._markup.split(rendered)]
+        pieces = [piece for piece in texts if piece != ""]
         self._check_length(pieces, limit)
         # A template writes BOS itself; for the plain format the tokenizer adds it.
         return self._encode(pieces, add_special_tokens=not self.has_chat_template)
@@ -130,26 +138,6 @@ class Tokenizer:
         return self._template.render(
             check_messages(messages), add_generation_prompt=add_generation_prompt, arguments=arguments
         )
-
-    def _chat_pieces(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        template_arguments: Mapping[str, Any] | None,
-        *,
-        add_generation_prompt: bool,
-    ) -> list[str | int]:
-        checked = check_messages(messages)
-        arguments = check_template_arguments(template_arguments)
-        conversation = json.dumps([checked, arguments], ensure_ascii=False)
-        mark = choose_mark([conversation, self._template.source])
-        rendered = self._template.render(
-            [self._mark(message, mark) for message in checked],
-            add_generation_prompt=add_generation_prompt,
-            arguments=self._markup.mark_all(arguments, mark),
-        )
-        pieces = self._markup.split(rendered)
-        texts = [piece if isinstance(piece, int) else piece.replace(mark, "") for piece in pieces]
-        return [piece for piece in texts if piece != ""]
 
     def _mark(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
         marked: dict[str, Any] = self._markup.mark_all(message, mark)
@@ -189,12 +177,11 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     Raises ModelError naming the file that is missing, broken or hostile.
     """
     directory = Path(directory)
-    settings = read_optional_json_object(directory / "tokenizer_config.json")
-    named_tokens = _named_tokens(read_optional_json_object(directory / "special_tokens_map.json") | settings)
+    settings, named_tokens = _read_settings(directory)
     # The template's process starts while the tokenizer loads.
     template = load_chat_template(directory, settings, named_tokens)
     try:
-        backend = _load_backend(directory, settings, named_tokens, template.source)
+        backend = load_backend(directory, template.source)
         if isinstance(template, ChatTemplate):
             template.check()
     except BaseException:
@@ -212,19 +199,13 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def load_backend(directory: Path) -> Backend:
-    """The vocabulary of a model directory, without its chat template; raises as `load_tokenizer` does."""
-    settings = read_optional_json_object(directory / "tokenizer_config.json")
-    special = read_optional_json_object(directory / "special_tokens_map.json")
-    return _load_backend(directory, settings, _named_tokens(special | settings), template="")
-
-
-def _load_backend(
-    directory: Path, settings: Mapping[str, Any], named_tokens: Mapping[str, str], template: str
-) -> Backend:
+def load_backend(directory: Path, template: str = "") -> Backend:
+    """The vocabulary of a model directory, whose chat template has this text; raises as `load_tokenizer` does."""
+    settings, named_tokens = _read_settings(directory)
     try:
         if (directory / "tokenizer.json").is_file():
-            special = [*named_tokens.values(), *_additional_tokens(settings)]
+            listed = map(_spelling, settings.get("additional_special_tokens") or ())
+            special = [*named_tokens.values(), *(spelling for spelling in listed if spelling is not None)]
             return TokenizersBackend(directory / "tokenizer.json", settings, special, template)
         if (directory / "tokenizer.model").is_file():
             added = read_optional_json_object(directory / "added_tokens.json")
@@ -236,18 +217,15 @@ def _load_backend(
     raise ModelError(f"no tokenizer in {directory}: it needs a tokenizer.json or a tokenizer.model")
 
 
-def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and the like, which are written as text or as an object with a `content`."""
-    found = {}
-    for name in _NAMED_TOKENS:
-        value = settings.get(name)
-        value = value.get("content") if isinstance(value, Mapping) else value
-        if isinstance(value, str):
-            found[name] = value
-    return found
+def _read_settings(directory: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """tokenizer_config.json, and the spellings of bos_token and the like."""
+    settings = read_optional_json_object(directory / "tokenizer_config.json")
+    special = read_optional_json_object(directory / "special_tokens_map.json") | settings
+    spellings = {name: _spelling(special.get(name)) for name in _NAMED_TOKENS}
+    return settings, {name: spelling for name, spelling in spellings.items() if spelling is not None}
 
 
-def _additional_tokens(settings: Mapping[str, Any]) -> list[str]:
-    listed = settings.get("additional_special_tokens") or []
-    texts = [entry.get("content") if isinstance(entry, Mapping) else entry for entry in listed]
-    return [text for text in texts if isinstance(text, str)]
+def _spelling(token: Any) -> str | None:
+    """The spelling of a token that is written as text or as an object with a `content`."""
+    spelling = token.get("content") if isinstance(token, Mapping) else token
+    return spelling if isinstance(spelling, str) else None

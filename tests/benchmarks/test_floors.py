@@ -3,7 +3,7 @@
 import pytest
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
-from nanoserve.models.shapes import dummy_config
+from nanoserve.models.hub import dummy_config
 from nanoserve.scheduler.plan import Row, StepPlan
 
 

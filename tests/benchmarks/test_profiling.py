@@ -10,8 +10,7 @@ import pytest
 from nanoserve.benchmarks.profiling.measuring import SIZES
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.costs.profile import read_profile
-from nanoserve.runtime.profiling.parts import beside_host
-from nanoserve.runtime.profiling.rounds import Effort, curve_of, difference_of, grid_of, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, beside_host, curve_of, difference_of, grid_of, take_rounds
 from tests.benchmarks.conftest import Run
 
 FEWEST_ROUNDS = 3

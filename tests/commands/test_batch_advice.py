@@ -11,7 +11,7 @@ from nanoserve.costs.measured_machine import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.models.shapes import dummy_config
+from nanoserve.models.hub import dummy_config
 from nanoserve.request import SamplingParams
 from tests.commands.fake_llm import FakeLLM
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.config import ModelConfig, MoeConfig
-from nanoserve.costs.hardware import Device, HostCpu, Link, Machine
+from nanoserve.costs.hardware import Device, Link, Machine
 from nanoserve.costs.tables import load_shape
 
 
@@ -34,7 +34,7 @@ def round_machine(**changes: object) -> Machine:
         link=link,
         network=None,
         host_link=replace(link, bandwidth=5.0),
-        processor=HostCpu(name="cpu", memory_bandwidth=20.0, flops=1e9, measured=True),
+        processor=Device(name="cpu", memory_bandwidth=20.0, flops=1e9, measured=True),
         host_memory_bytes=0.0,
         source="made up",
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanoserve.costs.measured_times import MeasuredPredictor
 from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from tests.costs.profiles import curve, grid, made_up_profile
 
 

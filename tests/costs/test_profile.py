@@ -53,7 +53,7 @@ def test_host_memory_worked_by_hand() -> None:
 def test_a_file_brings_back_what_was_written(tmp_path: Path) -> None:
     figures = RunFigures(seconds=1.0, ttft_ms=2.0, tpot_ms=3.0)
     prediction = Prediction(workload="two", real=(figures, figures), by_profile=figures, by_factors=figures)
-    profile = made_up_profile().with_factors(Efficiency(matrix=0.25)).with_predictions([prediction])
+    profile = made_up_profile(efficiency=Efficiency(matrix=0.25), predictions=(prediction,))
     path = tmp_path / "profile.json"
     check_writable(path)
     write_profile(profile, path)

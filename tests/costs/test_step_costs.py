@@ -18,15 +18,10 @@ from nanoserve.costs import (
     load_machine,
     load_shape,
 )
-from nanoserve.costs.closed_forms import (
-    AppendixA,
-    attention_intensity,
-    decode_seconds,
-    decode_throughput,
-    mlp_intensity,
-)
+from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, decode_throughput, mlp_intensity
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.errors import UsageError
+from tests.costs.appendix_a import AppendixA
 from tests.costs.conftest import round_machine, tiny_experts, tiny_model
 
 IDEAL = Efficiency.ideal()

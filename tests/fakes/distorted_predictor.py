@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 
 
 @dataclass(frozen=True)

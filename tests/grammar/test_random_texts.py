@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.sampling.grammars import SequenceGrammar
+from nanoserve.runtime.sampling.adjustments import SequenceGrammar
 from nanoserve.runtime.sampling.sampler import SamplingState, sample
 from nanoserve.scheduler.plan import Begin
 from nanoserve.text.backends import Backend

@@ -8,9 +8,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.request import FinishReason
-from nanoserve.runtime.host.host_processor import CoreDivision, HostProcessor
+from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.scheduler import make_policy
@@ -150,7 +150,7 @@ def hybrid_executor(model: Model, *, num_blocks: int, host_blocks: int) -> Local
         block_size=BLOCK_SIZE,
         grammars=model.grammars,
         host_pool=pool,
-        processor=HostProcessor(1, CoreDivision(device=ALL_CORES, host=ALL_CORES, device_threads=1), device=None),
+        processor=HostProcessor(1, cores=ALL_CORES, device_cores=ALL_CORES, device_threads=1),
     )
 
 

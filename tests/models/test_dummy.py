@@ -12,8 +12,8 @@ from nanoserve.errors import ModelError, RuntimeFailure
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dummy import make_dummy_model, save_dummy_checkpoint
+from nanoserve.models.hub import SHAPES, dummy_config
 from nanoserve.models.loading import load_model
-from nanoserve.models.shapes import SHAPES, dummy_config
 from nanoserve.models.shards import make_shards
 from tests.models.thread_ranks import ThreadGroup
 from tests.oracle.checkpoints import FAMILIES

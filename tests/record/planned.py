@@ -1,6 +1,7 @@
 """Events of plans as a recorder makes them, for what is shown them one by one."""
 
-from nanoserve.record.events import Blocks, Planned, step_tokens
+from nanoserve.record.events import Blocks, Planned
+from nanoserve.record.recorder import step_tokens
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import StepPlan

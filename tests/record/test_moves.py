@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.record.events import Worked
-from nanoserve.record.moves import merged, overlap, reshard_metrics, swap_metrics
 from nanoserve.record.run_record import RunRecord
+from nanoserve.record.shares import merged, overlap, reshard_metrics, swap_metrics
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair))))

@@ -11,7 +11,7 @@ import torch
 from nanoserve import LLM
 from nanoserve.commands.failures import describe
 from nanoserve.errors import UsageError
-from nanoserve.runtime.launch.devices import check_model, usable_device, use_writable_triton_cache
+from nanoserve.runtime.launch.model_loading import check_model, usable_device, use_writable_triton_cache
 from tests.runtime.small_model import small_config
 
 GPU = torch.device("cuda", 0)

@@ -46,7 +46,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 def test_what_one_process_writes_another_reads_even_when_the_file_is_gone(tmp_path: Path) -> None:
     files = SharedFiles()
     files.make(path := tmp_path / "pool")
-    created = HostPool.create(path, CONFIG, **SIZES)
+    created = HostPool.open(path, CONFIG, **SIZES, create=True)
     opened = HostPool.open(path, CONFIG, **SIZES)
     files.close()
     assert list(tmp_path.iterdir()) == []
@@ -58,7 +58,7 @@ def test_what_one_process_writes_another_reads_even_when_the_file_is_gone(tmp_pa
 @in_memory
 def test_the_file_is_in_no_file_system_and_another_process_opens_it(path: Path) -> None:
     """So that nothing of it is left, however all processes end, and at whatever moment."""
-    created = HostPool.create(path, CONFIG, **SIZES)
+    created = HostPool.open(path, CONFIG, **SIZES, create=True)
     assert path.stat().st_nlink == 0 and path.is_symlink()
     write = "import sys; file = open(sys.argv[1], 'r+b'); file.write(bytes(4 * 100)); file.close()"
     created.blocks.fill_(1.0)
@@ -67,13 +67,13 @@ def test_the_file_is_in_no_file_system_and_another_process_opens_it(path: Path) 
 
 
 def test_every_byte_of_the_file_is_there_from_the_start(path: Path) -> None:
-    HostPool.create(path, CONFIG, **SIZES)
+    HostPool.open(path, CONFIG, **SIZES, create=True)
     facts = path.stat()
     assert facts.st_size == 6 * BLOCK_BYTES <= facts.st_blocks * 512
 
 
 def test_a_pool_may_hold_bfloat16(path: Path) -> None:
-    pool = HostPool.create(path, CONFIG, num_blocks=3, block_size=2, dtype=torch.bfloat16)
+    pool = HostPool.open(path, CONFIG, num_blocks=3, block_size=2, dtype=torch.bfloat16, create=True)
     pool.blocks.fill_(1.5)
     assert path.read_bytes() == b"\xc0\x3f" * (4 * 2 * 3 * 2 * 2 * 8)
 
@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_reserved_is_one_clear_line(tmp_path: Path) -> Non
         "from pathlib import Path; from tests.runtime.test_host_pool import *\n"
         f"SharedFiles().make(path := Path({str(tmp_path / 'pool')!r}))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))\n"
-        "HostPool.create(path, CONFIG, **SIZES)\n"
+        "HostPool.open(path, CONFIG, **SIZES, create=True)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert resource.getrlimit(resource.RLIMIT_FSIZE) != (10000, 10000)
@@ -135,7 +135,7 @@ def test_memory_that_cannot_be_reserved_is_one_clear_line(tmp_path: Path) -> Non
 
 def test_more_than_there_is_memory_is_one_clear_line(path: Path) -> None:
     with pytest.raises(RuntimeFailure, match=r"does not fit into the .* memory that is free; lower --host-kv"):
-        HostPool.create(path, CONFIG, num_blocks=2**40, block_size=4, dtype=torch.float32)
+        HostPool.open(path, CONFIG, num_blocks=2**40, block_size=4, dtype=torch.float32, create=True)
     with pytest.raises(RuntimeFailure, match=r"does not fit into the .* memory that is free; lower --host-kv"):
         HostPool.of_one_process(CONFIG, num_blocks=2**40, block_size=4, dtype=torch.float32)
 

@@ -10,7 +10,7 @@ import torch
 from nanoserve.errors import UsageError
 from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.host import host_processor
-from nanoserve.runtime.host.host_processor import CoreDivision, DeviceCores, default_host_threads, divide_cores
+from nanoserve.runtime.host.host_processor import HostProcessor, default_host_threads
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, cores: list[tuple[int, ...]], limit: int | None = None) -> None:
@@ -29,21 +29,21 @@ def test_processors_of_a_core_are_found_together(tmp_path: Path, monkeypatch: py
 
 def test_the_host_gets_the_last_cores_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, [(0, 4), (1, 5), (2, 6), (3, 7)])
-    assert divide_cores(1) == CoreDivision(device=(0, 4, 1, 5, 2, 6), host=(3, 7), device_threads=3)
-    assert divide_cores(3) == CoreDivision(device=(0, 4), host=(1, 5, 2, 6, 3, 7), device_threads=1)
+    assert HostProcessor.divide(1) == HostProcessor(1, cores=(3, 7), device_cores=(0, 4, 1, 5, 2, 6), device_threads=3)
+    assert HostProcessor.divide(3) == HostProcessor(3, cores=(1, 5, 2, 6, 3, 7), device_cores=(0, 4), device_threads=1)
 
 
 def test_a_host_that_takes_every_core_shares_them(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, [(2,), (3,)])
-    assert divide_cores(2) == CoreDivision(device=(2, 3), host=(2, 3), device_threads=1)
+    assert HostProcessor.divide(2) == HostProcessor(2, cores=(2, 3), device_cores=(2, 3), device_threads=1)
 
 
 def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, [(number,) for number in range(64)], limit=4)
-    assert divide_cores(1) == CoreDivision(device=tuple(range(63)), host=(63,), device_threads=3)
+    assert HostProcessor.divide(1) == HostProcessor(1, cores=(63,), device_cores=tuple(range(63)), device_threads=3)
     assert default_host_threads("cpu") == 2
     with pytest.raises(UsageError, match="--host-threads 5: only 4 cores may be used here; choose 4 at most"):
-        divide_cores(5)
+        HostProcessor.divide(5)
 
 
 @pytest.mark.parametrize(("cores", "cpu", "gpu"), [(1, 1, 1), (2, 1, 1), (3, 1, 1), (5, 2, 3), (64, 32, 62)])
@@ -52,14 +52,14 @@ def test_how_many_threads_the_host_has_by_default(
 ) -> None:
     machine(monkeypatch, [(number,) for number in range(cores)])
     assert (default_host_threads("cpu"), default_host_threads("cuda")) == (cpu, gpu)
-    divide_cores(cpu)
-    divide_cores(gpu)
+    HostProcessor.divide(cpu)
+    HostProcessor.divide(gpu)
 
 
 def test_one_core_is_too_few_for_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, [(0, 1)])
     with pytest.raises(UsageError, match="--host-threads 2: only 1 core may be used here; choose 1 at most"):
-        divide_cores(2)
+        HostProcessor.divide(2)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be moved here")
@@ -84,12 +84,13 @@ def test_all_threads_of_the_device_move_and_come_back(monkeypatch: pytest.Monkey
     begin("made before")
     try:
         torch.set_num_threads(2)
-        cores = DeviceCores(CoreDivision(device=(core,), host=(core,), device_threads=1))
+        processor = HostProcessor(1, cores=(core,), device_cores=(core,), device_threads=1)
+        processor.confine_device()
         begin("made later")
         assert [os.sched_getaffinity(number) for number in numbers] == [{core}] * 3
         assert torch.get_num_threads() == 1
         os.sched_setaffinity(numbers[2], before)  # as the host's thread does
-        cores.close()
+        processor.close()
         assert [os.sched_getaffinity(number) for number in numbers] == [before] * 3
         assert torch.get_num_threads() == 2
     finally:

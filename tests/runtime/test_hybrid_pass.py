@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.host.host_attention import HostAttentionThread

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoserve.runtime.launch import measuring_speeds
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
+from nanoserve.runtime.profiling import timers
 
 WORKERS = 4
 LATENCY, BUS_BANDWIDTH = 50e-6, 0.5e9
@@ -40,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         moved = 2 * (WORKERS - 1) / WORKERS * tensor.nbytes
         clock.now += 2 * 2 * LATENCY + moved / BUS_BANDWIDTH  # a tree of four is two messages high
 
-    monkeypatch.setattr(measuring_speeds, "time", clock)
+    monkeypatch.setattr(timers, "time", clock)
     monkeypatch.setattr(measuring_speeds, "project", project)
     monkeypatch.setattr(measuring_speeds, "_COPIED_BYTES", COPIED)  # takes no time, so it is done often
     monkeypatch.setattr(dist, "all_reduce", all_reduce)

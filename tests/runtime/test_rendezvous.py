@@ -15,9 +15,14 @@ import zmq
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.runtime.launch import rendezvous as rendezvous_module
-from nanoserve.runtime.launch import torchrun
-from nanoserve.runtime.launch.rendezvous import Presence, Rendezvous, SharedKeys, open_store
-from nanoserve.runtime.launch.torchrun import TorchrunProcess, interface_of
+from nanoserve.runtime.launch.rendezvous import (
+    Presence,
+    Rendezvous,
+    SharedKeys,
+    TorchrunProcess,
+    interface_of,
+    open_store,
+)
 
 VARIABLES = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -74,7 +79,7 @@ def test_a_store_that_torchrun_does_not_share_is_refused() -> None:
 
 
 def test_a_master_that_cannot_be_reached_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torchrun, "CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous_module, "CONNECT_SECONDS", 0.3)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and does not listen
         process = replace(FIRST, master_port=silent.getsockname()[1])

@@ -19,8 +19,7 @@ from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch import start_profile
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor, profile_at_start
 from nanoserve.runtime.moves.host_pool import HostPool
-from nanoserve.runtime.profiling.parts import ProfileSizes
-from nanoserve.runtime.profiling.rounds import Effort
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes
 from tests.costs.profiles import made_up_profile
 from tests.runtime.small_model import local_executor, small_config, small_decoder
 from triton_ops.cpu import cpu_operators

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.costs.step_features import HostBatch, StepFeatures
-from nanoserve.costs.work import StepWork
+from nanoserve.costs.work import HostBatch, StepFeatures, StepWork
 from nanoserve.engine import Engine
 from nanoserve.record.forecasts import Forecast, Forecasts, features_of
 from nanoserve.request import Request, SamplingParams, Sequence
@@ -107,7 +106,7 @@ def test_once_many_results_were_learned_from_one_in_five_is(of_all: bool) -> Non
     forecasts = Forecasts([learner], shown.append)
     forecasts.of_all = of_all
     for step in range(296):
-        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
+        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
         forecasts.on_result(StepResult(step, host_work=(HostWork(1, 5, 3.0),), seconds=3.0), NOBODY)
     assert len(learner.steps) == len(learner.works) == 256 + 40 // 5
     assert [one.step for one in shown[256:258]] == ([256, 257] if of_all else [259, 264])
@@ -117,7 +116,7 @@ def test_a_forecast_is_there_while_its_plan_is_in_flight_and_shown_when_it_is_me
     learner, shown = Learner(), list[Forecast]()
     forecasts = Forecasts([learner], shown.append)
     decision = Decision(5, 1)
-    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), decision, NOBODY)
+    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, decision, NOBODY)
     expected = Forecast(0, decision, StepFeatures(strategy="device", device=DEVICE_WORK), 7.0)
     assert forecasts.of(0) == expected
     forecasts.on_result(StepResult(None, swapped=(1,)), NOBODY)
@@ -142,7 +141,7 @@ def test_who_joined_is_known_behind_the_step(progress: list[tuple[int, int]], jo
     cohorts.advance(3, 2)
     forecasts = Forecasts([learner])
     plan = StepPlan(4, rows=(*DEVICE_ROWS, on_host(7, 4)), strategy="overlap")
-    forecasts.on_plan(plan, Decision(5, 1), cohorts)
+    forecasts.on_plan(plan, None, Decision(5, 1), cohorts)
     cohorts.follow(plan, {7: sequence(7)})
     cohorts.follow(StepPlan(5, rows=(on_host(8, 4),), strategy="overlap"), {8: sequence(8)})  # in flight behind it
     forecasts.on_result(StepResult(4, cohorts=tuple(CohortProgress(*one) for one in progress), seconds=1.0), cohorts)
@@ -154,7 +153,7 @@ def test_the_cpus_work_counts_by_its_median() -> None:
     forecasts = Forecasts([learner])
     works = (HostWork(2, 18, 1.0), HostWork(2, 18, 90.0), HostWork(2, 18, 2.0), HostWork(1, 5, 3.0))
     forecasts.on_result(StepResult(None, host_work=works), NOBODY)  # of nobody's plan
-    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
+    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
     forecasts.on_result(StepResult(0, host_work=works, seconds=1.0), NOBODY)
     assert learner.works == [(2, 18, 2.0), (1, 5, 3.0)]
 
@@ -163,7 +162,7 @@ def test_nothing_is_learned_of_a_step_that_lost_the_cpu_nor_of_plans_that_are_lo
     learner = Learner()
     forecasts = Forecasts([learner])
     for step in (0, 1):
-        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
+        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
     forecasts.on_result(StepResult(0, seconds=9.0, host_lost="it hangs"), NOBODY)
     forecasts.on_reset()
     forecasts.on_result(StepResult(1, seconds=9.0), NOBODY)
@@ -173,11 +172,11 @@ def test_nothing_is_learned_of_a_step_that_lost_the_cpu_nor_of_plans_that_are_lo
 def test_there_are_none_where_nobody_learns_and_for_plans_without_rows() -> None:
     for predictors in ([], [LinearPredictor()]):
         forecasts = Forecasts(predictors)
-        forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), Decision(5, 1), NOBODY)
+        forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
         assert forecasts.of(0) is None
         forecasts.on_result(StepResult(0, host_work=(HostWork(1, 5, 3.0),), seconds=9.0), NOBODY)
     forecasts = Forecasts([Learner()])
-    forecasts.on_plan(StepPlan(0, strategy="overlap"), Decision(5, 1), NOBODY)
+    forecasts.on_plan(StepPlan(0, strategy="overlap"), None, Decision(5, 1), NOBODY)
     assert forecasts.of(0) is None
 
 

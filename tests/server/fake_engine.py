@@ -11,7 +11,7 @@ from nanoserve.scheduler.plan import Begin, StepPlan, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server import engine_process
-from nanoserve.server.messages import EngineFacts, EngineStart
+from nanoserve.server.messages import Command, EngineFacts, EngineStart, Mailbox
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
 from tests.fakes.memory_checking_executor import next_token
 
@@ -68,7 +68,7 @@ class PacedExecutor(DyingExecutor):
         return time.monotonic()
 
 
-def build(start: EngineStart, mailbox: engine_process.Mailbox) -> Engine:
+def build(start: EngineStart, mailbox: Mailbox[Command]) -> Engine:
     if start.directory is not None and (Path(start.directory) / BROKEN).exists():
         raise ModelError("the weights are broken")
     config = start.config

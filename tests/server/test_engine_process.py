@@ -17,13 +17,14 @@ from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.plan import Executor, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.server.engine_process import EngineLoop, Mailbox
+from nanoserve.server.engine_process import EngineLoop
 from nanoserve.server.messages import (
     Add,
     Command,
     EngineMessage,
     EngineSockets,
     EngineStopped,
+    Mailbox,
     Refused,
     StepReport,
     Stop,
@@ -45,7 +46,7 @@ class Wire:
         self.reports = self._context.socket(zmq.PULL)
         sockets = EngineSockets(local_address(directory), local_address(directory), SocketKeys.random())
         listen(self.reports, sockets.reports, sockets.keys)
-        self.mailbox = Mailbox(sockets)
+        self.mailbox: Mailbox[Command] = Mailbox(sockets, Command)
         self.commands = self._context.socket(zmq.PUSH)
         connect(self.commands, sockets.commands, sockets.keys.public)
         self.run(MemoryCheckingExecutor(32, 4))
@@ -118,7 +119,7 @@ def test_a_stopped_request_gives_its_blocks_back_at_the_next_turn(wire: Wire) ->
     wire.loop.turn()
     assert wire.report().status.running == 1
     wire.send(Stop("r"))
-    assert wire.mailbox._commands.poll(WAIT_MILLISECONDS), "it has arrived"
+    assert wire.mailbox.incoming.poll(WAIT_MILLISECONDS), "it has arrived"
     while wire.engine.has_work:
         wire.loop.turn()
     last = wire.report()

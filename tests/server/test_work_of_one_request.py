@@ -22,8 +22,8 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server import endpoints
 from nanoserve.server.answers import TextFormat
 from nanoserve.server.api_errors import ApiError
-from nanoserve.server.engine_process import COMMAND_BYTES, Mailbox
-from nanoserve.server.messages import Add, EngineFacts, EngineSockets
+from nanoserve.server.engine_process import COMMAND_BYTES, receive
+from nanoserve.server.messages import Add, Command, EngineFacts, EngineSockets, Mailbox
 from nanoserve.server.sampling import MAX_LOGPROBS_PER_REQUEST, chat_params, completion_params
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
 from nanoserve.server.service import ClientLimits, Service
@@ -78,7 +78,7 @@ def test_the_engine_takes_commands_in_slices(tmp_path: Path) -> None:
     context = zmq.Context()
     sockets = EngineSockets(local_address(tmp_path), local_address(tmp_path), SocketKeys.random())
     listen(context.socket(zmq.PULL), sockets.reports, sockets.keys)
-    mailbox = Mailbox(sockets)
+    mailbox: Mailbox[Command] = Mailbox(sockets, Command)
     connect(commands := context.socket(zmq.PUSH), sockets.commands, sockets.keys.public)
     params = completion_params(_asked(**LARGEST), FACTS, [1])[0]
     sent = [msgspec.msgpack.encode(Add(Request(str(number), (5,), params, 0))) for number in range(128)]
@@ -86,7 +86,7 @@ def test_the_engine_takes_commands_in_slices(tmp_path: Path) -> None:
         commands.send(command)
     received: list[list[str]] = []
     while sum(map(len, received)) < 128:
-        slice_ = [command for command in mailbox.receive(5.0) if isinstance(command, Add)]
+        slice_ = [command for command in receive(mailbox, 5.0) if isinstance(command, Add)]
         received.append([command.request.request_id for command in slice_])
     mailbox.close()
     context.destroy(linger=0)

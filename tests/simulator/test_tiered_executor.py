@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.errors import UsageError
 from nanoserve.record.times import HostTimes, ReshardTimes, SwapTimes
 from nanoserve.request import SamplingParams

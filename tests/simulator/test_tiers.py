@@ -8,7 +8,7 @@ import pytest
 
 from nanoserve.costs import StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.errors import UsageError
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.record.trace import SimulationTrace

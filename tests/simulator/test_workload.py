@@ -13,13 +13,12 @@ from nanoserve.simulator import (
     burst,
     fixed_lengths,
     gamma_arrivals,
-    load_length_table,
     lognormal_lengths,
     poisson_arrivals,
     trace_arrivals,
     trace_lengths,
 )
-from nanoserve.simulator.workload import NUM_QUANTILES, LengthTable, length_tables
+from nanoserve.simulator.workload import NUM_QUANTILES, LengthTable, length_tables, named_lengths
 
 
 @pytest.mark.parametrize("variation", [0.2, 1.0, 3.0])
@@ -86,7 +85,7 @@ def test_a_workload_ends_with_its_arrivals_or_its_limit() -> None:
 
 @pytest.mark.parametrize("name", length_tables())
 def test_drawn_lengths_have_the_means_and_the_correlation_of_their_trace(name: str) -> None:
-    table = load_length_table(name)
+    table = length_tables()[name]
     assert len(table.input_quantiles) == len(table.output_quantiles) == NUM_QUANTILES
     shapes = list(islice(table.draw(seed=0), 20000))
     inputs, outputs = [one.input_tokens for one in shapes], [one.output_tokens for one in shapes]
@@ -124,5 +123,5 @@ def test_a_strong_rank_correlation_is_drawn_as_it_is() -> None:
 
 
 def test_an_unknown_table_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="unknown lengths 'sharegpt'; choose one of azure-conv, azure-code"):
-        load_length_table("sharegpt")
+    with pytest.raises(UsageError, match=r"or one of sharegpt-gllm, azure-conv, azure-code.*; not 'sharegpt'"):
+        named_lengths("sharegpt", seed=0)

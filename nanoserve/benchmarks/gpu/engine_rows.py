@@ -21,7 +21,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.measures.metrics import BatchRates, RequestTiming
 from nanoserve.measures.workloads import PRESETS, Preset, random_prompts
 from nanoserve.models.dtypes import format_name
-from nanoserve.models.shapes import SHAPES
+from nanoserve.models.hub import SHAPES
 
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "llama-3.1-8b", "qwen2.5-14b"
 PRESET = "nano-vllm"

@@ -8,7 +8,7 @@ from typing import Any
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.gpu.setting import GpuSetting
 from nanoserve.llm import LLM
-from nanoserve.models.shapes import DUMMY_PREFIX
+from nanoserve.models.hub import DUMMY_PREFIX
 from nanoserve.processes.temporary import temporary_directory
 
 

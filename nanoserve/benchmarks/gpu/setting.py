@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nanoserve.runtime.launch.devices import check_cuda, usable_gpu, use_writable_triton_cache
+from nanoserve.runtime.launch.model_loading import check_cuda, usable_gpu, use_writable_triton_cache
 
 DRY_RUN_DEVICE = "no GPU (dry run on the CPU)"
 _ASKED, _INSTEAD = "bench gpu", "try it on the CPU with --dry-run"

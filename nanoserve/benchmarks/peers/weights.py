@@ -15,9 +15,8 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.dtypes import DTYPES, format_name, resolve_dtype
 from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model, save_dummy_checkpoint
-from nanoserve.models.hub import ResolvedModel
+from nanoserve.models.hub import DUMMY_PREFIX, ResolvedModel, dummy_config, dummy_shape
 from nanoserve.models.loading import load_model
-from nanoserve.models.shapes import DUMMY_PREFIX, dummy_config, dummy_shape
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
 _FILES = 2

@@ -8,7 +8,7 @@ import msgspec
 
 from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_speedup_bound
 from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult
 

@@ -15,13 +15,12 @@ from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import SimulatedRatios, compare_with_simulator, rerun
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
-from nanoserve.record.bubbles import engine_seconds, stage_shares, working_seconds
 from nanoserve.record.forecasts import Forecast
-from nanoserve.record.moves import reshard_metrics, swap_metrics
 from nanoserve.record.phases import Phase
 from nanoserve.record.run_record import RunRecord
+from nanoserve.record.shares import engine_seconds, reshard_metrics, stage_shares, swap_metrics, working_seconds
 from nanoserve.scheduler.plan import StepPlan, Tier
 
 _PREFILL, _DECODE = 0, 1

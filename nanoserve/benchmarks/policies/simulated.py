@@ -135,10 +135,10 @@ def measured_layouts(record: RunRecord, layouts: Sequence[ParallelLayout], block
     """The times of each layout that computed anything."""
     found = []
     for number, layout in enumerate(layouts):
-        part = record.only([plan for plan in record.plans if plan.rows and plan.layout == number])
-        if not part.plans:
+        plans = [plan for plan in record.plans if plan.rows and plan.layout == number]
+        if not plans:
             continue
-        steps = measured_steps(part, layout.tensor_parallel)
+        steps = measured_steps(record, plans, layout.tensor_parallel)
         seconds = _swap_token_seconds(record, number, block_size)
         found.append(MeasuredMoves(steps, seconds, _transition_seconds(record, number)))
     return found
@@ -179,17 +179,19 @@ def _transition_seconds(record: RunRecord, layout: int) -> float:
     return fmean(record.known[step] - record.planned[step].time for step in changes) if changes else 0.0
 
 
-def measured_steps(record: RunRecord, tensor_parallel: int = 1) -> list[MeasuredStep]:
-    """What each plan took on each stage and on each link, and the host's part in it.
+def measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int) -> list[MeasuredStep]:
+    """What each of these plans of one layout took on each stage and on each link, and the host's part in it.
 
     A stage's time is the simulator's: from the moment at which the plan before was computed, its own inputs were
     prepared and its activations there, whichever came last, until it was computed. It includes what the worker does
     between two plans.
     """
-    stages = record.stages(tensor_parallel)
+    of_plans = {plan.step for plan in plans}
+    parts_of = ([times for times in stage if times.step in of_plans] for stage in record.stages(tensor_parallel))
+    stages = [stage for stage in parts_of if stage]
     links = [_send_seconds(before, after) for before, after in pairwise(stages)]
     began, free, prepared, steps = _could_be_made(record, stages[-1]), [0.0] * len(stages), 0.0, []
-    for number, plan in enumerate(record.plans):
+    for number, plan in enumerate(plans):
         parts, sends = [stage[number] for stage in stages], [link[number] for link in links]
         arrived = [0.0, *(before.computed + send for before, send in zip(parts, sends, strict=False))]
         starts = [max(*moments, times.prepared) for *moments, times in zip(arrived, free, parts, strict=True)]
@@ -223,5 +225,6 @@ def _could_be_made(record: RunRecord, last_stage: list[StageTimes]) -> dict[int,
     ended = {times.step: times.computed for times in last_stage}
     ended_at: dict[float, float] = {}
     for step, known in record.known.items():
-        ended_at[known] = max(ended_at.get(known, 0.0), ended[step])
+        if step in ended:
+            ended_at[known] = max(ended_at.get(known, 0.0), ended[step])
     return {step: ended_at.get(planned.clock, planned.clock) for step, planned in record.planned.items()}

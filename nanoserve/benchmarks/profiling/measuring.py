@@ -24,8 +24,15 @@ from nanoserve.llm import LLM
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.profiling.parts import ProfileSizes, cache_limits, fields_of, open_probes
-from nanoserve.runtime.profiling.rounds import Effort, curve_of, take_rounds
+from nanoserve.runtime.profiling.parts import (
+    Effort,
+    ProfileSizes,
+    cache_limits,
+    curve_of,
+    fields_of,
+    open_probes,
+    take_rounds,
+)
 from nanoserve.runtime.profiling.timers import Stopwatch
 
 _PROMPT, _ANSWER = 4, 10

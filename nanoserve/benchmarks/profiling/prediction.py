@@ -158,7 +158,7 @@ class _PartFloors:
     """The least seconds of a part of a step."""
 
     def __init__(self, profile: Profile) -> None:
-        precision = Precision(weight_bits=profile.bits, kv_bits=profile.bits, other_bits=profile.bits)
+        precision = Precision.of(profile.bits)
         self._counts, self._device = ModelCounts(profile.model, precision=precision), profile.device
         self._layers = profile.model.num_layers
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.models.shapes import DUMMY_PREFIX
+from nanoserve.models.hub import DUMMY_PREFIX
 
 ENDPOINTS = ("completions", "chat")
 

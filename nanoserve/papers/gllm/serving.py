@@ -36,7 +36,7 @@ from nanoserve.papers.gllm.systems import (
     throughput,
     ttft,
 )
-from nanoserve.simulator.workload import load_length_table
+from nanoserve.simulator.workload import length_tables
 
 SYSTEMS = (VLLM, SGLANG, GLLM)
 _FEWEST = 200
@@ -83,7 +83,7 @@ class RateSweep(msgspec.Struct, frozen=True, kw_only=True):
 
 def lone_request_limits(case: Case) -> Slo:
     """Limits: ``_PATIENCE`` times the TTFT and the TPOT of a request of mean length, alone."""
-    costs, table = case.costs(), load_length_table(case.lengths)
+    costs, table = case.costs(), length_tables()[case.lengths]
     prompt, context = round(table.mean_input), round(table.mean_input + table.mean_output / 2)
     first = costs.step_seconds(costs.work([], [(0, prompt)]))
     following = costs.step_seconds(costs.work([context]))

@@ -117,11 +117,7 @@ class LayerJob(Shelf):
 
 
 def compile_layer(job: LayerJob, temporary: Path) -> Path:
-    """Compile the library; `temporary` as in `Shelf.fill`.
-
-    Raises:
-        CannotBuild: if torch's compiler fails.
-    """
+    """Compile the library; `temporary` as in `Shelf.fill`. Raises CannotBuild if torch's compiler fails."""
     torch.set_num_threads(job.threads)
     dtype: torch.dtype = getattr(torch, job.dtype)
     with torch.device("meta"):

@@ -132,7 +132,8 @@ class HostTask:
 
 class HostAttentionThread:
     """A thread that attends for host sequences, one task after the other. Its methods are for the one thread that runs
-    the device. It waits first for the CPU's operators, if they are being built.
+    the device. It waits first for the CPU's operators, if they are being built. Raises UsageError if there are fewer
+    cores than threads, or they are not this process's.
 
     Args:
         keys, values: per layer of the decoder [num_host_blocks, num_kv_heads, block_size, head_dim], in host memory.
@@ -140,9 +141,6 @@ class HostAttentionThread:
         threads: that share each task.
         cores: numbers of the processors that they run on; None leaves that to the system.
         patience: seconds that one task may take before it counts as hanging.
-
-    Raises:
-        UsageError: if there are fewer cores than threads, or they are not this process's.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -19,17 +20,6 @@ _CORES_BESIDE_A_GPU = 2
 """Cores left to the thread that feeds the device, and to everything else."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoreDivision:
-    """The processors of the device and those of the host."""
-
-    device: tuple[int, ...]
-    host: tuple[int, ...]
-    """Numbers of processors, whole cores each. They are the same where the host takes every core."""
-    device_threads: int
-    """How many threads the device has cores for."""
-
-
 def default_host_threads(device_type: str) -> int:
     """Threads that attend on the CPU: half of the cores if the CPU is also the device, which computes with the other
     half; all but two beside a GPU. At least 1."""
@@ -37,76 +27,77 @@ def default_host_threads(device_type: str) -> int:
     return max(1, cores // 2 if device_type == "cpu" else cores - _CORES_BESIDE_A_GPU)
 
 
-def divide_cores(host_threads: int) -> CoreDivision:
-    """The last `host_threads` cores for the host, the others for the device; all for both if none is left. Counts only
-    processors that this process may use; UsageError if there are fewer."""
-    usable = physical_cores()
-    if host_threads > usable:
-        raise UsageError(
-            f"--host-threads {host_threads}: only {usable} core{'s' * (usable > 1)} may be used here;"
-            f" choose {usable} at most"
-        )
-    cores = cores_in_use()
-    first = len(cores) - host_threads
-    host = tuple(chain(*cores[first:]))
-    return CoreDivision(
-        device=tuple(chain(*cores[:first])) or host, host=host, device_threads=max(1, usable - host_threads)
-    )
-
-
-class DeviceCores:
-    """Keeps the device's computing in this process on the device's cores, with at most one thread for each, until
-    `close`.
-
-    The computing thread makes it, before anything is compiled for a number of threads. All threads that exist are
-    moved, because they may belong to its team; later ones inherit its cores, and the host's thread chooses its own.
-    """
-
-    def __init__(self, division: CoreDivision) -> None:
-        self._device = set(division.device)
-        self._cores_before = _cores_of(0)
-        self._threads_before = torch.get_num_threads()
-        for thread in _threads():
-            _move(thread, self._device)
-        torch.set_num_threads(min(self._threads_before, division.device_threads))
-
-    def close(self) -> None:
-        """Let the threads run where this thread ran before."""
-        for thread in _threads():
-            if _cores_of(thread) == self._device:
-                _move(thread, self._cores_before)
-        torch.set_num_threads(self._threads_before)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HostProcessor:
-    """Cores of the CPU, set apart from those that compute as the device if that is the CPU too."""
+    """Cores of the CPU that attend, and those that are left to the device."""
 
     threads: int
     """How many threads attend."""
-    division: CoreDivision
-    """Which cores are the host's and which the device's."""
-    device: DeviceCores | None
-    """Keeps a device that is this CPU to its own; None beside a GPU."""
+    cores: tuple[int, ...]
+    device_cores: tuple[int, ...]
+    """Numbers of processors, whole cores each. They are the same where the host takes every core."""
+    device_threads: int
+    """How many threads the device has cores for."""
+    _before: tuple[set[int], int] | None = None
+    """While the device is kept to its cores, the processors and the number of threads that it had before."""
 
     @classmethod
-    def set_apart(cls, threads: int | None, device: torch.device) -> "HostProcessor":
+    def divide(cls, threads: int) -> Self:
+        """The last `threads` cores for the host, the others for the device; all for both if none is left. Counts only
+        processors that this process may use; UsageError if there are fewer."""
+        usable = physical_cores()
+        if threads > usable:
+            raise UsageError(
+                f"--host-threads {threads}: only {usable} core{'s' * (usable > 1)} may be used here;"
+                f" choose {usable} at most"
+            )
+        cores = cores_in_use()
+        first = len(cores) - threads
+        host = tuple(chain(*cores[first:]))
+        return cls(threads, host, tuple(chain(*cores[:first])) or host, max(1, usable - threads))
+
+    @classmethod
+    def set_apart(cls, threads: int | None, device: torch.device) -> Self:
         """Set that many cores apart, or None for the default; UsageError if there are fewer. Call it in the thread that
         computes."""
-        threads = threads or default_host_threads(device.type)
-        division = divide_cores(threads)
-        return cls(threads, division, DeviceCores(division) if device.type == "cpu" else None)
+        processor = cls.divide(threads or default_host_threads(device.type))
+        if device.type == "cpu":
+            processor.confine_device()
+        return processor
+
+    def confine_device(self) -> None:
+        """Keep the device's computing in this process on its cores, with at most one thread for each, until `close`.
+
+        The computing thread calls it, before anything is compiled for a number of threads. All threads that exist are
+        moved, because they may belong to its team; later ones inherit its cores, and the host's thread chooses its own.
+        """
+        self._before = _cores_of(0), torch.get_num_threads()
+        for thread in _threads():
+            _move(thread, set(self.device_cores))
+        torch.set_num_threads(min(torch.get_num_threads(), self.device_threads))
+
+    @property
+    def confines_device(self) -> bool:
+        """Whether the device is this CPU, kept to its own cores."""
+        return self._before is not None
 
     def start(self, config: ModelConfig, part: HostPart, device: torch.device) -> HostAttentionThread:
         """Have it attend over a part of the host pool for the device."""
         keys, values = part.blocks.unbind(1)
-        cores = self.division.host
-        return HostAttentionThread(config, keys.unbind(), values.unbind(), device, threads=self.threads, cores=cores)
+        return HostAttentionThread(
+            config, keys.unbind(), values.unbind(), device, threads=self.threads, cores=self.cores
+        )
 
     def close(self) -> None:
-        """Let the device have all cores again."""
-        if self.device is not None:
-            self.device.close()
+        """Let the device's threads run where they ran before."""
+        if self._before is None:
+            return
+        cores, threads = self._before
+        for thread in _threads():
+            if _cores_of(thread) == set(self.device_cores):
+                _move(thread, cores)
+        torch.set_num_threads(threads)
+        self._before = None
 
 
 def _threads() -> list[int]:

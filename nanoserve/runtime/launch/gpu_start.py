@@ -17,8 +17,8 @@ from nanoserve.models.hub import ProgressCallback
 from nanoserve.processes.sizes import format_size
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.launch.devices import compiler_errors
 from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
+from nanoserve.runtime.launch.model_loading import compiler_errors
 from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample
 from nanoserve.runtime.step.answers import rows_per_chunk
 from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
@@ -80,16 +80,13 @@ class GpuStart:
 
     def measure(self, longest: int, progress: ProgressCallback | None) -> int:
         """Run the largest step twice: to compile what it needs, then to see its memory; also in pieces of layers, if
-        the policy has such steps.
+        the policy has such steps. Raises RuntimeFailure if there is no room for it, or its kernels cannot be built.
 
         Args:
             longest: tokens of the longest sequence.
 
         Returns:
             Bytes to keep free for steps, and for capturing them.
-
-        Raises:
-            RuntimeFailure: if there is no room for it, or its kernels cannot be built.
         """
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)

@@ -1,7 +1,6 @@
 """measure_speeds: the speeds that each worker reaches while all work, measured within a second."""
 
 import math
-import time
 from collections.abc import Callable
 from itertools import cycle
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.runtime.profiling.timers import Stopwatch
 from triton_ops import project
 
 _LOOKS = 3
@@ -57,6 +57,7 @@ class _Together:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
         self.device, self._group = device, group
+        self._now = Stopwatch(device).now
         self.workers = 1 if group is None else dist.get_world_size(group)
 
     def seconds(self, action: Callable[[], object]) -> float:
@@ -96,12 +97,6 @@ class _Together:
         if self._group is not None:
             dist.all_reduce(tensor, group=self._group)
 
-    def _now(self) -> float:
-        """The time once the device's queue is empty."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
 
 def _products(together: _Together, dtype: torch.dtype) -> tuple[float, float]:
     """Bytes of weights per second with a small batch, operations per second with many rows."""
@@ -135,7 +130,7 @@ def _host_link(together: _Together) -> float:
 
 
 def _link(together: _Together) -> tuple[float, float]:
-    """Seconds per message, and bus bandwidth: the two numbers of the cost model's all-reduce (Channel)."""
+    """Seconds per message, and bus bandwidth: the two numbers of the cost model's all-reduce (Link)."""
     workers = together.workers
     small = together.all_reduce_seconds(torch.ones(1, device=together.device), _MESSAGES)
     size, seconds = _FIRST_BYTES, 0.0

@@ -76,13 +76,11 @@ def choose_num_blocks(per_block: int, free: int, longest: int, config: EngineCon
 
     Without ``--kv-cache-memory`` it is a share of what is free, but no more than ``--max-num-seqs`` requests of full
     length can use. Without ``--max-model-len``, such a cache may be smaller than the longest request: the caller lowers
-    the limit to ``blocks * block_size``.
+    the limit to ``blocks * block_size``. Raises UsageError if one request of full length does not fit, or more is asked
+    for than is free.
 
     Args:
         longest: the model's own limit, in tokens.
-
-    Raises:
-        UsageError: if one request of full length does not fit, or more is asked for than is free.
     """
     block_size, max_model_len = config.block_size, config.max_model_len
     share = CPU_SHARE if config.device == "cpu" else CUDA_SHARE

@@ -1,33 +1,144 @@
-"""A model on its device: what the engine's own process and a worker do alike."""
+"""The device that runs a model, whether it can, and the model on it: for the engine's own process and for a worker.
 
-from collections.abc import Iterator, Sequence
+What is wrong with a machine is said before anything is loaded.
+"""
+
+import atexit
+import logging
+import os
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from subprocess import CalledProcessError
+from tempfile import TemporaryFile
 
 import torch
 
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import make_dummy_model
-from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.models.hub import ProgressCallback, ResolvedModel, dummy_config
 from nanoserve.models.loading import load_model
 from nanoserve.models.resharding import ReshardableWeights
-from nanoserve.models.shapes import dummy_config
 from nanoserve.models.shards import Shard
 from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.sizes import format_size
-from nanoserve.runtime.launch.devices import check_model, use_writable_triton_cache
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.runtime.launch.memory import memory_errors
+from triton_ops.gpu.configurations import OLDEST_GENERATION, ProgramShape, UnsupportedByGpu, attention_configuration
+
+_CACHE_VARIABLE = "TRITON_CACHE_DIR"
+
+
+def usable_device(name: str) -> torch.device:
+    """The device called `name`: cpu, cuda (the current GPU) or cuda:N; UsageError if none is there, or too old."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"unknown device {name!r}; choose cpu, cuda or cuda:N with N the number of a GPU")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return usable_gpu(device.index, asked=f"--device {name}", instead="choose --device cpu")
+
+
+def check_cuda(*, asked: str, instead: str) -> None:
+    """See that torch finds a GPU, and take none of its memory. Raises UsageError if it finds none.
+
+    Args:
+        asked: what needs it, as the refusal's first words.
+        instead: what to do without one, as its last words.
+    """
+    if torch.version.cuda is None:
+        raise UsageError(
+            f"{asked}: torch {torch.__version__} was built without CUDA; install a CUDA build of torch, or {instead}"
+        )
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"{asked}: no NVIDIA GPU can be used here; see that nvidia-smi lists one and that its driver is"
+            f" recent enough for CUDA {torch.version.cuda}, or {instead}"
+        )
+
+
+def usable_gpu(index: int | None, *, asked: str, instead: str) -> torch.device:
+    """The GPU of that number, or the current one; `asked` and `instead` as for `check_cuda`. Raises UsageError if there
+    is no such GPU, or it is too old for the kernels."""
+    check_cuda(asked=asked, instead=instead)
+    count = torch.cuda.device_count()
+    if index is None:
+        index = torch.cuda.current_device()
+    if index >= count:
+        numbers = "there is cuda:0 only" if count == 1 else f"there are cuda:0 to cuda:{count - 1}"
+        raise UsageError(f"{asked}: no such GPU; {numbers}")
+    device = torch.device("cuda", index)
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < OLDEST_GENERATION:
+        raise UsageError(
+            f"{asked}: {torch.cuda.get_device_name(device)} is too old, its compute capability is"
+            f" {major}.{minor} and {OLDEST_GENERATION}.0 is needed (A100, RTX 30 and later); {instead}"
+        )
+    return device
+
+
+def check_model(device: torch.device, config: ModelConfig, dtype: str, block_size: int) -> None:
+    """Raise UsageError if a GPU's attention cannot run a model in this dtype, named as for `resolve_dtype`."""
+    width = resolve_dtype(dtype, device, config.dtype).itemsize
+    generation, _ = torch.cuda.get_device_capability(device)
+    try:
+        attention_configuration(generation, width, ProgramShape(config.head_dim, block_size, config.group_size))
+    except UnsupportedByGpu as reason:
+        raise UsageError(f"--device {device}: {reason}") from None
+
+
+def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have Triton keep what it compiles where that can be written: elsewhere, for this process, if need be."""
+    home = environment.get("HOME") or os.path.expanduser("~")
+    wanted = Path(environment.get(_CACHE_VARIABLE) or Path(home, ".triton", "cache"))
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=wanted):
+            return
+    except OSError as error:
+        reason = error.strerror
+    make_directory(instead := choose_directory())
+    atexit.register(remove_directory, instead)
+    environment[_CACHE_VARIABLE] = str(instead)
+    logging.getLogger("nanoserve").warning(
+        "nanoserve: kernels are compiled anew in every process: the Triton cache folder %s cannot be written (%s); set"
+        " %s to one of your own",
+        wanted,
+        reason,
+        _CACHE_VARIABLE,
+    )
+
+
+@contextmanager
+def compiler_errors(device: torch.device) -> Iterator[None]:
+    """Say in one line what keeps Triton from launching a kernel for the first time, when it builds a small library.
+    Raises RuntimeFailure, within, if there is no C compiler, or it fails, or the GPU is too small for the kernel."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        if type(error).__name__ == "OutOfResources":  # Triton's, which is not installed everywhere
+            raise RuntimeFailure(f"{device} is too small for a kernel: {reason}; choose --device cpu") from error
+        if not isinstance(error, CalledProcessError) and not (
+            "C compiler" in reason and isinstance(error, RuntimeError)
+        ):
+            raise
+        raise RuntimeFailure(
+            f"kernels cannot be launched on {device}: install gcc and Python's headers, or set CC to a C compiler"
+            f" ({reason})"
+        ) from error
 
 
 def read_config(resolved: ResolvedModel) -> ModelConfig:
-    """The model's shape; nothing else of it is read.
-
-    Raises:
-        ModelError: if it cannot be used.
-    """
+    """The model's shape; nothing else of it is read. Raises ModelError if it cannot be used."""
     with unreadable_as_model_error():
         if resolved.directory is None:
             return dummy_config(resolved.name)
@@ -43,13 +154,8 @@ def load_decoder(
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
 ) -> tuple[Decoder, ModelConfig]:
-    """The decoder with its weights, or a shard of it, and the config of the whole model.
-
-    Raises:
-        ModelError: if the model cannot be used.
-        UsageError: if a setting makes no sense for it.
-        RuntimeFailure: if the memory does not suffice.
-    """
+    """The decoder with its weights, or a shard of it, and the config of the whole model. Raises ModelError if the model
+    cannot be used; UsageError if a setting makes no sense for it; RuntimeFailure if the memory does not suffice."""
     with _loading(resolved, config, device):
         if resolved.directory is None:
             return make_dummy_model(resolved.name, config.dtype, device, shard=shard, group=group)
@@ -66,14 +172,12 @@ def load_layouts(
     shards: Sequence[Shard],
     groups: Sequence[TensorParallelGroup | None],
 ) -> ReshardableWeights:
-    """A worker's decoders under several layouts, the first of which is in place.
+    """A worker's decoders under several layouts, the first of which is in place. Raises ModelError, UsageError,
+    RuntimeFailure as `load_decoder`.
 
     Args:
         resolved: in a directory; a dummy is written to one first.
         shards, groups: of this worker, for each layout.
-
-    Raises:
-        ModelError, UsageError, RuntimeFailure: as `load_decoder`.
     """
     model, directory = read_config(resolved), resolved.directory
     assert directory is not None, "weights that are read more than once are in files"

@@ -27,8 +27,7 @@ from nanoserve.processes.threads import physical_cores, processor_name_and_flags
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import memory_errors
-from nanoserve.runtime.profiling.parts import ProfileSizes, cache_limits, fields_of, open_probes
-from nanoserve.runtime.profiling.rounds import Effort, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, cache_limits, fields_of, open_probes, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.runtime.profiling.timers import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner
@@ -141,11 +140,7 @@ class StartingEngine:
         return "C++" if cpu_operators().loaded else "plain torch", "compiled" if self.compiled else "eager"
 
     def sizes(self) -> ProfileSizes:
-        """The sizes at which it is measured.
-
-        Raises:
-            UsageError: if its steps are too small to be measured.
-        """
+        """The sizes at which it is measured. Raises UsageError if its steps are too small to be measured."""
         config, shape = self.config, self.runner.config
         tokens, rows = cache_limits(self.runner, config.block_size)
         return SIZES.within(
@@ -165,10 +160,8 @@ def hybrid_predictor(engine: StartingEngine, progress: ProgressCallback | None =
 def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile | None:
     """The profile of an engine whose policy attends in host memory. Call it from the thread that computes.
 
-    Returns None, after one line of warning, if this machine cannot be measured.
-
-    Raises:
-        UsageError: if the file is no profile, or one of another setting.
+    Returns None, after one line of warning, if this machine cannot be measured. Raises UsageError if the file is no
+    profile, or one of another setting.
     """
     if engine.config.profile is not None:
         profile = read_profile(path := Path(engine.config.profile))
@@ -216,12 +209,8 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
 
 
 def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
-    """Measure now, without looking for a kept profile.
-
-    Raises:
-        RuntimeFailure: if there is no memory for it.
-        HostAttentionLost: if attention in host memory fails.
-    """
+    """Measure now, without looking for a kept profile. Raises RuntimeFailure if there is no memory for it;
+    HostAttentionLost if attention in host memory fails."""
     runner, setting, speeds = engine.runner, engine.setting, engine.speeds
     cache_tokens, _ = cache_limits(runner, engine.config.block_size)
     began, computed = time.perf_counter(), time.thread_time()

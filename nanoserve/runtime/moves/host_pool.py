@@ -50,32 +50,36 @@ class HostPool:
         self._num_kv_heads = num_kv_heads
 
     @classmethod
-    def create(cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
-        """A pool in an empty file, every byte of which is reserved now: no write into it can fail later. When others
-        have opened it, the file may be removed: the pool goes with its last user.
+    def open(
+        cls,
+        path: Path,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        create: bool = False,
+    ) -> Self:
+        """The pool in a file, which another process of this machine has created with the same arguments.
 
-        Raises:
-            RuntimeFailure: if the memory for it is not there.
+        With `create`, make it in an empty file. Every byte is reserved now: no write into it can fail later. When
+        others have opened it, the file may be removed: the pool goes with its last user. Raises RuntimeFailure if the
+        pool, or the memory for it, is not there.
         """
-        return cls._map(path, config, _shape(config, num_blocks, block_size), dtype, create=True)
-
-    @classmethod
-    def open(cls, path: Path, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
-        """The pool that another process of this machine has created with the same arguments; raises RuntimeFailure if
-        it is not there."""
-        return cls._map(path, config, _shape(config, num_blocks, block_size), dtype, create=False)
-
-    @classmethod
-    def _map(cls, path: Path, config: ModelConfig, shape: tuple[int, ...], dtype: torch.dtype, *, create: bool) -> Self:
+        shape = _shape(config, num_blocks, block_size)
         descriptor, size = _open_file(path), prod(shape) * dtype.itemsize
         try:
             if create:
                 _reserve(descriptor, size)
             elif os.fstat(descriptor).st_size != size:
                 raise RuntimeFailure(f"the host pool {path} has another size than this engine's; run one version only")
-            return cls(_mapped(descriptor, shape, dtype), config.num_kv_heads)
+            memory = mmap.mmap(descriptor, size)
+        except OSError as error:  # a limit on addresses, say
+            problem = f"a host pool of {format_size(size)} cannot be mapped: {error.strerror}; {_LOWER}"
+            raise RuntimeFailure(problem) from None
         finally:
             os.close(descriptor)  # the mapping stays
+        return cls(torch.frombuffer(memory, dtype=dtype).view(shape), config.num_kv_heads)
 
     @classmethod
     def of_one_process(cls, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
@@ -106,14 +110,12 @@ def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int =
     """How many blocks one engine's host pool gets: 0, unless asked for or needed by two layouts or the policy.
 
     ``--host-kv-memory`` is that of all engines of this machine together, in equal shares. Without it they get a share
-    of what is free, but each no more than ``--max-num-seqs`` sequences of full length can use.
+    of what is free, but each no more than ``--max-num-seqs`` sequences of full length can use. Raises UsageError if
+    more is asked for than is free, or the pool is too small to be of use.
 
     Args:
         model: the whole one.
         reserved: bytes of free memory that something else is going to take.
-
-    Raises:
-        UsageError: if more is asked for than is free, or the pool is too small to be of use.
     """
     if not config.uses_host_memory:
         return 0
@@ -184,14 +186,3 @@ def _reserve(descriptor: int, size: int) -> None:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
             raise RuntimeFailure(f"cannot reserve a host pool: {error.strerror}") from None
         raise RuntimeFailure(f"a host pool of {format_size(size)} does not fit ({error.strerror}); {_LOWER}") from None
-
-
-def _mapped(descriptor: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The file as a tensor, which keeps it mapped."""
-    try:
-        memory = mmap.mmap(descriptor, size := prod(shape) * dtype.itemsize)
-    except OSError as error:  # a limit on addresses, say
-        raise RuntimeFailure(
-            f"a host pool of {format_size(size)} cannot be mapped: {error.strerror}; {_LOWER}"
-        ) from None
-    return torch.frombuffer(memory, dtype=dtype).view(shape)

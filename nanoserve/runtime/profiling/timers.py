@@ -17,7 +17,6 @@ from nanoserve.request import SamplingParams
 from nanoserve.runtime.host.host_attention import HostTask
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.moves.host_pool import HostPart
-from nanoserve.runtime.profiling.rounds import seconds_of
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from triton_ops import paged_attention
@@ -29,6 +28,13 @@ _BRIEF = 0.05
 """Seconds. Shorter steps are run twice: in an engine a step finds its predecessor's data in the processor's caches."""
 _MOST_DECODES = 64
 _BUSY_ROWS = 8
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """Wall time of an action."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
 
 
 class Stopwatch:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.sampling.adjustments import AdjustmentRows, TokenAdjustments
-from nanoserve.runtime.sampling.grammars import GrammarMask, SequenceGrammar
+from nanoserve.runtime.sampling.adjustments import AdjustmentRows, GrammarMask, SequenceGrammar, TokenAdjustments
 from nanoserve.runtime.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
-from nanoserve.runtime.sampling.grammars import SequenceGrammar
+from nanoserve.runtime.sampling.adjustments import SequenceGrammar
 from nanoserve.runtime.sampling.sampler import SamplingState
 from nanoserve.runtime.step.answers import SampledRows, ScoredPrompt
 from nanoserve.runtime.step.forward_pass import (
@@ -149,12 +149,9 @@ class ModelRunner:
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> PreparedStep:
         """The host's part of a plan: its inputs are on their way to the device when this returns. Another thread may
-        prepare the next step while this one is computed, but none beyond it: two sets of buffers take turns.
-
-        Raises:
-            RuntimeError: if the plan has rows in host memory or grammars where there are none, or sequences or tokens
-                unknown here.
-        """
+        prepare the next step while this one is computed, but none beyond it: two sets of buffers take turns. Raises
+        RuntimeError if the plan has rows in host memory or grammars where there are none, or sequences or tokens
+        unknown here."""
         if any(row.tier != "device" for row in plan.rows):
             raise RuntimeError("the rows of a plan for one device are all in its memory")
         self._begin_and_end(plan)

@@ -15,8 +15,7 @@ from nanoserve.processes.sockets import connect
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.processes.threads import threads_of_each
 from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
-from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys
-from nanoserve.runtime.launch.torchrun import TorchrunProcess
+from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys, TorchrunProcess
 from nanoserve.runtime.workers.messages import WorkerFailed, WorkerStart
 from nanoserve.runtime.workers.process import prepare_socket, start_worker
 
@@ -34,16 +33,14 @@ class WorkerAgent:
     """Finds the model on this machine, and fetches it if need be."""
 
     def keep(self) -> None:
-        """Until the command is done on the first machine.
-
-        Raises:
-            NanoserveError: if this process cannot take part, or the first machine is gone or failed.
-        """
+        """Until the command is done on the first machine. Raises NanoserveError if this process cannot take part, or
+        the first machine is gone or failed."""
         self.process.use_interface()
         try:
             resolved = self.resolve()
         except NanoserveError as error:  # for the engine to hear, too, which would wait
-            self._decline(str(error))
+            if (number := next(self._meetings(), None)) is not None:
+                self._enter(number, Presence.here("", str(error)))
             raise
         mine = Presence.here(resolved.name)
         for number in self._meetings():
@@ -67,11 +64,6 @@ class WorkerAgent:
     def _over(self, number: int) -> bool:
         """Whether the workers of a meeting have nothing left to do."""
         return self.keys.finished() is not None or any(map(self.keys.has, (f"{number}/over", f"{number + 1}/engine")))
-
-    def _decline(self, problem: str) -> None:
-        for number in self._meetings():
-            self._enter(number, Presence.here("", problem))
-            return
 
     def _enter(self, number: int, mine: Presence) -> None:
         self.keys.set(f"{number}/present/{self.process.rank}", msgspec.msgpack.encode(mine))

@@ -20,11 +20,10 @@ from nanoserve.processes.sizes import format_size
 from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor, default_host_threads
-from nanoserve.runtime.launch.devices import usable_device
 from nanoserve.runtime.launch.gpu_start import GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
-from nanoserve.runtime.launch.model_loading import load_decoder, load_layouts, read_config
+from nanoserve.runtime.launch.model_loading import load_decoder, load_layouts, read_config, usable_device
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach

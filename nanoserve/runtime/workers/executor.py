@@ -15,7 +15,7 @@ from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.record.times import ReshardTimes, SwapTimes, Times
+from nanoserve.record.times import Times
 from nanoserve.runtime.launch.memory import choose_num_blocks
 from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied
 from nanoserve.runtime.workers.messages import (
@@ -36,8 +36,7 @@ from nanoserve.runtime.workers.messages import (
     StepObserved,
     WorkerStart,
 )
-from nanoserve.runtime.workers.outstanding import HostLosses, Moves
-from nanoserve.runtime.workers.remote_layers import RemoteLayers
+from nanoserve.runtime.workers.outstanding import HostLosses, Moves, RemoteLayers
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
 
 
@@ -46,6 +45,7 @@ class WorkersExecutor:
 
     When a worker dies, all are ended, and `collect` says that everything in flight is lost. With the next call new ones
     are started; plans that are submitted before these are ready wait. How often that may go on is up to the caller.
+    Raises NanoserveError, from the constructor or `wait_until_ready`, if the workers cannot start.
 
     Args:
         resolved, model: the model, and its shape.
@@ -58,9 +58,6 @@ class WorkersExecutor:
         profiles: have the first worker find out what policies that attend in host memory predict by.
         engine: number of the engine, of ``config.data_parallel``.
         wait: until they are ready; without, `wait_until_ready` is to be called before anything else.
-
-    Raises:
-        NanoserveError: from the constructor or `wait_until_ready`, if the workers cannot start.
     """
 
     def __init__(
@@ -129,12 +126,8 @@ class WorkersExecutor:
     # ---- plans ------------------------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan to the workers, or keep it until they are ready.
-
-        Raises:
-            WorkersFailed: if they cannot be started again.
-            RuntimeError: if the executor is closed or as many plans as may be are in flight already.
-        """
+        """Send a plan to the workers, or keep it until they are ready. Raises WorkersFailed if they cannot be started
+        again; RuntimeError if the executor is closed or as many plans as may be are in flight already."""
         self._open_group()
         if plan.ends:
             if len(self._in_flight) >= self.max_in_flight:
@@ -150,11 +143,8 @@ class WorkersExecutor:
             self._held.append(plan)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """New results, in order; waits for one as long as anything is in flight.
-
-        Raises:
-            WorkersFailed: if they cannot be started again.
-        """
+        """New results, in order; waits for one as long as anything is in flight. Raises WorkersFailed if they cannot be
+        started again."""
         self._open_group()
         if not self._in_flight and not self._moves.swapping and until is None:
             until = self.now()
@@ -278,7 +268,12 @@ class WorkersExecutor:
         elif isinstance(message, StepObserved):
             self._times.append(message.times)
         elif isinstance(message, Moved):
-            self._take_move(message.times)
+            if self._start.observe_times:
+                self._times.append(message.times)
+            if (result := self._moves.end_part(message.times)) is not None:
+                if result.step is not None:
+                    self._in_flight.discard(result.step)
+                self._results.append(result)
         elif isinstance(message, Prepared):
             self.prepared[message.rank] = message.compiled
             self.layers.go_on()
@@ -297,17 +292,6 @@ class WorkersExecutor:
             self._show_start()
             if self._running:
                 self._go()
-
-    def _take_move(self, times: ReshardTimes | SwapTimes) -> None:
-        """A worker has done its part of a move."""
-        if self._start.observe_times:
-            self._times.append(times)
-        result = self._moves.end_part(times)
-        if result is None:
-            return
-        if result.step is not None:
-            self._in_flight.discard(result.step)
-        self._results.append(result)
 
     def _show_start(self) -> None:
         """Show how many workers run: each imports torch long before it loads."""
@@ -372,15 +356,12 @@ class WorkersExecutor:
 
 
 def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: int, layout: int = 0) -> int:
-    """Blocks of the KV cache in a parallel layout. Workers on the CPUs of one machine share its memory; GPUs have
-    their own.
+    """Blocks of the KV cache in a parallel layout. Workers on the CPUs of one machine share its memory; GPUs have their
+    own. Raises UsageError if a request of full length does not fit, or more is asked for than is free.
 
     Args:
         longest: the model's own limit, in tokens.
         layout: its number.
-
-    Raises:
-        UsageError: if a request of full length does not fit, or more is asked for than is free.
     """
     per_block: defaultdict[str, int] = defaultdict(int)
     free: dict[str, int] = {}

@@ -38,11 +38,7 @@ class SharedFiles:
         self._descriptors: dict[Path, int] = {}
 
     def make(self, path: Path) -> None:
-        """An empty file under a name that nothing has.
-
-        Raises:
-            OSError: if that cannot be.
-        """
+        """An empty file under a name that nothing has. Raises OSError if that cannot be."""
         if not hasattr(os, "memfd_create"):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
             return
@@ -77,16 +73,13 @@ class WorkersDied(Exception):
 
 
 class WorkerGroup:
-    """Processes and sockets; ``end`` it in any case.
+    """Processes and sockets; ``end`` it in any case. Raises UsageError if torchrun started another number of processes;
+    RuntimeFailure if no process can be started, there is no place for the sockets, or no memory for the host tier.
 
     Args:
         start: what all workers start with; each is told its ranks and addresses besides.
         model: shape of the model.
         host_blocks: KV blocks of the host tier; 0 where there is none.
-
-    Raises:
-        UsageError: if torchrun started another number of processes.
-        RuntimeFailure: if no process can be started, there is no place for the sockets, or no memory for the host tier.
     """
 
     def __init__(self, start: WorkerStart, model: ModelConfig, host_blocks: int) -> None:
@@ -156,7 +149,9 @@ class WorkerGroup:
         try:
             if host_blocks:
                 self._shared.make(path := directory / "blocks")
-                HostPool.create(path, model, num_blocks=host_blocks, block_size=config.block_size, dtype=dtype)
+                HostPool.open(
+                    path, model, num_blocks=host_blocks, block_size=config.block_size, dtype=dtype, create=True
+                )
                 start = replace(start, host_pool=(str(path), host_blocks))
             if len(config.layouts) > 1 and start.model_directory is None:
                 saved = directory / "model"

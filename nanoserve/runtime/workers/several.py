@@ -11,7 +11,7 @@ import zmq
 from nanoserve.engine_config import EngineConfig
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.runtime.workers.executor import WorkersExecutor
-from nanoserve.runtime.workers.remote_layers import RemoteLayers
+from nanoserve.runtime.workers.outstanding import RemoteLayers
 
 _WATCH_SECONDS = 1.0
 """How long to wait at most, so that workers that are silent are noticed."""
@@ -20,13 +20,11 @@ _WATCH_SECONDS = 1.0
 def start_workers(
     resolved: ResolvedModel, config: EngineConfig, *, progress: ProgressCallback | None, **settings: Any
 ) -> list[WorkersExecutor]:
-    """Start the workers of every engine, at the same time; progress is that of the first engine.
+    """Start the workers of every engine, at the same time; progress is that of the first engine. Raises NanoserveError
+    if some cannot start; none is left then.
 
     Args:
         settings: others of the WorkersExecutor.
-
-    Raises:
-        NanoserveError: if some cannot start; none is left then.
     """
     with ExitStack() as failing:
         executors: list[WorkersExecutor] = []

@@ -4,7 +4,7 @@ import pytest
 
 from nanoserve.benchmarks.policies.gains import DecodeStep, GainFigures, decode_steps, device_slowness, gains, host_rate
 from nanoserve.benchmarks.policies.metrics import step_counts
-from nanoserve.costs.step_features import Strategy
+from nanoserve.costs.work import Strategy
 from nanoserve.record.events import Collected
 from nanoserve.record.run_record import RunRecord, tiers_of_tokens
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult, Swap

@@ -7,8 +7,7 @@ import pytest
 
 from nanoserve.errors import ModelError, RuntimeFailure
 from nanoserve.models.hub import ResolvedModel
-from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys, open_store
-from nanoserve.runtime.launch.torchrun import TorchrunProcess
+from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys, TorchrunProcess, open_store
 from nanoserve.runtime.workers.agent import WorkerAgent
 
 SECOND = TorchrunProcess(1, 2, 0, 1, "127.0.0.1", 29500, "none/0")

@@ -18,8 +18,7 @@ import pytest
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, WorkersFailed
 from nanoserve.layout import ParallelLayout
-from nanoserve.models.hub import ResolvedModel
-from nanoserve.models.shapes import dummy_config
+from nanoserve.models.hub import ResolvedModel, dummy_config
 from nanoserve.runtime.workers import group as groups
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult

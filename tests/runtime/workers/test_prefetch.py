@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from nanoserve.runtime.workers.messages import Allocate, Follow, ForgetHost, Prepare, RunPlan, ToWorker
-from nanoserve.runtime.workers.prefetch import THREAD_NAME, PrefetchedStep, PrefetchThread
+from nanoserve.runtime.workers.worker import THREAD_NAME, PrefetchedStep, PrefetchThread
 from nanoserve.scheduler.plan import StepPlan
 
 PATIENCE = 20.0

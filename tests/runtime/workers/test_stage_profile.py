@@ -18,7 +18,7 @@ from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch import start_profile
 from nanoserve.runtime.launch.memory import kv_bytes_per_block
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
-from nanoserve.runtime.profiling.rounds import Effort
+from nanoserve.runtime.profiling.parts import Effort
 from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.workers.building import as_whole_model, starting_engine
 from tests.runtime.small_model import small_config

@@ -7,8 +7,7 @@ import pytest
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, WorkersFailed
-from nanoserve.models.hub import ResolvedModel
-from nanoserve.models.shapes import dummy_config
+from nanoserve.models.hub import ResolvedModel, dummy_config
 from nanoserve.runtime.workers import executor
 from nanoserve.runtime.workers.group import WorkersDied
 from nanoserve.runtime.workers.messages import FromWorker, Hello, Loading, Prepare, Ready, ToWorker

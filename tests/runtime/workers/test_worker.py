@@ -18,8 +18,7 @@ from nanoserve.runtime.step.model_runner import PreparedStep
 from nanoserve.runtime.step.staging import DeviceToHostCopy
 from nanoserve.runtime.workers.distributed import Activations
 from nanoserve.runtime.workers.messages import ForgetHost, HostLost, RunPlan
-from nanoserve.runtime.workers.prefetch import THREAD_NAME
-from nanoserve.runtime.workers.worker import Worker, WorkerLayout
+from nanoserve.runtime.workers.worker import THREAD_NAME, Worker, WorkerLayout
 from nanoserve.scheduler.plan import Row, StepPlan, Swap
 
 CPU = torch.device("cpu")
