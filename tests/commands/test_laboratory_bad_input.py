@@ -77,7 +77,9 @@ def test_figures_of_hardware(command: Run, tmp_path: Path, key: str, value: str)
         *(f"{name} = {text}" for name, text in keys.items()),
     ]
     path.write_text("\n".join(lines))
-    _refused(command(*ANALYZE, "--hardware", str(path)), f"{key} must be a number above 0")
+    code, out, err = command(*ANALYZE, "--hardware", str(path))
+    _refused((code, out, err), f"- at `$.{key}`")
+    assert "mine.toml: devices.mine: Expected `float`" in err or "Number out of range" in err
 
 
 def test_more_memory_than_can_be_simulated(command: Run, tmp_path: Path) -> None:
