@@ -1,6 +1,7 @@
 """What several test modules share."""
 
 import os
+import signal
 
 # The tests' models are tiny: one thread computes them fastest, and a busy neighbour cannot make it wait for another.
 # Read when torch is first imported, here and in the processes that tests start.
@@ -25,6 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
     file of few long tests while the others have nothing to do."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+def pytest_runtest_setup() -> None:
+    """Commands that ran in this process before may have changed what Ctrl-C does."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

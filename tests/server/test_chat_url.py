@@ -43,8 +43,8 @@ def test_the_answer_is_the_one_that_others_get(
 
 def test_a_conversation_is_counted_and_regenerated(server: Server) -> None:
     session = session_with(server, settings={"temperature": 0, "max_tokens": 6})
-    first = "".join(piece.text for piece in session.ask(QUESTION))
-    assert "".join(piece.text for piece in session.regenerate()) == first  # pieces come together on a busy machine
+    first = "".join(text for _, text in session.ask(QUESTION))
+    assert "".join(text for _, text in session.regenerate()) == first  # pieces come together on a busy machine
     assert session.last_answer is not None
     prompt, answer = session.last_answer.usage.prompt_tokens, session.last_answer.usage.completion_tokens
     assert answer == 6
@@ -61,7 +61,7 @@ def test_an_answer_that_is_stopped_is_aborted_on_the_server() -> None:
 
     with running_fake() as server:
         session = session_with(server)
-        text = "".join(piece.text for piece in session.ask("hi", after_three))
+        text = "".join(text for _, text in session.ask("hi", after_three))
         assert text and session.turns[-1].interrupted
         wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
         assert session.context_used()
