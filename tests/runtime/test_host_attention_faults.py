@@ -13,7 +13,7 @@ from nanoserve.runtime.host import host_attention
 from nanoserve.runtime.host.host_attention import HostAttentionLost, HostAttentionThread, HostTask
 from tests.runtime.host_batches import HostBatch, host_batch
 
-ENOUGH = 240.0
+ENOUGH = 30.0
 
 
 class Gate:
