@@ -54,7 +54,7 @@ class ApiClient:
 
     def __init__(self, address: ServerAddress, api_key: str | None = None) -> None:
         self.address = address
-        self._headers = {"user-agent": "nanoserve"} | key_headers(api_key)
+        self.headers = {"user-agent": "nanoserve"} | key_headers(api_key)  # of every request
 
     def get(self, path: str) -> Any:
         """The decoded JSON at a path.
@@ -124,7 +124,7 @@ class ApiClient:
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> Generator[http.client.HTTPResponse, None, None]:
         """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
-        headers, content = dict(self._headers), None
+        headers, content = dict(self.headers), None
         if body is not None:
             content = json.dumps(body).encode()
             headers["content-type"] = "application/json"

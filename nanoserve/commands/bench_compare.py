@@ -140,7 +140,7 @@ def _measure(
     peers: list[PeerProcess] = []
     for opening in openings:
         with _needed(opening.engine):
-            peers.append(PeerProcess(opening.engine, opening))
+            peers.append(PeerProcess(opening))
         opened.callback(peers[-1].close)
     report.put("descriptions", {peer.name: peer.description for peer in peers})
     probe, foreign = BandwidthProbe(), ForeignLoad([peer.process_id for peer in peers])

@@ -7,189 +7,146 @@ their arrival times, in a closed loop each waits for the answer to another.
 
 import asyncio
 import os
+import secrets
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any
 
 import h11
 import msgspec
 
-from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord
-from nanoserve.benchmarks.serving.requests import PreparedRequest
-from nanoserve.client.address import ServerAddress, key_headers
+from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord, figures
+from nanoserve.benchmarks.serving.requests import Point, PreparedRequest, RequestStyle, Work, offered_rate
+from nanoserve.client.connection import ApiClient
 from nanoserve.client.events import BrokenStream, EventReader, ServerUsage, error_facts, printable
+from nanoserve.errors import RuntimeFailure
+from nanoserve.measures.slo import Slo
+from nanoserve.measures.workloads import RequestShape
 
 _READ_BYTES = 1 << 16
 _LONGEST_ERROR = 1 << 16
 _SHOWN = 120
 """Characters of a server's own words in the name of a failure."""
+_WARM_UP_TOKENS = 16
 
 Clock = Callable[[], float]
+"""Seconds since the beginning of the run."""
 
 
 class _Failed(Exception):
     """A request got no complete answer; the message is the name of the failure."""
 
 
-class _Answer:
-    """What has come of one answer."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.usage: ServerUsage | None = None
-        self.ended: float | None = None
-        self.events = EventReader()
-
-    def take(self, data: bytes, now: float) -> None:
-        """Bytes of the body, which came at this moment."""
-        for chunk in self.events.push(data):
-            if chunk.error is not None:
-                words = _words_of(chunk.error)
-                words = "unknown" if words is None else words
-                raise _Failed(f"an error within the stream: {words}")
-            if chunk.usage is not None:
-                self.usage = chunk.usage
-            for choice in chunk.choices or ():
-                if choice.answer or choice.thinking:
-                    self.times.append(now)
-                if choice.finish_reason:
-                    self.ended = now
-
-    def as_record(self, request: PreparedRequest, scheduled: float, started: float) -> RequestRecord:
-        """The record of an answer that has ended.
-
-        Raises:
-            _Failed: if it holds no token.
-        """
-        usage = self.usage or ServerUsage()
-        tokens = len(self.times) if usage.completion_tokens is None else usage.completion_tokens
-        last = [moment for moment in (self.ended, *self.times[-1:]) if moment is not None]
-        if not tokens or not last:
-            raise _Failed("an answer without a token")
-        shape, given = request.shape, usage.prompt_tokens
-        return RequestRecord(
-            scheduled=scheduled,
-            started=started,
-            ended=max(last),
-            text_times=tuple(self.times),
-            input_tokens=shape.input_tokens if given is None else given,
-            output_tokens=tokens,
-            cached_tokens=usage.cached_tokens or 0,
-            counted=usage.completion_tokens is not None,
-            wanted_tokens=shape.output_tokens,
-        )
-
-
 class Sender:
-    """Sends requests to one path of one server.
+    """Sends requests to one path of a client's server, with ``timeout`` seconds for a whole answer."""
 
-    Args:
-        timeout: seconds for a whole answer.
-        clock: read whenever something comes.
-    """
-
-    def __init__(
-        self,
-        address: ServerAddress,
-        path: str,
-        *,
-        api_key: str | None = None,
-        timeout: float,
-        clock: Clock = time.perf_counter,
-    ) -> None:
-        self.clock = clock
-        self._address = address
+    def __init__(self, client: ApiClient, path: str, *, timeout: float) -> None:
+        self._address = address = client.address
         self._target = address.api + path
         self._timeout = timeout
         self._tls = ssl.create_default_context() if address.scheme == "https" else None
-        self._headers = {
+        self._headers = client.headers | {
             "host": address.host_header,
             "user-agent": "nanoserve-bench",
             "content-type": "application/json",
             "connection": "close",
-        } | key_headers(api_key)
+        }
 
-    async def send(self, request: PreparedRequest, scheduled: float, began: float = 0.0) -> RequestRecord:
-        """Send it now and wait for the end of its answer; times are told from ``began`` on."""
-        started = self.clock() - began
+    async def send(self, request: PreparedRequest, scheduled: float, now: Clock) -> RequestRecord:
+        """Send it now and wait for the end of its answer."""
+        shape = request.shape
+        record = RequestRecord(scheduled=scheduled, started=now(), wanted_tokens=shape.output_tokens)
+        record.input_tokens = shape.input_tokens
         try:
             async with asyncio.timeout(self._timeout):
-                answer = await self._exchange(request.body, began)
-            return answer.as_record(request, scheduled, started)
+                await self._exchange(request.body, record, now)
+            return record
         except TimeoutError:
-            failure = f"no complete answer within {self._timeout:g} s"
+            record.failure = f"no complete answer within {self._timeout:g} s"
         except _Failed as error:
-            failure = str(error)
+            record.failure = str(error)
         except BrokenStream:
-            failure = "a stream that makes no sense"
+            record.failure = "a stream that makes no sense"
         except h11.RemoteProtocolError:
-            failure = "the connection ended half-way"
+            record.failure = "the connection ended half-way"
         except OSError as error:
-            failure = (
-                os.strerror(error.errno) if error.errno else printable(str(error))[:_SHOWN] or type(error).__name__
-            )
-        ended = self.clock() - began
-        wanted = request.shape.output_tokens
-        return RequestRecord(scheduled=scheduled, started=started, ended=ended, wanted_tokens=wanted, failure=failure)
+            own_words = printable(str(error))[:_SHOWN] or type(error).__name__
+            record.failure = os.strerror(error.errno) if error.errno else own_words
+        record.ended = now()
+        return record
 
-    async def _exchange(self, body: bytes, began: float) -> _Answer:
+    async def _exchange(self, body: bytes, record: RequestRecord, now: Clock) -> None:
         address = self._address
         reader, writer = await asyncio.open_connection(address.host, address.port, ssl=self._tls)
         try:
             http = h11.Connection(h11.CLIENT)
             headers = [*self._headers.items(), ("content-length", str(len(body)))]
-            head = http.send(h11.Request(method="POST", target=self._target, headers=headers)) or b""
-            writer.write(head + (http.send(h11.Data(data=body)) or b"") + (http.send(h11.EndOfMessage()) or b""))
-            return await self._receive(http, reader, began)
+            request = h11.Request(method="POST", target=self._target, headers=headers)
+            writer.write(b"".join(http.send(one) or b"" for one in (request, h11.Data(data=body), h11.EndOfMessage())))
+            await _receive(http, reader, record, now)
         finally:
             writer.transport.abort()  # no farewell: on cancelling, the server shall notice at once
 
-    async def _receive(self, http: h11.Connection, reader: asyncio.StreamReader, began: float) -> _Answer:
-        """The answer to its end.
 
-        Raises:
-            _Failed: if it is an error, or has no proper end.
-        """
-        answer, status, now = _Answer(), 0, 0.0
-        refusal = b""
-        while True:
-            event = http.next_event()
-            if event is h11.NEED_DATA:
-                data = await reader.read(_READ_BYTES)
-                now = self.clock() - began
-                http.receive_data(data)
-            elif isinstance(event, h11.Response):
-                status = event.status_code
-            elif isinstance(event, h11.Data):
-                if status == HTTPStatus.OK:
-                    answer.take(event.data, now)
-                elif len(refusal) < _LONGEST_ERROR:
-                    refusal += event.data
-            elif isinstance(event, h11.EndOfMessage):
-                break
-            elif not isinstance(event, h11.InformationalResponse):
-                raise _Failed("the connection ended half-way")
-        if status != HTTPStatus.OK:
-            raise _Failed(_refused(status, refusal))
-        if not (answer.events.done or answer.ended):
-            raise _Failed("a stream without an end" if answer.times else "an answer that is no stream")
-        return answer
+async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: RequestRecord, now: Clock) -> None:
+    """Read the answer to its end, into the record.
+
+    Raises:
+        _Failed: if it is an error, has no proper end, or holds no token.
+    """
+    events, usage, status, refusal = EventReader(), ServerUsage(), 0, b""
+    moment, finished = 0.0, False
+    while not isinstance(event := http.next_event(), h11.EndOfMessage):
+        if event is h11.NEED_DATA:
+            data = await reader.read(_READ_BYTES)
+            moment = now()
+            http.receive_data(data)
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data) and status != HTTPStatus.OK:
+            refusal += event.data if len(refusal) < _LONGEST_ERROR else b""
+        elif isinstance(event, h11.Data):
+            for chunk in events.push(event.data):
+                if chunk.error is not None:
+                    raise _Failed(f"an error within the stream: {_words_of(chunk.error, 'unknown')}")
+                usage = chunk.usage or usage
+                for choice in chunk.choices or ():
+                    if choice.answer or choice.thinking:
+                        record.text_times.append(moment)
+                        record.ended = moment
+                    if choice.finish_reason:
+                        record.ended, finished = moment, True
+        elif not isinstance(event, h11.InformationalResponse):
+            raise _Failed("the connection ended half-way")
+    if status != HTTPStatus.OK:
+        raise _Failed(_refused(status, refusal))
+    if not (events.done or finished):
+        raise _Failed("a stream without an end" if record.text_times else "an answer that is no stream")
+    tokens = len(record.text_times) if usage.completion_tokens is None else usage.completion_tokens
+    if not tokens or not (finished or record.text_times):
+        raise _Failed("an answer without a token")
+    record.output_tokens, record.counted = tokens, usage.completion_tokens is not None
+    record.input_tokens = record.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+    record.cached_tokens = usage.cached_tokens or 0
 
 
 def _refused(status: int, body: bytes) -> str:
     """``HTTP 429: the queue is full``"""
-    words = None
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        words = _words_of(msgspec.json.decode(body))
-    return f"HTTP {status}" if words is None else f"HTTP {status}: {words}"
+        if words := _words_of(msgspec.json.decode(body), ""):
+            return f"HTTP {status}: {words}"
+    return f"HTTP {status}"
 
 
-def _words_of(error: object) -> str | None:
-    """The server's own words, shortened; None if it said nothing that can be read."""
+def _words_of(error: object, nothing: str) -> str:
+    """The server's own words, shortened; `nothing` if it said nothing that can be read."""
     facts = error_facts(error)
-    return None if facts is None else printable(facts.message)[:_SHOWN]
+    return nothing if facts is None else printable(facts.message)[:_SHOWN]
 
 
 class RequestLoad:
@@ -209,7 +166,7 @@ class RequestLoad:
 
     async def open_loop(self, arrivals: Sequence[float]) -> None:
         """Send each request when its time has come, in seconds from now, whatever became of those before it."""
-        self._began = self._sender.clock()
+        self._began = time.perf_counter()
         order = sorted(zip(arrivals, self._requests, strict=True), key=lambda pair: pair[0])
         async with asyncio.TaskGroup() as group:
             for arrival, request in order:
@@ -218,8 +175,8 @@ class RequestLoad:
                 group.create_task(self._send(request, arrival))
 
     async def closed_loop(self, concurrency: int) -> None:
-        """So many clients, each of which sends the next request when its last one was answered."""
-        self._began = self._sender.clock()
+        """This many clients each send the next request when their last one was answered."""
+        self._began = time.perf_counter()
         pending = iter(self._requests)
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(self._requests))):
@@ -236,8 +193,65 @@ class RequestLoad:
             await self._send(request, self._now())
 
     async def _send(self, request: PreparedRequest, scheduled: float) -> None:
-        self._records.append(await self._sender.send(request, scheduled, self._began))
+        self._records.append(await self._sender.send(request, scheduled, self._now))
         self._answered()
 
     def _now(self) -> float:
-        return self._sender.clock() - self._began
+        return time.perf_counter() - self._began
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBench:
+    """Measures one server with one kind of work."""
+
+    sender: Sender
+    style: RequestStyle
+    work: Work
+    seed: int
+    """Seed of the Poisson arrivals. Prompts are never repeated, whatever the seed."""
+    slo: Slo | None
+    """What a good answer keeps to."""
+    foreign: ForeignLoad | None
+    """Measures the load of other processes; None if the server's own process is unknown."""
+    salt: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    def warm_up(self, count: int) -> None:
+        """Send the first requests at once, with short answers, and forget the times.
+
+        Raises:
+            RuntimeFailure: if one of them fails: measuring would be in vain.
+        """
+        first = self.work.shapes[:count]
+        shapes = [RequestShape(one.input_tokens, min(one.output_tokens, _WARM_UP_TOKENS)) for one in first]
+        load = RequestLoad(self.sender, self.style.prepare(shapes, f"{self.salt}/warm-up"))
+        asyncio.run(load.open_loop([0.0] * len(shapes)))
+        if failures := [record.failure for record in load.run().records if record.failure is not None]:
+            raise RuntimeFailure(f"{len(failures)} of {len(shapes)} requests of the warm-up failed: {failures[0]}")
+
+    def measure(
+        self, point: Point, repeats: int, keep: Callable[[dict[str, Any]], None], answered: Callable[[], None]
+    ) -> None:
+        """Run the work at this load, ``repeats`` times; ``keep`` gets the row, also of a run that is interrupted.
+
+        ``answered`` is called after every request. Every repetition has its own prompts and Poisson arrivals.
+        """
+        runs: list[LoadRun] = []
+        schedules = [point.arrivals(self.work, self.seed * 1000 + repeat) for repeat in range(1, repeats + 1)]
+        if self.foreign is not None:
+            self.foreign.read()
+        try:
+            for repeat, arrivals in enumerate(schedules, start=1):
+                requests = self.style.prepare(self.work.shapes, f"{self.salt}/{point.name}/{repeat}")
+                load = RequestLoad(self.sender, requests, answered)
+                try:
+                    clients = point.concurrency
+                    asyncio.run(load.open_loop(arrivals) if clients is None else load.closed_loop(clients))
+                finally:
+                    if (run := load.run()).records:
+                        runs.append(run)
+        finally:
+            if runs:
+                row = {"case": point.name, "tick": point.tick, "concurrency": point.concurrency}
+                row["offered_requests_per_s"] = offered_rate(schedules[0]) if point.concurrency is None else None
+                foreign = None if self.foreign is None else self.foreign.read()
+                keep({**row, "repeats": len(runs), **figures(runs, self.slo), "foreign_cores": foreign})

@@ -9,15 +9,15 @@ from nanoserve.errors import UsageError
 from nanoserve.measures.slo import Slo, parse_slo
 
 PROMPT = RequestRecord(
-    scheduled=1.0, started=1.0, ended=2.0, text_times=(1.2, 1.6, 2.0), input_tokens=10, output_tokens=3, wanted_tokens=3
+    scheduled=1.0, started=1.0, ended=2.0, text_times=[1.2, 1.6, 2.0], input_tokens=10, output_tokens=3, wanted_tokens=3
 )
 """TTFT 200 ms, gaps of 400 ms, E2EL 1000 ms."""
 LATE = RequestRecord(
-    scheduled=2.0, started=2.5, ended=5.0, text_times=(3.0, 5.0), input_tokens=20, output_tokens=5, wanted_tokens=5
+    scheduled=2.0, started=2.5, ended=5.0, text_times=[3.0, 5.0], input_tokens=20, output_tokens=5, wanted_tokens=5
 )
 """Sent half a second late, which it pays for: TTFT 1000 ms, not 500. Two pieces for five tokens: TPOT 500 ms."""
 SHORT = RequestRecord(
-    scheduled=3.0, started=3.0, ended=4.0, text_times=(4.0,), input_tokens=30, output_tokens=1, wanted_tokens=2
+    scheduled=3.0, started=3.0, ended=4.0, text_times=[4.0], input_tokens=30, output_tokens=1, wanted_tokens=2
 )
 """A single token, though two were wanted: no TPOT, TTFT is E2EL."""
 REFUSED = RequestRecord(scheduled=3.5, started=3.5, ended=3.6, failure="HTTP 429", wanted_tokens=4)
