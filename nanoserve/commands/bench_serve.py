@@ -13,7 +13,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import warnings
 from nanoserve.benchmarks.serving.requests import Point, RequestStyle, parse_rates
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.client.connection import ApiClient
 from nanoserve.client.models import ModelCard, served_model
 from nanoserve.commands.bench_options import (
@@ -39,18 +39,15 @@ from nanoserve.processes.installation import install_command
 DEFAULT_CONCURRENCY = (1, 4, 16)
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 _PERCENTILES = ("p50", "p90", "p99")
-_COLUMNS = [
-    Column("load", "case"),
-    Column("complete", "completed", ",d"),
-    Column("failed", "failed", ",d"),
-    Column("at a time", "peak_concurrency", ",d"),
-    Column("requests/s", "requests_per_s", ",.2f"),
-    Column("output tok/s", "output_tokens_per_s", ",.1f"),
-    Column("total tok/s", "total_tokens_per_s", ",.1f"),
-    Column("goodput/s", "goodput.requests_per_s", ",.2f"),
-    Column("attained", "goodput.attainment", ".0%"),
-    Column("foreign cores", "foreign_cores", ".2f"),
-]
+_COLUMNS = columns(
+    ("", ("load", "case")),
+    (",d", ("complete", "completed"), "failed", ("at a time", "peak_concurrency")),
+    (",.2f", ("requests/s", "requests_per_s")),
+    (",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")),
+    (",.2f", ("goodput/s", "goodput.requests_per_s")),
+    (".0%", ("attained", "goodput.attainment")),
+    (".2f", "foreign_cores"),
+)
 
 
 class BenchServeOptions(

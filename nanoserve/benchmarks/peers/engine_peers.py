@@ -3,6 +3,7 @@
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class TransformersPeer:
 
     def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
         ids = torch.tensor(prompts)
-        clock = _Clock()
+        moments: list[float] = []  # generate() first shows its streamer the prompt, then the tokens of each step
+        streamer = SimpleNamespace(put=lambda _: moments.append(time.perf_counter()), end=lambda: None)
+        began = time.perf_counter()
         with torch.inference_mode():
             output = self._model.generate(
                 ids,
@@ -69,25 +72,8 @@ class TransformersPeer:
                 max_new_tokens=output_tokens,
                 do_sample=False,
                 pad_token_id=0,
-                streamer=clock,
+                streamer=streamer,
             )
         answers = output[:, ids.shape[1] :].tolist()
-        timing = RequestTiming(ids.shape[1], tuple(clock.times))
+        timing = RequestTiming(ids.shape[1], tuple(moment - began for moment in moments[1:]))
         return EngineRun((timing,) * len(prompts), tuple(tuple(answer) for answer in answers))
-
-
-class _Clock:
-    """A streamer: seconds from its creation to each step's tokens; generate() first shows it the prompt."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._seen_prompt = False
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        if self._seen_prompt:
-            self.times.append(time.perf_counter() - self._began)
-        self._seen_prompt = True
-
-    def end(self) -> None:
-        """Nothing is held back."""

@@ -38,7 +38,7 @@ class ServerPeer:
 
     def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
         load = RequestLoad(self._sender, [self._style.completion(prompt, output_tokens) for prompt in prompts])
-        asyncio.run(load.open_loop([0.0] * len(prompts)))
+        asyncio.run(load.send_all([0.0] * len(prompts)))
         records = load.run().records
         if failures := [record.failure for record in records if record.failure is not None]:
             raise RuntimeFailure(f"{len(failures)} of {len(records)} requests failed: {failures[0]}")

@@ -10,20 +10,26 @@ import os
 import secrets
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 import h11
-import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord, figures
 from nanoserve.benchmarks.serving.requests import Point, PreparedRequest, RequestStyle, Work, offered_rate
 from nanoserve.client.connection import ApiClient
-from nanoserve.client.events import BrokenStream, EventReader, ServerUsage, error_facts, printable
+from nanoserve.client.events import (
+    BrokenStream,
+    ErrorFacts,
+    EventReader,
+    ServerUsage,
+    error_facts,
+    printable,
+    read_error,
+)
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.slo import Slo
 from nanoserve.measures.workloads import RequestShape
@@ -113,7 +119,7 @@ async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: R
         elif isinstance(event, h11.Data):
             for chunk in events.push(event.data):
                 if chunk.error is not None:
-                    raise _Failed(f"an error within the stream: {_words_of(chunk.error, 'unknown')}")
+                    raise _Failed(f"an error within the stream: {_words_of(error_facts(chunk.error), 'unknown')}")
                 usage = chunk.usage or usage
                 for choice in chunk.choices or ():
                     if choice.answer or choice.thinking:
@@ -124,7 +130,7 @@ async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: R
         elif not isinstance(event, h11.InformationalResponse):
             raise _Failed("the connection ended half-way")
     if status != HTTPStatus.OK:
-        raise _Failed(_refused(status, refusal))
+        raise _Failed(f"HTTP {status}{_words_of(read_error(refusal), '', ': ')}")
     if not (events.done or finished):
         raise _Failed("a stream without an end" if record.text_times else "an answer that is no stream")
     tokens = len(record.text_times) if usage.completion_tokens is None else usage.completion_tokens
@@ -135,24 +141,15 @@ async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: R
     record.cached_tokens = usage.cached_tokens or 0
 
 
-def _refused(status: int, body: bytes) -> str:
-    """``HTTP 429: the queue is full``"""
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        if words := _words_of(msgspec.json.decode(body), ""):
-            return f"HTTP {status}: {words}"
-    return f"HTTP {status}"
-
-
-def _words_of(error: object, nothing: str) -> str:
+def _words_of(facts: ErrorFacts | None, nothing: str, before: str = "") -> str:
     """The server's own words, shortened; `nothing` if it said nothing that can be read."""
-    facts = error_facts(error)
-    return nothing if facts is None else printable(facts.message)[:_SHOWN]
+    return nothing if facts is None else f"{before}{printable(facts.message)[:_SHOWN]}"
 
 
 class RequestLoad:
     """One run of requests against a server; what has been measured can be had at any time.
 
-    Exactly one of ``open_loop`` and ``closed_loop`` is awaited, once. ``answered`` is called after every request.
+    ``answered`` is called after every request.
     """
 
     def __init__(
@@ -164,33 +161,27 @@ class RequestLoad:
         self._records: list[RequestRecord] = []
         self._began = 0.0
 
-    async def open_loop(self, arrivals: Sequence[float]) -> None:
-        """Send each request when its time has come, in seconds from now, whatever became of those before it."""
+    async def send_all(self, arrivals: Sequence[float], clients: int | None = None) -> None:
+        """Send each request when its time has come, in seconds from now, whatever became of those before it.
+
+        With ``clients``, a closed loop: no more requests are on their way, and the next one's time comes when one ends.
+        """
         self._began = time.perf_counter()
+        free = asyncio.Semaphore(len(self._requests) if clients is None else clients)
         order = sorted(zip(arrivals, self._requests, strict=True), key=lambda pair: pair[0])
         async with asyncio.TaskGroup() as group:
             for arrival, request in order:
                 if (early := arrival - self._now()) > 0:
                     await asyncio.sleep(early)
-                group.create_task(self._send(request, arrival))
-
-    async def closed_loop(self, concurrency: int) -> None:
-        """This many clients each send the next request when their last one was answered."""
-        self._began = time.perf_counter()
-        pending = iter(self._requests)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(self._requests))):
-                group.create_task(self._client(pending))
+                await free.acquire()
+                task = group.create_task(self._send(request, arrival if clients is None else self._now()))
+                task.add_done_callback(lambda _: free.release())
 
     def run(self) -> LoadRun:
         """What has been measured so far; of a run that was cancelled, those answers that had come."""
         unfinished = len(self._requests) - len(self._records)
         ends = [self._now()] if unfinished else [record.ended for record in self._records]
         return LoadRun(tuple(self._records), max(ends), unfinished)
-
-    async def _client(self, pending: Iterator[PreparedRequest]) -> None:
-        for request in pending:
-            await self._send(request, self._now())
 
     async def _send(self, request: PreparedRequest, scheduled: float) -> None:
         self._records.append(await self._sender.send(request, scheduled, self._now))
@@ -224,7 +215,7 @@ class ServeBench:
         first = self.work.shapes[:count]
         shapes = [RequestShape(one.input_tokens, min(one.output_tokens, _WARM_UP_TOKENS)) for one in first]
         load = RequestLoad(self.sender, self.style.prepare(shapes, f"{self.salt}/warm-up"))
-        asyncio.run(load.open_loop([0.0] * len(shapes)))
+        asyncio.run(load.send_all([0.0] * len(shapes)))
         if failures := [record.failure for record in load.run().records if record.failure is not None]:
             raise RuntimeFailure(f"{len(failures)} of {len(shapes)} requests of the warm-up failed: {failures[0]}")
 
@@ -244,14 +235,13 @@ class ServeBench:
                 requests = self.style.prepare(self.work.shapes, f"{self.salt}/{point.name}/{repeat}")
                 load = RequestLoad(self.sender, requests, answered)
                 try:
-                    clients = point.concurrency
-                    asyncio.run(load.open_loop(arrivals) if clients is None else load.closed_loop(clients))
+                    asyncio.run(load.send_all(arrivals, point.concurrency))
                 finally:
                     if (run := load.run()).records:
                         runs.append(run)
         finally:
             if runs:
-                row = {"case": point.name, "tick": point.tick, "concurrency": point.concurrency}
+                row: dict[str, Any] = {"case": point.name, "tick": point.tick, "concurrency": point.concurrency}
                 row["offered_requests_per_s"] = offered_rate(schedules[0]) if point.concurrency is None else None
                 foreign = None if self.foreign is None else self.foreign.read()
                 keep({**row, "repeats": len(runs), **figures(runs, self.slo), "foreign_cores": foreign})

@@ -110,12 +110,12 @@ def test_an_open_loop_keeps_to_its_schedule_and_a_closed_loop_to_its_clients() -
         sender = Sender(ApiClient(parse_url(server.url)), CHAT.path, timeout=60.0)
         requests = CHAT.prepare([SHAPE] * 6, "salt")
         load = RequestLoad(sender, requests)
-        asyncio.run(load.open_loop([0.05, 0.0, 0.1, 0.1, 0.0, 0.15]))
+        asyncio.run(load.send_all([0.05, 0.0, 0.1, 0.1, 0.0, 0.15]))
         records = load.run().records
         assert sorted(record.scheduled for record in records) == [0.0, 0.0, 0.05, 0.1, 0.1, 0.15]
         assert all(record.started >= record.scheduled for record in records)
         closed = RequestLoad(sender, requests)
-        asyncio.run(closed.closed_loop(2))
+        asyncio.run(closed.send_all([0.0] * 6, clients=2))
         found = closed.run()
         assert peak_concurrency(found.records) == 2
         assert (len(found.records), found.unfinished) == (6, 0)
@@ -128,7 +128,7 @@ def test_an_open_loop_keeps_to_its_schedule_and_a_closed_loop_to_its_clients() -
 def test_a_load_that_is_ended_keeps_the_answers_it_has() -> None:
     async def ended_early(load: RequestLoad) -> None:
         async with asyncio.timeout(0.5):
-            await load.open_loop([0.0, 0.0, 60.0])
+            await load.send_all([0.0, 0.0, 60.0])
 
     with foreign(chat=DONE) as server:
         sender = Sender(ApiClient(parse_url(server.url)), CHAT.path, timeout=60.0)
