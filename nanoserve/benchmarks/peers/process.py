@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanoserve.benchmarks.driving import EngineRun
 from nanoserve.errors import NanoserveError, RuntimeFailure
@@ -45,16 +45,13 @@ class Opening:
     """Run nanoserve's layers uncompiled."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerKind:
+class PeerKind(NamedTuple):
     """A peer that may be compared with."""
 
     place: str
-    """Module and class, below this package."""
     modules: tuple[str, ...]
-    """What must be importable."""
     install: str
-    """The command that makes it so."""
+    """Its module and class below this package, what must be importable, and the command that makes it so."""
 
     @property
     def missing(self) -> list[str]:

@@ -5,9 +5,9 @@ import asyncio
 from nanoserve.benchmarks.driving import EngineRun
 from nanoserve.benchmarks.peers.process import Opening, Prompts
 from nanoserve.benchmarks.serving.own_server import OwnServer
-from nanoserve.benchmarks.serving.records import RequestRecord
+from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord
 from nanoserve.benchmarks.serving.requests import RequestStyle
-from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
+from nanoserve.benchmarks.serving.sending import Sender, send_all
 from nanoserve.client.connection import ApiClient
 from nanoserve.client.models import served_model
 from nanoserve.errors import RuntimeFailure
@@ -37,12 +37,11 @@ class ServerPeer:
         self.description = {"dtype": opening.dtype, "threads": opening.threads, "streamed": True}
 
     def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
-        load = RequestLoad(self._sender, [self._style.completion(prompt, output_tokens) for prompt in prompts])
-        asyncio.run(load.send_all([0.0] * len(prompts)))
-        records = load.run().records
-        if failures := [record.failure for record in records if record.failure is not None]:
-            raise RuntimeFailure(f"{len(failures)} of {len(records)} requests failed: {failures[0]}")
-        return EngineRun(tuple(_timing(record) for record in records), tuple(() for _ in records))
+        requests, run = [self._style.completion(prompt, output_tokens) for prompt in prompts], LoadRun()
+        asyncio.run(send_all(self._sender, requests, [0.0] * len(prompts), run))
+        if failures := [record.failure for record in run.records if record.failure is not None]:
+            raise RuntimeFailure(f"{len(failures)} of {len(prompts)} requests failed: {failures[0]}")
+        return EngineRun(tuple(map(_timing, run.records)), ((),) * len(prompts))
 
 
 def _timing(record: RequestRecord) -> RequestTiming:

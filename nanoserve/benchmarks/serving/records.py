@@ -57,11 +57,11 @@ class RequestRecord(msgspec.Struct, kw_only=True):
         return tuple(after - before for before, after in pairwise(self.text_times))
 
 
-class LoadRun(msgspec.Struct, frozen=True):
-    """The requests of one run of a load."""
+class LoadRun(msgspec.Struct):
+    """The requests of one run of a load, filled in as they end."""
 
-    records: Sequence[RequestRecord]
-    seconds: float
+    records: list[RequestRecord] = []
+    seconds: float = 0.0
     """Time from the start of the schedule until the last request, or the run, ended."""
     unfinished: int = 0
     """Requests that were on their way, or had not yet come, when the run was ended."""

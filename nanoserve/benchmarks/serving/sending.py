@@ -146,49 +146,43 @@ def _words_of(facts: ErrorFacts | None, nothing: str, before: str = "") -> str:
     return nothing if facts is None else f"{before}{printable(facts.message)[:_SHOWN]}"
 
 
-class RequestLoad:
-    """One run of requests against a server; what has been measured can be had at any time.
+async def send_all(
+    sender: Sender,
+    requests: Sequence[PreparedRequest],
+    arrivals: Sequence[float],
+    run: LoadRun,
+    clients: int | None = None,
+    answered: Callable[[], None] = lambda: None,
+) -> None:
+    """Send each request when its time has come, in seconds from now, whatever became of those before it.
 
-    ``answered`` is called after every request.
+    With ``clients``, a closed loop: no more requests are on their way, and the next one's time comes when one ends.
+
+    Args:
+        run: gets every record as soon as it is complete, and keeps what it has if this is cancelled.
+        answered: called after every request.
     """
+    began, run.unfinished = time.perf_counter(), len(requests)
+    free = asyncio.Semaphore(len(requests) if clients is None else clients)
 
-    def __init__(
-        self, sender: Sender, requests: Sequence[PreparedRequest], answered: Callable[[], None] = lambda: None
-    ) -> None:
-        self._answered = answered
-        self._sender = sender
-        self._requests = requests
-        self._records: list[RequestRecord] = []
-        self._began = 0.0
+    def now() -> float:
+        return time.perf_counter() - began
 
-    async def send_all(self, arrivals: Sequence[float], clients: int | None = None) -> None:
-        """Send each request when its time has come, in seconds from now, whatever became of those before it.
+    async def send(request: PreparedRequest, scheduled: float) -> None:
+        run.records.append(await sender.send(request, scheduled, now))
+        run.unfinished -= 1
+        answered()
 
-        With ``clients``, a closed loop: no more requests are on their way, and the next one's time comes when one ends.
-        """
-        self._began = time.perf_counter()
-        free = asyncio.Semaphore(len(self._requests) if clients is None else clients)
-        order = sorted(zip(arrivals, self._requests, strict=True), key=lambda pair: pair[0])
+    try:
         async with asyncio.TaskGroup() as group:
-            for arrival, request in order:
-                if (early := arrival - self._now()) > 0:
+            for arrival, request in sorted(zip(arrivals, requests, strict=True), key=lambda pair: pair[0]):
+                if (early := arrival - now()) > 0:
                     await asyncio.sleep(early)
                 await free.acquire()
-                task = group.create_task(self._send(request, arrival if clients is None else self._now()))
+                task = group.create_task(send(request, arrival if clients is None else now()))
                 task.add_done_callback(lambda _: free.release())
-
-    def run(self) -> LoadRun:
-        """What has been measured so far; of a run that was cancelled, those answers that had come."""
-        unfinished = len(self._requests) - len(self._records)
-        ends = [self._now()] if unfinished else [record.ended for record in self._records]
-        return LoadRun(tuple(self._records), max(ends), unfinished)
-
-    async def _send(self, request: PreparedRequest, scheduled: float) -> None:
-        self._records.append(await self._sender.send(request, scheduled, self._now))
-        self._answered()
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._began
+    finally:
+        run.seconds = now() if run.unfinished else max(record.ended for record in run.records)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +208,9 @@ class ServeBench:
         """
         first = self.work.shapes[:count]
         shapes = [RequestShape(one.input_tokens, min(one.output_tokens, _WARM_UP_TOKENS)) for one in first]
-        load = RequestLoad(self.sender, self.style.prepare(shapes, f"{self.salt}/warm-up"))
-        asyncio.run(load.send_all([0.0] * len(shapes)))
-        if failures := [record.failure for record in load.run().records if record.failure is not None]:
+        requests, run = self.style.prepare(shapes, f"{self.salt}/warm-up"), LoadRun()
+        asyncio.run(send_all(self.sender, requests, [0.0] * len(shapes), run))
+        if failures := [record.failure for record in run.records if record.failure is not None]:
             raise RuntimeFailure(f"{len(failures)} of {len(shapes)} requests of the warm-up failed: {failures[0]}")
 
     def measure(
@@ -233,14 +227,10 @@ class ServeBench:
         try:
             for repeat, arrivals in enumerate(schedules, start=1):
                 requests = self.style.prepare(self.work.shapes, f"{self.salt}/{point.name}/{repeat}")
-                load = RequestLoad(self.sender, requests, answered)
-                try:
-                    asyncio.run(load.send_all(arrivals, point.concurrency))
-                finally:
-                    if (run := load.run()).records:
-                        runs.append(run)
+                runs.append(LoadRun())
+                asyncio.run(send_all(self.sender, requests, arrivals, runs[-1], point.concurrency, answered))
         finally:
-            if runs:
+            if runs := [run for run in runs if run.records]:
                 row: dict[str, Any] = {"case": point.name, "tick": point.tick, "concurrency": point.concurrency}
                 row["offered_requests_per_s"] = offered_rate(schedules[0]) if point.concurrency is None else None
                 foreign = None if self.foreign is None else self.foreign.read()

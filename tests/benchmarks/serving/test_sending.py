@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.serving.records import RequestRecord, peak_concurrency
+from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord, peak_concurrency
 from nanoserve.benchmarks.serving.requests import RequestStyle
-from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
+from nanoserve.benchmarks.serving.sending import Sender, send_all
 from nanoserve.client.address import ServerAddress, parse_url
 from nanoserve.client.connection import ApiClient
 from nanoserve.measures.workloads import RequestShape
@@ -109,14 +109,13 @@ def test_an_open_loop_keeps_to_its_schedule_and_a_closed_loop_to_its_clients() -
     with foreign(chat=DONE) as server:
         sender = Sender(ApiClient(parse_url(server.url)), CHAT.path, timeout=60.0)
         requests = CHAT.prepare([SHAPE] * 6, "salt")
-        load = RequestLoad(sender, requests)
-        asyncio.run(load.send_all([0.05, 0.0, 0.1, 0.1, 0.0, 0.15]))
-        records = load.run().records
+        load = LoadRun()
+        asyncio.run(send_all(sender, requests, [0.05, 0.0, 0.1, 0.1, 0.0, 0.15], load))
+        records = load.records
         assert sorted(record.scheduled for record in records) == [0.0, 0.0, 0.05, 0.1, 0.1, 0.15]
         assert all(record.started >= record.scheduled for record in records)
-        closed = RequestLoad(sender, requests)
-        asyncio.run(closed.send_all([0.0] * 6, clients=2))
-        found = closed.run()
+        found = LoadRun()
+        asyncio.run(send_all(sender, requests, [0.0] * 6, found, clients=2))
         assert peak_concurrency(found.records) == 2
         assert (len(found.records), found.unfinished) == (6, 0)
         assert found.seconds == max(record.ended for record in found.records)
@@ -126,15 +125,15 @@ def test_an_open_loop_keeps_to_its_schedule_and_a_closed_loop_to_its_clients() -
 
 
 def test_a_load_that_is_ended_keeps_the_answers_it_has() -> None:
-    async def ended_early(load: RequestLoad) -> None:
+    found = LoadRun()
+
+    async def ended_early(sender: Sender) -> None:
         async with asyncio.timeout(0.5):
-            await load.send_all([0.0, 0.0, 60.0])
+            await send_all(sender, CHAT.prepare([SHAPE] * 3, "salt"), [0.0, 0.0, 60.0], found)
 
     with foreign(chat=DONE) as server:
         sender = Sender(ApiClient(parse_url(server.url)), CHAT.path, timeout=60.0)
-        load = RequestLoad(sender, CHAT.prepare([SHAPE] * 3, "salt"))
         with pytest.raises(TimeoutError):
-            asyncio.run(ended_early(load))
-        found = load.run()
+            asyncio.run(ended_early(sender))
     assert (len(found.records), found.unfinished) == (2, 1)
     assert found.seconds >= 0.5
