@@ -108,11 +108,11 @@ def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, o
             found = files[name](model, shared["dtype"]) if name in files else model.directory
         sources[name] = str(found or model.name)
     peers: list[PeerProcess] = []
-    longest = max(shape.total_tokens for shape in options.lengths)
+    shared |= {"max_batch": max(options.batch_sizes), "eager": options.eager}
+    shared |= {"max_length": max(shape.total_tokens for shape in options.lengths)}
     for name, source in sources.items():
-        most = {"max_batch": max(options.batch_sizes), "max_length": longest}
         with _needed(name):
-            peers.append(PeerProcess(Opening(engine=name, model=source, **shared, **most, eager=options.eager)))
+            peers.append(PeerProcess(Opening(engine=name, model=source, **shared)))
         opened.callback(peers[-1].close)
     report.put("descriptions", {peer.name: peer.description for peer in peers})
     return peers

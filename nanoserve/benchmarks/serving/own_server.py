@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from nanoserve.client.address import ServerAddress, parse_url
 from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
@@ -42,13 +43,13 @@ class OwnServer:
             raise
 
     def _wait_until_ready(self) -> ServerAddress:
-        address = None
         while not self._child.has_ended:
-            if address is None:
-                found = [parse_url(line.split()[-1]) for line in self._child.lines if _LISTENING in line]
-                address = found[0] if found else None
-            elif _is_ready(ApiClient(address)):
-                return address
+            for line in self._child.lines:
+                if _LISTENING in line:
+                    client = ApiClient(parse_url(line.split()[-1]))
+                    with suppress(ServerRefused, ServerLost):
+                        client.get(f"{client.address.root}/ready")
+                        return client.address
             time.sleep(_POLL_SECONDS)
         raise RuntimeFailure(f"the server did not start: {self._child.last_words().removeprefix(_PREFIX)}")
 
@@ -57,11 +58,3 @@ class OwnServer:
         for _ in range(2):  # the second one says not to wait for running requests
             self._child.send_signal(signal.SIGTERM)
         self._child.end(_PATIENCE_SECONDS)  # if it is killed, its engine notices, and ends too
-
-
-def _is_ready(client: ApiClient) -> bool:
-    try:
-        client.get(f"{client.address.root}/ready")
-    except (ServerRefused, ServerLost):
-        return False
-    return True
