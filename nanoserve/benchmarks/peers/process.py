@@ -35,14 +35,12 @@ class Opening:
     dtype: str
     """Number format of weights and KV cache, as torch calls it."""
     threads: int
-    """Threads that compute."""
     max_batch: int
     max_length: int
     """The most sequences at a time, and their longest total length in tokens."""
     policy: str = "sarathi"
-    """Nanoserve's scheduling policy."""
     eager: bool = False
-    """Run nanoserve's layers uncompiled."""
+    """Nanoserve's scheduling policy, and whether its layers run uncompiled."""
 
 
 class PeerKind(NamedTuple):

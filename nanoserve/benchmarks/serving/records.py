@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from nanoserve.client.events import ServerUsage
 from nanoserve.measures.metrics import MILLISECONDS, in_milliseconds, mean_of_known, request_distributions
 from nanoserve.measures.slo import SLO_NAMES, Slo
 
@@ -35,6 +36,13 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     """How many output tokens were asked for."""
     failure: str | None = None
     """What went wrong, named so that equal failures can be counted; None for a complete answer."""
+
+    def count(self, usage: ServerUsage) -> None:
+        """Take the server's counts of tokens, as far as it has any."""
+        self.counted = usage.completion_tokens is not None
+        self.output_tokens = len(self.text_times) if usage.completion_tokens is None else usage.completion_tokens
+        self.input_tokens = self.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        self.cached_tokens = usage.cached_tokens or 0
 
     @property
     def ttft(self) -> float:

@@ -133,12 +133,9 @@ async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: R
         raise _Failed(f"HTTP {status}{_words_of(read_error(refusal), '', ': ')}")
     if not (events.done or finished):
         raise _Failed("a stream without an end" if record.text_times else "an answer that is no stream")
-    tokens = len(record.text_times) if usage.completion_tokens is None else usage.completion_tokens
-    if not tokens or not (finished or record.text_times):
+    record.count(usage)
+    if not record.output_tokens or not (finished or record.text_times):
         raise _Failed("an answer without a token")
-    record.output_tokens, record.counted = tokens, usage.completion_tokens is not None
-    record.input_tokens = record.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-    record.cached_tokens = usage.cached_tokens or 0
 
 
 def _words_of(facts: ErrorFacts | None, nothing: str, before: str = "") -> str:
