@@ -243,7 +243,7 @@ def throughput(outcome: Outcome) -> float:
 
 
 def mean_of(latency: str, milliseconds: float = 1.0) -> Metric:
-    """The mean of one of a result's latencies, in units of so many milliseconds."""
+    """The mean of one of a result's latencies, in units of `milliseconds`."""
 
     def metric(outcome: Outcome) -> float:
         found: Distribution | None = getattr(outcome.result, latency)

@@ -1,4 +1,4 @@
-"""The engines that are compared, each in a process of its own: its threads, libraries and crashes are no one else's.
+"""The engines that are compared, each in a process of its own, so that threads, libraries and crashes stay apart.
 
 A peer is a class that takes an Opening, tells what runs in its `description`, and runs a batch of equal requests with
 `run(prompts, output_tokens)`. No torch.
@@ -88,7 +88,7 @@ class PeerProcess:
             raise
 
     def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
-        """Run the prompts from an empty cache; each gets so many tokens, sampled greedily."""
+        """Run the prompts from an empty cache; each gets `output_tokens` tokens, sampled greedily."""
         result: EngineRun = self._ask((prompts, output_tokens))
         return result
 
@@ -124,7 +124,7 @@ def serve(pipe: Connection, opener: Callable[[Opening], Any] = open_engine) -> N
     except NanoserveError as error:
         pipe.send(str(error))
     except Exception as error:
-        # The parent tells whatever a peer's library comes up with: nobody reads what this process prints.
+        # Any error of a peer's library is the parent's to report: nobody reads what this process prints.
         reason = (str(error).strip().splitlines() or [""])[0]
         pipe.send(f"{type(error).__name__}: {reason[:_LONGEST_COMPLAINT]}")
 

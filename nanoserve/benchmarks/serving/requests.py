@@ -88,7 +88,7 @@ class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
     def prepare(self, shapes: Sequence[RequestShape], salt: str) -> list[PreparedRequest]:
-        """Requests of these lengths; the prompts are those of the salt, and other ones for every other salt."""
+        """Requests of these lengths. Equal salts give equal prompts, and different salts different ones."""
         generator = random.Random(salt)
         if self.endpoint != "chat":
             drawn = [generator.choices(_TOKENS, k=shape.input_tokens) for shape in shapes]

@@ -1,8 +1,8 @@
 """Streamed requests on asyncio and h11: little work for each piece, as client and server share the machine.
 
-Every request has a connection of its own; opening it counts. What goes wrong becomes a record with a failure, never an
-exception: a benchmark that lost its failures would tell of the good ones alone. In an open loop requests are sent at
-their arrival times, in a closed loop each waits for the answer to another.
+Every request has a connection of its own; opening it counts. A request that goes wrong becomes a record with a failure,
+never an exception: a benchmark that drops its failures reports only the good requests. In an open loop, requests are
+sent at their arrival times; in a closed loop, each waits for the answer to another.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class Sender:
             writer.write(b"".join(http.send(one) or b"" for one in (request, h11.Data(data=body), h11.EndOfMessage())))
             await _receive(http, reader, record, now)
         finally:
-            writer.transport.abort()  # no farewell: on cancelling, the server shall notice at once
+            writer.transport.abort()  # the server notices at once when a request is cancelled
 
 
 async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: RequestRecord, now: Clock) -> None:
