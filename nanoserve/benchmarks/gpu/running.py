@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -172,8 +173,9 @@ def measure_part(run: PartRun) -> bool:
         limits = bench.limits
         fields = {"copy_gb_per_s": limits.bytes_per_second / 1e9, "matmul_tflops": limits.operations_per_second / 1e12}
         run.put("limits", fields)
-    cases = import_module(f"nanoserve.benchmarks.gpu.{run.part}").part_cases
-    return run.measure(cases(bench, run.rows), bench.give_back)
+    part = import_module(f"nanoserve.benchmarks.gpu.{run.part}")
+    with closing(part.part_cases(bench, run.rows)) as cases:
+        return run.measure(cases, bench.give_back)
 
 
 Measure = Callable[[PartRun], bool]
@@ -202,13 +204,10 @@ def run_parts(
 ) -> Path:
     """Run the parts one after another, each by `measure` in child processes.
 
-    Returns the file in which the results of all parts were put together, or the table that was tuned.
-
-    Raises:
-        UsageError: if the directory holds results of another run, or the child refuses to begin.
-        RuntimeFailure: if a part ends between two cases, after the other parts were run.
+    Returns the file in which the results of all parts were put together, or the table that was tuned. Raises UsageError
+    if the directory holds results of another run, before anything is measured, or if a child refuses to begin; and
+    RuntimeFailure if a part can begin no case, after the other parts were run.
     """
-    # Another run's results are refused before anything is measured.
     reports = {part: open_part(directory, part, dry_run=dry_run) for part in parts}
     failures = []
     try:
@@ -246,15 +245,15 @@ def _go_on(report: Report, part: str, deadline: float, measure: Measure, *, dry_
                 name, value = pipe.recv()
                 began = time.monotonic()
                 case = value if name == "running" else None
+                if name in ("complete", "failed"):
+                    process.join(_FAREWELL_SECONDS)
+                if name == "failed":
+                    raise value
                 if name == "row":
                     report.add(value)
-                elif name == "failed":
-                    process.join(_FAREWELL_SECONDS)
-                    raise value
-                elif name != "running":
+                elif case is None:
                     report.put(name, value)
                 if name == "complete":
-                    process.join(_FAREWELL_SECONDS)
                     return True
             elif process.exitcode is not None and not pipe.poll():
                 raise EOFError  # a process that the child left behind keeps the pipe open

@@ -4,9 +4,10 @@ run time (`triton_ops/gpu/configurations.py`)."""
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ WORK: Mapping[str, Mapping[str, tuple[AttentionRow, ...]]] = {
     },
     PREFILL: {"8192": (AttentionRow(8192, 8192),), "512 of 4096": (AttentionRow(512, 4096),) * 4},
 }
-_LINE_LENGTH = 120
 
 Key = tuple[int, int, int]
 """Generation, bytes of a number, head_dim."""
@@ -83,8 +83,8 @@ def part_cases(bench: GpuBench, rows: Sequence[Row]) -> Iterator[GpuCase]:
 
     def cases(key: Key, program: str, candidates: Sequence[Configuration]) -> Iterator[GpuCase]:
         for candidate in dict.fromkeys(candidates):
-            fields = list(msgspec.to_builtins(candidate).values())
-            yield GpuCase(f"{program}, head_dim {key[2]}, {fields}", partial(_try, bench, key, program, candidate))
+            name = f"{program}, head_dim {key[2]}, {list(astuple(candidate))}"
+            yield GpuCase(name, partial(_try, bench, key, program, candidate))
 
     for head_dim in HEAD_DIMS:
         key = (generation, WIDTH, head_dim)
@@ -117,15 +117,13 @@ def best_configurations(rows: Sequence[Row]) -> dict[tuple[Key, str], Configurat
     those that ran everything and computed rightly."""
     kinds: dict[str, type[Any]] = {DECODE: DecodeConfiguration, PREFILL: PrefillConfiguration}
     best: dict[tuple[Key, str], Configuration] = {}
-    for row in sorted((row for row in rows if row.get("ok")), key=_geometric_mean):
+    right = [row for row in rows if row.get("ok")]
+    means = [statistics.geometric_mean(spread["us"] for spread in row["times"].values()) for row in right]
+    for _, row in sorted(zip(means, right, strict=True), key=itemgetter(0)):
         generation, width, head_dim = row["key"]
         candidate = msgspec.convert(row["candidate"], kinds[row["program"]])
         best.setdefault(((generation, width, head_dim), row["program"]), candidate)
     return best
-
-
-def _geometric_mean(row: Row) -> float:
-    return statistics.geometric_mean(spread["us"] for spread in row["times"].values())
 
 
 def tuned_source(source: str, rows: Sequence[Row]) -> str:
@@ -133,17 +131,11 @@ def tuned_source(source: str, rows: Sequence[Row]) -> str:
     best = best_configurations(rows)
     for key in dict.fromkeys(key for key, _ in best):
         found = [best.get((key, program), getattr(ATTENTION[key], program)) for program in (DECODE, PREFILL)]
-        inner = ", ".join(
-            f"{type(one).__name__}({', '.join(map(str, msgspec.to_builtins(one).values()))})" for one in found
-        )
-        text = f"    {key}: AttentionConfiguration({inner}),"  # in the formatter's layout
-        if len(text) > _LINE_LENGTH:
-            text = f"    {key}: AttentionConfiguration(\n        {inner}\n    ),"
-        entry = re.compile(
-            rf"^    {re.escape(str(key))}: AttentionConfiguration\((?:[^\n]+\),|\n(?: {{8}}[^\n]*\n)+ {{4}}\),)$",
-            re.MULTILINE,
-        )
-        source, replaced = entry.subn(text, source)
+        # In the formatter's layout, with the fields by their place.
+        lines = "".join(f"        {type(one).__name__}{astuple(one)},\n" for one in found)
+        name = f"    {key}: AttentionConfiguration("
+        entry = re.compile(rf"^{re.escape(name)}(?:[^\n]+\),|\n(?: {{8}}[^\n]*\n)+ {{4}}\),)$", re.MULTILINE)
+        source, replaced = entry.subn(f"{name}\n{lines}    ),", source)
         if replaced != 1:
             raise ValueError(f"configurations.py has {replaced} entries for {key}")
     return source
