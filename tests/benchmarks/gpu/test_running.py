@@ -19,7 +19,7 @@ from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import RuntimeFailure, UsageError
 
 BUDGETS = {"kernels": 1e6, "engine": 60.0}
-PATIENCE = 240.0
+PATIENCE = 600.0
 
 
 def measure_three(run: PartRun, *, middle: Callable[[], Row], delay: float) -> bool:
