@@ -21,7 +21,7 @@ from nanoserve.errors import ModelError, UsageError
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.record.recorder import Telling
@@ -53,7 +53,6 @@ class BuiltEngine:
     """An engine, and what its users need to know of its model."""
 
     engine: Engine | Dispatcher
-    """The only one, or the dispatcher of several."""
     model: ModelConfig
     max_model_len: int
     """Longest sequence in tokens that the engine takes."""
@@ -71,13 +70,9 @@ class BuiltEngine:
 def build_engine(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None = None
 ) -> BuiltEngine:
-    """Load the weights and put cache, executor and scheduler around them; the caller closes the engine.
-
-    Raises:
-        ModelError: if the model cannot be used.
-        UsageError: if a setting makes no sense for it.
-        RuntimeFailure: if the memory does not suffice, or the trace cannot be written.
-    """
+    """Load the weights and put cache, executor and scheduler around them; the caller closes the engine. Raises
+    ModelError if the model cannot be used, UsageError if a setting makes no sense for it, RuntimeFailure if the memory
+    does not suffice or the trace cannot be written."""
     model = read_config(resolved)
     default_params = _default_params(model.sampling_defaults, resolved)
     longest = model.max_position_embeddings
@@ -148,28 +143,16 @@ def _build_here(
     if processor is None or speeds is None:
         predictors = make_predictors(speeds, model, config)
     else:
-        starting = StartingEngine(
-            runner=executor.runner,
-            processor=processor,
-            config=config,
-            max_model_len=max_model_len,
-            speeds=speeds,
-            compiled=stage.compiled,
-        )
+        starting = StartingEngine(executor.runner, processor, config, max_model_len, speeds, stage.compiled)
         try:
             measured = hybrid_predictor(starting, progress)
         except UsageError:  # the profile that is given is of something else
             executor.close()
             raise
         predictors = () if measured is None else (CorrectedPredictor(measured),)
-    scheduler = _make_scheduler(
-        config,
-        [LayoutCapacity(num_blocks)],
-        max_model_len,
-        0 if host_pool is None else host_pool.num_blocks,
-        predictors,
-        feeds_tokens=executor.feeds_tokens,
-    )
+    capacities, host_blocks = [LayoutCapacity(num_blocks)], 0 if host_pool is None else host_pool.num_blocks
+    feeds_tokens = executor.feeds_tokens
+    scheduler = _make_scheduler(config, capacities, max_model_len, host_blocks, predictors, feeds_tokens=feeds_tokens)
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(engine, model, max_model_len, default_params, operators, layers, facts)
 
@@ -220,8 +203,8 @@ def _build_on_workers(
 
 def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:
     """A pool in memory of this process, beside `num_blocks` on its device, if that was asked for."""
-    on_host = decoder.device.type == "cpu"
-    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_host else 0
+    on_cpu = decoder.device.type == "cpu"
+    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_cpu else 0
     host_blocks = choose_host_blocks(model, config, reserved=cache)
     if host_blocks == 0:
         return None
@@ -229,18 +212,13 @@ def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_b
 
 
 def _choose_num_blocks(
-    decoder: Decoder,
-    model: ModelConfig,
-    config: EngineConfig,
-    gpu: GpuStart | None,
-    progress: ProgressCallback | None,
+    decoder: Decoder, model: ModelConfig, config: EngineConfig, gpu: GpuStart | None, progress: ProgressCallback | None
 ) -> int:
-    longest = model.max_position_embeddings
+    longest, block_bytes = model.max_position_embeddings, kv_bytes_per_block(model, config.block_size, decoder.dtype)
     reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
     if gpu is not None and config.uses_host_memory:
-        reserved += staging_memory(kv_bytes_per_block(model, config.block_size, decoder.dtype))
-    free = max(0, available_memory(decoder.device) - reserved)
-    return choose_num_blocks(kv_bytes_per_block(model, config.block_size, decoder.dtype), free, longest, config)
+        reserved += staging_memory(block_bytes)
+    return choose_num_blocks(block_bytes, max(0, available_memory(decoder.device) - reserved), longest, config)
 
 
 def _make_scheduler(
@@ -278,7 +256,7 @@ def make_predictors(speeds: MachineSpeeds | None, model: ModelConfig, config: En
     """Predictors of steps and moves, by layout; none where no speeds were measured."""
     if speeds is None:
         return ()
-    dtype = str(resolve_dtype(config.dtype, torch.device(config.device), model.dtype)).removeprefix("torch.")
+    dtype = format_name(resolve_dtype(config.dtype, torch.device(config.device), model.dtype))
     return layout_predictors(measured_machine(speeds, devices=config.num_workers), model, dtype, config.layouts)
 
 
