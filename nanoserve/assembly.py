@@ -143,7 +143,14 @@ def _build_here(
     if processor is None or speeds is None:
         predictors = make_predictors(speeds, model, config)
     else:
-        starting = StartingEngine(executor.runner, processor, config, max_model_len, speeds, stage.compiled)
+        starting = StartingEngine(
+            runner=executor.runner,
+            processor=processor,
+            config=config,
+            max_model_len=max_model_len,
+            speeds=speeds,
+            compiled=stage.compiled,
+        )
         try:
             measured = hybrid_predictor(starting, progress)
         except UsageError:  # the profile that is given is of something else

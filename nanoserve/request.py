@@ -11,14 +11,11 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
 from nanoserve.errors import UsageError
-
-if TYPE_CHECKING:
-    from nanoserve.scheduler.plan import Row
 
 MAX_SAMPLES = 16
 MAX_LOGPROBS = 20
@@ -246,6 +243,16 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The likeliest tokens and their log probabilities, best first."""
 
 
+class PlannedRow(Protocol):
+    """What a sequence needs of a row of a submitted plan, `nanoserve.scheduler.plan.Row`."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def sample(self) -> bool: ...
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes it."""
@@ -277,7 +284,7 @@ class Sequence:
     """Host blocks in order of position; on the device, those reserved for a prompt that will move."""
     chain: list[int] = field(default_factory=list)
     """Prefix-cache entries of its first full blocks."""
-    in_flight: "deque[Row]" = field(default_factory=deque)
+    in_flight: deque[PlannedRow] = field(default_factory=deque)
     """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight."""
     begun: bool = False
     siblings: "list[Sequence]" = field(default_factory=list)

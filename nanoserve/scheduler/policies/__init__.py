@@ -26,7 +26,6 @@ class PolicyEntry:
 
     @property
     def attends_on_host(self) -> bool:
-        """Whether the CPU attends to KV in host memory, so that a host tier is needed."""
         return issubclass(self.kind, HybridPolicy)
 
     @property

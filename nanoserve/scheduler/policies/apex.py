@@ -87,11 +87,10 @@ class ApexAlgorithm1(HybridPolicy):
         # Host sequences count as long as the mean decode: the inequality compares processors, not lengths.
         nc = step.host / step.predictor.host_attention_seconds(step.host, step.host * step.mean_keys)
         pipelined, alone = pipelined_rate(ng, nc, tlin, tgatt, window), device_rate(ng, tlin, tgatt)
-        weighed = (  # the inequality's rates are those of a model of one layer
-            Alternative("device", step.decode_only_seconds, alone / layers),
-            Alternative("asymmetric", step.whole_seconds(2 * tlin + tgatt), pipelined / layers),
-        )
-        plan = replace(plan, alternatives=weighed)
+        # The inequality's rates are those of a model of one layer.
+        on_device = Alternative("device", step.decode_only_seconds, alone / layers)
+        in_turn = Alternative("asymmetric", step.whole_seconds(2 * tlin + tgatt), pipelined / layers)
+        plan = replace(plan, alternatives=(on_device, in_turn))
         if pipelined > alone:
             sizes, _ = step.pipelined(step.host)
             if sum(sizes) > 0:

@@ -44,8 +44,7 @@ class DecodeFirst(_Baseline):
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrefill(_Baseline):
-    """Sarathi-Serve (OSDI 2024, algorithm 3): stall-free batches under one token budget. All ready decodes come first,
-    one token each; chunks of prompts take the rest of the budget."""
+    """Sarathi-Serve (OSDI 2024, algorithm 3): all ready decodes first, then chunks of prompts up to the budget."""
 
     virtual_engines: bool = False
 

@@ -33,8 +33,7 @@ class HybridByPrediction(HybridPolicy):
     least_gain: float = parameter(0.02, at_least=0)
     """Gain by overlap, as a share of what the device advances, for which cohorts begin."""
     worthwhile: float = parameter(0.1, at_least=0)
-    """Gain for which asymmetric steps are taken and prompts parked. Costs that rates do not show are about as large:
-    the host's last sequences end late, in steps with few rows."""
+    """Gain for which asymmetric steps are taken and prompts parked: the host's last sequences end late, at a cost."""
 
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
         if (plan.park or plan.swap_out) and load.first_waiting_tokens and not self._pays(load, step):

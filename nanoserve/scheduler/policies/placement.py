@@ -43,10 +43,9 @@ class PreemptingBySwap(Policy):
 
 
 def _swapping_is_cheaper(load: Load) -> bool:
-    """Compares for a sequence of mean length; False while there is a free block for each decode, so no preemption."""
-    if load.predictor is None or load.free_blocks > load.ready_decodes:
-        return False
-    predictor, tokens = load.predictor, load.context_tokens // max(1, load.running_decodes)
+    if (predictor := load.predictor) is None or load.free_blocks > load.ready_decodes:
+        return False  # with a free block for each decode there is no preemption
+    tokens = load.context_tokens // max(1, load.running_decodes)
     layer = predictor.linear_seconds(tokens) + predictor.prefill_attention_seconds(tokens)
     recompute = predictor.num_layers * layer + predictor.step_overhead_seconds()
     return 2 * predictor.swap_seconds(tokens) < recompute
@@ -76,13 +75,11 @@ def device_first(load: Load, token_budget: int) -> Decision:
     Prompts go to device memory while it can hold them beside the expected growth of running sequences. Host sequences
     come back as soon as it has room. Only the rest is parked. Without a host tier this is ChunkedPrefill.
 
-    A parked prompt needs device blocks while it is computed. So if the host could hold the next prompt, the device
-    keeps a bay of its size free from staying prompts and returning host sequences. If decodes have outgrown the
-    forecast and the next prompt does not fit beside a block for each, the newest move to host memory: a waiting prompt
-    costs more than their tokens, and a partly computed one holds blocks meanwhile.
-
-    While no prompt waits, host sequences come back until one block is left for each decode, although the newest may
-    have to leave again: the growth may be overestimated until the first answers have ended.
+    If the host could hold the next prompt, the device keeps a bay of its size free, in which parked prompts are
+    computed. If decodes have outgrown the forecast and the next prompt does not fit beside a block for each, the newest
+    move to host memory: a waiting prompt costs more than their tokens, and a partly computed one holds blocks. While no
+    prompt waits, host sequences come back until one block is left for each decode, even if the newest may have to leave
+    again: the growth may be overestimated until the first answers have ended.
     """
     decodes = min(load.decode_share, token_budget)
     plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
@@ -151,7 +148,6 @@ class DeviceStep:
     predictor: "Predictor"
     decodes: int
     prefill: int
-    """Prompt tokens of the step."""
     keys: int
     """Keys that the device's decodes read."""
     host: int
@@ -164,14 +160,11 @@ class DeviceStep:
         """None where nothing can be predicted or the host has no memory."""
         if load.predictor is None or load.host_blocks == 0:
             return None
-        return cls(
-            load.predictor,
-            plan.decodes,
-            min(plan.prefill_tokens, load.waiting_tokens) if load.first_waiting_tokens else 0,
-            load.context_tokens * plan.decodes // max(1, load.running_decodes),
-            load.ready_host - plan.swap_in + sum(cohort.sequences for cohort in load.cohorts),
-            load.host_context_tokens // load.host_decodes if load.host_decodes else load.first_waiting_tokens,
-        )
+        prefill = min(plan.prefill_tokens, load.waiting_tokens) if load.first_waiting_tokens else 0
+        keys = load.context_tokens * plan.decodes // max(1, load.running_decodes)
+        host = load.ready_host - plan.swap_in + sum(cohort.sequences for cohort in load.cohorts)
+        host_keys = load.host_context_tokens // load.host_decodes if load.host_decodes else load.first_waiting_tokens
+        return cls(load.predictor, plan.decodes, prefill, keys, host, host_keys)
 
     @property
     def rows(self) -> int:
@@ -209,7 +202,6 @@ class DeviceStep:
 
     @property
     def token_seconds(self) -> float:
-        """One decode's share of a step without prompts."""
         return self.decode_only_seconds / max(1, self.decodes)
 
     def whole_seconds(self, layer_seconds: float) -> float:
@@ -220,8 +212,7 @@ class DeviceStep:
         return self.predictor.step_overhead_seconds()
 
     def linear_seconds(self, rows: int) -> float:
-        """0 for no rows: the weights are not read."""
-        return self.predictor.linear_seconds(rows) if rows else 0.0
+        return self.predictor.linear_seconds(rows) if rows else 0.0  # without rows the weights are not read
 
     def cpu_seconds(self, sequences: int) -> float:
         return self.predictor.host_attention_seconds(sequences, sequences * self.host_keys) if sequences else 0.0

@@ -46,26 +46,22 @@ class TokenThrottling(_Throttling):
 
     Our readings: the threshold is tested first, as section 3.1.3 says and equation 3 does not. RD / P is rounded up, or
     sequences would be left over. A prompt that alone holds blocks may pass the threshold, as nothing else would free
-    any. The ablations are those of section 4.5.
+    any. The ablations of section 4.5 leave out WT (prompt tokens follow the free blocks alone), UT (they follow the
+    waiting tokens alone; the threshold stays), or the throttling of decodes (all join, as in Sarathi-Serve).
     """
 
     without_wt: bool = False
-    """Ablation: prompt tokens follow the free blocks alone."""
     without_ut: bool = False
-    """Ablation: prompt tokens follow the waiting tokens alone; the threshold stays."""
     without_decode_throttling: bool = False
-    """Ablation: every ready decode joins the next step, as in Sarathi-Serve."""
     admission_reserve: bool = True
     """Keep a block for each running decode when a new prompt begins: ours; gLLM has the threshold alone."""
 
     def decide(self, load: Load) -> Decision:
         by_waiting = self.max_prefill if self.without_wt else self._by_waiting(load)
         by_free = self.max_prefill if self.without_ut else self._by_free(load, self.threshold)
-        return Decision(
-            prefill_tokens=self._prefill_tokens(load, min(by_waiting, by_free), self.threshold),
-            decodes=load.ready_decodes if self.without_decode_throttling else load.decode_share,
-            admission_reserve=self.admission_reserve,
-        )
+        prefill = self._prefill_tokens(load, min(by_waiting, by_free), self.threshold)
+        decodes = load.ready_decodes if self.without_decode_throttling else load.decode_share
+        return Decision(prefill, decodes, admission_reserve=self.admission_reserve)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
 """Seesaw: prompts and answers each in the parallel layout that suits them, with the KV cache buffered in host memory.
 
-Prompts are computed in cp, layout 0, and answers decoded in cd, layout 1. The pool is the KV blocks of host memory, PP
-is ``load.pipeline_depth``, RD ``load.running_decodes``.
+cp is layout 0, cd layout 1, the pool the KV blocks of host memory, PP ``load.pipeline_depth``, RD ``running_decodes``.
 """
 
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ _PREFILL, _DECODE = 0, 1
 class TransitionMinimizing(Policy):
     """Seesaw, section 4.2: the layout changes only when the pool is full or empty.
 
-    PREFILL, in cp: chunks of prompts up to the budget. Each finished prompt is parked in the pool, so device memory
-    does not bound the phase. When the pool cannot hold the next prompt, or none is left, the layout changes to cd.
-
-    DECODE, in cd: sequences come in from the pool as the device has room. Every step decodes RD / PP of those on the
-    device (section 5.1). When the pool is empty and a prompt waits, the layout changes back to cp.
+    * PREFILL, in cp: chunks of prompts up to the budget. Each finished prompt is parked in the pool, so device memory
+      does not bound the phase. When the pool cannot hold the next prompt, or none is left, the layout changes to cd.
+    * DECODE, in cd: sequences come in from the pool as the device has room. Every step decodes RD / PP of those on the
+      device (section 5.1). When the pool is empty and a prompt waits, the layout changes back to cp.
 
     The paper does not say what happens to sequences that still decode when the pool runs empty. No block survives a
     change of layout, so they are finished in small steps, or sent back through the pool. It turns back as soon as::
@@ -59,14 +57,8 @@ class TransitionMinimizing(Policy):
             return Decision(prefill_tokens=0, decodes=0, layout=_DECODE)
         # Where no further prompt fits, finish the partly computed one and begin no other.
         unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0
-        return Decision(
-            prefill_tokens=self.token_budget if next_fits else unfinished,
-            decodes=load.decode_share,
-            swap_out=load.ready_decodes,
-            park=park,
-            preempt_to_host=True,
-            layout=_PREFILL,
-        )
+        tokens, leaving = self.token_budget if next_fits else unfinished, load.ready_decodes
+        return Decision(tokens, load.decode_share, swap_out=leaving, park=park, preempt_to_host=True, layout=_PREFILL)
 
     def _decode(self, load: Load) -> Decision:
         pool_is_empty = load.host_decodes == load.moving == 0
