@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from nanoserve.benchmarks.policies.cases import KvCase, KvCases, parse_shares
 from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
-from nanoserve.benchmarks.policies.pictures import plot_throughputs
+from nanoserve.benchmarks.policies.pictures import Picture, throughputs_picture
 from nanoserve.benchmarks.policies.rounds import Ratio, ratios_within
-from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
@@ -167,14 +166,15 @@ class TierComparison(Comparison[HybridOptions]):
 
         start = partial(engines.open_with_host, self.resolved, config, model, self.work)
         engine = self.open("opening the engine", start)
-        measure = partial(tier_metrics, vocab_size=model.vocab_size)
-        scheduling = Scheduling.of([engine], config, model)
-        for case, variants in hybrid_variants(engine, self.policies, self.work, scheduling):
+        config = fitted(config, model, [engine])
+        for case, variants in hybrid_variants(engine, self.policies, self.work, config):
             facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
-            self.compare(case.name, case.shapes, variants, measure, facts=facts)
+            bench = partial(self.bench, case=case.name, facts=facts, shapes=case.shapes)
+            self.benches.append(bench(variants=variants, measure=tier_metrics))
         host = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
         return {**host, "model_layers": model.num_layers}
 
+    @property
     def title(self) -> str:
         facts = self.report.document["engine"]
         return f"{self.work.name}; {facts['model']}, {facts['dtype']}"
@@ -192,7 +192,7 @@ class TierComparison(Comparison[HybridOptions]):
             (".2f", "foreign_cores"),
         )
         threads = f"{facts['threads']} threads for the device, {facts['host_threads']} for attention in host memory"
-        yield Table(f"{self.title()}, {operators_title(facts)}, {threads}", run_columns, summary)
+        yield Table(f"{self.title}, {operators_title(facts)}, {threads}", run_columns, summary)
         yield Table("steps, what was moved, and what the engine takes per step", _STEP_COLUMNS, summary)
         yield Table("latencies, in ms: tokens apart by where their KV was", _LATENCY_COLUMNS, summary)
         heading = "errors: of the predicted time of steps (median of their sizes), of the simulated output tok/s"
@@ -200,8 +200,8 @@ class TierComparison(Comparison[HybridOptions]):
         heading = f"steps without prompts: gain over {first} with the same rows, and the closed forms' bound"
         yield Table(heading, _GAIN_COLUMNS, _gain_rows(summary))
 
-    def plot(self, path: Path) -> None:
-        plot_throughputs(path, self.report.titled(self.title()), self.benches)
+    def picture(self) -> Picture:
+        return throughputs_picture(self.benches)
 
     def notes(self) -> Iterator[str]:
         """What was promised, and whether it holds; the figures go into the report."""
@@ -239,7 +239,7 @@ class TierComparison(Comparison[HybridOptions]):
         for bench in self.benches:
             of_share = found.setdefault(f"KV {bench.facts['share']:.0%}", {})
             for done in filter(attrgetter("counts"), bench.done):
-                within = ratios_within(done.variants, self.pairs(bench.variants), list(self.ratios))
+                within = ratios_within(done, self.pairs(bench.variants), list(self.ratios))
                 for (called, _), ratio in within.items():
                     of_share.setdefault(called, []).append(ratio)
         return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items() if of}
@@ -263,7 +263,7 @@ def _attends_on_host(policy: str) -> bool:
 
 
 def hybrid_variants(
-    engine: OpenEngine, policies: Sequence[str], work: KvCases, scheduling: Scheduling
+    engine: OpenEngine, policies: Sequence[str], work: KvCases, config: EngineConfig
 ) -> Iterator[tuple[KvCase, list[PolicyVariant]]]:
     """Every policy with the KV memory of each case.
 
@@ -271,17 +271,14 @@ def hybrid_variants(
     """
     learning = {policy: CorrectedPredictor(engine.predictors[0]) for policy in policies}
     for case in work.cases():
+        variant = partial(PolicyVariant, engine=engine, config=config, capacities=[LayoutCapacity(case.num_blocks)])
         yield (
             case,
             [
-                scheduling.variant(
-                    policy,
-                    "",
-                    engine,
-                    [LayoutCapacity(case.num_blocks)],
+                variant(
+                    policy=policy,
                     host_blocks=engine.host_blocks if _attends_on_host(policy) else 0,
                     predictors=(predictor,),
-                    simulated_predictors=engine.predictors,
                 )
                 for policy, predictor in learning.items()
             ],

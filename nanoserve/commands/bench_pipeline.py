@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.policies.metrics import stage_metrics
-from nanoserve.benchmarks.policies.pictures import plot_stages
+from nanoserve.benchmarks.policies.pictures import Picture, stages_picture
 from nanoserve.benchmarks.policies.rounds import Ratio
-from nanoserve.benchmarks.policies.variants import Scheduling
+from nanoserve.benchmarks.policies.variants import PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.serving.requests import parse_rates
 from nanoserve.benchmarks.tables import columns
@@ -131,38 +130,38 @@ class StageComparison(Comparison[PipelineOptions]):
         from nanoserve.models.dtypes import resolve_dtype
 
         config, model = self.config, self.model
-        for metadata in METADATA:
-            if self.options.metadata not in (metadata, "both"):
-                continue
-            degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
-            words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
+        degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
+        words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
+        for metadata in METADATA if self.options.metadata == "both" else (self.options.metadata,):
             name = " ".join(words + ["coupled"] * (metadata == "coupled"))
             ahead = metadata == "decoupled" and config.pipeline_parallel > 1
             start = partial(engines.open_workers, name, metadata=metadata, simulated=ahead)
             self.open(f"starting {name}", partial(start, self.resolved, config, model))
         if self.options.against_one_process:
             self.open("opening one process", partial(engines.open_one_process, "one process", self.resolved, config))
-        scheduling = Scheduling.of(self.engines, config, model)
-        work = fitting_work(self.work, scheduling.max_model_len, self.report)
+        config = fitted(config, model, self.engines)
+        work = fitting_work(self.work, config.max_model_len, self.report)
         blocks = min(engine.capacities[0].num_blocks for engine in self.engines)
-        variants = [
-            scheduling.variant(policy, engine.name, engine, [replace(engine.capacities[0], num_blocks=blocks)])
-            for engine in self.engines
-            for policy in self.policies
-        ]
+        variants = []
+        for engine in self.engines:
+            place = {"place": engine.name, "engine": engine, "config": config}
+            capacities = [replace(engine.capacities[0], num_blocks=blocks)]
+            variants += [PolicyVariant(policy=policy, capacities=capacities, **place) for policy in self.policies]
         dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
         remark(f"{STAGE} ...")
         with show_progress() as progress:
             limits = machine_limits(dtype, self.probe, progress=progress)
-        cost = ModelCost(model, dtype.itemsize)
-        measure = partial(stage_metrics, vocab_size=model.vocab_size, cost=cost, limits=limits)
-        self.compare(work.name, work.shapes, variants, measure, rate=self.rate)
+        measure = partial(stage_metrics, cost=ModelCost(model, dtype.itemsize), limits=limits)
+        self.benches.append(
+            self.bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, rate=self.rate)
+        )
         return {
             "kv_blocks": blocks,
             "limit_read_gb_per_s": limits.bytes_per_second / 1e9,
             "limit_gflops": limits.operations_per_second / 1e9,
         }
 
+    @property
     def title(self) -> str:
         settings, facts = self.report.document["settings"], self.report.document["engine"]
         together = "all at once" if settings["request_rate"] == "inf" else f"{settings['request_rate']} a second"
@@ -171,15 +170,15 @@ class StageComparison(Comparison[PipelineOptions]):
         return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-        yield Table(self.title(), _REQUEST_COLUMNS, summary)
+        yield Table(self.title, _REQUEST_COLUMNS, summary)
         heading = "micro-batches, and what the time of the stages went into"
         yield Table(heading, _STAGE_COLUMNS, _stage_rows(summary), keys=3)
         yield self.ratio_table("ratios within a round: median (lowest-highest)", compared)
         heading = "simulated, with the stage times of the real runs; ratios are simulated over real"
         yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
 
-    def plot(self, path: Path) -> None:
-        plot_stages(path, self.report.titled(f"{self.title()}, last round"), self.last)
+    def picture(self) -> Picture:
+        return stages_picture(self.last)
 
 
 def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -7,32 +7,25 @@ rounds, a report that is kept after each of them, ratios, and tables.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.policies.rounds import Bench, Measure, Ratio, Run, pairs, ratios, samples, summarize
-from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant
+from nanoserve.benchmarks.policies.pictures import Picture
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
+from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.benchmarks.tables import Column, columns, print_table
-from nanoserve.commands.bench_options import (
-    ResultOptions,
-    kept,
-    print_counting,
-    print_head,
-    settled_operators,
-)
+from nanoserve.commands.bench_options import ResultOptions, kept, print_counting, print_head, settled_operators
 from nanoserve.commands.engine_options import MODEL_PANEL, WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import EngineConfig
+from nanoserve.measures.charts import Chart, draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.threads import threads_of_each
 from nanoserve.record.trace import RunTrace
-
-DEFAULT_MODEL = "dummy:qwen3-0.6b"
 
 
 class VariantsOptions(ResultOptions, WorkersOptions):
@@ -45,7 +38,7 @@ class RandomModelOptions(VariantsOptions):
     """The same, with random weights unless another model is named."""
 
     model: str | None = option(
-        DEFAULT_MODEL, "Directory, hub id or dummy:NAME.", "-m", metavar="MODEL", panel=MODEL_PANEL
+        "dummy:qwen3-0.6b", "Directory, hub id or dummy:NAME.", "-m", metavar="MODEL", panel=MODEL_PANEL
     )
 
 
@@ -95,6 +88,7 @@ class Comparison(ABC, Generic[O]):
     def prepare(self) -> dict[str, Any]:
         """Open the engines and add a bench for each case; returns facts about the engines for the report."""
 
+    @property
     @abstractmethod
     def title(self) -> str:
         """What was measured, for titles of tables and pictures."""
@@ -104,8 +98,8 @@ class Comparison(ABC, Generic[O]):
         """The tables, from medians and ratios."""
 
     @abstractmethod
-    def plot(self, path: Path) -> None:
-        """Draw the picture of --plot."""
+    def picture(self) -> Picture:
+        """The panels of --plot."""
 
     def notes(self) -> Iterable[str]:
         """Sentences above the tables; their figures may be put into the report."""
@@ -127,8 +121,8 @@ class Comparison(ABC, Generic[O]):
 
             with show_progress() as progress:
                 self.resolved = resolve_model(options.model, offline=options.offline, progress=progress)
-            self.model = read_config(self.resolved)
-            self.probe, self.foreign = BandwidthProbe(), ForeignLoad()
+            self.model, self.probe = read_config(self.resolved), BandwidthProbe()
+            self.bench = partial(Bench, seed=self.seed, probe=self.probe.read, keep=self._keep)
             facts = self.prepare()
             general = {
                 "model": self.resolved.name,
@@ -149,24 +143,10 @@ class Comparison(ABC, Generic[O]):
         self.opened.callback(self.engines[-1].close)
         return self.engines[-1]
 
-    def compare(
-        self,
-        case: str,
-        shapes: Sequence[RequestShape],
-        variants: Sequence[PolicyVariant],
-        measure: Measure,
-        **others: Any,
-    ) -> None:
-        """Add a bench; `others` are further fields of it."""
-        others |= {"vocab_size": self.model.vocab_size, "seed": self.seed, "probe": self.probe.read}
-        settings = {**others, "foreign": self.foreign, "keep": self._keep}
-        self.benches.append(Bench(case=case, shapes=shapes, variants=variants, measure=measure, **settings))
-
     def _keep(self, name: str, run: Run) -> None:
         """Keep the last run of each name, to be drawn, and write each into the trace, on tracks of its own.
 
-        Raises:
-            RuntimeFailure: if it cannot be written.
+        Raises RuntimeFailure if it cannot be written.
         """
         self.last[name] = run
         self._began = self._began or run.record.arrivals[0].arrival_time
@@ -210,7 +190,9 @@ class Comparison(ABC, Generic[O]):
             if rows := list(table.rows):
                 print_table(table.heading, table.columns, rows, keys=table.keys)
         if self.options.plot is not None:
-            self.plot(self.options.plot)
+            panels, number, size = self.picture()
+            of_cases = "" if self.by_case else ", last round"
+            draw(Chart(self.report.titled(self.title + of_cases), panels, number), self.options.plot, panel_size=size)
 
     def _put_summary(self) -> tuple[list[dict[str, Any]], list[Ratio]]:
         """Medians, ratios and samples, which go into the report; where there are several cases, each with its case."""

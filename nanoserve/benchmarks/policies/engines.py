@@ -1,5 +1,7 @@
-"""The engines that comparisons open: groups of workers, and processes that compute alone."""
+"""The engines that comparisons open: groups of workers, and processes that compute alone. All raise NanoserveError
+where they cannot run."""
 
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Literal
 
@@ -35,31 +37,27 @@ def open_workers(
     metadata: Literal["decoupled", "coupled"] = "decoupled",
     simulated: bool = True,
 ) -> OpenEngine:
-    """Start workers of one layout or two, and wait until their layers are compiled.
-
-    Raises:
-        NanoserveError: if they cannot run.
-    """
+    """Start workers of one layout or two, and wait until their layers are compiled."""
     host_blocks = choose_host_blocks(model, config)
-    executor = WorkersExecutor(
-        resolved,
-        config,
-        model=model,
-        host_blocks=host_blocks,
-        progress=progress,
-        metadata=metadata,
-        observe_times=True,
-    )
-    try:
+    with ExitStack() as failing:
+        executor = WorkersExecutor(
+            resolved,
+            config,
+            model=model,
+            host_blocks=host_blocks,
+            progress=progress,
+            metadata=metadata,
+            observe_times=True,
+        )
+        failing.callback(executor.close)
         if not config.eager:
             executor.layers.start(waited=True)
             executor.layers.wait()
-    except BaseException:
-        executor.close()
-        raise
+        failing.pop_all()  # the OpenEngine closes it
     return OpenEngine(
         name=name,
         executor=executor,
+        vocab_size=model.vocab_size,
         layouts=config.layouts,
         capacities=executor.capacities,
         predictors=tuple(make_predictors(executor.speeds, model, config)),
@@ -75,21 +73,12 @@ def open_workers(
 def open_one_process(
     name: str, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
 ) -> OpenEngine:
-    """Open the model undivided in this process, with all of its threads.
-
-    Raises:
-        NanoserveError: if it cannot run.
-    """
+    """Open the model undivided in this process, with all of its threads."""
     alone = replace(config, pipeline_parallel=1, tensor_parallel=1, pipeline_split=None, trace=None)
-    llm = _prepared_llm(resolved, alone, progress)
-    return OpenEngine(
-        name=name,
-        executor=llm.engine.executor,
-        capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
-        compiled=llm.compiled,
-        simulated=False,
-        close=llm.close,
-    )
+    with ExitStack() as failing:
+        llm = _prepared_llm(failing, resolved, alone, progress)
+        failing.pop_all()  # the OpenEngine closes it
+    return _of_llm(name, llm, simulated=False)
 
 
 def open_with_host(
@@ -101,53 +90,33 @@ def open_with_host(
 ) -> OpenEngine:
     """Open a profiled engine of one device and a CPU that attends in host memory; both hold the largest case.
 
-    Raises:
-        NanoserveError: if it cannot run, or this machine cannot be profiled.
+    It has the profile that it makes at its start; its layers run now as they run in the benchmark.
     """
-    size = kv_bytes_per_block(
-        model, config.block_size, resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    )
+    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
+    size = kv_bytes_per_block(model, config.block_size, dtype)
     sized = replace(
         config,
         kv_cache_memory=work.device_blocks(work.longest) * size,
         host_kv_memory=config.host_kv_memory or work.host_blocks(work.longest) * size,
     )
-    llm = _prepared_llm(resolved, sized, progress)
-    try:
-        return _profiled(llm, sized, progress)
-    except BaseException:
-        llm.close()
-        raise
-
-
-def _prepared_llm(resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None) -> LLM:
-    source = resolved.name if resolved.directory is None else resolved.directory  # found once, not looked up again
-    llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
-    try:
-        llm.prepare(progress)
-    except BaseException:
-        llm.close()
-        raise
-    return llm
-
-
-def _profiled(llm: LLM, config: EngineConfig, progress: ProgressCallback | None) -> OpenEngine:
-    """An engine with the profile that it makes at its start; its layers run now as they run in the benchmark."""
-    executor = llm.engine.executor
-    assert isinstance(executor, LocalExecutor), "one device in this process"
-    runner, processor = executor.runner, executor.stage.processor
-    assert processor is not None, "the policy that it was opened with attends on the host"
-    starting = StartingEngine(
-        runner=runner,
-        processor=processor,
-        config=config,
-        max_model_len=llm.max_model_len,
-        speeds=measure_speeds(runner.device, runner.decoder.dtype),
-        compiled=llm.compiled,
-    )
-    predictor = hybrid_predictor(starting, progress)
-    if predictor is None:
-        raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
+    with ExitStack() as failing:
+        llm = _prepared_llm(failing, resolved, sized, progress)
+        executor = llm.engine.executor
+        assert isinstance(executor, LocalExecutor), "one device in this process"
+        processor = executor.stage.processor
+        assert processor is not None, "the policy that it was opened with attends on the host"
+        starting = StartingEngine(
+            runner=executor.runner,
+            processor=processor,
+            config=sized,
+            max_model_len=llm.max_model_len,
+            speeds=measure_speeds(executor.runner.device, executor.runner.decoder.dtype),
+            compiled=llm.compiled,
+        )
+        predictor = hybrid_predictor(starting, progress)
+        if predictor is None:
+            raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
+        failing.pop_all()  # the OpenEngine closes it
 
     def measure_times() -> MeasuredTimes:
         if config.profile is not None:
@@ -157,14 +126,33 @@ def _profiled(llm: LLM, config: EngineConfig, progress: ProgressCallback | None)
         except HostAttentionLost as reason:
             raise RuntimeFailure(f"nothing can be measured: attention on the CPU is lost: {reason}") from reason
 
-    return OpenEngine(
-        name="device and CPU",
-        executor=executor,
-        capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
+    return replace(
+        _of_llm("device and CPU", llm),
         predictors=(predictor,),
         host_blocks=llm.engine.scheduler.host_pool.num_blocks,
         host_threads=processor.threads,
-        compiled=llm.compiled,
         measure_times=measure_times,
+    )
+
+
+def _prepared_llm(
+    failing: ExitStack, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
+) -> LLM:
+    """An LLM whose layers are compiled; it is closed if anything fails."""
+    source = resolved.name if resolved.directory is None else resolved.directory  # found once, not looked up again
+    llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
+    failing.callback(llm.close)
+    llm.prepare(progress)
+    return llm
+
+
+def _of_llm(name: str, llm: LLM, *, simulated: bool = True) -> OpenEngine:
+    return OpenEngine(
+        name=name,
+        executor=llm.engine.executor,
+        vocab_size=llm.config.vocab_size,
+        capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
+        compiled=llm.compiled,
+        simulated=simulated,
         close=llm.close,
     )

@@ -1,17 +1,15 @@
 """A real engine: opened with memory for every case, and measured."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.engines import open_with_host
 from nanoserve.benchmarks.policies.gains import HYBRID
 from nanoserve.benchmarks.policies.metrics import tier_metrics
 from nanoserve.benchmarks.policies.rounds import Bench
-from nanoserve.benchmarks.policies.variants import Scheduling
+from nanoserve.benchmarks.policies.variants import fitted
 from nanoserve.commands.bench_hybrid import hybrid_variants
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
@@ -32,24 +30,21 @@ def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     model = read_config(resolved)
     engine = open_with_host(resolved, CONFIG, model, WORK, None)
     try:
-        scheduling = replace(Scheduling.of([engine], CONFIG, model), max_num_seqs=16, token_budget=128)
-        for case, variants in hybrid_variants(engine, POLICIES, WORK, scheduling):
+        config = replace(fitted(CONFIG, model, [engine]), max_num_seqs=16, max_num_batched_tokens=128)
+        for case, variants in hybrid_variants(engine, POLICIES, WORK, config):
             bench = Bench(
                 case=case.name,
                 variants=variants,
                 shapes=case.shapes,
-                vocab_size=model.vocab_size,
-                measure=partial(tier_metrics, vocab_size=model.vocab_size),
+                measure=tier_metrics,
                 probe=lambda: 1e10,
-                foreign=ForeignLoad(),
-                keep=lambda name, run: None,
             )
             done = next(bench.rounds(1))
             for figures in done.variants.values():
                 tokens = figures["latencies"]["device"]["tokens"] + figures["latencies"]["host"]["tokens"]
                 hybrid = any(figures["steps"][strategy] for strategy in HYBRID)
                 assert tokens == case.requests * (case.shape.output_tokens - 1)
-                assert figures["errors"]["all"].steps > 0
+                assert figures["errors"]["all"]["steps"] > 0
                 assert (figures["processor_share"] > 0) == hybrid
                 assert not (case.holds_everything and hybrid)
             assert (done.variants["overlap"]["steps"]["overlap"] > 0) == (not case.holds_everything)

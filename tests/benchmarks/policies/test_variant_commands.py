@@ -11,6 +11,7 @@ import pytest
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.engine_config import EngineConfig
+from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.pipeline import Runtime
@@ -48,10 +49,11 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             return replace(engine, close=lambda: found.append(f"{name} {len(engine.layouts)}"))
         times = LinearTimes(num_stages=config.pipeline_parallel, host=2.0**-8, send=2.0**-9, **_TIMES)
         executor = ObservedExecutor(times, runtime=Runtime(metadata=metadata))
-        return opened(name, executor, workers=config.num_workers, **facts)
+        return opened(name, executor, workers=config.num_workers, vocab_size=model.vocab_size, **facts)
 
     def open_one_process(name: str, resolved: Any, config: EngineConfig, progress: Any) -> OpenEngine:
-        return opened(name, UntoldExecutor(LinearTimes(**_TIMES), answer=dummy_answers), simulated=False)
+        executor = UntoldExecutor(LinearTimes(**_TIMES), answer=dummy_answers)
+        return opened(name, executor, vocab_size=read_config(resolved).vocab_size, simulated=False)
 
     def open_with_host(resolved: Any, config: EngineConfig, model: Any, work: KvCases, progress: Any) -> OpenEngine:
         return replace(simulated_engine(), close=lambda: found.append((config.policy, config.host_threads)))
