@@ -15,7 +15,6 @@ from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
 from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions
-from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
@@ -84,40 +83,6 @@ class HybridOptions(
         variables=(),
     )
 
-    def config(self) -> EngineConfig:
-        """How the engine runs on which all policies run; they are for each run's own scheduler.
-
-        Raises:
-            UsageError: for a setting out of range, for more than one device, and for memory that is for --kv-limits.
-        """
-        if self.kv_cache_memory is not None:
-            raise UsageError("--kv-cache-memory: how much there is, --kv-limits says; leave it out")
-        config = EngineConfig(**{**WorkersOptions.settings(self), "policy": _OPENED_WITH, "trace": None})
-        if config.num_workers * config.data_parallel > 1 or config.decode_layout is not None:
-            raise UsageError(
-                f"one device is measured: leave out --dp, --pp, --tp, {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}"
-            )
-        return config
-
-    def work(self) -> KvCases:
-        """All cases.
-
-        Raises:
-            UsageError: for what is no list of lengths or shares, and for shares that hold no request.
-        """
-        shapes = parse_lengths(self.lengths, "--lengths")
-        if len({shape.input_tokens for shape in shapes}) > 1:
-            raise UsageError(f"--lengths takes prompts of one length here, not {self.lengths!r:.60}")
-        work = KvCases(
-            input_tokens=shapes[0].input_tokens,
-            outputs=sorted(shape.output_tokens for shape in shapes),
-            requests=self.requests,
-            shares=parse_shares(self.kv_limits),
-            block_size=self.block_size,
-        )
-        list(work.cases())
-        return work
-
 
 def run(options: HybridOptions) -> None:
     """Answers get longer, as in APEX's figure 7, and the device's KV memory smaller; with the last limit it holds
@@ -136,18 +101,34 @@ def run(options: HybridOptions) -> None:
     TierComparison(options).run()
 
 
-class TierComparison(Comparison[HybridOptions]):
+class TierComparison(Comparison):
     """Policies with less and less KV memory on the device: rates, latencies by tier, predictions and gains."""
 
     kind = "hybrid"
     reported = ("requests", "host_kv_memory", "host_threads", "profile")
-    by_case = True
 
     def __init__(self, options: HybridOptions) -> None:
-        config, self.work = options.config(), options.work()
+        if options.kv_cache_memory is not None:
+            raise UsageError("--kv-cache-memory: how much there is, --kv-limits says; leave it out")
+        config = options.config(_OPENED_WITH)
+        if config.num_workers * config.data_parallel > 1 or config.decode_layout is not None:
+            raise UsageError(
+                f"one device is measured: leave out --dp, --pp, --tp, {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}"
+            )
+        shapes = parse_lengths(options.lengths, "--lengths")
+        if len({shape.input_tokens for shape in shapes}) > 1:
+            raise UsageError(f"--lengths takes prompts of one length here, not {options.lengths!r:.60}")
+        self.work = work = KvCases(
+            input_tokens=shapes[0].input_tokens,
+            outputs=sorted(shape.output_tokens for shape in shapes),
+            requests=options.requests,
+            shares=parse_shares(options.kv_limits),
+            block_size=options.block_size,
+        )
+        list(work.cases())  # a share that holds no request is refused
         self.policies = parse_contenders(options.policy, config.max_num_batched_tokens)
-        asked = {"work": self.work.name, "input": self.work.input_tokens, "outputs": self.work.outputs}
-        super().__init__(options, config, {**asked, "kv_limits": self.work.shares, "policies": options.policy})
+        asked = {"kv_limits": work.shares, "policies": options.policy}
+        super().__init__(options, config, work=work.name, input=work.input_tokens, outputs=work.outputs, **asked)
 
     def prepare(self) -> dict[str, Any]:
         """One engine with memory for the largest case.
@@ -176,11 +157,11 @@ class TierComparison(Comparison[HybridOptions]):
 
     @property
     def title(self) -> str:
-        facts = self.report.document["engine"]
+        facts = self.facts
         return f"{self.work.name}; {facts['model']}, {facts['dtype']}"
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-        facts, first = self.report.document["engine"], self.policies[0]
+        facts, first = self.facts, self.policies[0]
         run_columns = columns(
             ("", *_KEYS, ("read", "state"), "rounds"),
             (",.2f", "seconds"),

@@ -15,12 +15,11 @@ from nanoserve.benchmarks.serving.requests import parse_rates
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
 from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table
-from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
+from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS
 from nanoserve.errors import UsageError
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 
@@ -68,19 +67,6 @@ class PipelineOptions(LengthOptions, RandomModelOptions, renamed={"--request-rat
     )
     pp: int = option(2, "Stages of the pipeline.", minimum=1, maximum=MOST_PARALLEL, variables=())
 
-    def config(self) -> EngineConfig:
-        """How the workers run; policies are for each run's own scheduler.
-
-        Raises:
-            UsageError: for a setting out of range, and for what only one policy of these can use.
-        """
-        if self.prefill_parallel or self.decode_parallel or self.host_kv_memory or self.dp > 1:
-            raise UsageError(
-                "policies are compared on one layout of one engine, without host memory: leave out --dp, "
-                f"{PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
-            )
-        return EngineConfig(**{**WorkersOptions.settings(self), "policy": None, "trace": None})
-
 
 @on_all_machines
 def run(options: PipelineOptions) -> None:
@@ -100,7 +86,7 @@ def run(options: PipelineOptions) -> None:
     StageComparison(options).run()
 
 
-class StageComparison(Comparison[PipelineOptions]):
+class StageComparison(Comparison):
     """Every policy on every engine: rates, latencies, and where the time of the stages went."""
 
     kind = "pipeline"
@@ -108,18 +94,24 @@ class StageComparison(Comparison[PipelineOptions]):
     ratios = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}  # noqa: RUF012
 
     def __init__(self, options: PipelineOptions) -> None:
-        config, rates = options.config(), parse_rates(options.rate, "--rate")
-        if len(rates) > 1:
+        if options.prefill_parallel or options.decode_parallel or options.host_kv_memory or options.dp > 1:
+            raise UsageError(
+                "policies are compared on one layout of one engine, without host memory: leave out --dp, "
+                f"{PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
+            )
+        config, (self.rate, *others) = options.config(), parse_rates(options.rate, "--rate")
+        if others:
             raise UsageError(f"--rate takes one rate here, not {options.rate!r:.40}")
-        if options.metadata not in (*METADATA, "both"):
+        self.metadata = [one for one in METADATA if options.metadata in (one, "both")]
+        if not self.metadata:
             raise UsageError(f"--metadata {options.metadata!r:.40} is not one of {', '.join(METADATA)}, both")
-        if options.metadata == "both" and TorchrunProcess.from_environment() is not None:
+        if len(self.metadata) > 1 and TorchrunProcess.from_environment() is not None:
             raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
-        self.rate = rates[0]
         self.policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))
+        self.against_one_process = options.against_one_process
         self.work = work = options.read(options.seed or 0)
-        asked = {"work": work.name, "requests": len(work.shapes)}
-        super().__init__(options, config, {**asked, "request_rate": options.rate, "policies": options.policy})
+        asked = {"request_rate": options.rate, "policies": options.policy}
+        super().__init__(options, config, work=work.name, requests=len(work.shapes), **asked)
 
     def prepare(self) -> dict[str, Any]:
         """Engines with equally many KV blocks, and the requests that fit."""
@@ -132,21 +124,27 @@ class StageComparison(Comparison[PipelineOptions]):
         config, model = self.config, self.model
         degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
         words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
-        for metadata in METADATA if self.options.metadata == "both" else (self.options.metadata,):
+        for metadata in self.metadata:
             name = " ".join(words + ["coupled"] * (metadata == "coupled"))
             ahead = metadata == "decoupled" and config.pipeline_parallel > 1
             start = partial(engines.open_workers, name, metadata=metadata, simulated=ahead)
             self.open(f"starting {name}", partial(start, self.resolved, config, model))
-        if self.options.against_one_process:
+        if self.against_one_process:
             self.open("opening one process", partial(engines.open_one_process, "one process", self.resolved, config))
         config = fitted(config, model, self.engines)
         work = fitting_work(self.work, config.max_model_len, self.report)
         blocks = min(engine.capacities[0].num_blocks for engine in self.engines)
-        variants = []
-        for engine in self.engines:
-            place = {"place": engine.name, "engine": engine, "config": config}
-            capacities = [replace(engine.capacities[0], num_blocks=blocks)]
-            variants += [PolicyVariant(policy=policy, capacities=capacities, **place) for policy in self.policies]
+        variants = [
+            PolicyVariant(
+                policy=policy,
+                place=engine.name,
+                engine=engine,
+                config=config,
+                capacities=[replace(engine.capacities[0], num_blocks=blocks)],
+            )
+            for engine in self.engines
+            for policy in self.policies
+        ]
         dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
         remark(f"{STAGE} ...")
         with show_progress() as progress:
@@ -163,8 +161,8 @@ class StageComparison(Comparison[PipelineOptions]):
 
     @property
     def title(self) -> str:
-        settings, facts = self.report.document["settings"], self.report.document["engine"]
-        together = "all at once" if settings["request_rate"] == "inf" else f"{settings['request_rate']} a second"
+        settings, facts, rate = self.settings, self.facts, self.settings["request_rate"]
+        together = "all at once" if rate == "inf" else f"{rate} a second"
         how = f"{facts['dtype']}, {operators_title(facts)}"
         threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
         return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"

@@ -14,7 +14,6 @@ from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fi
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
 from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table
-from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
@@ -60,21 +59,6 @@ class ReshardOptions(LengthOptions, RandomModelOptions):
     against_own_workers: bool = option(False, "Also each layout on workers that have no other.")
     prefill_parallel: str | None = option("p2", "Layout for prompts.", metavar="NAME", variables=())
     decode_parallel: str | None = option("t2", "Layout for decodes.", metavar="NAME", variables=())
-
-    def config(self) -> EngineConfig:
-        """How the workers run; policies are for each run's own scheduler.
-
-        Raises:
-            UsageError: for a setting out of range, a policy, and several engines; and for more groups of workers than
-                torchrun started.
-        """
-        if self.against_own_workers and TorchrunProcess.from_environment() is not None:
-            raise UsageError("--against-own-workers takes three groups of workers, but torchrun started one")
-        if self.policy is not None:
-            raise UsageError("--policy: this command compares those that it names; leave it out")
-        if self.layouts()[0].data_parallel > 1:
-            raise UsageError(f"{PAIR_OPTIONS[0]} {self.prefill_parallel}: one engine is measured; leave out the D")
-        return EngineConfig(**{**WorkersOptions.settings(self), "trace": None})
 
 
 @on_all_machines
@@ -122,7 +106,7 @@ def resharding_pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
     ]
 
 
-class LayoutComparison(Comparison[ReshardOptions]):
+class LayoutComparison(Comparison):
     """Each layout alone, and the ways of changing between the two: rates, phases, and what was moved."""
 
     kind = "reshard"
@@ -130,9 +114,14 @@ class LayoutComparison(Comparison[ReshardOptions]):
     pairs = staticmethod(resharding_pairs)
 
     def __init__(self, options: ReshardOptions) -> None:
-        config = options.config()
-        self.work = work = options.read(options.seed or 0)
-        super().__init__(options, config, {"work": work.name, "requests": len(work.shapes)})
+        if options.against_own_workers and TorchrunProcess.from_environment() is not None:
+            raise UsageError("--against-own-workers takes three groups of workers, but torchrun started one")
+        if options.policy is not None:
+            raise UsageError("--policy: this command compares those that it names; leave it out")
+        if options.layouts()[0].data_parallel > 1:
+            raise UsageError(f"{PAIR_OPTIONS[0]} {options.prefill_parallel}: one engine is measured; leave out the D")
+        config, self.work = options.config(), options.read(options.seed or 0)
+        super().__init__(options, config, work=self.work.name, requests=len(self.work.shapes))
 
     def prepare(self) -> dict[str, Any]:
         """Workers with both layouts, perhaps workers with each of them alone, and the requests that fit."""
@@ -142,7 +131,7 @@ class LayoutComparison(Comparison[ReshardOptions]):
         names = [layout.name for layout in config.layouts]
         start = partial(engines.open_workers, " -> ".join(names), self.resolved, config, model)
         pair = self.open(f"starting workers for {' and '.join(names)}", start)
-        for layout in config.layouts if self.options.against_own_workers else ():
+        for layout in config.layouts if self.settings["against_own_workers"] else ():
             alone = replace(
                 config,
                 pipeline_parallel=layout.pipeline_parallel,
@@ -164,11 +153,11 @@ class LayoutComparison(Comparison[ReshardOptions]):
 
     @property
     def title(self) -> str:
-        settings, facts = self.report.document["settings"], self.report.document["engine"]
+        settings, facts = self.settings, self.facts
         return f"{settings['requests']} requests of {settings['work']}; {facts['model']}, {facts['dtype']}"
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-        facts = self.report.document["engine"]
+        facts = self.facts
         threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
         blocks = f"KV blocks: {facts['kv_blocks']} on the devices, {facts['host_blocks']:,} in the host pool"
         in_turn = [row for row in summary if row["phases"] is not None]

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from nanoserve.benchmarks.policies.pictures import Picture
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
 from nanoserve.benchmarks.policies.variants import OpenEngine
+from nanoserve.benchmarks.rounds import until_enough_count
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import ResultOptions, kept, print_counting, print_head, settled_operators
 from nanoserve.commands.engine_options import MODEL_PANEL, WorkersOptions
@@ -33,6 +34,10 @@ class VariantsOptions(ResultOptions, WorkersOptions):
 
     rounds: int = option(3, "Rounds that count.", minimum=1)
 
+    def config(self, policy: str | None = None) -> EngineConfig:
+        """How the engines run; each run's own scheduler has a policy of its own, and runs share one trace."""
+        return EngineConfig(**{**WorkersOptions.settings(self), "policy": policy, "trace": None})
+
 
 class RandomModelOptions(VariantsOptions):
     """The same, with random weights unless another model is named."""
@@ -40,9 +45,6 @@ class RandomModelOptions(VariantsOptions):
     model: str | None = option(
         "dummy:qwen3-0.6b", "Directory, hub id or dummy:NAME.", "-m", metavar="MODEL", panel=MODEL_PANEL
     )
-
-
-O = TypeVar("O", bound=VariantsOptions)  # noqa: E741  # options
 
 
 class Table(NamedTuple):
@@ -54,11 +56,11 @@ class Table(NamedTuple):
     keys: int = 2
 
 
-class Comparison(ABC, Generic[O]):
+class Comparison(ABC):
     """Variants side by side. A subclass opens engines, names variants and their metrics, and says what is shown.
 
     Args:
-        config: how the engines run; policies are for each run's own scheduler.
+        config: how the engines run.
         settings: what the report says about the options, beside those of `reported`.
     """
 
@@ -70,13 +72,12 @@ class Comparison(ABC, Generic[O]):
     """Metrics that ratios are formed of, and what tables call them."""
     pairs = staticmethod(pairs)
     """The variants that ratios are formed of."""
-    by_case: ClassVar[bool] = False
-    """Whether there may be several cases, which summaries and ratios then name."""
 
-    def __init__(self, options: O, config: EngineConfig, settings: Mapping[str, Any]) -> None:
-        self.options, self.config, self.seed = options, config, options.seed or 0
+    def __init__(self, options: VariantsOptions, config: EngineConfig, **settings: Any) -> None:
+        self.config, self.seed, self._options = config, options.seed or 0, options
         chosen = {name: getattr(options, name) for name in ("rounds", "max_num_batched_tokens", *self.reported)}
-        self.report = options.open_report(self.kind, {**settings, **chosen, "seed": self.seed})
+        self.settings = {**settings, **chosen, "seed": self.seed}
+        self.report = options.open_report(self.kind, self.settings)
         self.engines: list[OpenEngine] = []
         self.benches: list[Bench] = []
         self.last: dict[str, Run] = {}  # the last run of each name
@@ -87,6 +88,12 @@ class Comparison(ABC, Generic[O]):
     @abstractmethod
     def prepare(self) -> dict[str, Any]:
         """Open the engines and add a bench for each case; returns facts about the engines for the report."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts about the engines, those of ``prepare`` among them."""
+        facts: dict[str, Any] = self.report.document["engine"]
+        return facts
 
     @property
     @abstractmethod
@@ -107,7 +114,7 @@ class Comparison(ABC, Generic[O]):
 
     def run(self) -> None:
         """Measure, and show what was measured until the end, Ctrl-C or a failure."""
-        options = self.options
+        options = self._options
         operators = settled_operators(options.threads)
         with self.opened:
             if options.record is not None:
@@ -168,12 +175,13 @@ class Comparison(ABC, Generic[O]):
         with show_progress() as progress:
             progress("rounds", 0, total)
             remark(f"warming up with {self.benches[0].case}")
-            self.benches[0].warm_up()
+            for variant in self.benches[0].variants:
+                variant.run(self.benches[0].requests(0))
             for place, bench in enumerate(self.benches):
                 remark(f"measuring {bench.case}")
                 counted = 1 + place * wanted
                 progress("rounds", counted, total)
-                for done in bench.rounds(wanted):
+                for done in until_enough_count(bench.round, wanted):
                     row = {"case": bench.case, **bench.facts, "round": done, "drift": done.drift, "counts": done.counts}
                     self.report.add(row)
                     counted += done.counts
@@ -189,10 +197,10 @@ class Comparison(ABC, Generic[O]):
         for table in self.tables(summary, compared):
             if rows := list(table.rows):
                 print_table(table.heading, table.columns, rows, keys=table.keys)
-        if self.options.plot is not None:
+        if self._options.plot is not None:
             panels, number, size = self.picture()
-            of_cases = "" if self.by_case else ", last round"
-            draw(Chart(self.report.titled(self.title + of_cases), panels, number), self.options.plot, panel_size=size)
+            title = self.title if self.benches[0].facts else f"{self.title}, last round"
+            draw(Chart(self.report.titled(title), panels, number), self._options.plot, panel_size=size)
 
     def _put_summary(self) -> tuple[list[dict[str, Any]], list[Ratio]]:
         """Medians, ratios and samples, which go into the report; where there are several cases, each with its case."""
@@ -204,13 +212,13 @@ class Comparison(ABC, Generic[O]):
             held = ratios(bench.done, self.pairs(bench.variants), list(self.ratios))
             found = samples(bench.done, list(self.ratios))
             rows = summarize(bench.done)
-            if self.by_case:
+            if bench.facts:
                 texts = {(one.variants.partition(" over ")[0], one.state): one.text for one in held}
                 rows = [{**row, "case": bench.case, "ratio": texts.get((row["variant"], row["state"]))} for row in rows]
                 found = {f"{bench.case}, {name}": figures for name, figures in found.items()}
             summary += rows
             compared += held
-            put += [{"case": bench.case, "ratio": one} for one in held] if self.by_case else held
+            put += [{"case": bench.case, "ratio": one} for one in held] if bench.facts else held
             sampled |= found
         for name, value in {"summary": summary, "ratios": put, "samples": sampled}.items():
             self.report.put(name, value)

@@ -1,7 +1,7 @@
 """Several variants in interleaved rounds: running them, and medians and ratios of their metrics. No torch."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.variants import PolicyVariant, make_requests
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated, until_enough_count
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.workloads import RequestShape
@@ -70,16 +70,8 @@ class Bench:
         seed, vocab_size = 1000 * self.seed + number, self.variants[0].engine.vocab_size
         return make_requests(self.shapes, poisson_arrivals(self.rate, len(self.shapes), seed), vocab_size, seed)
 
-    def warm_up(self) -> None:
-        """Run every variant once, unmeasured."""
-        for variant in self.variants:
-            variant.run(self.requests(0))
-
-    def rounds(self, wanted: int) -> Iterator[PolicyRound]:
-        """Yield rounds until enough count or too many were tried; each begins with another variant."""
-        return until_enough_count(self._round, wanted)
-
-    def _round(self, number: int) -> PolicyRound:
+    def round(self, number: int) -> PolicyRound:
+        """Run and measure every variant; each round begins with another one."""
         # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
         measure_times = self.variants[0].engine.measure_times
         times = None if measure_times is None else measure_times()
@@ -107,11 +99,7 @@ class Bench:
 
 
 def pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
-    """Variants that differ in one thing alone.
-
-    They are other policies over the first one on the same engine, and the first engine over others under the same
-    policy.
-    """
+    """Other policies over the first one on the same engine, and the first engine over others under the same policy."""
     found, first = [], variants[0]
     for one, other in combinations(variants, 2):
         if one.place == other.place and one.policy == first.policy:

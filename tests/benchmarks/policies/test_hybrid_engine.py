@@ -39,7 +39,7 @@ def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
                 measure=tier_metrics,
                 probe=lambda: 1e10,
             )
-            done = next(bench.rounds(1))
+            done = bench.round(1)
             for figures in done.variants.values():
                 tokens = figures["latencies"]["device"]["tokens"] + figures["latencies"]["host"]["tokens"]
                 hybrid = any(figures["steps"][strategy] for strategy in HYBRID)

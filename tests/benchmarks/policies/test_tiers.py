@@ -40,7 +40,7 @@ def _is_hybrid(figures: Metrics) -> bool:
 @pytest.fixture(scope="module")
 def tight() -> PolicyRound:
     """With memory for a third."""
-    return next(_bench(simulated_engine(), 0.3).rounds(1))
+    return _bench(simulated_engine(), 0.3).round(1)
 
 
 def test_the_simulator_and_the_predictor_know_a_run_that_is_as_they_say(tight: PolicyRound) -> None:
@@ -78,7 +78,7 @@ def test_gains_come_near_their_bounds_and_never_beyond(tight: PolicyRound) -> No
 
 
 def test_with_memory_for_everything_no_step_is_hybrid() -> None:
-    done = next(_bench(simulated_engine(), 1.0).rounds(1))
+    done = _bench(simulated_engine(), 1.0).round(1)
     assert not any(map(_is_hybrid, done.variants.values()))
     assert len({figures["seconds"] for figures in done.variants.values()}) == 1
     assert findings([done], holds_everything=True)["hybrid_although_it_fits"] == ()
@@ -101,7 +101,7 @@ def test_gains_beyond_the_bound_are_found(tight: PolicyRound) -> None:
 def test_a_machine_slower_than_its_profile_shows_in_the_simulators_error() -> None:
     slow = replace(TIMES, layer=2 * TIMES.layer, token=2 * TIMES.token, key=2 * TIMES.key)
     bench = _bench(simulated_engine(slow), 1.0)
-    first, second = bench.rounds(2)
+    first, second = bench.round(1), bench.round(2)
     figures = [done.variants["hybrid"] for done in (first, second)]
     assert figures[0]["simulation_error"] == pytest.approx(1.0, abs=0.05), "the profile promises twice the throughput"
     errors = [one["errors"]["all"]["median"] for one in figures]
@@ -110,7 +110,8 @@ def test_a_machine_slower_than_its_profile_shows_in_the_simulators_error() -> No
 
 def test_the_simulator_is_fed_with_what_was_measured_in_the_round() -> None:
     slow = replace(TIMES, layer=2 * TIMES.layer, token=2 * TIMES.token, key=2 * TIMES.key)
-    first, second = _bench(simulated_engine(measured=[TIMES, slow]), 1.0).rounds(2)
+    bench = _bench(simulated_engine(measured=[TIMES, slow]), 1.0)
+    first, second = bench.round(1), bench.round(2)
     assert first.variants["sarathi"]["simulation_error"] == pytest.approx(0, abs=1e-4)
     assert second.variants["sarathi"]["simulation_error"] == pytest.approx(-0.5, abs=0.05)
 
