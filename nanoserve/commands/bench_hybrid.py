@@ -1,15 +1,15 @@
 """``nanoserve bench hybrid``: attention on the CPU beside the device, as several policies have it, and without."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from statistics import geometric_mean
 from typing import Any
 
-from nanoserve.benchmarks.policies.cases import KvCase, KvCases, parse_shares
+from nanoserve.benchmarks.policies.cases import KvCases, parse_shares
 from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
 from nanoserve.benchmarks.policies.pictures import Picture, throughputs_picture
-from nanoserve.benchmarks.policies.rounds import Ratio, ratios_within
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.tables import columns
@@ -131,11 +131,7 @@ class TierComparison(Comparison):
         super().__init__(options, config, work=work.name, input=work.input_tokens, outputs=work.outputs, **asked)
 
     def prepare(self) -> dict[str, Any]:
-        """One engine with memory for the largest case.
-
-        Raises:
-            UsageError: if the model's context is too short for the longest requests.
-        """
+        """One engine with memory for the largest case."""
         config, model, longest = self.config, self.model, self.work.longest
         context = config.max_model_len or model.max_position_embeddings
         if longest.total_tokens > context:
@@ -148,17 +144,13 @@ class TierComparison(Comparison):
         start = partial(engines.open_with_host, self.resolved, config, model, self.work)
         engine = self.open("opening the engine", start)
         config = fitted(config, model, [engine])
-        for case, variants in hybrid_variants(engine, self.policies, self.work, config):
-            facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
-            bench = partial(self.bench, case=case.name, facts=facts, shapes=case.shapes)
-            self.benches.append(bench(variants=variants, measure=tier_metrics))
+        self.benches += hybrid_benches(self.bench, engine, self.policies, self.work, config)
         host = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
         return {**host, "model_layers": model.num_layers}
 
     @property
     def title(self) -> str:
-        facts = self.facts
-        return f"{self.work.name}; {facts['model']}, {facts['dtype']}"
+        return f"{self.work.name}; {self.facts['model']}, {self.facts['dtype']}"
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
         facts, first = self.facts, self.policies[0]
@@ -186,19 +178,20 @@ class TierComparison(Comparison):
 
     def notes(self) -> Iterator[str]:
         """What was promised, and whether it holds; the figures go into the report."""
-        measured = [bench for bench in self.benches if bench.done]
-        fitting = [bench.case for bench in measured if bench.facts["share"] >= 1]
-        found = {bench.case: findings(bench.done, holds_everything=bench.case in fitting) for bench in measured}
+        found, fitting = {}, []
+        for bench in self.benches:
+            if bench.done:
+                everything = bench.facts["share"] >= 1
+                fitting += [bench.case] * everything
+                found[bench.case] = findings(bench.done, holds_everything=everything)
         means = self._means()
         self.report.put("findings", found)
         self.report.put("means", means)
-        broken = [f"{name} in {case}" for case in fitting for name in found[case]["hybrid_although_it_fits"]]
-        if broken:
+        if broken := [f"{name} in {case}" for case in found for name in found[case]["hybrid_although_it_fits"]]:
             yield f"HYBRID STEPS although the device holds everything: {'; '.join(broken)}"
         elif fitting:
             yield "where the device holds everything, no step was hybrid"
-        beyond = [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]
-        if beyond:
+        if beyond := [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]:
             yield f"beyond the closed forms' bounds in some round: {'; '.join(beyond)}"
         for share, of in means.items():
             each = ", ".join(f"{name} {mean:.3f}" for name, mean in of.items())
@@ -220,8 +213,7 @@ class TierComparison(Comparison):
         for bench in self.benches:
             of_share = found.setdefault(f"KV {bench.facts['share']:.0%}", {})
             for done in filter(attrgetter("counts"), bench.done):
-                within = ratios_within(done, self.pairs(bench.variants), list(self.ratios))
-                for (called, _), ratio in within.items():
+                for (called, _), ratio in ratios_within(done, self.pairs(bench.variants), list(self.ratios)).items():
                     of_share.setdefault(called, []).append(ratio)
         return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items() if of}
 
@@ -229,8 +221,7 @@ class TierComparison(Comparison):
 def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
     """Names separated by commas, the device alone before those that use the CPU: "sarathi,neo,overlap:cohorts=4".
 
-    Raises:
-        UsageError: for an unknown name or parameter, one out of its range, or another order.
+    Raises UsageError for an unknown name or parameter, one out of its range, or another order.
     """
     names = tuple(parse_policies(text, token_budget))
     if _attends_on_host(names[0]):
@@ -239,30 +230,26 @@ def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
 
 
 def _attends_on_host(policy: str) -> bool:
-    """Whether the policy of that name, perhaps with parameters, has the CPU attend."""
     return POLICIES[policy.partition(":")[0]].attends_on_host
 
 
-def hybrid_variants(
-    engine: OpenEngine, policies: Sequence[str], work: KvCases, config: EngineConfig
-) -> Iterator[tuple[KvCase, list[PolicyVariant]]]:
-    """Every policy with the KV memory of each case.
-
-    Each policy's predictor goes on learning from run to run, as that of a server does.
-    """
+def hybrid_benches(
+    make_bench: Callable[..., Bench], engine: OpenEngine, policies: Sequence[str], work: KvCases, config: EngineConfig
+) -> Iterator[Bench]:
+    """Every policy with the KV memory of each case; its predictor goes on learning from run to run, as in a server."""
+    host_blocks = {policy: engine.host_blocks if _attends_on_host(policy) else 0 for policy in policies}
     learning = {policy: CorrectedPredictor(engine.predictors[0]) for policy in policies}
-    for case in work.cases():
-        variant = partial(PolicyVariant, engine=engine, config=config, capacities=[LayoutCapacity(case.num_blocks)])
-        yield (
-            case,
-            [
-                variant(
-                    policy=policy,
-                    host_blocks=engine.host_blocks if _attends_on_host(policy) else 0,
-                    predictors=(predictor,),
-                )
-                for policy, predictor in learning.items()
+    for shape, share, num_blocks in work.cases():
+        variant = partial(PolicyVariant, engine=engine, config=config, capacities=[LayoutCapacity(num_blocks)])
+        yield make_bench(
+            case=f"{shape.input_tokens}+{shape.output_tokens}, KV {share:.0%}",
+            facts={"share": share, "output": shape.output_tokens, "blocks": num_blocks},
+            variants=[
+                variant(policy=policy, host_blocks=host_blocks[policy], predictors=(learning[policy],))
+                for policy in policies
             ],
+            shapes=[shape] * work.requests,
+            measure=tier_metrics,
         )
 
 

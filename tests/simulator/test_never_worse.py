@@ -37,7 +37,9 @@ def run(policy: str, case: KvCase, times: TierTimes, predictor: Predictor) -> Ru
         )
 
     executor = TieredExecutor([times], block_size=BLOCK_SIZE, answer=dummy_answers)
-    return run_requests(executor, scheduler, make_requests(case.shapes, [0.0] * REQUESTS, 50, 1), vocab_size=50)
+    return run_requests(
+        executor, scheduler, make_requests([case.shape] * REQUESTS, [0.0] * REQUESTS, 50, 1), vocab_size=50
+    )
 
 
 @pytest.mark.parametrize(("output", "share"), [(24, 0.15), (24, 0.25), (48, 0.25)])

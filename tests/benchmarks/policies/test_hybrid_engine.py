@@ -1,16 +1,16 @@
 """A real engine: opened with memory for every case, and measured."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.engines import open_with_host
 from nanoserve.benchmarks.policies.gains import HYBRID
-from nanoserve.benchmarks.policies.metrics import tier_metrics
 from nanoserve.benchmarks.policies.rounds import Bench
 from nanoserve.benchmarks.policies.variants import fitted
-from nanoserve.commands.bench_hybrid import hybrid_variants
+from nanoserve.commands.bench_hybrid import hybrid_benches
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
@@ -31,23 +31,17 @@ def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_with_host(resolved, CONFIG, model, WORK, None)
     try:
         config = replace(fitted(CONFIG, model, [engine]), max_num_seqs=16, max_num_batched_tokens=128)
-        for case, variants in hybrid_variants(engine, POLICIES, WORK, config):
-            bench = Bench(
-                case=case.name,
-                variants=variants,
-                shapes=case.shapes,
-                measure=tier_metrics,
-                probe=lambda: 1e10,
-            )
+        for bench in hybrid_benches(partial(Bench, probe=lambda: 1e10), engine, POLICIES, WORK, config):
             done = bench.round(1)
+            holds_everything = bench.facts["share"] >= 1
             for figures in done.variants.values():
                 tokens = figures["latencies"]["device"]["tokens"] + figures["latencies"]["host"]["tokens"]
                 hybrid = any(figures["steps"][strategy] for strategy in HYBRID)
-                assert tokens == case.requests * (case.shape.output_tokens - 1)
+                assert tokens == len(bench.shapes) * (bench.facts["output"] - 1)
                 assert figures["errors"]["all"]["steps"] > 0
                 assert (figures["processor_share"] > 0) == hybrid
-                assert not (case.holds_everything and hybrid)
-            assert (done.variants["overlap"]["steps"]["overlap"] > 0) == (not case.holds_everything)
+                assert not (holds_everything and hybrid)
+            assert (done.variants["overlap"]["steps"]["overlap"] > 0) == (not holds_everything)
 
         def lost(*arguments: object) -> Profile:
             raise HostAttentionLost("the thread died")

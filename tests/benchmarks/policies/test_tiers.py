@@ -1,16 +1,17 @@
 """Runs in virtual time: what is measured of them, and that the simulator makes the same of them."""
 
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import pytest
 
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.gains import HYBRID
-from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
+from nanoserve.benchmarks.policies.metrics import findings
 from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound
 from nanoserve.benchmarks.policies.variants import OpenEngine
-from nanoserve.commands.bench_hybrid import hybrid_variants
+from nanoserve.commands.bench_hybrid import hybrid_benches
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.scheduler.plan import StepResult
@@ -23,14 +24,8 @@ OUTPUT, REQUESTS = 40, 12
 def _bench(engine: OpenEngine, share: float) -> Bench:
     work = KvCases(input_tokens=13, outputs=(OUTPUT,), requests=REQUESTS, shares=(share,), block_size=BLOCK_SIZE)
     config = EngineConfig(block_size=BLOCK_SIZE, max_model_len=200, max_num_seqs=64, max_num_batched_tokens=32)
-    ((case, variants),) = hybrid_variants(engine, POLICIES, work, config)
-    return Bench(
-        case=case.name,
-        variants=variants,
-        shapes=case.shapes,
-        measure=tier_metrics,
-        probe=lambda: 1e10,
-    )
+    (bench,) = hybrid_benches(partial(Bench, probe=lambda: 1e10), engine, POLICIES, work, config)
+    return bench
 
 
 def _is_hybrid(figures: Metrics) -> bool:
