@@ -141,8 +141,7 @@ class TierComparison(Comparison):
             )
         from nanoserve.benchmarks.policies import engines
 
-        start = partial(engines.open_with_host, self.resolved, config, model, self.work)
-        engine = self.open("opening the engine", start)
+        engine = self.open("opening the engine", engines.open_with_host, self.resolved, config, model, self.work)
         config = fitted(config, model, [engine])
         self.benches += hybrid_benches(self.bench, engine, self.policies, self.work, config)
         host = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}

@@ -127,10 +127,10 @@ class StageComparison(Comparison):
         for metadata in self.metadata:
             name = " ".join(words + ["coupled"] * (metadata == "coupled"))
             ahead = metadata == "decoupled" and config.pipeline_parallel > 1
-            start = partial(engines.open_workers, name, metadata=metadata, simulated=ahead)
-            self.open(f"starting {name}", partial(start, self.resolved, config, model))
+            workers = (engines.open_workers, name, self.resolved, config, model)
+            self.open(f"starting {name}", *workers, metadata=metadata, simulated=ahead)
         if self.against_one_process:
-            self.open("opening one process", partial(engines.open_one_process, "one process", self.resolved, config))
+            self.open("opening one process", engines.open_one_process, "one process", self.resolved, config)
         config = fitted(config, model, self.engines)
         work = fitting_work(self.work, config.max_model_len, self.report)
         blocks = min(engine.capacities[0].num_blocks for engine in self.engines)

@@ -129,8 +129,8 @@ class LayoutComparison(Comparison):
 
         config, model = self.config, self.model
         names = [layout.name for layout in config.layouts]
-        start = partial(engines.open_workers, " -> ".join(names), self.resolved, config, model)
-        pair = self.open(f"starting workers for {' and '.join(names)}", start)
+        workers = (engines.open_workers, " -> ".join(names), self.resolved, config, model)
+        pair = self.open(f"starting workers for {' and '.join(names)}", *workers)
         for layout in config.layouts if self.settings["against_own_workers"] else ():
             alone = replace(
                 config,
@@ -139,8 +139,8 @@ class LayoutComparison(Comparison):
                 decode_layout=None,
                 host_kv_memory=None,
             )
-            start = partial(engines.open_workers, "own workers", self.resolved, alone, model)
-            self.open(f"starting workers for {layout.name} alone", start)
+            workers = (engines.open_workers, "own workers", self.resolved, alone, model)
+            self.open(f"starting workers for {layout.name} alone", *workers)
         config = fitted(config, model, self.engines)
         work = fitting_work(self.work, config.max_model_len, self.report)
         variants = list(resharding_variants(self.engines, config))

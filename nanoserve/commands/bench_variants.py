@@ -19,7 +19,7 @@ from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import ResultOptions, kept, print_counting, print_head, settled_operators
 from nanoserve.commands.engine_options import MODEL_PANEL, WorkersOptions
 from nanoserve.commands.options import option
-from nanoserve.commands.progress import Progress, show_progress
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.charts import Chart, draw
@@ -78,6 +78,7 @@ class Comparison(ABC):
         chosen = {name: getattr(options, name) for name in ("rounds", "max_num_batched_tokens", *self.reported)}
         self.settings = {**settings, **chosen, "seed": self.seed}
         self.report = options.open_report(self.kind, self.settings)
+        self.facts: dict[str, Any] = {}  # about the engines, in the report
         self.engines: list[OpenEngine] = []
         self.benches: list[Bench] = []
         self.last: dict[str, Run] = {}  # the last run of each name
@@ -88,12 +89,6 @@ class Comparison(ABC):
     @abstractmethod
     def prepare(self) -> dict[str, Any]:
         """Open the engines and add a bench for each case; returns facts about the engines for the report."""
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts about the engines, those of ``prepare`` among them."""
-        facts: dict[str, Any] = self.report.document["engine"]
-        return facts
 
     @property
     @abstractmethod
@@ -130,24 +125,24 @@ class Comparison(ABC):
                 self.resolved = resolve_model(options.model, offline=options.offline, progress=progress)
             self.model, self.probe = read_config(self.resolved), BandwidthProbe()
             self.bench = partial(Bench, seed=self.seed, probe=self.probe.read, keep=self._keep)
-            facts = self.prepare()
-            general = {
+            prepared = self.prepare()
+            self.facts = {
                 "model": self.resolved.name,
                 "dtype": dtype_name(self.config.dtype, self.model),
                 "operators": operators,
                 "layers": "compiled" if all(engine.compiled for engine in self.engines) else "eager",
                 "threads": torch.get_num_threads(),
                 "threads_of_a_worker": threads_of_each(self.config.num_workers),
+                **prepared,
             }
-            self.report.put("engine", {**general, **facts})
+            self.report.put("engine", self.facts)
             self._measure(options.rounds)
 
-    def open(self, announced: str, open_engine: Callable[[Progress], OpenEngine]) -> OpenEngine:
+    def open(self, announced: str, open_engine: Callable[..., OpenEngine], *arguments: Any, **facts: Any) -> OpenEngine:
         """Open an engine for all rounds while its progress is shown; the end of the comparison closes it."""
         remark(announced)
         with show_progress() as progress:
-            self.engines.append(open_engine(progress))
-        self.opened.callback(self.engines[-1].close)
+            self.engines.append(open_engine(self.opened, *arguments, progress, **facts))
         return self.engines[-1]
 
     def _keep(self, name: str, run: Run) -> None:

@@ -1,5 +1,7 @@
-"""The engines that comparisons open: groups of workers, and processes that compute alone. All raise NanoserveError
-where they cannot run."""
+"""The engines that comparisons open: groups of workers, and processes that compute alone.
+
+The end of ``opened`` closes them. All raise NanoserveError where they cannot run.
+"""
 
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -28,6 +30,7 @@ from nanoserve.scheduler.plan import LayoutCapacity
 
 
 def open_workers(
+    opened: ExitStack,
     name: str,
     resolved: ResolvedModel,
     config: EngineConfig,
@@ -39,21 +42,19 @@ def open_workers(
 ) -> OpenEngine:
     """Start workers of one layout or two, and wait until their layers are compiled."""
     host_blocks = choose_host_blocks(model, config)
-    with ExitStack() as failing:
-        executor = WorkersExecutor(
-            resolved,
-            config,
-            model=model,
-            host_blocks=host_blocks,
-            progress=progress,
-            metadata=metadata,
-            observe_times=True,
-        )
-        failing.callback(executor.close)
-        if not config.eager:
-            executor.layers.start(waited=True)
-            executor.layers.wait()
-        failing.pop_all()  # the OpenEngine closes it
+    executor = WorkersExecutor(
+        resolved,
+        config,
+        model=model,
+        host_blocks=host_blocks,
+        progress=progress,
+        metadata=metadata,
+        observe_times=True,
+    )
+    opened.callback(executor.close)
+    if not config.eager:
+        executor.layers.start(waited=True)
+        executor.layers.wait()
     return OpenEngine(
         name=name,
         executor=executor,
@@ -66,22 +67,19 @@ def open_workers(
         host_link_bandwidth=None if executor.speeds is None else executor.speeds.host_link_bandwidth,
         compiled=executor.layers.loaded,
         simulated=simulated,
-        close=executor.close,
     )
 
 
 def open_one_process(
-    name: str, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
+    opened: ExitStack, name: str, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
 ) -> OpenEngine:
     """Open the model undivided in this process, with all of its threads."""
     alone = replace(config, pipeline_parallel=1, tensor_parallel=1, pipeline_split=None, trace=None)
-    with ExitStack() as failing:
-        llm = _prepared_llm(failing, resolved, alone, progress)
-        failing.pop_all()  # the OpenEngine closes it
-    return _of_llm(name, llm, simulated=False)
+    return _of_llm(name, _open_llm(opened, resolved, alone, progress), simulated=False)
 
 
 def open_with_host(
+    opened: ExitStack,
     resolved: ResolvedModel,
     config: EngineConfig,
     model: ModelConfig,
@@ -99,24 +97,22 @@ def open_with_host(
         kv_cache_memory=work.device_blocks(work.longest) * size,
         host_kv_memory=config.host_kv_memory or work.host_blocks(work.longest) * size,
     )
-    with ExitStack() as failing:
-        llm = _prepared_llm(failing, resolved, sized, progress)
-        executor = llm.engine.executor
-        assert isinstance(executor, LocalExecutor), "one device in this process"
-        processor = executor.stage.processor
-        assert processor is not None, "the policy that it was opened with attends on the host"
-        starting = StartingEngine(
-            runner=executor.runner,
-            processor=processor,
-            config=sized,
-            max_model_len=llm.max_model_len,
-            speeds=measure_speeds(executor.runner.device, executor.runner.decoder.dtype),
-            compiled=llm.compiled,
-        )
-        predictor = hybrid_predictor(starting, progress)
-        if predictor is None:
-            raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
-        failing.pop_all()  # the OpenEngine closes it
+    llm = _open_llm(opened, resolved, sized, progress)
+    executor = llm.engine.executor
+    assert isinstance(executor, LocalExecutor), "one device in this process"
+    processor = executor.stage.processor
+    assert processor is not None, "the policy that it was opened with attends on the host"
+    starting = StartingEngine(
+        runner=executor.runner,
+        processor=processor,
+        config=sized,
+        max_model_len=llm.max_model_len,
+        speeds=measure_speeds(executor.runner.device, executor.runner.decoder.dtype),
+        compiled=llm.compiled,
+    )
+    predictor = hybrid_predictor(starting, progress)
+    if predictor is None:
+        raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
 
     def measure_times() -> MeasuredTimes:
         if config.profile is not None:
@@ -135,13 +131,13 @@ def open_with_host(
     )
 
 
-def _prepared_llm(
-    failing: ExitStack, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
+def _open_llm(
+    opened: ExitStack, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
 ) -> LLM:
-    """An LLM whose layers are compiled; it is closed if anything fails."""
+    """An LLM whose layers are compiled."""
     source = resolved.name if resolved.directory is None else resolved.directory  # found once, not looked up again
     llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
-    failing.callback(llm.close)
+    opened.callback(llm.close)
     llm.prepare(progress)
     return llm
 
@@ -154,5 +150,4 @@ def _of_llm(name: str, llm: LLM, *, simulated: bool = True) -> OpenEngine:
         capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
         compiled=llm.compiled,
         simulated=simulated,
-        close=llm.close,
     )

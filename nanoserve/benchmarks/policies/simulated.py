@@ -30,15 +30,13 @@ def compare_with_simulator(
 
     Args:
         record: of workers that reported their times, with plans sent ahead.
-        make_scheduler: makes one as the run had.
-        layouts: the parallel layouts, by the scheduler's numbers.
+        make_scheduler: makes one as the run had, which knows these ``layouts``.
 
     Returns:
         Simulated metrics over the real ones, the simulated values, and the numbers of plans; None if a layout computed
         nothing, whose step times are then unknown. TPOT is None where no request has a second token.
 
-    Raises:
-        ValueError: if the replay makes other plans.
+    Raises ValueError if the replay makes other plans.
     """
     replayed = replay(record, make_scheduler, vocab_size=vocab_size)
     block_size = make_scheduler().pool.block_size
@@ -86,34 +84,16 @@ def _means(record: RunRecord) -> tuple[float, float | None]:
     return fmean(timing.ttft for timing in record.timings), fmean(tpots) if tpots else None
 
 
-class _MeasuredMoves(MeasuredStages):
-    """MovingTimes of one layout: moves take what they took in the real run, in the mean, for all stages at once.
-
-    A swap is answered when the last worker has done its part. A transition includes the messages to the workers.
-    """
-
-    def __init__(self, steps: Sequence[MeasuredStep], token_seconds: float, transition_seconds: float) -> None:
-        super().__init__(steps)
-        self._token_seconds, self._transition_seconds = token_seconds, transition_seconds
-
-    def swap_seconds(self, tokens: int, stage: int) -> float:
-        """Time of a swap that begins in this layout."""
-        return self._token_seconds * tokens
-
-    def reload_seconds(self, stage: int) -> float:
-        """Time of a change to this layout, from plan to answer."""
-        return self._transition_seconds
-
-
-def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size: int) -> _MeasuredMoves | None:
+def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size: int) -> MeasuredStages | None:
     """The times of a layout; None if it computed nothing."""
     plans = [plan for plan in record.plans if plan.rows and plan.layout == number]
     if not plans:
         return None
     changes = [plan.step for plan in record.plans if plan.transition == number]
-    seconds = fmean(record.known[step] - record.planned[step].time for step in changes) if changes else 0.0
+    reload = fmean(record.known[step] - record.planned[step].time for step in changes) if changes else 0.0
+    swaps = _swap_token_seconds(record, number, block_size)
     steps = _measured_steps(record, plans, layout.tensor_parallel)
-    return _MeasuredMoves(steps, _swap_token_seconds(record, number, block_size), seconds)
+    return MeasuredStages(steps, swap_token_seconds=swaps, reload_seconds=reload)
 
 
 def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> float:

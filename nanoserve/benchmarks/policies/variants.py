@@ -56,7 +56,6 @@ class OpenEngine:
     """Whether the simulator has a model of it."""
     measure_times: Callable[[], TieredTimes] | None = None
     """Measures what things take now, for the simulator; None if the simulator takes the times of each run's record."""
-    close: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

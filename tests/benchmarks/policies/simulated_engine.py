@@ -64,5 +64,4 @@ def simulated_engine(times: TierTimes = TIMES, measured: Iterable[TierTimes] = (
         host_threads=1,
         compiled=False,
         measure_times=lambda: next(measured),
-        close=lambda: None,
     )

@@ -33,7 +33,6 @@ def simulated_pair() -> OpenEngine:
         host_link_bandwidth=HOST_LINK,
         workers=2,
         compiled=False,
-        close=lambda: None,
     )
 
 
@@ -47,7 +46,6 @@ def simulated_alone(layout: int) -> OpenEngine:
         capacities=(CAPACITIES[layout],),
         workers=2,
         compiled=False,
-        close=lambda: None,
     )
 
 

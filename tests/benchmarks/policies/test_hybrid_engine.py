@@ -1,5 +1,6 @@
 """A real engine: opened with memory for every case, and measured."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -28,8 +29,8 @@ POLICIES = ("sarathi", "neo", "overlap", "hybrid")
 def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = resolve_model(None)
     model = read_config(resolved)
-    engine = open_with_host(resolved, CONFIG, model, WORK, None)
-    try:
+    with ExitStack() as opened:
+        engine = open_with_host(opened, resolved, CONFIG, model, WORK, None)
         config = replace(fitted(CONFIG, model, [engine]), max_num_seqs=16, max_num_batched_tokens=128)
         for bench in hybrid_benches(partial(Bench, probe=lambda: 1e10), engine, POLICIES, WORK, config):
             done = bench.round(1)
@@ -49,5 +50,3 @@ def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("nanoserve.benchmarks.policies.engines.measure_shortly", lost)
         with pytest.raises(RuntimeFailure, match="attention on the CPU is lost: the thread died"):
             engine.measure_times and engine.measure_times()
-    finally:
-        engine.close()

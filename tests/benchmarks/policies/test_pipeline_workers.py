@@ -1,6 +1,7 @@
 """Runs on two real workers: replayed to equal plans, and simulated with the times that their stages took."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -26,9 +27,8 @@ MODEL = read_config(RESOLVED)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[OpenEngine]:
-    opened = open_workers("pp=2", RESOLVED, CONFIG, MODEL, None)
-    yield opened
-    opened.close()
+    with ExitStack() as opened:
+        yield open_workers(opened, "pp=2", RESOLVED, CONFIG, MODEL, None)
 
 
 def _maker(engine: OpenEngine, policy: str) -> Callable[[], Scheduler]:

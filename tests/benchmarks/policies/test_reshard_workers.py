@@ -1,6 +1,7 @@
 """Runs on two real workers that change their layout: replayed to equal plans, and simulated with what they took."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -42,9 +43,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[OpenEngine]:
-    opened = open_workers("P2 -> T2", RESOLVED, CONFIG, MODEL, None)
-    yield opened
-    opened.close()
+    with ExitStack() as opened:
+        yield open_workers(opened, "P2 -> T2", RESOLVED, CONFIG, MODEL, None)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -25,7 +25,6 @@ def _variants(*names: str) -> list[PolicyVariant]:
         executor=SimulatedExecutor(LinearTimes(num_stages=3)),
         capacities=(LayoutCapacity(9, 3),),
         compiled=False,
-        close=lambda: None,
     )
     split = [name.partition(", ") for name in names]
     return [
