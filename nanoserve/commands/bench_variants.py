@@ -59,9 +59,7 @@ class Table(NamedTuple):
 class Comparison(ABC):
     """Variants side by side. A subclass opens engines, names variants and their metrics, and says what is shown.
 
-    Args:
-        config: how the engines run.
-        settings: what the report says about the options, beside those of `reported`.
+    ``settings`` are what the report says about the options, beside those of `reported`.
     """
 
     kind: ClassVar[str]
@@ -146,10 +144,7 @@ class Comparison(ABC):
         return self.engines[-1]
 
     def _keep(self, name: str, run: Run) -> None:
-        """Keep the last run of each name, to be drawn, and write each into the trace, on tracks of its own.
-
-        Raises RuntimeFailure if it cannot be written.
-        """
+        """Keep the last run of each name, to be drawn, and write each into the trace, on tracks of its own."""
         self.last[name] = run
         self._began = self._began or run.record.arrivals[0].arrival_time
         if self._trace is not None:

@@ -32,7 +32,6 @@ class KvCases:
 
     @property
     def name(self) -> str:
-        """Name for titles."""
         return f"{self.requests} requests of {self.input_tokens}+{','.join(map(str, self.outputs))}"
 
     @property

@@ -28,15 +28,10 @@ def compare_with_simulator(
 ) -> dict[str, Any] | None:
     """Replay the record, and simulate the requests in the times that steps and moves of the run took.
 
-    Args:
-        record: of workers that reported their times, with plans sent ahead.
-        make_scheduler: makes one as the run had, which knows these ``layouts``.
-
-    Returns:
-        Simulated metrics over the real ones, the simulated values, and the numbers of plans; None if a layout computed
-        nothing, whose step times are then unknown. TPOT is None where no request has a second token.
-
-    Raises ValueError if the replay makes other plans.
+    The record is of workers that reported their times, with plans sent ahead; the schedulers know these ``layouts``.
+    Returns simulated metrics over the real ones, the simulated values, and the numbers of plans; None if a layout
+    computed nothing, whose step times are then unknown. TPOT is None where no request has a second token. Raises
+    ValueError if the replay makes other plans.
     """
     replayed = replay(record, make_scheduler, vocab_size=vocab_size)
     block_size = make_scheduler().pool.block_size

@@ -34,7 +34,6 @@ class OpenEngine:
     """An engine that is ready; it is started once for all runs."""
 
     name: str
-    """Name that tells it from the others."""
     executor: Executor
     vocab_size: int
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
@@ -79,7 +78,6 @@ class PolicyVariant:
 
     @property
     def name(self) -> str:
-        """Name that its metrics are filed under."""
         return ", ".join(filter(None, (self.policy, self.place)))
 
     @property
@@ -108,9 +106,9 @@ class PolicyVariant:
 
     def run(self, requests: Sequence[Request]) -> RunRecord:
         """Run requests to their ends, beginning in the first layout. Raises as `run_requests`."""
-        engine = self.engine
+        engine, vocab_size = self.engine, self.engine.vocab_size
         executor = enter_layout(engine.executor, self.first)
-        return run_requests(executor, self.scheduler, requests, vocab_size=engine.vocab_size, workers=engine.workers)
+        return run_requests(executor, self.scheduler, requests, vocab_size=vocab_size, workers=engine.workers)
 
 
 def fitted(config: EngineConfig, model: ModelConfig, engines: Sequence[OpenEngine]) -> EngineConfig:
@@ -152,10 +150,8 @@ def run_requests(
     """Run requests to their ends under a new scheduler; the record has the times that the ``workers`` report.
 
     The executor has nothing in flight and is not closed. Arrival times are from the beginning of the run on, in order.
-
-    Raises:
-        UsageError: if a request can never run.
-        RuntimeFailure: if one fails, workers die, attention on the CPU is lost, or a worker does not report its times.
+    Raises UsageError if a request can never run, and RuntimeFailure if one fails, workers die, attention on the CPU is
+    lost, or a worker does not report its times.
     """
     if isinstance(executor, Telling):
         executor.take_times()  # discard the times of earlier runs
