@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoserve.benchmarks.policies.cases import KvCases, parse_shares
 from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
-from nanoserve.benchmarks.policies.pictures import Picture, throughputs_picture
+from nanoserve.benchmarks.policies.pictures import throughputs_picture
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
@@ -106,6 +106,7 @@ class TierComparison(Comparison):
 
     kind = "hybrid"
     reported = ("requests", "host_kv_memory", "host_threads", "profile")
+    picture = staticmethod(throughputs_picture)
 
     def __init__(self, options: HybridOptions) -> None:
         if options.kv_cache_memory is not None:
@@ -171,9 +172,6 @@ class TierComparison(Comparison):
         yield Table(heading, _ERROR_COLUMNS, summary)
         heading = f"steps without prompts: gain over {first} with the same rows, and the closed forms' bound"
         yield Table(heading, _GAIN_COLUMNS, _gain_rows(summary))
-
-    def picture(self) -> Picture:
-        return throughputs_picture(self.benches)
 
     def notes(self) -> Iterator[str]:
         """What was promised, and whether it holds; the figures go into the report."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.policies.metrics import stage_metrics
-from nanoserve.benchmarks.policies.pictures import Picture, stages_picture
+from nanoserve.benchmarks.policies.pictures import stages_picture
 from nanoserve.benchmarks.policies.rounds import Ratio
 from nanoserve.benchmarks.policies.variants import PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
@@ -91,6 +91,7 @@ class StageComparison(Comparison):
 
     kind = "pipeline"
     reported = ("metadata", "pp", "tp", "pp_split")
+    picture = staticmethod(stages_picture)
     ratios = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}  # noqa: RUF012
 
     def __init__(self, options: PipelineOptions) -> None:
@@ -174,9 +175,6 @@ class StageComparison(Comparison):
         yield self.ratio_table("ratios within a round: median (lowest-highest)", compared)
         heading = "simulated, with the stage times of the real runs; ratios are simulated over real"
         yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
-
-    def picture(self) -> Picture:
-        return stages_picture(self.last)
 
 
 def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

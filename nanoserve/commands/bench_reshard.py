@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoserve.benchmarks.policies.baselines import RESHARDING
 from nanoserve.benchmarks.policies.metrics import layout_metrics
-from nanoserve.benchmarks.policies.pictures import Picture, phases_picture
+from nanoserve.benchmarks.policies.pictures import phases_picture
 from nanoserve.benchmarks.policies.rounds import Pair, Ratio
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.tables import columns
@@ -111,6 +111,7 @@ class LayoutComparison(Comparison):
 
     kind = "reshard"
     reported = ("against_own_workers", "prefill_parallel", "decode_parallel", "host_kv_memory", "kv_cache_memory")
+    picture = staticmethod(phases_picture)
     pairs = staticmethod(resharding_pairs)
 
     def __init__(self, options: ReshardOptions) -> None:
@@ -167,9 +168,6 @@ class LayoutComparison(Comparison):
         yield self.ratio_table("output tok/s within a round: median (lowest-highest)", compared)
         heading = "simulated, with what steps and moves of the real runs took; makespan is simulated over real"
         yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
-
-    def picture(self) -> Picture:
-        return phases_picture(self.last)
 
 
 def _move_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -79,7 +79,6 @@ class Comparison(ABC):
         self.facts: dict[str, Any] = {}  # about the engines, in the report
         self.engines: list[OpenEngine] = []
         self.benches: list[Bench] = []
-        self.last: dict[str, Run] = {}  # the last run of each name
         self.opened = ExitStack()  # closes the engines and the trace
         self._trace: ChromeTraceFile | None = None
         self._began: float | None = None  # the first run, for the trace
@@ -97,8 +96,9 @@ class Comparison(ABC):
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterable[Table]:
         """The tables, from medians and ratios."""
 
+    @staticmethod
     @abstractmethod
-    def picture(self) -> Picture:
+    def picture(benches: Sequence[Bench]) -> Picture:
         """The panels of --plot."""
 
     def notes(self) -> Iterable[str]:
@@ -144,8 +144,7 @@ class Comparison(ABC):
         return self.engines[-1]
 
     def _keep(self, name: str, run: Run) -> None:
-        """Keep the last run of each name, to be drawn, and write each into the trace, on tracks of its own."""
-        self.last[name] = run
+        """Write a run into the trace, on tracks of its own."""
         self._began = self._began or run.record.arrivals[0].arrival_time
         if self._trace is not None:
             trace = RunTrace(
@@ -188,7 +187,7 @@ class Comparison(ABC):
             if rows := list(table.rows):
                 print_table(table.heading, table.columns, rows, keys=table.keys)
         if self._options.plot is not None:
-            panels, number, size = self.picture()
+            panels, number, size = self.picture(self.benches)
             title = self.title if self.benches[0].facts else f"{self.title}, last round"
             draw(Chart(self.report.titled(title), panels, number), self._options.plot, panel_size=size)
 

@@ -3,14 +3,14 @@
 Each function returns panels, how many of them are in a row, and the size of each in inches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import cycle, groupby
 from statistics import median
 
 from msgspec.structs import replace
 
 from nanoserve.benchmarks.policies.metrics import phase_label
-from nanoserve.benchmarks.policies.rounds import Bench, Run
+from nanoserve.benchmarks.policies.rounds import Bench
 from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, ChartCurve
 from nanoserve.record.run_record import RunRecord
 from nanoserve.record.shares import stage_shares
@@ -23,9 +23,10 @@ _TOP = 122.0
 """Where the vertical axis of phases ends: its lines end at 100 %, and above them are the phases."""
 
 
-def stages_picture(runs: Mapping[str, Run]) -> Picture:
-    """A row for each run: some consecutive micro-batches on their way through the stages, and the tokens of all (gLLM,
-    figure 1)."""
+def stages_picture(benches: Sequence[Bench]) -> Picture:
+    """A row for each variant's last run: some consecutive micro-batches on their way through the stages, and the tokens
+    of all (gLLM, figure 1)."""
+    runs = benches[0].last
     counts = [
         [(step, planned.decodes, planned.prompt_tokens) for step, planned in run.record.planned.items()]
         for run in runs.values()
@@ -57,10 +58,10 @@ def _single_stage(record: RunRecord) -> list[StageTimes]:
     return times
 
 
-def phases_picture(runs: Mapping[str, Run]) -> Picture:
-    """A panel for each run with two layouts: a strip of its phases above the share of blocks in use (Seesaw, figures 2
-    and 6)."""
-    drawn = {name: run.record for name, run in runs.items() if len(run.variant.layouts) == 2}
+def phases_picture(benches: Sequence[Bench]) -> Picture:
+    """A panel for each last run with two layouts: a strip of its phases above the share of blocks in use (Seesaw,
+    figures 2 and 6)."""
+    drawn = {name: run.record for name, run in benches[0].last.items() if len(run.variant.layouts) == 2}
     end = max(record.makespan for record in drawn.values())
     return [_phases_panel(name, record, end) for name, record in drawn.items()], 1, (13.0, 2.7)
 

@@ -64,6 +64,8 @@ class Bench:
     foreign: ForeignLoad = field(default_factory=ForeignLoad)
     done: list[PolicyRound] = field(default_factory=list)
     """The rounds so far."""
+    last: dict[str, Run] = field(default_factory=dict)
+    """The last run of each variant, by its name."""
 
     def requests(self, number: int) -> list[Request]:
         """The requests of a round, whose number gives the seed of their prompts and arrivals; 0 is the warm-up."""
@@ -76,11 +78,10 @@ class Bench:
         measure_times = self.variants[0].engine.measure_times
         times = None if measure_times is None else measure_times()
         before = self.probe() / GIGA
-        runs: dict[str, Run] = {}
         loads: dict[str, float | None] = {}
         for variant in rotated(self.variants, number - 1):
             self.foreign.read()
-            run = runs[variant.name] = Run(variant, variant.run(self.requests(number)), times)
+            run = self.last[variant.name] = Run(variant, variant.run(self.requests(number)), times)
             loads[variant.name] = self.foreign.read()
             self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, run)
         after, names = self.probe() / GIGA, [variant.name for variant in self.variants]
@@ -91,7 +92,8 @@ class Bench:
             bandwidth_after=after,
             foreign_cores=max((load for load in loads.values() if load is not None), default=None),
             variants={
-                name: {**self.measure(runs[name], runs[names[0]]), "foreign_cores": loads[name]} for name in names
+                name: {**self.measure(self.last[name], self.last[names[0]]), "foreign_cores": loads[name]}
+                for name in names
             },
         )
         self.done.append(done)
