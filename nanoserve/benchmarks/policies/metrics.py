@@ -45,9 +45,9 @@ def _request_metrics(record: RunRecord) -> Metrics:
 def _simulated(run: Run) -> Metrics | None:
     """What the simulator makes of a run; None if it has no model of the engine."""
     variant = run.variant
-    make, vocab_size = partial(variant.scheduler, simulated=True), variant.engine.vocab_size
     if not variant.engine.simulated:
         return None
+    make, vocab_size = partial(variant.scheduler, simulated=True), variant.engine.vocab_size
     return compare_with_simulator(run.record, make, vocab_size=vocab_size, layouts=variant.layouts)
 
 
