@@ -1,13 +1,14 @@
 """Policies as commands and benchmarks name them: "sarathi,throttling:iterations=4:without_wt"."""
 
 import math
+from collections.abc import Callable
 from typing import Any
-
-import msgspec
 
 from nanoserve.errors import UsageError
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies import POLICIES, make_policy
+
+_PARSERS: dict[type, Callable[[str], Any]] = {bool: {"true": True, "false": False}.__getitem__, int: int, float: float}
 
 
 def parse_policies(text: str, token_budget: int) -> dict[str, Policy]:
@@ -32,10 +33,10 @@ def named_policy(text: str, token_budget: int) -> Policy:
             raise UsageError(f"{key} is given twice: {text!r:.60}")
         kind = type(defaults.get(key, 0.0))
         try:
-            parameters[key] = msgspec.convert(value if equals else "true", kind, strict=False)
-        except msgspec.ValidationError:
+            parameters[key] = _PARSERS[kind](value if equals else "true")
+        except (KeyError, ValueError):
             parameters[key] = math.nan
-        if not math.isfinite(parameters[key]):
+        if not -math.inf < parameters[key] < math.inf:
             wanted = f"{key} is a whole number, " if kind is int else ""
             raise UsageError(f"{wanted}{word!r:.60} is no parameter such as iterations=4 or without_wt")
     return make_policy(name, token_budget, parameters)
