@@ -4,7 +4,6 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -30,21 +29,14 @@ class TokenTexts:
         return twice[len(once) :]
 
 
-@dataclass(slots=True)
-class CompletionUsage:
+def usage_json(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """Tokens of one answer, summed over all its prompts and samples."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
 class CompletionFormat(ABC):
@@ -63,20 +55,16 @@ class CompletionFormat(ABC):
         self._created = int(time.time())
 
     @abstractmethod
-    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        """One whole choice."""
+    def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
+        """One choice, or what is new of it; a chat has its text in the field ``name``."""
 
-    @abstractmethod
-    def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        """A chunk with a delta of one choice."""
+    def chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        """A chunk with new parts of choices."""
+        return self._object(self.chunk_kind, choices)
 
-    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
-        """The last chunk for a client that asked for the usage."""
-        return self._object(self.chunk_kind, []) | {"usage": usage.as_json()}
-
-    def whole(self, choices: Sequence[msgspec.Raw], usage: CompletionUsage) -> dict[str, Any]:
-        """The whole answer; the choices in order, as JSON."""
-        return self._object(self.kind, choices) | {"usage": usage.as_json()}
+    def whole(self, choices: Sequence[msgspec.Raw]) -> dict[str, Any]:
+        """The whole answer, with its choices in order as JSON."""
+        return self._object(self.kind, choices)
 
     def _object(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
         return {
@@ -97,17 +85,11 @@ class ChatFormat(CompletionFormat):
         super().__init__(model, texts)
         self._begun: set[int] = set()
 
-    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        return self._choice(index, output, "message", {"role": "assistant", "content": output.text})
-
-    def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        delta = {"content": output.text} if output.text else {}
-        if index not in self._begun:  # the role comes with the first text: clients time the first chunk
-            self._begun.add(index)
-            delta = {"role": "assistant", "content": output.text}
-        return self._object(self.chunk_kind, [self._choice(index, output, "delta", delta)])
-
-    def _choice(self, index: int, output: CompletionOutput, name: str, content: dict[str, str]) -> dict[str, Any]:
+    def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
+        content = {"role": "assistant", "content": output.text}
+        if index in self._begun:  # the role comes with the first text: clients time the first chunk
+            content = {"content": output.text} if output.text else {}
+        self._begun.add(index)
         logprobs = None
         if output.logprobs is not None:
             entries = [
@@ -131,12 +113,9 @@ class TextFormat(CompletionFormat):
         super().__init__(model, texts)
         self._offsets: dict[int, int] = {}
 
-    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+    def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
         logprobs = None if output.logprobs is None else self._logprobs(index, output.logprobs)
         return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
-
-    def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        return self._object(self.chunk_kind, [self.choice(index, output)])
 
     def _logprobs(self, index: int, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
         """Parallel lists; ``text_offset`` says where each token's text begins in the choice."""

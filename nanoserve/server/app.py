@@ -7,15 +7,15 @@ import secrets
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoserve.errors import NanoserveError
 from nanoserve.server import endpoints
-from nanoserve.server.api_errors import ApiError, ClientGone, as_api_error
 from nanoserve.server.hosts import AllowedHosts
+from nanoserve.server.http_bodies import ApiError, as_api_error
 from nanoserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/health"})
@@ -42,7 +42,7 @@ def make_app(service: Service) -> Starlette:
         ApiError: _answer_error,
         NanoserveError: _answer_error,
         HTTPException: _answer_http_error,
-        ClientGone: _answer_no_one,
+        ClientDisconnect: _answer_no_one,
         Exception: _answer_bug,
     }
     middleware = [Middleware(_Gate, keys=service.api_keys, allowed_hosts=service.allowed_hosts)]
@@ -70,7 +70,7 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
     return ApiError(500, f"internal error {number}; the server's log has the details", code="internal_error").response()
 
 
-async def _answer_no_one(request: Request, error: ClientGone) -> Response:
+async def _answer_no_one(request: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=499)  # only for a log; the connection is closed
 
 

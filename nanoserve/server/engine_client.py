@@ -21,11 +21,10 @@ from nanoserve.server.messages import (
     EngineFacts,
     EngineMessage,
     EngineStart,
-    EngineStopped,
+    Failed,
     LoadProgress,
     Refused,
     SampleUpdate,
-    StartFailed,
     StepReport,
     Stop,
 )
@@ -56,10 +55,6 @@ class EngineUnavailable(NanoserveError):
     """No engine can take or finish a request."""
 
 
-class EngineFailed(NanoserveError):
-    """The engine reported that it gave up."""
-
-
 class QueueFull(NanoserveError):
     """More requests are waiting than the server allows."""
 
@@ -68,8 +63,6 @@ class EngineClient:
     """Requests and their streams, over the lives of any number of engine processes.
 
     Args:
-        start: settings of the engine process.
-        tokenizer: turns tokens to text, in this process.
         max_queue: requests that may wait for a place in the engine.
         on_progress: called with (stage, done, total) while the model is loaded.
         program: the Python code of an engine process.
@@ -130,9 +123,7 @@ class EngineClient:
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take all of the requests or none; one reader follows their streams.
 
-        Raises:
-            EngineUnavailable: if there is no engine, and none will be there soon.
-            QueueFull: if too many requests are waiting.
+        Raises EngineUnavailable if no engine will be there soon, QueueFull if too many requests are waiting.
         """
         if self.state not in (EngineState.READY, EngineState.RESTARTING):
             raise EngineUnavailable(self.describe_state())
@@ -201,11 +192,7 @@ class EngineClient:
         return self.facts
 
     async def run(self) -> NoReturn:
-        """Keep an engine alive until cancelled.
-
-        Raises:
-            NanoserveError: if the very first engine cannot start.
-        """
+        """Keep an engine alive until cancelled. Raises NanoserveError if the very first engine cannot start."""
         try:
             while True:
                 self._ready_since = None
@@ -214,7 +201,7 @@ class EngineClient:
                 except NanoserveError as error:
                     if self.facts is None:
                         raise
-                    if isinstance(error, EngineFailed):
+                    if self._ready_since is not None:
                         _LOG.warning("the engine gave up: %s; the next one is started in %g s", error, RETRY_SECONDS)
                         await self._rest(str(error))
                         continue
@@ -296,9 +283,7 @@ class EngineClient:
         elif isinstance(message, LoadProgress):
             if self._on_progress is not None:
                 self._on_progress(message.stage, message.done, message.total)
-        elif isinstance(message, EngineStopped):
-            raise EngineFailed(message.message)
-        elif isinstance(message, StartFailed):
+        elif isinstance(message, Failed):
             raise error_of(message.exit_code, message.message)
         else:
             child.ready = True
@@ -317,7 +302,7 @@ class EngineClient:
             self._send(Stop(update.request_id, update.index, FinishReason.STOP))
         if stream.finished:
             self._take_out(update.request_id)
-            if FinishReason.ERROR.value not in stream.finish_reasons():
+            if all(sample.finish_reason != FinishReason.ERROR.value for sample in stream.so_far().outputs):
                 self._quarantine.on_answer()
 
     def _fail_all(self, error: NanoserveError) -> None:

@@ -11,7 +11,7 @@ import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanoserve.server.api_errors import ApiError
+from nanoserve.server.http_bodies import ApiError
 
 
 class BoundedProtocol(H11Protocol):

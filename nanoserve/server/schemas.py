@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
-from nanoserve.server.api_errors import ApiError
+from nanoserve.server.http_bodies import ApiError
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -17,9 +17,9 @@ from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
 from nanoserve.server.answers import TokenTexts
-from nanoserve.server.api_errors import ApiError
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
 from nanoserve.server.hosts import AllowedHosts
+from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
@@ -95,11 +95,7 @@ class Service:
     # ---- asking -----------------------------------------------------------------------------------------------
 
     def facts(self) -> EngineFacts:
-        """The facts about the model that the engine reported.
-
-        Raises:
-            EngineUnavailable: before the engine was ready, and while the server stops.
-        """
+        """What the engine reported of the model; raises EngineUnavailable before that, and while the server stops."""
         if self.draining:
             raise EngineUnavailable("the server is stopping")
         if self.engine.facts is None:
@@ -118,11 +114,9 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
-        """Token ids of a text. A text that is far longer than ``context`` tokens is refused early.
+        """Token ids of a text.
 
-        Raises:
-            UsageError: for a text that is not valid Unicode.
-            ApiError: 400, for a text that is far too long.
+        Raises UsageError if it is not valid Unicode, and early ApiError (400) if it is far longer than ``context``.
         """
         check_text(text)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
@@ -137,9 +131,8 @@ class Service:
     ) -> list[int]:
         """Token ids of a conversation. Null fields of a message count as absent; ``context`` as for ``encode``.
 
-        Raises:
-            UsageError, ModelError: for messages that are malformed or that the template refuses.
-            ApiError: 400, for too many messages, and for a conversation that is far too long.
+        Raises UsageError or ModelError for messages that are malformed or that the template refuses, and ApiError (400)
+        if there are too many of them or they are far too long.
         """
         if len(messages) > self.limits.messages:
             message = f"{len(messages)} messages in one conversation; at most {self.limits.messages} are taken"
@@ -184,8 +177,8 @@ class Service:
             message = f"the prompt has far more tokens than the context holds: {context}"
             raise ApiError(400, message, code="context_length_exceeded", param=param) from None
 
-    def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, salt: str) -> Request:
-        """One request for the engine."""
+    def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, key: bytes | None) -> Request:
+        """One request for the engine, from a client with this API key."""
         facts = self.facts()
         own_end = self.tokenizer.eos_token_id
         return Request(
@@ -195,14 +188,14 @@ class Service:
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
             end_tokens=tuple(dict.fromkeys((*facts.end_tokens, *(() if own_end is None else (own_end,))))),
             arrival_time=time.monotonic(),
-            cache_salt=salt,
+            # A salt for each API key, so that response times reveal nothing about the prompts of other keys.
+            cache_salt="" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest(),
         )
 
     def begin(self, requests: list[Request]) -> list[RequestStream]:
-        """Give requests to the engine. The caller must ``end`` their streams in any case.
+        """Give requests to the engine; raises EngineUnavailable or QueueFull if they cannot be taken now.
 
-        Raises:
-            EngineUnavailable, QueueFull: if they cannot be taken now.
+        The caller must ``end`` their streams in any case.
         """
         try:
             return self.engine.add(requests)
@@ -210,14 +203,14 @@ class Service:
             self.metrics.rejected()
             raise
 
-    def end(self, streams: list[RequestStream]) -> None:
+    def end(self, streams: Sequence[RequestStream]) -> None:
         """Drop streams whose reader is done, and abort those that still run."""
         for stream in streams:
             self.engine.forget(stream)
         self._counting = {task for task in self._counting if not task.done()}
         self._counting.add(asyncio.ensure_future(self._count(streams)))
 
-    async def _count(self, streams: list[RequestStream]) -> None:
+    async def _count(self, streams: Sequence[RequestStream]) -> None:
         for stream in streams:
             self.metrics.ended(stream)
             await asyncio.sleep(0)  # there is an entry for each token; other requests run in between
@@ -228,8 +221,3 @@ class Service:
             threads.shutdown(wait=False, cancel_futures=True)
         self.tokenizer.close()
         self._grammars.close()
-
-
-def cache_salt(key: bytes | None) -> str:
-    """A salt for each API key, so that response times reveal nothing about the prompts of other keys."""
-    return "" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest()

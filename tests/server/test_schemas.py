@@ -8,7 +8,7 @@ import pytest
 
 from nanoserve.errors import UsageError
 from nanoserve.request import SamplingParams
-from nanoserve.server.api_errors import ApiError
+from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
 from nanoserve.server.sampling import chat_params, completion_params
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
