@@ -38,13 +38,8 @@ def make_app(service: Service) -> Starlette:
         Route("/version", endpoints.version),
         Route("/metrics", endpoints.metrics),
     ]
-    handlers = {
-        ApiError: _answer_error,
-        NanoserveError: _answer_error,
-        HTTPException: _answer_http_error,
-        ClientDisconnect: _answer_no_one,
-        Exception: _answer_bug,
-    }
+    handlers = dict.fromkeys((ApiError, NanoserveError, HTTPException, Exception), _answer_error)
+    handlers[ClientDisconnect] = _answer_no_one
     middleware = [Middleware(_Gate, keys=service.api_keys, allowed_hosts=service.allowed_hosts)]
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)  # type: ignore[arg-type]
     app.router.redirect_slashes = False
@@ -52,19 +47,14 @@ def make_app(service: Service) -> Starlette:
     return app
 
 
-async def _answer_error(request: Request, error: ApiError | NanoserveError) -> Response:
-    return as_api_error(error).response()
-
-
-async def _answer_http_error(request: Request, error: HTTPException) -> Response:
-    """The router's error: no such path, or not with this method."""
-    if error.status_code == 404:
-        return ApiError(404, "there is no such path", code="unknown_url").response()
-    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
-
-
-async def _answer_bug(request: Request, error: Exception) -> Response:
-    """A fixed message with a number. Starlette raises the error again, so its traceback goes to the log too."""
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ApiError | NanoserveError):
+        return as_api_error(error).response()
+    if isinstance(error, HTTPException):  # from the router: no such path, or not with this method
+        known = error.status_code != 404
+        message, code = (str(error.detail), None) if known else ("there is no such path", "unknown_url")
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    # A bug: Starlette raises the error again, so that its traceback goes to the log too.
     number = secrets.token_hex(4)
     _LOG.error("error %s while answering %s", number, request.scope["path"])
     return ApiError(500, f"internal error {number}; the server's log has the details", code="internal_error").response()

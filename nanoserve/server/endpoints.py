@@ -17,7 +17,6 @@ from nanoserve.request import CompletionOutput, SamplingParams
 from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat, usage_json
 from nanoserve.server.engine_client import EngineState
 from nanoserve.server.http_bodies import ApiError, JsonResponse, as_api_error, read_json_body, until_client_goes
-from nanoserve.server.sampling import chat_params, check_token_ids, completion_params
 from nanoserve.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -26,6 +25,9 @@ from nanoserve.server.schemas import (
     SamplingFields,
     StreamOptions,
     TokenizeRequest,
+    chat_params,
+    check_token_ids,
+    completion_params,
     parse,
 )
 from nanoserve.server.service import Service

@@ -24,8 +24,14 @@ from nanoserve.server.answers import TextFormat
 from nanoserve.server.engine_process import COMMAND_BYTES, receive
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import Add, Command, EngineFacts, Mailbox
-from nanoserve.server.sampling import MAX_LOGPROBS_PER_REQUEST, chat_params, completion_params
-from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
+from nanoserve.server.schemas import (
+    MAX_LOGPROBS_PER_REQUEST,
+    ChatRequest,
+    CompletionRequest,
+    chat_params,
+    completion_params,
+    parse,
+)
 from nanoserve.server.service import ClientLimits, Service
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.building import make_byte_level
