@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from nanoserve.client.address import ServerAddress, key_headers
-from nanoserve.client.events import BrokenStream, Chunk, EventReader, error_facts
-from nanoserve.errors import RuntimeFailure
+from nanoserve.client.events import BrokenStream, Chunk, EventReader, error_facts, printable
+from nanoserve.errors import RuntimeFailure, UsageError
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
@@ -31,6 +31,8 @@ _HINTS = {
     401: "give a key with --api-key or NANOSERVE_API_KEY",
     403: "give another key with --api-key or NANOSERVE_API_KEY",
 }
+NO_SUCH_PATH = (404, 405)
+"""Statuses of a server that does not have a path."""
 
 
 class ServerRefused(RuntimeFailure):
@@ -57,11 +59,7 @@ class ApiClient:
         self._headers = {"user-agent": "nanoserve"} | key_headers(api_key)
 
     def get(self, path: str) -> Any:
-        """The decoded JSON at a path.
-
-        Raises:
-            ServerRefused, ServerLost, BrokenStream: if the server does not answer with JSON.
-        """
+        """The decoded JSON at a path. Raises ServerRefused, ServerLost or BrokenStream if the answer is none."""
         return self._whole("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -71,10 +69,8 @@ class ApiClient:
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk, None, None]:
         """The chunks of a streamed answer as they come; closing the generator closes the connection.
 
-        Raises:
-            ServerRefused: if the server answers with an error, at once or within the stream.
-            ServerLost: if the server cannot be reached or ends the answer half-way.
-            BrokenStream: if the answer is not a stream of chunks.
+        Raises ServerRefused for an error, at once or within the stream; ServerLost if the server cannot be reached or
+        ends the answer half-way; BrokenStream if the answer is not a stream of chunks.
         """
         with self._response("POST", path, body) as response:
             if "text/event-stream" not in response.getheader("content-type", ""):
@@ -162,3 +158,44 @@ def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer in time"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """An entry of /v1/models. The length of the context is an extra of nanoserve and vLLM."""
+
+    id: str
+    max_model_len: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The id in a form that is safe to print."""
+        return printable(self.id)
+
+
+class _ModelList(msgspec.Struct, frozen=True):
+    data: tuple[ModelCard, ...]
+
+
+def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], None]) -> ModelCard:
+    """The wanted model, or the first that the server lists; ``notify`` gets a line if there are several.
+
+    A wanted model need not be listed: some servers have more models than they list. Raises NanoserveError if the server
+    cannot be reached or refuses, and if no model is wanted and none is listed.
+    """
+    try:
+        path = f"{client.address.api}/models"
+        found = msgspec.convert(client.get(path), _ModelList).data
+    except msgspec.ValidationError as error:
+        raise RuntimeFailure(f"{client.address}{path} is no list of models: {error}") from None
+    except ServerRefused as error:
+        if wanted is None or error.status not in NO_SUCH_PATH:
+            raise
+        found = ()
+    if wanted is not None:
+        return next((card for card in found if card.id == wanted), ModelCard(wanted))
+    if not found:
+        raise UsageError("the server lists no model: name one with --model")
+    if len(found) > 1:
+        names = ", ".join(card.id for card in found)
+        notify(f"the server has {len(found)} models ({names}): this is {found[0].id}, --model takes another")
+    return found[0]

@@ -8,6 +8,7 @@ lines of JSON.
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -71,8 +72,7 @@ def follow_parent(parent: int) -> None:
 def run_module(module: str, *words: str, environment: Mapping[str, str], failing: str = "") -> dict[str, Any]:
     """Run a module with these arguments and variables; the JSON object on the last line of its stdout.
 
-    Raises:
-        RuntimeFailure: with the last line of its stderr, behind `failing`, if it fails.
+    Raises RuntimeFailure with the last line of its stderr, behind `failing`, if it fails.
     """
     command = [sys.executable, "-m", module, *words]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
@@ -110,10 +110,9 @@ class LimitedProcess:
             self._running()
 
     def ask(self, line: str) -> dict[str, Any] | None:
-        """The child's answer; None if it died over the question. The next question starts another child.
+        """The child's answer; None if it died over the question, and the next question starts another child.
 
-        Raises:
-            ProcessKilled: if it was killed from outside in every attempt.
+        Raises ProcessKilled if it was killed from outside in every attempt.
         """
         with self._lock:
             for _ in range(ATTEMPTS):
@@ -129,10 +128,8 @@ class LimitedProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None:
             return self._process
-        process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        self._process = process
+        pipe = subprocess.PIPE
+        process = self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self._finalizer = weakref.finalize(self, _end, process)
         _send(process, self._greeting)
         return process
@@ -146,13 +143,8 @@ class LimitedProcess:
         process = self._running()
         assert process.stdout is not None
         _send(process, line)
-        silent = threading.Event()
-
-        def give_up() -> None:
-            silent.set()
-            process.kill()
-
-        watchdog = threading.Timer(SILENCE_SECONDS, give_up)
+        deadline = time.monotonic() + SILENCE_SECONDS
+        watchdog = threading.Timer(SILENCE_SECONDS, process.kill)
         watchdog.start()
         try:
             answer = process.stdout.readline()
@@ -163,10 +155,11 @@ class LimitedProcess:
         finally:
             watchdog.cancel()
         if not answer:
+            silent = time.monotonic() >= deadline
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
             self._discard()
-            if process.returncode in _KILLED_FROM_OUTSIDE and not silent.is_set():
+            if process.returncode in _KILLED_FROM_OUTSIDE and not silent:
                 raise ProcessKilled
             return None
         result: dict[str, Any] = json.loads(answer)
@@ -192,19 +185,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def limit_resources(memory: int, stack: int | None = None) -> None:
     """Bound this process's memory and stack, in bytes. Ctrl-C at the terminal then reaches the parent alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform != "win32":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if stack is not None:
-            resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if stack is not None:
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
 
 
 def limit_time(seconds: float) -> None:
     """End this process when it has computed for `seconds`; 0 lifts the limit. Waiting does not count."""
-    if sys.platform != "win32":
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def answer_requests(answer: Callable[[dict[str, Any]], dict[str, str]]) -> None:

@@ -29,13 +29,8 @@ GRACE_SECONDS = 2.0
 class TiedChild:
     """The parent's side: a process that lives as long as this process holds its pipes, and no longer.
 
-    Args:
-        program: Python code, which begins with a `ParentWatchdog`.
-        directory: a name from `choose_directory`; the child removes it when this process is gone.
-        variables: for its environment, in addition to this process's own.
-
-    Raises:
-        OSError: if it cannot be started.
+    `program` is Python code that begins with a `ParentWatchdog`, `directory` a name from `choose_directory`; the child
+    removes it when this process is gone. `variables` are added to its environment. Raises OSError if it cannot start.
     """
 
     def __init__(self, program: str, directory: Path, variables: Mapping[str, str] | None = None) -> None:
@@ -91,12 +86,8 @@ class TiedChild:
 class ParentWatchdog:
     """The child's side: a thread that ends this process when its parent is gone, and writes heartbeats.
 
-    The process must lead a process group: the whole group ends with the parent.
-
-    Args:
-        parent: descriptor that reads end-of-file when the parent is gone.
-        pulse: descriptor for the heartbeats.
-        directory: removed with its content when the parent is gone.
+    The descriptor `parent` reads end-of-file when the parent is gone; `directory` is then removed with its content. The
+    process must lead a process group: the whole group ends with the parent.
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path) -> None:

@@ -14,8 +14,7 @@ from typing import Any, Self
 import msgspec
 
 from nanoserve.client.address import ServerAddress, parse_url
-from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
-from nanoserve.client.models import served_model
+from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused, served_model
 from nanoserve.errors import RuntimeFailure
 from nanoserve.processes.children import follow_parent, run_module
 
