@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -114,29 +115,26 @@ def _begin(
     return CompletionAnswer(service, asked, answer, service.begin(requests))
 
 
+@dataclass(frozen=True)
 class CompletionAnswer:
     """The response to a completion request, whole or in chunks. Its requests end when the client goes."""
 
-    def __init__(
-        self, service: Service, asked: SamplingFields, answer: CompletionFormat, streams: Sequence[RequestStream]
-    ) -> None:
-        self._service = service
-        self._streamed = asked.stream
-        self._options = asked.stream_options or StreamOptions()
-        self._answer = answer
-        self._streams = streams
+    service: Service
+    asked: SamplingFields
+    answer: CompletionFormat
+    streams: Sequence[RequestStream]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._send_events(send) if self._streamed else self._send_whole(scope, receive, send)
+        work = self._send_events(send) if self.asked.stream else self._send_whole(scope, receive, send)
         try:
             with suppress(ClientDisconnect):
                 await until_client_goes(receive, work)
         finally:
-            self._service.end(self._streams)
+            self.service.end(self.streams)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         content = await self._in_time(self.whole())
-        await JsonResponse(content, headers={"x-request-id": self._answer.answer_id})(scope, receive, send)
+        await JsonResponse(content, headers={"x-request-id": self.answer.answer_id})(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
         """The answer as server-sent events; an error on the way is an event too."""
@@ -148,16 +146,16 @@ class CompletionAnswer:
             async for chunk in self.chunks():
                 await emit(_event(chunk))
 
-        headers = [*_EVENT_HEADERS, (b"x-request-id", self._answer.answer_id.encode())]
+        headers = [*_EVENT_HEADERS, (b"x-request-id", self.answer.answer_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await self._in_time(emit_chunks())
-        except (ApiError, NanoserveError) as error:
+        except NanoserveError as error:
             await emit(_event(as_api_error(error).body()))
         await emit(_DONE, more=False)
 
     async def _in_time(self, work: Awaitable[T]) -> T:
-        seconds = self._service.limits.request_seconds
+        seconds = self.service.limits.request_seconds
         try:
             async with asyncio.timeout(seconds):
                 return await work
@@ -167,36 +165,36 @@ class CompletionAnswer:
 
     async def whole(self) -> Event:
         """The answer at once."""
-        outputs = await wholes(self._streams)
+        outputs = await wholes(self.streams)
         choices, tokens = [], 0
         for place, sample in enumerate(sample for output in outputs for sample in output.outputs):
             _check(sample)
             tokens += len(sample.token_ids)
             # One at a time: thousands of samples with log probabilities take long, and other requests run in between.
-            choices.append(msgspec.Raw(msgspec.json.encode(self._answer.choice(place, sample))))
+            choices.append(msgspec.Raw(msgspec.json.encode(self.answer.choice(place, sample))))
             await asyncio.sleep(0)
         usage = self._usage(tokens, sum(output.cached_tokens for output in outputs))
-        return self._answer.whole(choices) | {"usage": usage}
+        return self.answer.whole(choices) | {"usage": usage}
 
     async def chunks(self) -> AsyncIterator[Event]:
         """The answer in chunks; if the client asks, with a usage: null as OpenAI's, or as vLLM's the counts so far."""
-        options, tokens, cached = self._options, 0, {}
-        async for place, output in deltas(self._streams):
+        options, tokens, cached = self.asked.stream_options or StreamOptions(), 0, {}
+        async for place, output in deltas(self.streams):
             cached[place] = output.cached_tokens
             for sample in output.outputs:
                 _check(sample)
                 tokens += len(sample.token_ids)
                 if sample.text or sample.finish_reason or sample.logprobs:
-                    index = place * self._streams[0].request.params.n + sample.index
-                    chunk = self._answer.chunk(self._answer.choice(index, sample, name="delta"))
+                    index = place * self.streams[0].request.params.n + sample.index
+                    chunk = self.answer.chunk(self.answer.choice(index, sample, name="delta"))
                     if options.include_usage:
                         chunk["usage"] = self._usage(tokens, 0) if options.continuous_usage_stats else None
                     yield chunk
         if options.include_usage:
-            yield self._answer.chunk() | {"usage": self._usage(tokens, sum(cached.values()))}
+            yield self.answer.chunk() | {"usage": self._usage(tokens, sum(cached.values()))}
 
     def _usage(self, completion_tokens: int, cached_tokens: int) -> Event:
-        prompt_tokens = sum(len(stream.request.prompt) for stream in self._streams)
+        prompt_tokens = sum(len(stream.request.prompt) for stream in self.streams)
         return usage_json(prompt_tokens, completion_tokens, cached_tokens)
 
 

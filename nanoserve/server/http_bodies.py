@@ -38,7 +38,7 @@ _RETRY_STATUSES, _RETRY_SECONDS = (429, 503), "1"
 T = TypeVar("T")
 
 
-class ApiError(Exception):
+class ApiError(NanoserveError):
     """An answer that is an error."""
 
     def __init__(
@@ -76,7 +76,7 @@ class JsonResponse(Response):
         return msgspec.json.encode(content)
 
 
-def as_api_error(error: ApiError | NanoserveError) -> ApiError:
+def as_api_error(error: NanoserveError) -> ApiError:
     """The answer to a client for an error of the request or of nanoserve."""
     if isinstance(error, ApiError):
         return error
