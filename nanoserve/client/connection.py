@@ -9,7 +9,7 @@ import json
 import re
 import ssl
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,21 +58,13 @@ class ApiClient:
         self.address = address
         self._headers = {"user-agent": "nanoserve"} | key_headers(api_key)
 
-    def get(self, path: str) -> Any:
-        """The decoded JSON at a path. Raises ServerRefused, ServerLost or BrokenStream if the answer is none."""
-        return self._whole("GET", path, None)
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The decoded JSON of the answer to a body; raises as ``get`` does."""
-        return self._whole("POST", path, body)
-
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk, None, None]:
         """The chunks of a streamed answer as they come; closing the generator closes the connection.
 
         Raises ServerRefused for an error, at once or within the stream; ServerLost if the server cannot be reached or
         ends the answer half-way; BrokenStream if the answer is not a stream of chunks.
         """
-        with self._response("POST", path, body) as response:
+        with self._response(path, body) as response:
             if "text/event-stream" not in response.getheader("content-type", ""):
                 raise BrokenStream(f"{self.address} did not answer with a stream: is it an OpenAI-compatible server?")
             yield from self._chunks(response)
@@ -92,8 +84,12 @@ class ApiClient:
         if not (reader.done or finished):
             raise ServerLost(f"{self.address} ended the answer half-way")
 
-    def _whole(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        with self._response(method, path, body) as response:
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The decoded JSON of the answer to a GET, or to a POST of the body.
+
+        Raises ServerRefused, ServerLost, or BrokenStream if the answer is no JSON.
+        """
+        with self._response(path, body) as response:
             content = response.read(_LONGEST_BODY)
         try:
             return msgspec.json.decode(content)
@@ -116,14 +112,11 @@ class ApiClient:
         return connection
 
     @contextmanager
-    def _response(
-        self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> Generator[http.client.HTTPResponse, None, None]:
+    def _response(self, path: str, body: Mapping[str, Any] | None) -> Generator[http.client.HTTPResponse, None, None]:
         """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
-        headers, content = dict(self._headers), None
+        method, content, headers = "GET", None, self._headers
         if body is not None:
-            content = json.dumps(body).encode()
-            headers["content-type"] = "application/json"
+            method, content, headers = "POST", json.dumps(body).encode(), headers | {"content-type": "application/json"}
         connection = self._connect()
         try:
             connection.request(method, path, content, headers)
@@ -139,9 +132,7 @@ class ApiClient:
             connection.close()
 
     def _refused(self, path: str, response: http.client.HTTPResponse) -> ServerRefused:
-        facts = None
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            facts = error_facts(msgspec.json.decode(response.read(_LONGEST_ERROR)))
+        facts = error_facts(response.read(_LONGEST_ERROR))
         message = f"{self.address} answered {response.status}: "
         message += facts.message if facts else f"{response.reason or 'no reason'} ({path})"
         wait = response.getheader("retry-after", "")
@@ -184,7 +175,7 @@ def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], 
     """
     try:
         path = f"{client.address.api}/models"
-        found = msgspec.convert(client.get(path), _ModelList).data
+        found = msgspec.convert(client.ask(path), _ModelList).data
     except msgspec.ValidationError as error:
         raise RuntimeFailure(f"{client.address}{path} is no list of models: {error}") from None
     except ServerRefused as error:

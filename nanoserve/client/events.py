@@ -5,6 +5,7 @@ maximum length, and an object of the wrong shape is an error that names the serv
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -112,7 +113,9 @@ class ErrorFacts(msgspec.Struct, frozen=True):
 
 
 def error_facts(body: Any) -> ErrorFacts | None:
-    """The error in a decoded body: OpenAI's {"error": {...}}, {"error": "..."}, FastAPI's {"detail": ...}, or None."""
+    """The error in a body, decoded or not: OpenAI's {"error": {...}}, {"error": "..."}, FastAPI's {"detail": ...}."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        body = msgspec.json.decode(body) if isinstance(body, bytes) else body
     error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
     if isinstance(error, str):
         return ErrorFacts(error[:_LONGEST_MESSAGE])

@@ -129,7 +129,7 @@ class RemoteModel:
             return None
         body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
         try:
-            counted = self._client.post(f"{self._root}/tokenize", body)
+            counted = self._client.ask(f"{self._root}/tokenize", body)
         except ServerRefused as error:
             self._can_count = error.status not in NO_SUCH_PATH
             return None

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import NoReturn
@@ -12,7 +12,7 @@ from typing import NoReturn
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
-from nanoserve.record.counters import RecentStep
+from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request
 from nanoserve.server.engine_child import ENGINE_PROGRAM, EngineChild
 from nanoserve.server.messages import (
@@ -36,7 +36,6 @@ RETRY_SECONDS = 15.0
 _LAST_MESSAGES_SECONDS = 0.2
 _LOGGED_STEPS = 8
 """Steps before the death of an engine that the log names."""
-_COUNTERS = ("preemptions", "steps", "losses", "host_losses")
 
 _LOG = logging.getLogger("nanoserve.server")
 
@@ -95,7 +94,7 @@ class EngineClient:
         self.last = StepReport()  # what the current engine said last
         self.restarts = 0  # number of engines started after the first
         self.generated_tokens = 0  # tokens sampled by all engines
-        self._counts = Counter[str]()
+        self._past: list[EngineStatus] = []  # what engines before the current one said last
         self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -117,8 +116,7 @@ class EngineClient:
 
     def total(self, counter: str) -> int:
         """The sum of a counter of EngineStatus over all engines so far."""
-        count: int = getattr(self.last.status, counter)
-        return self._counts[counter] + count
+        return sum(getattr(status, counter) for status in (*self._past, self.last.status))
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take all of the requests or none; one reader follows their streams.
@@ -236,7 +234,7 @@ class EngineClient:
             _LOG.warning("its last steps: %s", "; ".join(map(str, self._recent)))
         self.state, self.reason = state, reason
         self.restarts += 1
-        self._counts = Counter({name: self.total(name) for name in _COUNTERS})
+        self._past.append(self.last.status)
         self.last = StepReport()
         self._recent.clear()
         self._sent = 0

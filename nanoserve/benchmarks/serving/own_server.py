@@ -120,7 +120,7 @@ class OwnServer:
 
 def _is_ready(client: ApiClient) -> bool:
     try:
-        client.get(f"{client.address.root}/ready")
+        client.ask(f"{client.address.root}/ready")
     except (ServerRefused, ServerLost):
         return False
     return True
