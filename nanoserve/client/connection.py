@@ -67,22 +67,17 @@ class ApiClient:
         with self._response(path, body) as response:
             if "text/event-stream" not in response.getheader("content-type", ""):
                 raise BrokenStream(f"{self.address} did not answer with a stream: is it an OpenAI-compatible server?")
-            yield from self._chunks(response)
-
-    def _chunks(self, response: http.client.HTTPResponse) -> Generator[Chunk, None, None]:
-        reader, finished = EventReader(), False
-        while not reader.done:
-            data = response.read1(_READ_BYTES)
-            if not data:
-                break
-            for chunk in reader.push(data):
-                if chunk.error is not None:
-                    facts = error_facts(chunk.error)
-                    raise ServerRefused(f"{self.address}: {facts.message if facts else 'an error'}", response.status)
-                finished = finished or any(choice.finish_reason for choice in chunk.choices or ())
-                yield chunk
-        if not (reader.done or finished):
-            raise ServerLost(f"{self.address} ended the answer half-way")
+            reader, finished = EventReader(), False
+            while not reader.done and (data := response.read1(_READ_BYTES)):
+                for chunk in reader.push(data):
+                    if chunk.error is not None:
+                        facts = error_facts(chunk.error)
+                        message = f"{self.address}: {facts.message if facts else 'an error'}"
+                        raise ServerRefused(message, response.status)
+                    finished = finished or any(choice.finish_reason for choice in chunk.choices or ())
+                    yield chunk
+            if not (reader.done or finished):
+                raise ServerLost(f"{self.address} ended the answer half-way")
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The decoded JSON of the answer to a GET, or to a POST of the body.

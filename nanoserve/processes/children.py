@@ -90,10 +90,7 @@ class ProcessKilled(RuntimeFailure):
 class LimitedProcess:
     """A child that answers one line of JSON with another, one at a time. Safe to use from several threads.
 
-    Args:
-        module: the child runs the `main` of this module.
-        purpose: the child's name in messages.
-        greeting: the first line that the child reads.
+    It runs the `main` of ``module`` and first reads the line ``greeting``; ``purpose`` is its name in messages.
     """
 
     def __init__(self, module: str, purpose: str, greeting: dict[str, Any]) -> None:
@@ -174,12 +171,8 @@ def _send(process: subprocess.Popen[bytes], line: str) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+    with contextlib.suppress(BrokenPipeError), process:  # which closes its pipes and waits
+        process.kill()
 
 
 def limit_resources(memory: int, stack: int | None = None) -> None:

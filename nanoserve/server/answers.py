@@ -3,7 +3,7 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,18 +15,15 @@ from nanoserve.text.tokenizer import Tokenizer
 _REMEMBERED_TEXTS = 65536
 
 
-class TokenTexts:
-    """The texts of single tokens."""
+def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """The texts of single tokens within a longer text: at the beginning, some tokenizers drop a token's blank."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.text = lru_cache(_REMEMBERED_TEXTS)(self._text)
+    @lru_cache(_REMEMBERED_TEXTS)
+    def text(token: int) -> str:
+        once = tokenizer.decode([token], skip_special_tokens=False)
+        return tokenizer.decode([token, token], skip_special_tokens=False)[len(once) :]
 
-    def _text(self, token: int) -> str:
-        """The token's text within a longer text: at the beginning, some tokenizers drop its blank."""
-        once = self._tokenizer.decode([token], skip_special_tokens=False)
-        twice = self._tokenizer.decode([token, token], skip_special_tokens=False)
-        return twice[len(once) :]
+    return text
 
 
 def usage_json(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -48,10 +45,10 @@ class CompletionFormat(ABC):
     chunk_kind: str
     """The field ``object`` of the whole answer and of its chunks."""
 
-    def __init__(self, model: str, texts: TokenTexts) -> None:
+    def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
         self.answer_id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._model = model
-        self._texts = texts
+        self._text_of = text_of
         self._created = int(time.time())
 
     @abstractmethod
@@ -81,8 +78,8 @@ class ChatFormat(CompletionFormat):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, texts: TokenTexts) -> None:
-        super().__init__(model, texts)
+    def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
+        super().__init__(model, text_of)
         self._begun: set[int] = set()
 
     def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
@@ -100,7 +97,7 @@ class ChatFormat(CompletionFormat):
         return {"index": index, name: content, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._texts.text(token)
+        text = self._text_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
@@ -109,8 +106,8 @@ class TextFormat(CompletionFormat):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, texts: TokenTexts) -> None:
-        super().__init__(model, texts)
+    def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
+        super().__init__(model, text_of)
         self._offsets: dict[int, int] = {}
 
     def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
@@ -122,9 +119,9 @@ class TextFormat(CompletionFormat):
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         offset = self._offsets.get(index, 0)
         for one in logprobs:
-            text = self._texts.text(one.token)
+            text = self._text_of(one.token)
             # The sampled token is listed too, even if it is not among the likeliest.
-            top = {self._texts.text(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
+            top = {self._text_of(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
             for name, value in zip(lists, (text, one.logprob, top, offset), strict=True):
                 lists[name].append(value)
             offset += len(text)

@@ -40,10 +40,9 @@ def make_app(service: Service) -> Starlette:
         Route("/version", endpoints.version),
         Route("/metrics", endpoints.metrics),
     ]
-    handlers = dict.fromkeys((NanoserveError, HTTPException, Exception), _answer_error)
-    handlers[ClientDisconnect] = _answer_no_one
+    handlers = dict.fromkeys((NanoserveError, HTTPException, ClientDisconnect, Exception), _answer_error)
     middleware = [Middleware(_Gate, keys=[key.encode() for key in service.api_keys], hosts=service.allowed_hosts)]
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)  # type: ignore[arg-type]
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.service = service
     return app
@@ -56,14 +55,12 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         known = error.status_code != 404
         message, code = (str(error.detail), None) if known else ("there is no such path", "unknown_url")
         return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # only for a log; the connection is closed
     # A bug: Starlette raises the error again, so that its traceback goes to the log too.
     number = secrets.token_hex(4)
     _LOG.error("error %s while answering %s", number, request.scope["path"])
     return ApiError(500, f"internal error {number}; the server's log has the details", code="internal_error").response()
-
-
-async def _answer_no_one(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)  # only for a log; the connection is closed
 
 
 @dataclass(frozen=True)

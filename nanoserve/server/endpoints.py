@@ -70,7 +70,7 @@ async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     params = chat_params(asked, facts, len(prompt))
     if params.json_schema is not None:
         await service.check_json_schema(params.json_schema)
-    return _begin(http, asked, ChatFormat(service.model_name, service.texts), [prompt], [params])
+    return _begin(http, asked, ChatFormat(service.model_name, service.text_of), [prompt], [params])
 
 
 async def completions(http: HttpRequest) -> "CompletionAnswer":
@@ -85,7 +85,7 @@ async def completions(http: HttpRequest) -> "CompletionAnswer":
             check_token_ids(given, facts, "prompt")
             prompts.append(given)
     each = completion_params(asked, facts, [len(prompt) for prompt in prompts])
-    return _begin(http, asked, TextFormat(service.model_name, service.texts), prompts, each)
+    return _begin(http, asked, TextFormat(service.model_name, service.text_of), prompts, each)
 
 
 def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | list[int]]:

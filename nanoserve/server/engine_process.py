@@ -1,6 +1,6 @@
 """The engine process: it takes commands between two steps, and reports the updates of each step.
 
-It never waits for the front end: commands and reports queue in the sockets. It loads torch; the front end does not.
+It never waits for the front end: commands and reports queue in the socket. It loads torch; the front end does not.
 """
 
 import os
@@ -55,7 +55,7 @@ def receive(mailbox: Mailbox[Command], seconds: float) -> list[Command]:
 
 
 class EngineLoop:
-    """Runs the engine between its two sockets."""
+    """Runs the engine, and exchanges messages with the front end."""
 
     def __init__(self, engine: Engine | Dispatcher, mailbox: Mailbox[Command]) -> None:
         self._engine = engine

@@ -27,8 +27,7 @@ MAX_LOGPROBS_PER_REQUEST = 1 << 22
 """Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
-_MISSING = re.compile(r"Object missing required field `([^`]*)`")
+_UNKNOWN_OR_MISSING = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 
 
 def _nothing(*values: str) -> msgspec.Meta:
@@ -191,12 +190,11 @@ def _explained(message: str) -> ApiError:
     named = f"a key of {param}" if path and path.group(1) else param
     if message.startswith("Invalid enum value"):
         return ApiError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
-    if unknown := _UNKNOWN.search(message):
-        name = within + unknown.group(1)
+    if field := _UNKNOWN_OR_MISSING.search(message):
+        name = within + field[2]
+        if field[1] == "missing required":
+            return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
         return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)
-    if missing := _MISSING.search(message):
-        name = within + missing.group(1)
-        return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
     text = _PATH.sub("", message).replace("`", "")
     return ApiError(400, f"{named}: {text}" if named else text, code="invalid_type", param=param)
 

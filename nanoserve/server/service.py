@@ -16,7 +16,7 @@ import msgspec
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
-from nanoserve.server.answers import TokenTexts
+from nanoserve.server.answers import token_texts
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
 from nanoserve.server.hosts import AllowedHosts
 from nanoserve.server.http_bodies import ApiError
@@ -70,7 +70,7 @@ class Service:
     """Makes repeatable the seeds of requests that come without one."""
 
     def __post_init__(self, seed: int | None) -> None:
-        self.texts = TokenTexts(self.tokenizer)
+        self.text_of = token_texts(self.tokenizer)
         self.metrics = Metrics(self.model_name, self.engine)
         self.started = int(time.time())
         self.draining = False  # true once the server takes no new requests
