@@ -42,22 +42,6 @@ def python_command(program: str, *arguments: str, flags: Sequence[str] = ()) -> 
     return [sys.executable, *flags, "-c", prepare + program, json.dumps([_PACKAGES, *sys.path]), *arguments]
 
 
-def kill_group(leader: int) -> None:
-    """Kill a process and its children: a compiler, for example, would outlive it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
-        os.killpg(leader, signal.SIGKILL)
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended, from its exit code."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
 def follow_parent(parent: int) -> None:
     """End this process when its parent, of this process id, is gone, however it ended."""
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from nanoserve.processes.children import describe_exit, kill_group, python_command
+from nanoserve.processes.children import python_command
 from nanoserve.processes.temporary import remove_directory
 
 HEARTBEAT_SECONDS = 0.5
@@ -62,11 +62,15 @@ class TiedChild:
     def killed(self) -> str | None:
         """The signal by which it died, in words; None if it lives or ended by itself."""
         code = self._process.poll()
-        return None if code is None or code >= 0 else describe_exit(code)
+        return None if code is None or code >= 0 else self.ending()
 
     def ending(self) -> str:
         """How it ended, in words; waits for the end."""
-        return describe_exit(self._process.wait())
+        code = self._process.wait()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
 
     def let_go(self) -> None:
         """Close its pipes: it ends itself and all that it has started, or is killed."""
@@ -79,7 +83,9 @@ class TiedChild:
         """Wait for its end until that monotonic time, then kill it and all that it has started."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until - time.monotonic()))
-        kill_group(self._process.pid)
+        # With the group: a compiler, for example, would outlive it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 

@@ -1,4 +1,4 @@
-"""The front end's side of the engine: it sends requests, feeds streams, and starts a new engine when one dies."""
+"""The front end's side of the engine: it sends requests, feeds streams, and starts a new process when one dies."""
 
 import asyncio
 import contextlib
@@ -7,14 +7,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
+from pathlib import Path
 from typing import NoReturn
+
+import msgspec
+import zmq.asyncio
 
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
+from nanoserve.processes.sockets import SocketKeys, listen, local_address
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request
-from nanoserve.server.engine_child import ENGINE_PROGRAM, EngineChild
 from nanoserve.server.messages import (
     Add,
     Command,
@@ -23,6 +29,7 @@ from nanoserve.server.messages import (
     EngineStart,
     Failed,
     LoadProgress,
+    Mailbox,
     Refused,
     SampleUpdate,
     StepReport,
@@ -30,6 +37,15 @@ from nanoserve.server.messages import (
 )
 from nanoserve.server.streams import RequestStream
 
+START_SECONDS = 60.0
+"""Time to the first heartbeat: Python starts and imports ZeroMQ, nothing more."""
+LOADING_SILENCE_SECONDS = 120.0
+"""Importing torch can hold the interpreter for a while."""
+SILENCE_SECONDS = 10.0
+"""Twenty missed heartbeats: the process is stopped, or its machine is."""
+
+ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
+"""The Python code of the process."""
 RETRY_SECONDS = 15.0
 """Time to the next attempt when engines keep dying."""
 
@@ -56,6 +72,70 @@ class EngineUnavailable(NanoserveError):
 
 class QueueFull(NanoserveError):
     """More requests are waiting than the server allows."""
+
+
+class EngineChild:
+    """A process that runs the engine. Make it with ``start``, and ``end`` it in any case."""
+
+    def __init__(self, process: TiedChild, directory: Path) -> None:
+        self._process = process
+        self._directory = directory
+        self.mailbox: Mailbox[EngineMessage] = Mailbox(zmq.asyncio.Context(io_threads=1), EngineMessage)
+        self.ready = False  # set by the owner when the engine is ready; from then on less silence is tolerated
+
+    @classmethod
+    async def start(cls, start: EngineStart, program: str = ENGINE_PROGRAM) -> "EngineChild":
+        """Start the process; the model is loaded while its messages are read.
+
+        Raises RuntimeFailure if it does not come up.
+        """
+        directory = choose_directory()
+        child = cls(TiedChild(program, directory), directory)
+        try:
+            make_directory(directory)
+            address, keys = local_address(directory), SocketKeys.random()
+            listen(child.mailbox.socket, address, keys)
+            child._process.tell(msgspec.json.encode(msgspec.structs.replace(start, address=address, key=keys.public)))
+            if not await child._beats(START_SECONDS):
+                raise RuntimeFailure("the engine process died at once; its own words are above")
+            return child
+        except BaseException as error:
+            await child.end(GRACE_SECONDS)
+            if isinstance(error, TimeoutError):
+                raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
+            raise
+
+    async def death(self) -> str:
+        """Wait until the process is dead, or kill it after too long a silence; returns what happened."""
+        silence = 0.0
+        while silence < (SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS):
+            try:
+                # Second by second: if the machine was suspended for a minute, that counts as one second of silence.
+                if not await self._beats(1.0):
+                    return await asyncio.to_thread(self._process.ending)
+                silence = 0.0
+            except TimeoutError:
+                silence += 1.0
+        await asyncio.to_thread(self._process.end)
+        return f"gave no sign of life for {silence:g} s and was killed"
+
+    async def end(self, grace_seconds: float = 0.0) -> None:
+        """Kill the process if it lives after this time, and remove its socket and directory."""
+        self._process.let_go()
+        await asyncio.to_thread(self._process.end, time.monotonic() + grace_seconds)
+        self.mailbox.close(linger=0)
+        remove_directory(self._directory)
+
+    async def _beats(self, seconds: float) -> bool:
+        """Whether the process gives a sign of life, or is dead; raises TimeoutError if it does neither in time."""
+        readable, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(self._process.pulse, readable.set)
+        try:
+            async with asyncio.timeout(seconds):
+                await readable.wait()
+        finally:
+            loop.remove_reader(self._process.pulse)
+        return self._process.beats()
 
 
 class EngineClient:
@@ -112,7 +192,7 @@ class EngineClient:
     @property
     def dropped(self) -> int:
         """Undecodable messages to and from the current engine."""
-        return self.last.dropped + (self._child.dropped if self._child else 0)
+        return self.last.dropped + (self._child.mailbox.dropped if self._child else 0)
 
     def total(self, counter: str) -> int:
         """The sum of a counter of EngineStatus over all engines so far."""
@@ -179,7 +259,7 @@ class EngineClient:
             return  # the next engine gets all unfinished requests
         if isinstance(command, Add):
             self._sent += 1
-        self._child.send(command)
+        self._child.mailbox.send(command)
 
     # ---- engines ----------------------------------------------------------------------------------------------
 
@@ -263,8 +343,9 @@ class EngineClient:
             await child.end()
 
     async def _listen(self, child: EngineChild) -> None:
-        async for message in child.messages():
-            self._take(message, child)
+        while True:
+            for message in child.mailbox.decoded(await child.mailbox.socket.recv()):
+                self._take(message, child)
             await asyncio.sleep(0)  # with many messages queued, recv never yields to other tasks
 
     def _take(self, message: EngineMessage, child: EngineChild) -> None:

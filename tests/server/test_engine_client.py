@@ -13,8 +13,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.server import endpoints
-from nanoserve.server.engine_child import EngineChild
-from nanoserve.server.engine_client import EngineClient, EngineState, EngineUnavailable, QueueFull
+from nanoserve.server.engine_client import EngineChild, EngineClient, EngineState, EngineUnavailable, QueueFull
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import (
     Add,
@@ -39,6 +38,7 @@ class FakeChild:
 
     def __init__(self) -> None:
         self.ready = False
+        self.mailbox = self
         self.sent: list[Command] = []
 
     def send(self, command: Command) -> None:
