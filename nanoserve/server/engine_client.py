@@ -381,7 +381,7 @@ class EngineClient:
             self._send(Stop(update.request_id, update.index, FinishReason.STOP))
         if stream.finished:
             self._take_out(update.request_id)
-            if all(sample.finish_reason != FinishReason.ERROR.value for sample in stream.so_far().outputs):
+            if all(sample.finish_reason != FinishReason.ERROR.value for sample in stream.tracker.whole().outputs):
                 self._quarantine.on_answer()
 
     def _fail_all(self, error: NanoserveError) -> None:

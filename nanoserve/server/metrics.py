@@ -61,7 +61,7 @@ class Metrics(Collector):
 
     def ended(self, stream: RequestStream) -> None:
         """Count a request that has ended, for any reason; a sample that never ended counts as aborted."""
-        output = stream.so_far()
+        output = stream.tracker.whole()
         prompt_tokens = len(output.prompt_token_ids)
         self._counters["vllm:prompt_tokens"].inc(prompt_tokens)
         self._observe("vllm:request_prompt_tokens", prompt_tokens)

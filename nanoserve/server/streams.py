@@ -21,17 +21,17 @@ class RequestStream:
         self.sent = False  # whether the current engine has it
         self.gaps: list[float] = []  # seconds from one token to the next, in all samples
         self.news = news  # set at each update; the streams of one reader share it
-        self._tracker = RequestTracker(request, tokenizer)
+        self.tracker = RequestTracker(request, tokenizer)
         # A copy of the engine's sequences, as of its last update.
         self._samples = [Sequence(index, request, index, list(request.prompt)) for index in range(request.params.n)]
         self._last_token_times: dict[int, float] = {}  # by sample, in seconds of the monotonic clock
         self._ended: set[int] = set()
-        self._failure: NanoserveError | None = None
+        self.failure: NanoserveError | None = None
 
     @property
     def finished(self) -> bool:
         """Whether no more updates will come."""
-        return self._tracker.finished or self._failure is not None
+        return self.tracker.finished or self.failure is not None
 
     def take(self, update: SampleUpdate) -> bool:
         """Add an update; true if the sample's text met a stop string, so that the engine must end it."""
@@ -59,7 +59,7 @@ class RequestStream:
             else:
                 self.gaps.append(now - self._last_token_times[update.index])
             self._last_token_times[update.index] = now
-        met_stop_string = self._tracker.take(SequenceUpdate(self.request_id, update.index, update.tokens, sample), now)
+        met_stop_string = self.tracker.take(SequenceUpdate(self.request_id, update.index, update.tokens, sample), now)
         if met_stop_string or sample.finished:
             self._ended.add(update.index)
         self.news.set()
@@ -67,7 +67,7 @@ class RequestStream:
 
     def fail(self, error: NanoserveError) -> None:
         """End the stream: the reader gets the updates so far, then the error."""
-        self._failure = self._failure or error
+        self.failure = self.failure or error
         self.news.set()
 
     def resumed(self) -> Add:
@@ -75,41 +75,27 @@ class RequestStream:
         outputs = tuple(tuple(sample.output_tokens) for sample in self._samples)
         return Add(replace(self.request, resumed=outputs), tuple(sorted(self._ended)))
 
-    def pending(self) -> RequestOutput | None:
-        """The oldest unread update, if any. Raises NanoserveError after the last one if the request failed."""
-        if self._tracker.has_news:
-            return self._tracker.delta()
-        self._check()
-        return None
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether ``pending`` will return nothing, now and later."""
-        return self._tracker.finished and not self._tracker.has_news
-
-    def so_far(self) -> RequestOutput:
-        """Everything so far, even if the request failed."""
-        return self._tracker.whole()
-
     def whole(self) -> RequestOutput:
         """Everything so far. Raises NanoserveError if the request failed."""
-        self._check()
-        return self._tracker.whole()
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
+        return self.tracker.whole()
 
 
 async def deltas(streams: SequenceOf[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield (place of the stream, its next update) until all have ended. Raises NanoserveError if one fails."""
+    """Yield (place of the stream, its oldest unread update) until all have ended.
+
+    Raises NanoserveError after the last update of a stream whose request failed.
+    """
     news = streams[0].news
-    while not all(stream.exhausted for stream in streams):
+    while any(stream.tracker.has_news or not stream.tracker.finished for stream in streams):
         news.clear()
         for place, stream in enumerate(streams):
-            if (output := stream.pending()) is not None:
+            if stream.tracker.has_news:
                 news.set()  # there may be another update
-                yield place, output
+                yield place, stream.tracker.delta()
+            elif stream.failure is not None:
+                raise stream.failure
         await news.wait()
 
 
