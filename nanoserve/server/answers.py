@@ -26,16 +26,6 @@ def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
     return text
 
 
-def usage_json(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Tokens of one answer, summed over all its prompts and samples."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
 class CompletionFormat(ABC):
     """One of the two shapes of an answer. An object is made for each answer."""
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from nanoserve import __version__
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.request import CompletionOutput, SamplingParams
-from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat, usage_json
+from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat
 from nanoserve.server.engine_client import EngineState
 from nanoserve.server.http_bodies import ApiError, JsonResponse, as_api_error, read_json_body, until_client_goes
 from nanoserve.server.schemas import (
@@ -125,34 +125,34 @@ class CompletionAnswer:
     streams: Sequence[RequestStream]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = self._send_events(send) if self.asked.stream else self._send_whole(scope, receive, send)
         try:
-            with suppress(ClientDisconnect):
-                await until_client_goes(receive, work)
+            if self.asked.stream:
+                with suppress(ClientDisconnect):
+                    await until_client_goes(receive, self._send_events(send))
+                return
+            content = await until_client_goes(receive, self._in_time(self.whole()))
         finally:
             self.service.end(self.streams)
-
-    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        content = await self._in_time(self.whole())
         await JsonResponse(content, headers={"x-request-id": self.answer.answer_id})(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
         """The answer as server-sent events; an error on the way is an event too."""
 
-        async def emit(data: bytes, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+        async def emit(event: object) -> None:
+            data = b"data: " + msgspec.json.encode(event) + b"\n\n"
+            await send({"type": "http.response.body", "body": data, "more_body": True})
 
         async def emit_chunks() -> None:
             async for chunk in self.chunks():
-                await emit(_event(chunk))
+                await emit(chunk)
 
         headers = [*_EVENT_HEADERS, (b"x-request-id", self.answer.answer_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await self._in_time(emit_chunks())
         except NanoserveError as error:
-            await emit(_event(as_api_error(error).body()))
-        await emit(_DONE, more=False)
+            await emit(as_api_error(error).body())
+        await send({"type": "http.response.body", "body": _DONE})
 
     async def _in_time(self, work: Awaitable[T]) -> T:
         seconds = self.service.limits.request_seconds
@@ -194,12 +194,14 @@ class CompletionAnswer:
             yield self.answer.chunk() | {"usage": self._usage(tokens, sum(cached.values()))}
 
     def _usage(self, completion_tokens: int, cached_tokens: int) -> Event:
+        """Tokens of the answer, summed over all its prompts and samples."""
         prompt_tokens = sum(len(stream.request.prompt) for stream in self.streams)
-        return usage_json(prompt_tokens, completion_tokens, cached_tokens)
-
-
-def _event(content: object) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
 
 
 def _check(sample: CompletionOutput) -> None:

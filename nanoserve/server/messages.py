@@ -40,9 +40,6 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
     """A message whose type is told by its name."""
 
 
-# ---------------------------------------------------------------------------------------------- to the engine
-
-
 class Add(_Message, frozen=True):
     """Run a request."""
 
@@ -60,8 +57,6 @@ class Stop(_Message, frozen=True):
 
 
 Command = Add | Stop
-
-# ------------------------------------------------------------------------------------------- from the engine
 
 
 class LoadProgress(_Message, frozen=True):
@@ -138,8 +133,6 @@ class Refused(_Message, frozen=True):
 
 
 EngineMessage = LoadProgress | EngineFacts | Failed | StepReport | Refused
-
-# --------------------------------------------------------------------------------------------------- the socket
 
 
 class Mailbox(Generic[M]):
