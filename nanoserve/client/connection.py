@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from nanoserve.client.address import ServerAddress, key_headers
-from nanoserve.client.events import BrokenStream, Chunk, EventReader, error_facts, printable
+from nanoserve.client.events import BrokenStream, Chunk, EventReader, error_facts, printable, read_error
 from nanoserve.errors import RuntimeFailure, UsageError
 
 _CONNECT_SECONDS = 10.0
@@ -56,7 +56,7 @@ class ApiClient:
 
     def __init__(self, address: ServerAddress, api_key: str | None = None) -> None:
         self.address = address
-        self._headers = {"user-agent": "nanoserve"} | key_headers(api_key)
+        self.headers = {"user-agent": "nanoserve"} | key_headers(api_key)  # of every request
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk, None, None]:
         """The chunks of a streamed answer as they come; closing the generator closes the connection.
@@ -109,7 +109,7 @@ class ApiClient:
     @contextmanager
     def _response(self, path: str, body: Mapping[str, Any] | None) -> Generator[http.client.HTTPResponse, None, None]:
         """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
-        method, content, headers = "GET", None, self._headers
+        method, content, headers = "GET", None, self.headers
         if body is not None:
             method, content, headers = "POST", json.dumps(body).encode(), headers | {"content-type": "application/json"}
         connection = self._connect()
@@ -127,7 +127,7 @@ class ApiClient:
             connection.close()
 
     def _refused(self, path: str, response: http.client.HTTPResponse) -> ServerRefused:
-        facts = error_facts(response.read(_LONGEST_ERROR))
+        facts = read_error(response.read(_LONGEST_ERROR))
         message = f"{self.address} answered {response.status}: "
         message += facts.message if facts else f"{response.reason or 'no reason'} ({path})"
         wait = response.getheader("retry-after", "")

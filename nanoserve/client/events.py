@@ -113,9 +113,7 @@ class ErrorFacts(msgspec.Struct, frozen=True):
 
 
 def error_facts(body: Any) -> ErrorFacts | None:
-    """The error in a body, decoded or not: OpenAI's {"error": {...}}, {"error": "..."}, FastAPI's {"detail": ...}."""
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        body = msgspec.json.decode(body) if isinstance(body, bytes) else body
+    """The error in a decoded body: OpenAI's {"error": {...}}, {"error": "..."}, FastAPI's {"detail": ...}, or None."""
     error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
     if isinstance(error, str):
         return ErrorFacts(error[:_LONGEST_MESSAGE])
@@ -124,6 +122,13 @@ def error_facts(body: Any) -> ErrorFacts | None:
     named = [error.get(name) for name in ("code", "type")]
     code = next((name for name in named if isinstance(name, str) and name), None)
     return ErrorFacts(error["message"][:_LONGEST_MESSAGE], code)
+
+
+def read_error(content: bytes) -> ErrorFacts | None:
+    """The error in the body of an answer, or None."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return error_facts(msgspec.json.decode(content))
+    return None
 
 
 def printable(text: str) -> str:
