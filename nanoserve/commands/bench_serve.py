@@ -14,8 +14,7 @@ from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import warnings
 from nanoserve.benchmarks.serving.requests import Point, RequestStyle, parse_rates
 from nanoserve.benchmarks.tables import Column, columns, print_table
-from nanoserve.client.connection import ApiClient
-from nanoserve.client.models import ModelCard, served_model
+from nanoserve.client.connection import ApiClient, ModelCard, served_model
 from nanoserve.commands.bench_options import (
     DISTRIBUTION_COLUMNS,
     LengthOptions,

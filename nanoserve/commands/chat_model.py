@@ -8,9 +8,8 @@ from http import HTTPStatus
 from typing import Any
 
 import nanoserve
-from nanoserve.client.connection import ApiClient, ServerRefused
+from nanoserve.client.connection import NO_SUCH_PATH, ApiClient, ServerRefused, served_model
 from nanoserve.client.events import ServerUsage
-from nanoserve.client.models import NO_SUCH_PATH, served_model
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.usage import AnswerUsage
 from nanoserve.errors import RuntimeFailure
@@ -130,7 +129,7 @@ class RemoteModel:
             return None
         body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
         try:
-            counted = self._client.post(f"{self._root}/tokenize", body)
+            counted = self._client.ask(f"{self._root}/tokenize", body)
         except ServerRefused as error:
             self._can_count = error.status not in NO_SUCH_PATH
             return None

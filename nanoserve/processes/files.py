@@ -58,11 +58,7 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically; an error leaves nothing behind.
-
-    Raises:
-        RuntimeFailure: if it cannot be written.
-    """
+    """Write a file atomically; an error leaves nothing behind. Raises RuntimeFailure if it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
     draft = path.parent / f".{path.name}.{os.getpid()}"
     try:
