@@ -1,11 +1,11 @@
 """``nanoserve bench quality``: are the outputs as good as those of Hugging Face transformers?"""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import nanoserve
 from nanoserve.benchmarks.peers.process import PEERS
+from nanoserve.benchmarks.plots import text_bars
 from nanoserve.benchmarks.quality import (
     NanoserveReader,
     Reader,
@@ -26,7 +26,7 @@ from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
-from nanoserve.measures.charts import Bars, Chart, draw
+from nanoserve.measures.charts import Chart, draw
 from nanoserve.models.hub import resolve_model
 
 _AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
@@ -126,13 +126,9 @@ def _measure_accuracy(
 def _show(report: Report, options: ResultOptions) -> None:
     print_results(report, "quality", _COLUMNS)
     if options.plot is not None:
-        rows_of = {case: [row for row in report.rows if row["case"] == case] for case in _AXES}
-        panels = [_bars(case, rows) for case, rows in rows_of.items() if rows]
-        chart = Chart(report.titled("quality"), panels, columns=1)
-        draw(chart, options.plot, panel_size=(7.0, 2.2))
-
-
-def _bars(case: str, rows: Sequence[Mapping[str, Any]]) -> Bars:
-    texts = [_VALUE.text(row) for row in rows]
-    heights = {"": [row["value"] for row in rows]}
-    return Bars(title=case, x=_AXES[case], names=[row["engine"] for row in rows], parts=heights, texts=texts)
+        panels = []
+        for case, axis in _AXES.items():
+            rows = [row for row in report.rows if row["case"] == case]
+            names, texts = [row["engine"] for row in rows], [_VALUE.text(row) for row in rows]
+            panels += [text_bars(axis, names, texts, case)] if rows else []
+        draw(Chart(report.titled("quality"), panels, columns=1), options.plot, panel_size=(7.0, 2.2))
