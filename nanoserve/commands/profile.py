@@ -1,21 +1,26 @@
 """``nanoserve profile``: what the parts of a step take on this machine, and how well that predicts a real run."""
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.profiling.prediction import prediction_rows, time_rows
 from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.benchmarks.tables import Column, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.terminal import remark
-from nanoserve.costs.profile import Profile, check_writable, write_profile
+from nanoserve.costs.counts import ModelCounts, Precision
+from nanoserve.costs.curves import MeasuredCurve
+from nanoserve.costs.profile import Prediction, Profile, Reached, check_writable, write_profile
+from nanoserve.costs.work import StepWork
 from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_threads
 
+Fields = Mapping[str, Any]
+_MICROSECONDS = 1e6
 _TIME_COLUMNS = [
     Column("part", "part"),
     Column("size", "size"),
@@ -71,8 +76,7 @@ def run(options: ProfileOptions) -> None:
         check_writable(options.json)
     prepare_threads(options.threads)
     with closing(_set_apart(options.host_threads, options.device)) as processor, options.open_llm() as llm:
-        from nanoserve.benchmarks.profiling.measuring import measure_profile
-        from nanoserve.benchmarks.profiling.prediction import predict_and_run
+        from nanoserve.benchmarks.profiling import measure_profile, predict_and_run  # torch: the threads are set
 
         measured = measure_profile(llm, processor, remark)
         measured = msgspec.structs.replace(
@@ -103,7 +107,7 @@ def _show(profile: Profile) -> None:
     )
     if note := busy_note(profile.foreign_cores):
         print(note)
-    print_table(f"medians of {settings['rounds']} rounds", _TIME_COLUMNS, time_rows(profile))
+    print_table(f"medians of {settings['rounds']} rounds", _TIME_COLUMNS, _time_rows(profile))
     factors = profile.efficiency
     print(
         f"factors: matrix {factors.matrix:.2f}, attention {factors.attention:.2f}, memory {factors.memory:.2f},"
@@ -111,4 +115,73 @@ def _show(profile: Profile) -> None:
         f" step_seconds {factors.step_seconds * 1e3:.2f} ms, row_seconds {factors.row_seconds * 1e6:.1f} us"
     )
     title = f"{len(profile.predictions[0].real)} real runs each, and the simulator over measured times and over factors"
-    print_table(title, _PREDICTION_COLUMNS, prediction_rows(profile.predictions))
+    print_table(title, _PREDICTION_COLUMNS, _prediction_rows(profile.predictions))
+
+
+def _time_rows(profile: Profile) -> Iterator[Fields]:
+    """Every measured time, and its share of the least time that its bytes and operations take, where these count."""
+    counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
+
+    def attention(reached: Reached, keys: int, pairs: float) -> float:
+        return _floor(reached, keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
+
+    def linear(tokens: int) -> float:
+        """A layer, the mean over all."""
+        products = counts.products(StepWork(decodes=tokens), 0)
+        operators = [matrix.operator(number, layers, 0.0) for matrix, number, layers in products]
+        whole = sum(one.weight_bytes for one in operators), sum(one.flops for one in operators)
+        return _floor(profile.device, *whole) / counts.layers(0)
+
+    def head(rows: int) -> float:
+        operator = counts.head.operator(rows, 1, 0.0)
+        return _floor(profile.device, operator.weight_bytes, operator.flops)
+
+    def prompt(tokens: int) -> float:
+        return attention(profile.device, tokens, tokens * (tokens + 1) / 2)
+
+    yield from _curve_rows("layer without attention", "{:,} tokens", profile.linear, linear)
+    yield from _curve_rows("attention of a prompt", "{:,} tokens", profile.prefill_attention, prompt)
+    for part, grid, reached in (
+        ("decode attention", profile.decode_attention, profile.device),
+        ("attention in host memory", profile.host_attention, profile.host),
+    ):
+        for batch, *rows in zip(grid.batches, grid.seconds, grid.low, grid.high, strict=True):
+            for context, *times in zip(grid.contexts, *rows, strict=True):
+                keys = batch * context
+                yield _fields(part, f"{batch} x {context:,} keys", times, attention(reached, keys, keys))
+    yield from _curve_rows("head and sampling", "{} rows", profile.head, head)
+    yield from _curve_rows("inputs", "{} rows", profile.inputs)
+    yield from _curve_rows("engine", "{} rows", profile.engine)
+    yield from _curve_rows("exchange with host memory", "{} rows", profile.host_exchange)
+    yield from _curve_rows("copy", "{1:g} MiB", profile.copy)
+
+
+def _floor(reached: Reached, num_bytes: float, operations: float) -> float:
+    return max(num_bytes / reached.read_bytes_per_second, operations / reached.operations_per_second)
+
+
+def _curve_rows(
+    part: str, size: str, curve: MeasuredCurve, floor: Callable[[int], float] | None = None
+) -> Iterator[Fields]:
+    for count, *times in zip(curve.sizes, curve.seconds, curve.low, curve.high, strict=True):
+        yield _fields(part, size.format(count, count / 2**20), times, floor and floor(count))
+
+
+def _fields(part: str, size: str, times: Sequence[float], floor: float | None) -> Fields:
+    seconds, low, high = (value * _MICROSECONDS for value in times)
+    share = None if floor is None else floor * _MICROSECONDS / seconds
+    return {"part": part, "size": size, "us": seconds, "low": low, "high": high, "of_floor": share}
+
+
+def _prediction_rows(predictions: tuple[Prediction, ...]) -> Iterator[Fields]:
+    """Three rows for each workload: what really was, with half of the range over its runs, and both predictions."""
+    for found in predictions:
+        runs = [msgspec.structs.asdict(run) for run in found.real]
+        values = {name: [run[name] for run in runs] for name in runs[0]}
+        mean = {name: sum(some) / len(some) for name, some in values.items()}
+        ranges = {f"{name}_range": (max(some) - min(some)) / 2 / mean[name] for name, some in values.items()}
+        yield {"workload": found.workload, "route": "real", **mean, **ranges}
+        for route, figures in (("measured times", found.by_profile), ("factors", found.by_factors)):
+            predicted = msgspec.structs.asdict(figures)
+            errors = {f"{name}_error": value / mean[name] - 1 for name, value in predicted.items()}
+            yield {"workload": "", "route": route, **predicted, **errors}

@@ -27,7 +27,7 @@ from nanoserve.processes.threads import physical_cores, processor_name_and_flags
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import memory_errors
-from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, cache_limits, fields_of, open_probes, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, fields_of, open_probes, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.runtime.profiling.timers import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner
@@ -141,14 +141,7 @@ class StartingEngine:
 
     def sizes(self) -> ProfileSizes:
         """The sizes at which it is measured. Raises UsageError if its steps are too small to be measured."""
-        config, shape = self.config, self.runner.config
-        tokens, rows = cache_limits(self.runner, config.block_size)
-        return SIZES.within(
-            step_tokens=min(config.max_num_batched_tokens, tokens),
-            step_rows=min(config.max_num_seqs, rows),
-            context=self.max_model_len,
-            kv_token_bytes=2 * shape.num_kv_heads * shape.head_dim * self.runner.decoder.dtype.itemsize,
-        )
+        return SIZES.within(self.runner, self.config, rows=self.config.max_num_seqs, context=self.max_model_len)
 
 
 def hybrid_predictor(engine: StartingEngine, progress: ProgressCallback | None = None) -> MeasuredPredictor | None:
@@ -212,7 +205,6 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
     """Measure now, without looking for a kept profile. Raises RuntimeFailure if there is no memory for it;
     HostAttentionLost if attention in host memory fails."""
     runner, setting, speeds = engine.runner, engine.setting, engine.speeds
-    cache_tokens, _ = cache_limits(runner, engine.config.block_size)
     began, computed = time.perf_counter(), time.thread_time()
     with (
         memory_errors(runner.device, "measuring this machine does not fit", "lower --kv-cache-memory"),
@@ -250,7 +242,7 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         bits=8 * runner.decoder.dtype.itemsize,
         device=reached,
         host=msgspec.structs.replace(reached, name=setting.host),
-        memory=KvMemory(kv_tokens=cache_tokens),
+        memory=KvMemory(kv_tokens=len(runner.caches.keys[0]) * engine.config.block_size),
         engine=_scheduling(runner.decoder),
         **fields_of(found, engine.processor),
     )

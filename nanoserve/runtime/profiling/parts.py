@@ -1,6 +1,5 @@
 """Probes for all parts of a step, samples taken round by round, and curves made of them (as APEX's profiler)."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,20 +7,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.profiling.timers import (
     AttentionSize,
-    AttentionTimer,
     HostAttentionTimer,
     KvRegions,
     StepTimer,
+    Stopwatch,
+    attention_seconds,
     copy_probe,
     linear_pieces,
-    seconds_of,
 )
 from nanoserve.runtime.step.model_runner import ModelRunner
 
@@ -97,7 +98,7 @@ def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) 
 
 def curve_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredCurve:
     """Medians and quartiles over one size."""
-    low, seconds, high = zip(*(quartiles(found) for found in samples.values()), strict=True)
+    low, seconds, high = zip(*map(_quartiles, samples.values()), strict=True)
     return MeasuredCurve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
 
 
@@ -105,30 +106,26 @@ def difference_of(samples: Mapping[Point, Sequence[float]], less: Mapping[Point,
     """The curve of ``samples`` minus ``less``, a small part of them. The least of ``less`` counts: it has no noise."""
     curve = curve_of(samples)
     part = [min(less[size,]) for size in curve.sizes]
-
-    def without(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(max(_SMALLEST, value - own) for value, own in zip(values, part, strict=True))
-
-    return MeasuredCurve(
-        sizes=curve.sizes, seconds=without(curve.seconds), low=without(curve.low), high=without(curve.high)
-    )
+    times = {
+        name: tuple(np.maximum(_SMALLEST, np.subtract(found, part)).tolist()) for name, found in curve.times.items()
+    }
+    return MeasuredCurve(sizes=curve.sizes, **times)
 
 
 def grid_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredGrid:
     """Medians and quartiles over batch and context."""
-    batches = tuple(dict.fromkeys(batch for batch, _ in samples))
-    contexts = tuple(dict.fromkeys(context for _, context in samples))
-    rows = [tuple(zip(*(quartiles(samples[batch, context]) for context in contexts), strict=True)) for batch in batches]
+    batches, contexts = (tuple(dict.fromkeys(sizes)) for sizes in zip(*samples, strict=True))
+    rows = [
+        tuple(zip(*(_quartiles(samples[batch, context]) for context in contexts), strict=True)) for batch in batches
+    ]
     low, seconds, high = zip(*rows, strict=True)
     return MeasuredGrid(batches=batches, contexts=contexts, seconds=seconds, low=low, high=high)
 
 
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+def _quartiles(samples: Sequence[float]) -> list[float]:
     """Low, median, high; one sample is all three."""
-    if len(samples) == 1:
-        return (samples[0],) * 3
-    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return low, median, high
+    quartiles: list[float] = np.percentile(samples, (25, 50, 75)).tolist()
+    return quartiles
 
 
 _PAUSE = 1e-4
@@ -153,22 +150,27 @@ class ProfileSizes:
     kv_bytes: int
     """Bytes of keys and values that attention is timed over, on the device and in host memory each."""
 
-    def within(self, *, step_tokens: int, step_rows: int, context: int, kv_token_bytes: int) -> "ProfileSizes":
-        """The sizes that an engine with these limits reaches; UsageError if one does not allow two sizes.
+    def within(self, runner: ModelRunner, config: EngineConfig, *, rows: int, context: int) -> "ProfileSizes":
+        """The sizes that an engine reaches; UsageError if it does not allow two of each.
+
+        Contexts with which the largest batch takes more than ``kv_bytes`` are left out.
 
         Args:
-            step_tokens, step_rows: the most of a step.
+            runner: its KV cache limits the sizes, too.
+            config: the engine's settings.
+            rows: the most of a step.
             context: the longest sequence.
-            kv_token_bytes: size of one token's keys and values in one layer. Contexts with which the largest batch
-                takes more than ``kv_bytes`` are left out.
         """
-        fitting = self.kv_bytes // (self.batches[-1] * kv_token_bytes)
+        shape, blocks = runner.config, len(runner.caches.keys[0])
+        step_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * runner.decoder.dtype.itemsize
+        fitting = self.kv_bytes // (self.batches[-1] * token_bytes)
         return replace(
             self,
             tokens=_up_to(self.tokens, step_tokens),
             prompts=_up_to(self.prompts, min(context, step_tokens)),
             contexts=_up_to(self.contexts, max(2, min(context, fitting))),
-            rows=_up_to(self.rows, min(step_rows, step_tokens)),
+            rows=_up_to(self.rows, min(rows, blocks, step_tokens)),
         )
 
 
@@ -185,7 +187,7 @@ def open_probes(
     runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
 ) -> Iterator[dict[str, Sampling]]:
     """Probes for an idle runner, and for the part of the CPU that attends in host memory. Of the runner only the
-    content of the KV cache changes. The sizes are within this cache: see ``cache_limits``."""
+    content of the KV cache changes. See ``ProfileSizes.within``."""
     config, device = runner.config, runner.device
     steps = StepTimer(runner, block_size=block_size)
     shapes = [AttentionSize(sizes.batches[-1], 1, sizes.contexts[-1]), AttentionSize(1, 1, sizes.prompts[-1])]
@@ -198,7 +200,11 @@ def open_probes(
         dtype=runner.decoder.dtype,
         most_bytes=sizes.kv_bytes,
     )
-    attention = AttentionTimer(config, regions(device=device))
+    device_regions = regions(device=device)
+
+    def attention(size: AttentionSize) -> float:
+        return attention_seconds(config, device_regions, size)
+
     shares_memory = processor.confines_device
     keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(_PAUSE)
     host = HostAttentionTimer(
@@ -208,11 +214,9 @@ def open_probes(
     try:
         probes: dict[str, Sampling] = {
             "layer": _over(sizes.tokens, steps.layer_seconds),
-            "its attention": _over(sizes.tokens, lambda size: attention.seconds(steps.attention_shape(size))),
-            "decode attention": _cells(
-                sizes, lambda batch, context: attention.seconds(AttentionSize(batch, 1, context))
-            ),
-            "prefill attention": _over(sizes.prompts, lambda size: attention.seconds(AttentionSize(1, size, size))),
+            "its attention": _over(sizes.tokens, lambda size: attention(steps.attention_shape(size))),
+            "decode attention": _cells(sizes, lambda batch, context: attention(AttentionSize(batch, 1, context))),
+            "prefill attention": _over(sizes.prompts, lambda size: attention(AttentionSize(1, size, size))),
             "host attention": _cells(sizes, host.seconds),
             "host exchange": _over(sizes.batches, lambda batch: host.seconds(batch, 1)),
             "inputs": _over(sizes.rows, steps.inputs_seconds),
@@ -220,18 +224,12 @@ def open_probes(
             "copy": {(size,): copy_probe(size, device) for size in sizes.copies},
         }
         if shares_memory:
-            probes["alone"] = {largest: partial(seconds_of, keep_busy)}
+            probes["alone"] = {largest: partial(Stopwatch(torch.device("cpu")).seconds, keep_busy)}
             probes["beside host"] = {largest: partial(host.device_seconds, *largest)}
         yield probes
     finally:
         host.close()
         steps.close()
-
-
-def cache_limits(runner: ModelRunner, block_size: int) -> tuple[int, int]:
-    """Tokens, and rows of one block each, that fit into the runner's cache."""
-    blocks = len(runner.caches.keys[0])
-    return blocks * block_size, blocks
 
 
 def fields_of(found: Samples, processor: HostProcessor) -> dict[str, Any]:
@@ -259,7 +257,7 @@ def beside_host(found: Samples, most: float) -> float:
     if "beside host" not in found:
         return 1.0
     (beside,), (alone,) = found["beside host"].values(), found["alone"].values()
-    return min(max(1.0, quartiles(beside)[0] / quartiles(alone)[0]), most)
+    return min(max(1.0, _quartiles(beside)[0] / _quartiles(alone)[0]), most)
 
 
 def _over(sizes: Sequence[int], sample: Callable[[int], float]) -> Sampling:

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import cast
@@ -30,13 +30,6 @@ _MOST_DECODES = 64
 _BUSY_ROWS = 8
 
 
-def seconds_of(action: Callable[[], object]) -> float:
-    """Wall time of an action."""
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
-
-
 class Stopwatch:
     """Wall time, with the device's queue empty at both ends."""
 
@@ -47,6 +40,21 @@ class Stopwatch:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+    def seconds(self, action: Callable[[], object]) -> float:
+        """Seconds that an action takes."""
+        began = self.now()
+        action()
+        return self.now() - began
+
+
+@torch.inference_mode()
+def _mean_seconds(sample: Callable[[], Iterable[float]]) -> float:
+    """The mean over a few milliseconds of samples."""
+    found: list[float] = []
+    while len(found) < _MOST_CALLS and sum(found) < _SAMPLE_SECONDS:
+        found += sample()
+    return sum(found) / len(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,41 +105,22 @@ class KvRegions:
         return [table.view(shape.rows, -1) for table in self._order[: regions * each].chunk(regions)]
 
 
-class AttentionTimer:
-    """Attention on the device, where the regions are. Sliding windows are not applied."""
+def attention_seconds(config: ModelConfig, regions: KvRegions, shape: AttentionSize) -> float:
+    """Seconds of one layer's attention on the device where the regions are. Sliding windows are not applied."""
+    keys, values = regions.blocks.unbind()
+    device, dtype, size = keys.device, keys.dtype, config.head_dim
+    tokens, watch = shape.rows * shape.queries, Stopwatch(device)
+    out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
+    query = torch.randn(tokens, config.num_heads, size, device=device).to(dtype)
+    starts = torch.arange(0, tokens + 1, shape.queries, dtype=torch.int32, device=device)
+    contexts = torch.full((shape.rows,), shape.keys, dtype=torch.int32, device=device)
+    tables = cycle([table.to(device) for table in regions.tables(shape)])
 
-    def __init__(self, config: ModelConfig, regions: KvRegions) -> None:
-        self._config, self._regions = config, regions
-        self._keys, self._values = regions.blocks.unbind()
-        self._watch = Stopwatch(regions.blocks.device)
+    def attend() -> None:
+        at = next(tables), starts, contexts
+        paged_attention(out, query, keys, values, *at, scale=size**-0.5, sliding_window=0)
 
-    def seconds(self, shape: AttentionSize) -> float:
-        """Seconds of one layer: the mean over a few milliseconds of calls."""
-        calls = self._calls(shape)
-        with torch.inference_mode():
-            count, began = 0, self._watch.now()
-            while count < _MOST_CALLS:
-                next(calls)()
-                count += 1
-                passed = self._watch.now() - began
-                if passed > _SAMPLE_SECONDS:
-                    break
-        return passed / count
-
-    def _calls(self, shape: AttentionSize) -> Iterator[Callable[[], None]]:
-        config, device, dtype = self._config, self._keys.device, self._keys.dtype
-        tokens, size = shape.rows * shape.queries, config.head_dim
-        out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
-        query = torch.randn(tokens, config.num_heads, size, device=device).to(dtype)
-        starts = torch.arange(0, tokens + 1, shape.queries, dtype=torch.int32, device=device)
-        contexts = torch.full((shape.rows,), shape.keys, dtype=torch.int32, device=device)
-
-        def attend(tables: Tensor) -> None:
-            keys, values = self._keys, self._values
-            paged_attention(out, query, keys, values, tables, starts, contexts, scale=size**-0.5, sliding_window=0)
-
-        tables = [table.to(device) for table in self._regions.tables(shape)]
-        return cycle([lambda table=table: attend(table) for table in tables])
+    return _mean_seconds(lambda: [watch.seconds(attend)])
 
 
 class HostAttentionTimer:
@@ -159,31 +148,36 @@ class HostAttentionTimer:
 
     def seconds(self, rows: int, keys: int) -> float:
         """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: a mean."""
-        calls = cycle(self._regions.tables(AttentionSize(rows, 1, keys)))
-        query, key, value = self._entering(rows)
-        found: list[float] = []
-        with torch.inference_mode():
-            while len(found) < _MOST_CALLS and sum(found) < _SAMPLE_SECONDS:
-                task = self._host.attend(0, query, key, value, self._rows(next(calls), keys))
-                self._keep_busy()
-                self._await(task)
-                found += [work.seconds for work in self._host.take_work()]
-        return sum(found) / len(found)
+        tables = cycle(self._regions.tables(AttentionSize(rows, 1, keys)))
+        entering = self._entering(rows)
 
+        def attend() -> list[float]:
+            task = self._host.attend(0, *entering, self._rows(next(tables), keys))
+            self._keep_busy()
+            self._await(task)
+            return [work.seconds for work in self._host.take_work()]
+
+        return _mean_seconds(attend)
+
+    @torch.inference_mode()
     def device_seconds(self, rows: int, keys: int) -> float:
         """Seconds of a piece of the device's work while the host attends for `rows` sequences of `keys` keys."""
         at = self._rows(self._regions.tables(AttentionSize(rows, 1, keys))[0], keys)
-        entering, found = self._entering(rows), list[float]()
-        with torch.inference_mode():
-            task = self._host.attend(0, *entering, at)
-            while len(found) < _MOST_CALLS and sum(found) < _SAMPLE_SECONDS:
-                following = self._host.attend(0, *entering, at)  # otherwise the host might finish first
-                found.append(seconds_of(self._keep_busy))
-                self._await(task)
-                task = following
+        entering, watch = self._entering(rows), Stopwatch(torch.device("cpu"))
+        task = self._host.attend(0, *entering, at)
+
+        def work_beside() -> list[float]:
+            nonlocal task
+            following = self._host.attend(0, *entering, at)  # otherwise the host might finish first
+            seconds = watch.seconds(self._keep_busy)
             self._await(task)
-            self._host.take_work()
-        return sum(found) / len(found)
+            task = following
+            return [seconds]
+
+        seconds = _mean_seconds(work_beside)
+        self._await(task)
+        self._host.take_work()
+        return seconds
 
     def close(self) -> None:
         """End its thread."""
@@ -195,13 +189,10 @@ class HostAttentionTimer:
 
     def _entering(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         config, dtype = self._config, self._regions.blocks.dtype
-        heads = config.num_heads + 2 * config.num_kv_heads
-        numbers = torch.randn(rows, heads, config.head_dim, device=self._device).to(dtype)
-        return (
-            numbers[:, : config.num_heads],
-            numbers[:, config.num_heads : heads - config.num_kv_heads],
-            numbers[:, heads - config.num_kv_heads :],
-        )
+        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        numbers = torch.randn(rows, sum(heads), config.head_dim, device=self._device).to(dtype)
+        query, key, value = numbers.split(heads, dim=1)
+        return query, key, value
 
     def _rows(self, tables: Tensor, keys: int) -> AttentionBatch:
         starts = torch.arange(len(tables) + 1, dtype=torch.int32)
@@ -239,17 +230,13 @@ class StepTimer:
         these data from the processor's caches."""
         plan = self._decode_plan(rows)
         self._runner.compute(self._runner.prepare(plan))
-        began = self._watch.now()
-        self._runner.prepare(plan)
-        return self._watch.now() - began
+        return self._watch.seconds(lambda: self._runner.prepare(plan))
 
     def head_seconds(self, rows: int) -> float:
         """Seconds after the layers in a step of `rows` decodes: logits, greedy sampling and fetching tokens."""
         step = self._runner.prepare(self._decode_plan(rows))
         hidden = self._runner.compute(step)
-        began = self._watch.now()
-        self._runner.sample(step, hidden).answers()
-        return self._watch.now() - began
+        return self._watch.seconds(lambda: self._runner.sample(step, hidden).answers())
 
     def close(self) -> None:
         """Have the runner forget the sequences."""
@@ -302,10 +289,4 @@ def copy_probe(num_bytes: int, device: torch.device) -> Callable[[], float]:
     watch = Stopwatch(device)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def copy() -> float:
-        began = watch.now()
-        target.copy_(source, non_blocking=True)
-        return watch.now() - began
-
-    return copy
+    return lambda: watch.seconds(lambda: target.copy_(source, non_blocking=True))
