@@ -2,19 +2,21 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from nanoserve.benchmarks.plots import plot_bars
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.rounds import Bracketed
 from nanoserve.benchmarks.serving.requests import Work
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import Column, columns, print_table
+from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import Options, option
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import check_plotting
@@ -30,7 +32,9 @@ from nanoserve.measures.workloads import (
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
 
-WORK_PANEL = "Work"
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.local import LocalBench
+
 RESULTS_PANEL = "Results"
 MOST_REQUESTS = 1_000_000
 """The most requests of a run whose lengths or prompts are all in memory before it begins."""
@@ -164,6 +168,17 @@ def fitting_work(work: Work, context: int | None, report: Report) -> Work:
     return fitting
 
 
+def local_bench(engines: Sequence[EngineOptions], report: Report, opened: ExitStack, *, probes: bool) -> "LocalBench":
+    """A bench of one or two engines of this process, which close with ``opened``; the report has its facts."""
+    llms = [opened.enter_context(engine.open_llm()) for engine in engines]
+    progress = opened.enter_context(show_progress())
+    from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
+
+    bench = LocalBench(llms, seed=engines[0].seed or 0, announce=remark, progress=progress, probes=probes)
+    report.put("engine", bench.facts)
+    return bench
+
+
 def settled_operators(threads: int | None) -> str:
     """Wait until it is known which operators run, and say which; for commands that open no LLM in this process."""
     prepare_threads(threads)
@@ -204,22 +219,17 @@ def print_counting(rounds: Sequence[Bracketed]) -> None:
     print(f"{sum(one.counts for one in rounds)} of {len(rounds)} rounds count (read bandwidth drift below 10 %)")
 
 
-_STEP_COLUMNS = [
-    Column("steps of", "case"),
-    Column("kind", "kind"),
-    Column("steps", "steps", ",d"),
-    Column("ms", "step_ms.p50", ",.2f"),
-    Column("p99", "step_ms.p99", ",.2f"),
-    Column("GB/s", "read_gb_per_s", ",.1f"),
-    Column("GFLOP/s", "gflops", ",.0f"),
-    Column("of floor", "of_floor", ".0%"),
-    Column("engine ms", "engine_ms", ".3f"),
-    Column("engine share", "engine_share", ".1%"),
-]
-DISTRIBUTION_COLUMNS = [
-    Column("n", "n", ",d"),
-    *(Column(name, name, ",.1f") for name in ("mean", "p50", "p90", "p99", "max")),
-]
+_STEP_COLUMNS = columns(
+    ("", ("steps of", "case"), "kind"),
+    (",d", "steps"),
+    (",.2f", ("ms", "step_ms.p50"), ("p99", "step_ms.p99")),
+    (",.1f", ("GB/s", "read_gb_per_s")),
+    (",.0f", ("GFLOP/s", "gflops")),
+    (".0%", "of_floor"),
+    (".3f", "engine_ms"),
+    (".1%", "engine_share"),
+)
+DISTRIBUTION_COLUMNS = columns((",d", "n"), (",.1f", "mean", "p50", "p90", "p99", "max"))
 
 
 def print_steps(report: Report) -> None:
