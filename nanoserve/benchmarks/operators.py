@@ -82,16 +82,12 @@ def attention_case(batch: int, context: int, dtype: torch.dtype) -> OperatorCase
         key, value = next(calls).gathered(context)
         return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).reshape(batch, -1)
 
-    return OperatorCase(
-        name=f"attention {batch} x {context}",
-        num_bytes=_bytes_read(shape, dtype),
-        operations=shape.operations,
-        routes={
-            OURS: Route(lambda: next(calls).attend()),
-            "gather + SDPA": Route(gather_and_attend),
-            "plain torch": Route(lambda: next(calls).attend(), reference_operators),
-        },
-    )
+    def attend() -> Tensor:
+        return next(calls).attend()
+
+    routes = {OURS: Route(attend), "gather + SDPA": Route(gather_and_attend)}
+    routes["plain torch"] = Route(attend, reference_operators)
+    return _attention_case(f"attention {batch} x {context}", shape, dtype, routes)
 
 
 @contextmanager
@@ -118,38 +114,33 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
         return task.result()
 
     try:
-        yield OperatorCase(
-            name=f"host attention {batch} x {context}",
-            num_bytes=_bytes_read(shape, dtype),
-            operations=shape.operations,
-            routes={OURS: Route(hand_over_and_wait), "operator alone": Route(lambda: next(calls).attend())},
-        )
+        routes = {OURS: Route(hand_over_and_wait), "operator alone": Route(lambda: next(calls).attend())}
+        yield _attention_case(f"host attention {batch} x {context}", shape, dtype, routes)
     finally:
         host.close()
 
 
 def _decode_call(batch: int, context: int, dtype: torch.dtype) -> tuple[PagedAttentionShape, AttentionCall]:
-    model = dummy_config(SHAPE)
-    shape = PagedAttentionShape(
-        rows=decode_rows(batch, context),
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
+    model, rows = dummy_config(SHAPE), decode_rows(batch, context)
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    shape = PagedAttentionShape(rows=rows, **heads)
     return shape, make_batch(shape, block_size=BLOCK_SIZE, dtype=dtype)
 
 
-def _bytes_read(shape: PagedAttentionShape, dtype: torch.dtype) -> int:
-    """Bytes of all keys and values."""
-    return 2 * sum(row.context for row in shape.rows) * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+def _attention_case(
+    name: str, shape: PagedAttentionShape, dtype: torch.dtype, routes: Mapping[str, Route]
+) -> OperatorCase:
+    """Attention that reads all keys and values."""
+    num_bytes = 2 * sum(row.context for row in shape.rows) * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    return OperatorCase(name, num_bytes, shape.operations, routes)
 
 
 def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
     """Each matrix of the model with every number of rows; one matrix's memory is taken at a time."""
-    for name, columns, depth in _matrices():
+    for (name, columns, depth), counts in linear_sizes(rows, dtype):
         weight = torch.randn(columns, depth)
         weights, wide = cycle(_copies(weight.to(dtype))), cycle(_copies(weight))
-        for count in _rows_of(name, rows, dtype):
+        for count in counts:
             given = torch.randn(count, depth)
             routes = {
                 OURS: partial(_multiply, linear, given.to(dtype), weights),
@@ -168,14 +159,11 @@ def _multiply(multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weight
     return multiply(rows, next(weights))
 
 
-def count_linear_cases(rows: Sequence[int], dtype: torch.dtype) -> int:
-    """Number of cases that `linear_cases` yields."""
-    return sum(len(_rows_of(name, rows, dtype)) for name, *_ in _matrices())
-
-
-def _rows_of(matrix: str, rows: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """Numbers of rows that this matrix is measured with; 32-bit weights have no operator of our own."""
-    return [] if dtype == torch.float32 else [count for count in rows if matrix != "head" or count <= HEAD_ROWS]
+def linear_sizes(rows: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple[str, int, int], list[int]]]:
+    """Each matrix with the numbers of rows that it is measured with; 32-bit weights have no operator of our own."""
+    if dtype == torch.float32:
+        return []
+    return [(one, [count for count in rows if one[0] != "head" or count <= HEAD_ROWS]) for one in _matrices()]
 
 
 def _matrices() -> list[tuple[str, int, int]]:
@@ -210,7 +198,12 @@ def measure_case(
     def one_round(number: int) -> OperatorRound:
         before = probe() / GIGA
         foreign.read()
-        seconds = _take_turns(case.routes, calls)
+        seconds = {name: list[float]() for name in calls}
+        with torch.inference_mode():
+            for name in [name for turn in range(_TURNS) for name in rotated(calls, turn)]:
+                route = case.routes[name]
+                with route.context():
+                    seconds[name] += [_seconds(route.call) for _ in range(calls[name])]
         load, after = foreign.read(), probe() / GIGA
         floor = Limits(GIGA * (before + after) / 2, peak).seconds(case.num_bytes, case.operations)
         return OperatorRound(
@@ -233,17 +226,6 @@ def _calls_in_a_turn(route: Route) -> int:
     with torch.inference_mode(), route.context():
         route.call()
         return min(_MOST_CALLS, max(1, round(_TURN_SECONDS / _seconds(route.call))))
-
-
-def _take_turns(routes: Mapping[str, Route], calls: Mapping[str, int]) -> dict[str, list[float]]:
-    """A B C, B C A, C A B ...: the seconds of every call."""
-    seconds = {name: list[float]() for name in routes}
-    with torch.inference_mode():
-        for turn in range(_TURNS):
-            for name in rotated(routes, turn):
-                with routes[name].context():
-                    seconds[name] += [_seconds(routes[name].call) for _ in range(calls[name])]
-    return seconds
 
 
 def _seconds(call: Callable[[], object]) -> float:

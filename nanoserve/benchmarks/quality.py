@@ -7,12 +7,16 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import eq
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from nanoserve.errors import UsageError
+from nanoserve.processes.files import read_text
 from nanoserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,32 +54,14 @@ class Question:
 def read_questions(path: Path, limit: int) -> list[Question]:
     """The first rows of a JSONL file of {"question": ..., "answer": "... #### 18"}.
 
-    Raises:
-        UsageError: naming the file and the row that is none.
+    Raises UsageError naming the file and the first row that is none.
     """
-    questions: list[Question] = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        if len(questions) == limit:
-            break
-        if line.strip():
-            questions.append(_question(line, f"{path}, row {number}"))
+    lines = enumerate(read_text(path, UsageError).splitlines(), start=1)
+    rows = islice(((line, f"{path}, row {number}") for number, line in lines if line.strip()), limit)
+    questions = [_question(line, place) for line, place in rows]
     if not questions:
         raise UsageError(f"{path} holds no questions")
     return questions
-
-
-def read_text(path: Path) -> str:
-    """The whole file.
-
-    Raises:
-        UsageError: if it cannot be read or is not UTF-8.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text") from error
 
 
 def _question(line: str, place: str) -> Question:
@@ -116,8 +102,7 @@ def _normalized(number: str) -> str:
 def windows(tokens: Sequence[int], length: int, limit: int) -> list[tuple[int, ...]]:
     """The text in pieces of ``length`` tokens, the first ``limit`` of them; the last may be shorter.
 
-    Raises:
-        UsageError: if the text has fewer than two tokens.
+    Raises UsageError if the text has fewer than two tokens.
     """
     pieces = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
     pieces = [piece for piece in pieces[:limit] if len(piece) > 1]
@@ -128,19 +113,15 @@ def windows(tokens: Sequence[int], length: int, limit: int) -> list[tuple[int, .
 
 def perplexity(reader: Reader, pieces: Iterable[tuple[int, ...]]) -> float:
     """exp of the mean negative log probability of every token that has one before it in its window."""
-    likelihood, predicted = 0.0, 0
-    for piece in pieces:
-        likelihood += reader.log_likelihood(piece)
-        predicted += len(piece) - 1
+    found = [(reader.log_likelihood(piece), len(piece) - 1) for piece in pieces]
+    likelihood, predicted = map(sum, zip(*found, strict=True))
     return math.exp(-likelihood / predicted)
 
 
 def compare_answers(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
     """Shares of the questions on which both gave the same number, and the same tokens."""
-    count = len(ours["answers"])
-    same = sum(mine == other for mine, other in zip(ours["answers"], theirs["answers"], strict=True))
-    equal = sum(mine == other for mine, other in zip(ours["tokens"], theirs["tokens"], strict=True))
-    return {"same_answer": same / count, "same_tokens": equal / count}
+    shares = {"same_answer": "answers", "same_tokens": "tokens"}
+    return {share: mean(map(eq, ours[name], theirs[name])) for share, name in shares.items()}
 
 
 class NanoserveReader:
@@ -167,26 +148,21 @@ class TransformersReader:
     name = "transformers"
 
     def __init__(self, directory: Path, dtype: str, end_tokens: tuple[int, ...]) -> None:
-        from nanoserve.benchmarks.peers.engine_peers import open_transformers
-
-        self._end_tokens = end_tokens
-        self._model = open_transformers(directory, dtype, list(end_tokens) or None)
-
-    def log_likelihood(self, tokens: tuple[int, ...]) -> float:
         import torch
 
-        ids = torch.tensor([tokens])
-        with torch.inference_mode():
-            logprobs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+        from nanoserve.benchmarks.peers.engine_peers import open_transformers
+
+        self._end_tokens, self._tensor = end_tokens, torch.tensor
+        self._model = open_transformers(directory, dtype, list(end_tokens) or None).requires_grad_(False)
+
+    def log_likelihood(self, tokens: tuple[int, ...]) -> float:
+        ids = self._tensor([tokens])
+        logprobs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
         return float(logprobs.gather(1, ids[0, 1:, None]).double().sum())
 
     def answer(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        import torch
-
-        ids = torch.tensor([tokens])
-        with torch.inference_mode():
-            output = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-            )
+        ids = self._tensor([tokens])
+        settings = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0}
+        output = self._model.generate(ids, attention_mask=ids.new_ones(ids.shape), **settings)
         answer = tuple(output[0, ids.shape[1] :].tolist())
         return answer[:-1] if answer and answer[-1] in self._end_tokens else answer

@@ -15,11 +15,10 @@ from nanoserve.benchmarks.quality import (
     perplexity,
     prompt_text,
     read_questions,
-    read_text,
     windows,
 )
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import Column, columns
 from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
@@ -28,17 +27,15 @@ from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import Chart, draw
 from nanoserve.models.hub import resolve_model
+from nanoserve.processes.files import read_text
 
 _AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
 """What the bars of each measure are."""
 _VALUE = Column("value", "value", ".5f")
 _COLUMNS = [
-    Column("measure", "case"),
-    Column("engine", "engine"),
-    Column("tokens or questions", "count", ",d"),
+    *columns(("", ("measure", "case"), "engine"), (",d", ("tokens or questions", "count"))),
     _VALUE,
-    Column("same answer", "same_answer", ".0%"),
-    Column("same tokens", "same_tokens", ".0%"),
+    *columns((".0%", "same_answer", "same_tokens")),
 ]
 
 
@@ -66,7 +63,7 @@ def run(options: QualityOptions) -> None:
     shots, limit = options.shots, options.limit
     if options.text is None and options.questions is None:
         raise UsageError("give --text, --questions or both")
-    content = None if options.text is None else read_text(options.text)
+    content = None if options.text is None else read_text(options.text, UsageError)
     rows = None if options.questions is None else read_questions(options.questions, limit + shots)
     if rows is not None and len(rows) <= shots:
         raise UsageError(f"{options.questions} has {len(rows)} questions, all of them taken by --shots {shots}")
@@ -95,9 +92,9 @@ def _measure_perplexity(
     readers: list[Reader], llm: "nanoserve.LLM", content: str, options: QualityOptions, report: Report
 ) -> None:
     pieces = windows(llm.tokenizer.encode(content), min(options.window, llm.max_model_len - 1), options.windows)
+    tokens = sum(len(piece) - 1 for piece in pieces)
     for reader in readers:
         remark(f"perplexity with {reader.name}")
-        tokens = sum(len(piece) - 1 for piece in pieces)
         value = perplexity(reader, watched(pieces, "texts"))
         report.add({"case": "perplexity", "engine": reader.name, "count": tokens, "value": value})
 
@@ -111,16 +108,16 @@ def _measure_accuracy(
             f"the longest prompt has {longest} tokens, with --max-tokens {max_tokens} more than the context of "
             f"{llm.max_model_len}; lower --shots or --max-tokens"
         )
-    found: list[dict[str, Any]] = []
+    ours: dict[str, Any] | None = None
     for reader in readers:
         remark(f"{len(rows)} questions with {reader.name}")
         tokens = [reader.answer(prompt, max_tokens) for prompt in watched(prompts, "questions")]
         answers = [extract_answer(llm.tokenizer.decode(answer)) for answer in tokens]
         right = sum(answer == question.gold for answer, question in zip(answers, rows, strict=True))
-        found.append({"answers": answers, "tokens": tokens})
-        report.add({"case": "accuracy", "engine": reader.name, "count": len(rows), "value": right / len(rows)})
-    for row, theirs in zip(report.rows[-len(readers) + 1 :], found[1:], strict=False):
-        row |= compare_answers(found[0], theirs)
+        found = {"answers": answers, "tokens": tokens}
+        row = {"case": "accuracy", "engine": reader.name, "count": len(rows), "value": right / len(rows)}
+        report.add(row | ({} if ours is None else compare_answers(ours, found)))
+        ours = ours or found
 
 
 def _show(report: Report, options: ResultOptions) -> None:
