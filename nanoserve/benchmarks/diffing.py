@@ -11,10 +11,7 @@ from nanoserve.errors import UsageError
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 HIGHER_IS_BETTER = frozenset(
-    {
-        *("output_tokens_per_s", "goodput_requests_per_s"),
-        *("prefill_ratio", "decode_ratio", "output_ratio", "of_floor"),
-    }
+    ["output_tokens_per_s", "goodput_requests_per_s", "prefill_ratio", "decode_ratio", "output_ratio", "of_floor"]
 )
 """Metrics for which more is better. All others are durations: less is better."""
 
@@ -53,8 +50,7 @@ class _Sampled(msgspec.Struct):
 def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
     """Every metric with repeated measurements that both reports hold for the same case.
 
-    Raises:
-        UsageError: if the reports are of different kinds, hold no repeated measurements or have no case in common.
+    Raises UsageError if they are of different kinds, hold no repeated measurements or have no case in common.
     """
     if before["kind"] != after["kind"]:
         raise UsageError(f"one report is of bench {before['kind']}, the other of bench {after['kind']}")
@@ -79,19 +75,15 @@ def _repeated(report: dict[str, Any]) -> Samples:
         found = msgspec.convert(report, _Sampled)
     except msgspec.ValidationError as error:
         raise UsageError(f"a report of bench {report['kind']} is damaged: {error}") from error
-    everything = {row.case: row.samples for row in found.rows} | found.samples
-    several = {
-        case: {metric: values for metric, values in metrics.items() if len(values) > 1}
-        for case, metrics in everything.items()
-    }
+    cases = {row.case: row.samples for row in found.rows} | found.samples
+    several = {case: {name: some for name, some in metrics.items() if len(some) > 1} for case, metrics in cases.items()}
     return {case: metrics for case, metrics in several.items() if metrics}
 
 
 def _change(case: str, metric: str, before: Sequence[float], after: Sequence[float]) -> Change:
-    first, second = np.array(before, dtype=np.float64), np.array(after, dtype=np.float64)
-    low, high = bootstrap_ratio(first, second)
+    low, high = bootstrap_ratio(np.asarray(before), np.asarray(after))
     worst_case = 1 - high if metric in HIGHER_IS_BETTER else low - 1
-    medians = float(np.median(first)), float(np.median(second))
+    medians = float(np.median(before)), float(np.median(after))
     return Change(case, metric, *medians, medians[1] / medians[0], low, high, worse=max(0.0, worst_case))
 
 

@@ -50,11 +50,8 @@ def _parse_length(text: str, flag: str) -> RequestShape:
 
 class AnalyzeOptions(
     ResultOptions,
-    renamed={
-        "--batch": "is now --batch-sizes",
-        "--input": "is now part of --lengths, as 1024+256",
-        "--output": "is now part of --lengths, as 1024+256",
-    },
+    renamed={"--batch": "is now --batch-sizes"}
+    | dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 1024+256"),
 ):
     """All options of the command."""
 

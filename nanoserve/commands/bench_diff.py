@@ -6,21 +6,17 @@ import msgspec
 
 from nanoserve.benchmarks.diffing import compare_reports
 from nanoserve.benchmarks.report import read_report
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.options import Options, argument, option
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure
 
-_COLUMNS = [
-    Column("case", "case"),
-    Column("metric", "metric"),
-    Column("before", "before", ",.2f"),
-    Column("after", "after", ",.2f"),
-    Column("ratio", "ratio", ".3f"),
-    Column("low", "low", ".3f"),
-    Column("high", "high", ".3f"),
-    Column("worse by at least", "worse", ".1%"),
-]
+_COLUMNS = columns(
+    ("", "case", "metric"),
+    (",.2f", "before", "after"),
+    (".3f", "ratio", "low", "high"),
+    (".1%", ("worse by at least", "worse")),
+)
 
 
 class DiffOptions(Options):

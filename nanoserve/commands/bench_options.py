@@ -50,10 +50,7 @@ class ProbeOptions(Options):
 
 class GridOptions(
     Options,
-    renamed={
-        "--input": "is now part of --lengths, as 128+32 or 128+32,512+32",
-        "--output": "is now part of --lengths, as 128+32 or 128+32,512+32",
-    },
+    renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32 or 128+32,512+32"),
 ):
     """Batches of equal requests: every combination of these sizes and lengths."""
 
@@ -70,11 +67,8 @@ class GridOptions(
 
 class LengthOptions(
     Options,
-    renamed={
-        "--preset": "is now --lengths",
-        "--input": "is now part of --lengths, as 128+32",
-        "--output": "is now part of --lengths, as 128+32",
-    },
+    renamed={"--preset": "is now --lengths"}
+    | dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32"),
 ):
     """How long requests are: by a name, by a trace, or all alike."""
 
@@ -84,11 +78,7 @@ class LengthOptions(
     requests: int | None = option(None, "Requests of a run.", minimum=1, maximum=MOST_REQUESTS)
 
     def read(self, seed: int, *, traced: bool = False) -> Work:
-        """The same requests for the same seed; with the times of the trace if they are wanted.
-
-        Raises:
-            UsageError: for options that contradict each other, and for traces that cannot be read.
-        """
+        """The same requests for the same seed; with the times of the trace if ``traced``. Raises UsageError."""
         if self.lengths is not None and self.trace is not None:
             raise UsageError("give --lengths or --trace, not both")
         if traced and self.trace is None:
@@ -111,11 +101,9 @@ class JsonOptions(Options, panel=RESULTS_PANEL):
     json: Path | None = option(None, "Write all figures to this file.", metavar="FILE")
 
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
-        """A new report; fails here, before anything is measured, if it cannot be written or drawn.
+        """A new report; fails before anything is measured if it cannot be written or drawn.
 
-        Raises:
-            UsageError: if matplotlib is missing.
-            RuntimeFailure: if the file cannot be written.
+        Raises UsageError if matplotlib is missing, RuntimeFailure if the file cannot be written.
         """
         return Report(kind, settings, self.json)
 
@@ -200,12 +188,11 @@ def operators_title(facts: Mapping[str, Any]) -> str:
 def print_head(report: Report) -> None:
     """Print machine and versions in a line or two, above the table."""
     document = report.document
-    machine, versions = document["machine"], document["versions"]
+    machine, versions = document["machine"], document["versions"].items()
     print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
-    print(", ".join(f"{name} {version}" for name, version in versions.items()) + f", commit {document['commit']}")
-    for note in (*document["notes"], report.busy_note):
-        if note is not None:
-            print(note)
+    print(", ".join(f"{name} {version}" for name, version in versions) + f", commit {document['commit']}")
+    for note in filter(None, (*document["notes"], report.busy_note)):
+        print(note)
 
 
 def print_results(report: Report, title: str, columns: Sequence[Column]) -> None:
@@ -235,10 +222,11 @@ DISTRIBUTION_COLUMNS = columns((",d", "n"), (",.1f", "mean", "p50", "p90", "p99"
 def print_steps(report: Report) -> None:
     """Print what each kind of step achieved against the floor of its bytes and operations, and the engine's share."""
     facts = report.document["engine"]
-    title = "steps"
-    if "limit_gflops" in facts:
-        floor = f"{facts['limit_read_gb_per_s']:.1f} GB/s and {facts['limit_gflops']:,.0f} GFLOP/s"
-        title = f"steps, against the floor of their bytes and operations at {floor}"
+    limits = "{limit_read_gb_per_s:.1f} GB/s and {limit_gflops:,.0f} GFLOP/s"
+    is_known = "limit_gflops" in facts
+    title = (
+        f"steps, against the floor of their bytes and operations at {limits.format(**facts)}" if is_known else "steps"
+    )
     rows = [{"case": row["case"], "kind": kind, **steps} for row in report.rows for kind, steps in row["steps"].items()]
     print_table(title, _STEP_COLUMNS, rows)
 

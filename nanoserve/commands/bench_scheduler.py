@@ -5,7 +5,7 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
@@ -14,15 +14,11 @@ from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.scheduler import make_policy
 
 _PARTS = {"schedule": "schedule_ms", "apply": "apply_ms"}
-_COLUMNS = [
-    Column("sequences", "sequences", ",d"),
-    Column("schedule ms", "schedule_ms", ".3f"),
-    Column("apply ms", "apply_ms", ".3f"),
-    Column("both ms", "step_ms", ".3f"),
-    Column("slowest ms", "slowest_ms", ".3f"),
-    Column("us per sequence", "microseconds_per_sequence", ".2f"),
-    Column("foreign cores", "foreign_cores", ".2f"),
-]
+_COLUMNS = columns(
+    (",d", "sequences"),
+    (".3f", "schedule_ms", "apply_ms", ("both ms", "step_ms"), "slowest_ms"),
+    (".2f", ("us per sequence", "microseconds_per_sequence"), "foreign_cores"),
+)
 
 
 class SchedulerOptions(ResultOptions):

@@ -1,46 +1,37 @@
 """``nanoserve profile``: what the parts of a step take on this machine, and how well that predicts a real run."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from nanoserve.benchmarks.rounds import busy_note
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.terminal import remark
-from nanoserve.costs.counts import ModelCounts, Precision
-from nanoserve.costs.curves import MeasuredCurve
+from nanoserve.costs.counts import ModelCounts, Operator, Precision
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.profile import Prediction, Profile, Reached, check_writable, write_profile
 from nanoserve.costs.work import StepWork
 from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_threads
 
 Fields = Mapping[str, Any]
-_MICROSECONDS = 1e6
-_TIME_COLUMNS = [
-    Column("part", "part"),
-    Column("size", "size"),
-    Column("us", "us", ",.1f"),
-    Column("quartiles", "low", ",.1f"),
-    Column("", "high", ",.1f"),
-    Column("of floor", "of_floor", ".0%"),
-]
-_PREDICTION_COLUMNS = [
-    Column("workload", "workload"),
-    Column("", "route", justify="left"),
-    Column("seconds", "seconds", ",.2f"),
-    Column("+-", "seconds_range", ".0%"),
-    Column("error", "seconds_error", "+.0%"),
-    Column("TTFT ms", "ttft_ms", ",.0f"),
-    Column("+-", "ttft_ms_range", ".0%"),
-    Column("error", "ttft_ms_error", "+.0%"),
-    Column("TPOT ms", "tpot_ms", ",.2f"),
-    Column("+-", "tpot_ms_range", ".0%"),
-    Column("error", "tpot_ms_error", "+.0%"),
+_TIME_COLUMNS = columns(("", "part", "size"), (",.1f", "us", ("quartiles", "low"), ("", "high")), (".0%", "of_floor"))
+_FIGURES = (("seconds", "seconds", ",.2f"), ("TTFT ms", "ttft_ms", ",.0f"), ("TPOT ms", "tpot_ms", ",.2f"))
+_PREDICTION_COLUMNS = [Column("workload", "workload"), Column("", "route", justify="left")]
+_PREDICTION_COLUMNS += [
+    column
+    for heading, name, shown in _FIGURES
+    for column in columns(
+        (shown, (heading, name)), (".0%", ("+-", f"{name}_range")), ("+.0%", ("error", f"{name}_error"))
+    )
 ]
 
 
@@ -122,55 +113,47 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
     """Every measured time, and its share of the least time that its bytes and operations take, where these count."""
     counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
 
-    def attention(reached: Reached, keys: int, pairs: float) -> float:
-        return _floor(reached, keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
+    def least(reached: Reached, num_bytes: float, operations: float) -> float:
+        return max(num_bytes / reached.read_bytes_per_second, operations / reached.operations_per_second)
+
+    def products(operators: Iterable[Operator]) -> float:
+        found = list(operators)
+        return least(profile.device, sum(one.weight_bytes for one in found), sum(one.flops for one in found))
 
     def linear(tokens: int) -> float:
         """A layer, the mean over all."""
-        products = counts.products(StepWork(decodes=tokens), 0)
-        operators = [matrix.operator(number, layers, 0.0) for matrix, number, layers in products]
-        whole = sum(one.weight_bytes for one in operators), sum(one.flops for one in operators)
-        return _floor(profile.device, *whole) / counts.layers(0)
+        found = counts.products(StepWork(decodes=tokens), 0)
+        return products(matrix.operator(*numbers, 0.0) for matrix, *numbers in found) / counts.layers(0)
 
     def head(rows: int) -> float:
-        operator = counts.head.operator(rows, 1, 0.0)
-        return _floor(profile.device, operator.weight_bytes, operator.flops)
+        return products([counts.head.operator(rows, 1, 0.0)])
+
+    def attention(reached: Reached, keys: int, pairs: float) -> float:
+        return least(reached, keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
 
     def prompt(tokens: int) -> float:
         return attention(profile.device, tokens, tokens * (tokens + 1) / 2)
 
-    yield from _curve_rows("layer without attention", "{:,} tokens", profile.linear, linear)
-    yield from _curve_rows("attention of a prompt", "{:,} tokens", profile.prefill_attention, prompt)
-    for part, grid, reached in (
-        ("decode attention", profile.decode_attention, profile.device),
-        ("attention in host memory", profile.host_attention, profile.host),
-    ):
-        for batch, *rows in zip(grid.batches, grid.seconds, grid.low, grid.high, strict=True):
-            for context, *times in zip(grid.contexts, *rows, strict=True):
-                keys = batch * context
-                yield _fields(part, f"{batch} x {context:,} keys", times, attention(reached, keys, keys))
-    yield from _curve_rows("head and sampling", "{} rows", profile.head, head)
-    yield from _curve_rows("inputs", "{} rows", profile.inputs)
-    yield from _curve_rows("engine", "{} rows", profile.engine)
-    yield from _curve_rows("exchange with host memory", "{} rows", profile.host_exchange)
-    yield from _curve_rows("copy", "{1:g} MiB", profile.copy)
+    def decodes(reached: Reached, batch: int, context: int) -> float:
+        return attention(reached, batch * context, batch * context)
 
-
-def _floor(reached: Reached, num_bytes: float, operations: float) -> float:
-    return max(num_bytes / reached.read_bytes_per_second, operations / reached.operations_per_second)
-
-
-def _curve_rows(
-    part: str, size: str, curve: MeasuredCurve, floor: Callable[[int], float] | None = None
-) -> Iterator[Fields]:
-    for count, *times in zip(curve.sizes, curve.seconds, curve.low, curve.high, strict=True):
-        yield _fields(part, size.format(count, count / 2**20), times, floor and floor(count))
-
-
-def _fields(part: str, size: str, times: Sequence[float], floor: float | None) -> Fields:
-    seconds, low, high = (value * _MICROSECONDS for value in times)
-    share = None if floor is None else floor * _MICROSECONDS / seconds
-    return {"part": part, "size": size, "us": seconds, "low": low, "high": high, "of_floor": share}
+    measured: list[tuple[str, str, MeasuredCurve | MeasuredGrid, Callable[..., float] | None]] = [
+        ("layer without attention", "{:,} tokens", profile.linear, linear),
+        ("attention of a prompt", "{:,} tokens", profile.prefill_attention, prompt),
+        ("decode attention", "{} x {:,} keys", profile.decode_attention, partial(decodes, profile.device)),
+        ("attention in host memory", "{} x {:,} keys", profile.host_attention, partial(decodes, profile.host)),
+        ("head and sampling", "{} rows", profile.head, head),
+        ("inputs", "{} rows", profile.inputs, None),
+        ("engine", "{} rows", profile.engine, None),
+        ("exchange with host memory", "{} rows", profile.host_exchange, None),
+        ("copy", "{1:g} MiB", profile.copy, None),
+    ]
+    for part, written, times, floor in measured:
+        axes = (times.sizes,) if isinstance(times, MeasuredCurve) else (times.batches, times.contexts)
+        for size, seconds, low, high in zip(product(*axes), *map(np.ravel, times.times.values()), strict=True):
+            row = {"part": part, "size": written.format(*size, size[0] / 2**20)}
+            row |= {"us": seconds * 1e6, "low": low * 1e6, "high": high * 1e6}
+            yield row | {"of_floor": None if floor is None else floor(*size) / seconds}
 
 
 def _prediction_rows(predictions: tuple[Prediction, ...]) -> Iterator[Fields]:
