@@ -31,7 +31,7 @@ from nanoserve.record.metrics import LatencyMetrics
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, curve_of, fields_of, open_probes, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, fields_of, open_probes, take_rounds
 from nanoserve.runtime.profiling.timers import Stopwatch
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import StepTimes, Workload, burst, poisson_arrivals, simulate
@@ -97,7 +97,6 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
         device=device,
         host=host,
         memory=KvMemory(kv_tokens=pool.num_blocks * config.block_size),
-        engine=curve_of(found["engine"]),
         **fields_of(found, processor),
     )
     return profile.with_factors(calibrate(profile))

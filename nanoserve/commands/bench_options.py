@@ -222,11 +222,10 @@ DISTRIBUTION_COLUMNS = columns((",d", "n"), (",.1f", "mean", "p50", "p90", "p99"
 def print_steps(report: Report) -> None:
     """Print what each kind of step achieved against the floor of its bytes and operations, and the engine's share."""
     facts = report.document["engine"]
-    limits = "{limit_read_gb_per_s:.1f} GB/s and {limit_gflops:,.0f} GFLOP/s"
-    is_known = "limit_gflops" in facts
-    title = (
-        f"steps, against the floor of their bytes and operations at {limits.format(**facts)}" if is_known else "steps"
-    )
+    title = "steps"
+    if "limit_gflops" in facts:
+        limits = "{limit_read_gb_per_s:.1f} GB/s and {limit_gflops:,.0f} GFLOP/s"
+        title += f", against the floor of their bytes and operations at {limits.format(**facts)}"
     rows = [{"case": row["case"], "kind": kind, **steps} for row in report.rows for kind, steps in row["steps"].items()]
     print_table(title, _STEP_COLUMNS, rows)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.profiling.timers import (
-    AttentionSize,
     HostAttentionTimer,
     KvRegions,
     StepTimer,
@@ -30,6 +30,7 @@ Point = tuple[int, ...]
 """The size or sizes at which something is timed."""
 Probes = Mapping[str, Mapping[Point, Callable[[], float]]]
 """Functions that take one sample in seconds, by what they time and by point."""
+Sampled = Mapping[Point, Sequence[float]]
 Samples = dict[str, dict[Point, list[float]]]
 
 _MOST_REPEATS = 8
@@ -91,34 +92,30 @@ def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) 
     for point, probe in points.items():
         began = time.perf_counter()
         kept[point] = probe()
-        if len(point) == 1 and len(kept) > 1 and time.perf_counter() - began > longest:
+        if len(point) == 1 < len(kept) and time.perf_counter() - began > longest:
             break
     return kept
 
 
-def curve_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredCurve:
+def curve_of(samples: Sampled) -> MeasuredCurve:
     """Medians and quartiles over one size."""
     low, seconds, high = zip(*map(_quartiles, samples.values()), strict=True)
     return MeasuredCurve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
 
 
-def difference_of(samples: Mapping[Point, Sequence[float]], less: Mapping[Point, Sequence[float]]) -> MeasuredCurve:
+def difference_of(samples: Sampled, less: Sampled) -> MeasuredCurve:
     """The curve of ``samples`` minus ``less``, a small part of them. The least of ``less`` counts: it has no noise."""
     curve = curve_of(samples)
     part = [min(less[size,]) for size in curve.sizes]
-    times = {
-        name: tuple(np.maximum(_SMALLEST, np.subtract(found, part)).tolist()) for name, found in curve.times.items()
-    }
-    return MeasuredCurve(sizes=curve.sizes, **times)
+    times = {name: np.maximum(_SMALLEST, np.subtract(one, part)) for name, one in curve.times.items()}
+    return MeasuredCurve(sizes=curve.sizes, **{name: tuple(one.tolist()) for name, one in times.items()})
 
 
-def grid_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredGrid:
+def grid_of(samples: Sampled) -> MeasuredGrid:
     """Medians and quartiles over batch and context."""
     batches, contexts = (tuple(dict.fromkeys(sizes)) for sizes in zip(*samples, strict=True))
-    rows = [
-        tuple(zip(*(_quartiles(samples[batch, context]) for context in contexts), strict=True)) for batch in batches
-    ]
-    low, seconds, high = zip(*rows, strict=True)
+    found = zip(*map(_quartiles, samples.values()), strict=True)
+    low, seconds, high = (tuple(zip(*[iter(values)] * len(contexts), strict=True)) for values in found)
     return MeasuredGrid(batches=batches, contexts=contexts, seconds=seconds, low=low, high=high)
 
 
@@ -129,7 +126,6 @@ def _quartiles(samples: Sequence[float]) -> list[float]:
 
 
 _PAUSE = 1e-4
-Sampling = dict[Point, Callable[[], float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,42 +181,37 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
 @contextmanager
 def open_probes(
     runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
-) -> Iterator[dict[str, Sampling]]:
+) -> Iterator[dict[str, Mapping[Point, Callable[[], float]]]]:
     """Probes for an idle runner, and for the part of the CPU that attends in host memory. Of the runner only the
     content of the KV cache changes. See ``ProfileSizes.within``."""
     config, device = runner.config, runner.device
     steps = StepTimer(runner, block_size=block_size)
-    shapes = [AttentionSize(sizes.batches[-1], 1, sizes.contexts[-1]), AttentionSize(1, 1, sizes.prompts[-1])]
-    shapes += [steps.attention_shape(tokens) for tokens in sizes.tokens]
+    cells, largest = (sizes.batches, sizes.contexts), (sizes.batches[-1], sizes.contexts[-1])
+    calls = [(rows, keys) for rows, _, keys in map(steps.attention_shape, sizes.tokens)]
     regions = partial(
         KvRegions,
         config,
-        largest=max(shape.blocks(block_size) for shape in shapes),
+        [largest, (1, sizes.prompts[-1]), *calls],
         block_size=block_size,
         dtype=runner.decoder.dtype,
         most_bytes=sizes.kv_bytes,
     )
-    device_regions = regions(device=device)
-
-    def attention(size: AttentionSize) -> float:
-        return attention_seconds(config, device_regions, size)
-
+    attention = partial(attention_seconds, config, regions(device=device))
     shares_memory = processor.confines_device
     keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(_PAUSE)
     host = HostAttentionTimer(
         config, regions(device=torch.device("cpu")), processor, device=device, keep_busy=keep_busy
     )
-    largest = sizes.batches[-1], sizes.contexts[-1]
     try:
-        probes: dict[str, Sampling] = {
-            "layer": _over(sizes.tokens, steps.layer_seconds),
-            "its attention": _over(sizes.tokens, lambda size: attention(steps.attention_shape(size))),
-            "decode attention": _cells(sizes, lambda batch, context: attention(AttentionSize(batch, 1, context))),
-            "prefill attention": _over(sizes.prompts, lambda size: attention(AttentionSize(1, size, size))),
-            "host attention": _cells(sizes, host.seconds),
-            "host exchange": _over(sizes.batches, lambda batch: host.seconds(batch, 1)),
-            "inputs": _over(sizes.rows, steps.inputs_seconds),
-            "head": _over(sizes.rows, steps.head_seconds),
+        probes: dict[str, Mapping[Point, Callable[[], float]]] = {
+            "layer": _over(steps.layer_seconds, sizes.tokens),
+            "its attention": _over(lambda tokens: attention(*steps.attention_shape(tokens)), sizes.tokens),
+            "decode_attention": _over(lambda batch, context: attention(batch, 1, context), *cells),
+            "prefill_attention": _over(lambda tokens: attention(1, tokens, tokens), sizes.prompts),
+            "host_attention": _over(host.seconds, *cells),
+            "host_exchange": _over(lambda batch: host.seconds(batch, 1), sizes.batches),
+            "inputs": _over(steps.inputs_seconds, sizes.rows),
+            "head": _over(steps.head_seconds, sizes.rows),
             "copy": {(size,): copy_probe(size, device) for size in sizes.copies},
         }
         if shares_memory:
@@ -234,16 +225,12 @@ def open_probes(
 
 def fields_of(found: Samples, processor: HostProcessor) -> dict[str, Any]:
     """Fields of a Profile by name. Call it from the thread that computes."""
+    curves = ("host_exchange", "prefill_attention", "copy", "inputs", "head", "engine")
     return {
         "beside_host": beside_host(found, processor.threads / torch.get_num_threads() + 1),
         "linear": difference_of(found["layer"], found["its attention"]),
-        "decode_attention": grid_of(found["decode attention"]),
-        "host_attention": grid_of(found["host attention"]),
-        "host_exchange": curve_of(found["host exchange"]),
-        "prefill_attention": curve_of(found["prefill attention"]),
-        "copy": curve_of(found["copy"]),
-        "inputs": curve_of(found["inputs"]),
-        "head": curve_of(found["head"]),
+        **{name: curve_of(found[name]) for name in curves if name in found},
+        **{name: grid_of(found[name]) for name in ("decode_attention", "host_attention")},
     }
 
 
@@ -260,9 +247,6 @@ def beside_host(found: Samples, most: float) -> float:
     return min(max(1.0, _quartiles(beside)[0] / _quartiles(alone)[0]), most)
 
 
-def _over(sizes: Sequence[int], sample: Callable[[int], float]) -> Sampling:
-    return {(size,): partial(sample, size) for size in sizes}
-
-
-def _cells(sizes: ProfileSizes, sample: Callable[[int, int], float]) -> Sampling:
-    return {(batch, context): partial(sample, batch, context) for batch in sizes.batches for context in sizes.contexts}
+def _over(sample: Callable[..., float], *axes: Sequence[int]) -> dict[Point, Callable[[], float]]:
+    """The sample at every combination of sizes."""
+    return {point: partial(sample, *point) for point in product(*axes)}

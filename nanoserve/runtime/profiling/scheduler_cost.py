@@ -41,7 +41,7 @@ def measure_scheduler(
     ``compute`` runs before each step and is not timed: as in an engine, it displaces data from the processor's caches.
     """
     scheduler = _running_scheduler(sequences, context, steps, policy)
-    schedule_times, apply_times = [], []
+    seconds = []  # of scheduling and applying, step by step
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()  # a collection belongs to whoever made the garbage; `slowest_ms` would show little else
@@ -55,19 +55,17 @@ def measure_scheduler(
             result = _answered(plan)
             answered = time.perf_counter()
             scheduler.apply(result, 0.0)
-            apply_times.append(time.perf_counter() - answered)
-            schedule_times.append(planned - began)
+            seconds.append((planned - began, time.perf_counter() - answered))
     finally:
         if was_enabled:
             gc.enable()
-    both = [first + second for first, second in zip(schedule_times, apply_times, strict=True)]
+    schedule, apply = (statistics.median(times) for times in zip(*seconds, strict=True))
+    both = [sum(times) for times in seconds]
     step = statistics.median(both)
+    milliseconds = {"schedule_ms": schedule, "apply_ms": apply, "step_ms": step, "slowest_ms": max(both)}
     return SchedulerCost(
         sequences,
-        schedule_ms=1000 * statistics.median(schedule_times),
-        apply_ms=1000 * statistics.median(apply_times),
-        step_ms=1000 * step,
-        slowest_ms=1000 * max(both),
+        **{name: 1000 * value for name, value in milliseconds.items()},
         microseconds_per_sequence=1e6 * step / sequences,
     )
 

@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from typing import cast
 
@@ -57,19 +57,6 @@ def _mean_seconds(sample: Callable[[], Iterable[float]]) -> float:
     return sum(found) / len(found)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSize:
-    """The size of one call: rows of equal length, each at the end of the same number of keys."""
-
-    rows: int
-    queries: int
-    keys: int
-
-    def blocks(self, block_size: int) -> int:
-        """Blocks that the keys fill."""
-        return self.rows * -(-self.keys // block_size)
-
-
 class KvRegions:
     """Random keys and values of one layer, in which consecutive calls read different blocks.
 
@@ -77,48 +64,54 @@ class KvRegions:
     So there is one region for each layer of the model, or as many as there is room for.
 
     Args:
-        largest: blocks that a call reads at most; these always have room.
+        calls: (rows, keys of each) of calls; the largest always has room.
         most_bytes: limit for keys and values.
     """
 
     def __init__(
         self,
         config: ModelConfig,
+        calls: Iterable[tuple[int, int]],
         *,
-        largest: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         most_bytes: int,
     ) -> None:
         self._block_size, self._layers = block_size, config.num_layers
+        largest = max(self._num_blocks(rows, keys) for rows, keys in calls)
         block = torch.randn(2, 1, config.num_kv_heads, block_size, config.head_dim, device=device).to(dtype)
         num_blocks = max(largest, min(config.num_layers * largest, most_bytes // block.nbytes))
         # [2, num_blocks, num_kv_heads, block_size, head_dim], keys first.
         self.blocks = block.expand(-1, num_blocks, -1, -1, -1).contiguous()
         self._order = torch.randperm(num_blocks, dtype=torch.int32)
 
-    def tables(self, shape: AttentionSize) -> list[Tensor]:
-        """Block tables, int32 [rows, width] each, of one region after the other."""
-        each = shape.blocks(self._block_size)
+    def tables(self, rows: int, keys: int) -> list[Tensor]:
+        """Block tables for rows of `keys` keys, int32 [rows, width] each, of one region after the other."""
+        each = self._num_blocks(rows, keys)
         regions = min(self._layers, len(self._order) // each)
-        return [table.view(shape.rows, -1) for table in self._order[: regions * each].chunk(regions)]
+        return [table.view(rows, -1) for table in self._order[: regions * each].chunk(regions)]
+
+    def _num_blocks(self, rows: int, keys: int) -> int:
+        return rows * -(-keys // self._block_size)
 
 
-def attention_seconds(config: ModelConfig, regions: KvRegions, shape: AttentionSize) -> float:
-    """Seconds of one layer's attention on the device where the regions are. Sliding windows are not applied."""
-    keys, values = regions.blocks.unbind()
-    device, dtype, size = keys.device, keys.dtype, config.head_dim
-    tokens, watch = shape.rows * shape.queries, Stopwatch(device)
+def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, queries: int, keys: int) -> float:
+    """Seconds of one layer's attention on the device where the regions are. Sliding windows are not applied.
+
+    Each row has ``queries`` queries, at the end of ``keys`` keys.
+    """
+    cache, device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
+    tokens, dtype, watch = rows * queries, regions.blocks.dtype, Stopwatch(device)
     out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
     query = torch.randn(tokens, config.num_heads, size, device=device).to(dtype)
-    starts = torch.arange(0, tokens + 1, shape.queries, dtype=torch.int32, device=device)
-    contexts = torch.full((shape.rows,), shape.keys, dtype=torch.int32, device=device)
-    tables = cycle([table.to(device) for table in regions.tables(shape)])
+    starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device)
+    contexts = torch.full((rows,), keys, dtype=torch.int32, device=device)
+    tables = cycle([table.to(device) for table in regions.tables(rows, keys)])
 
     def attend() -> None:
         at = next(tables), starts, contexts
-        paged_attention(out, query, keys, values, *at, scale=size**-0.5, sliding_window=0)
+        paged_attention(out, query, *cache, *at, scale=size**-0.5, sliding_window=0)
 
     return _mean_seconds(lambda: [watch.seconds(attend)])
 
@@ -148,7 +141,7 @@ class HostAttentionTimer:
 
     def seconds(self, rows: int, keys: int) -> float:
         """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: a mean."""
-        tables = cycle(self._regions.tables(AttentionSize(rows, 1, keys)))
+        tables = cycle(self._regions.tables(rows, keys))
         entering = self._entering(rows)
 
         def attend() -> list[float]:
@@ -162,7 +155,7 @@ class HostAttentionTimer:
     @torch.inference_mode()
     def device_seconds(self, rows: int, keys: int) -> float:
         """Seconds of a piece of the device's work while the host attends for `rows` sequences of `keys` keys."""
-        at = self._rows(self._regions.tables(AttentionSize(rows, 1, keys))[0], keys)
+        at = self._rows(self._regions.tables(rows, keys)[0], keys)
         entering, watch = self._entering(rows), Stopwatch(torch.device("cpu"))
         task = self._host.attend(0, *entering, at)
 
@@ -213,17 +206,18 @@ class StepTimer:
 
     def layer_seconds(self, tokens: int) -> float:
         """Seconds of a layer with the small attention of `attention_shape`, and a share of embedding and last norm."""
-        shape = self.attention_shape(tokens)
-        sizes = [min(shape.queries, tokens - first) for first in range(0, tokens, shape.queries)]
+        _, longest, _ = self.attention_shape(tokens)
+        sizes = [min(longest, tokens - first) for first in range(0, tokens, longest)]
         seconds = self._forward_seconds(sizes)
         if seconds < _BRIEF:
             seconds = self._forward_seconds(sizes)
         return seconds / self._runner.config.num_layers
 
-    def attention_shape(self, tokens: int) -> AttentionSize:
-        """The attention in `layer_seconds`: few tokens are decodes of one key, more are prompts of a block."""
+    def attention_shape(self, tokens: int) -> tuple[int, int, int]:
+        """(rows, queries, keys) of the attention in `layer_seconds`: few tokens are decodes of one key, more are
+        prompts of a block."""
         size = 1 if tokens <= min(_MOST_DECODES, len(self._runner.caches.keys[0])) else self._block_size
-        return AttentionSize(-(-tokens // size), size, size)
+        return -(-tokens // size), size, size
 
     def inputs_seconds(self, rows: int) -> float:
         """Seconds before the layers in a step of `rows` decodes, after another step, whose layers on a CPU displace
