@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.quality import (
+from nanoserve.commands.bench_quality import (
     Question,
     compare_answers,
     extract_answer,
