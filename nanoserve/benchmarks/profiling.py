@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, cycle, islice
 
+import msgspec
 import torch
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
@@ -55,7 +56,7 @@ _READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192
 
 
 def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str], None]) -> Profile:
-    """Measure an open LLM that has nothing to do; no workload is predicted yet.
+    """Measure an open LLM that has nothing to do, and run two small workloads beside their predictions.
 
     Args:
         llm: on the device that is to be measured, with the settings that it will have.
@@ -99,7 +100,9 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
         memory=KvMemory(kv_tokens=pool.num_blocks * config.block_size),
         **fields_of(found, processor),
     )
-    return profile.with_factors(calibrate(profile))
+    profile = profile.with_factors(calibrate(profile))
+    predictions = predict_and_run(llm.engine, config, profile, announce)
+    return msgspec.structs.replace(profile, predictions=tuple(predictions))
 
 
 def _engine_seconds(engine: Engine, names: Iterator[str], rows: int) -> float:
@@ -151,7 +154,7 @@ MOST_REQUESTS, FEWEST_REQUESTS = 64, 4
 _SECONDS = 2.5
 _SHORTER = 4
 """Where a few requests take much longer than that, all of them are shorter by this factor."""
-_SEED = 0
+_SEED, _REPEATS = 0, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,20 +184,16 @@ class _Work:
 
 
 def predict_and_run(
-    engine: Engine, config: EngineConfig, profile: Profile, announce: Callable[[str], None], *, repeats: int = 3
-) -> list[Prediction]:
-    """A closed batch and Poisson arrivals, each simulated and then run ``repeats`` times.
+    engine: Engine, config: EngineConfig, profile: Profile, announce: Callable[[str], None]
+) -> Iterator[Prediction]:
+    """A closed batch and Poisson arrivals, each simulated and then run a few times on the idle engine."""
+    times, longest = MeasuredTimes(profile), engine.scheduler.table.max_model_len
 
-    Args:
-        engine: the one that was profiled, with nothing to do.
-        config: its settings.
-    """
-
-    def predict(work: _Work, costs: StepTimes | None = None) -> RunFigures:
+    def predict(work: _Work, costs: StepTimes = times) -> RunFigures:
         """The run in virtual time, with the engine's settings."""
         found = simulate(
             make_policy(config.policy_name, config.max_num_batched_tokens),
-            costs or times,
+            costs,
             work.draw(),
             num_blocks=profile.memory.kv_blocks(config.block_size),
             block_size=config.block_size,
@@ -202,29 +201,20 @@ def predict_and_run(
         )
         return _figures(found.seconds, found.ttft_ms, found.tpot_ms)
 
-    times = MeasuredTimes(profile)
-    closed = _Work(FEWEST_REQUESTS, None, _fitting(engine.scheduler.table.max_model_len, 1))
+    closed = _Work(FEWEST_REQUESTS, None, _fitting(longest, 1))
     if predict(closed).seconds > 2 * _SECONDS:
-        closed = replace(closed, lengths=_fitting(engine.scheduler.table.max_model_len, _SHORTER))
+        closed = replace(closed, lengths=_fitting(longest, _SHORTER))
     while closed.requests < MOST_REQUESTS:
         larger = replace(closed, requests=2 * closed.requests)
         if predict(larger).seconds > _SECONDS:
             break
         closed = larger
     rate = LOAD * closed.requests / predict(closed).seconds
-    found = []
     for number, work in enumerate((closed, replace(closed, rate=rate))):
-        announce(f"running {work.name}, {repeats} times ...")
-        real = tuple(run_for_real(engine, work.draw, f"run-{number}-{repeat}") for repeat in range(repeats))
-        found.append(
-            Prediction(
-                workload=work.name,
-                real=real,
-                by_profile=predict(work),
-                by_factors=predict(work, profile.step_costs()),
-            )
-        )
-    return found
+        announce(f"running {work.name}, {_REPEATS} times ...")
+        real = tuple(run_for_real(engine, work.draw, f"run-{number}-{repeat}") for repeat in range(_REPEATS))
+        by_factors = predict(work, profile.step_costs())
+        yield Prediction(workload=work.name, real=real, by_profile=predict(work), by_factors=by_factors)
 
 
 def _fitting(longest: int, divisor: int) -> tuple[RequestShape, ...]:

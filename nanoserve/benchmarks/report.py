@@ -22,8 +22,7 @@ class Report:
         settings: what it was asked for.
         path: the JSON file, or None to keep it in memory.
 
-    Raises:
-        RuntimeFailure: if the file cannot be written; at once, before anything is measured.
+    Raises RuntimeFailure if the file cannot be written; at once, before anything is measured.
     """
 
     def __init__(self, kind: str, settings: dict[str, Any], path: Path | None) -> None:
@@ -74,11 +73,7 @@ class Report:
 
 
 def read_report(path: Path, *, schema: str = SCHEMA, content: str = "a report of nanoserve bench") -> dict[str, Any]:
-    """A document of this schema, read from its file.
-
-    Raises:
-        UsageError: if the file is not one.
-    """
+    """A document of this schema, read from its file. Raises UsageError if the file is not one."""
     try:
         document: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

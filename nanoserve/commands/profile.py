@@ -67,12 +67,9 @@ def run(options: ProfileOptions) -> None:
         check_writable(options.json)
     prepare_threads(options.threads)
     with closing(_set_apart(options.host_threads, options.device)) as processor, options.open_llm() as llm:
-        from nanoserve.benchmarks.profiling import measure_profile, predict_and_run  # torch: the threads are set
+        from nanoserve.benchmarks.profiling import measure_profile  # torch: the threads are set
 
         measured = measure_profile(llm, processor, remark)
-        measured = msgspec.structs.replace(
-            measured, predictions=tuple(predict_and_run(llm.engine, llm.engine_config, measured, remark))
-        )
     if options.json is not None:
         write_profile(measured, options.json)
     _show(measured)

@@ -6,7 +6,9 @@ A chart is a grid of panels: lines, bars and areas (Panel), horizontal bars (Bar
 
 import importlib.util
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -62,6 +64,7 @@ _STRIP = 0.88
 """From which share of a panel's height on its bands are drawn in full colour."""
 _DIGIT_SHARE = 0.0095
 """Width that one digit of a step's number needs, as a share of the time shown. Narrower bars get no number."""
+_MARK: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1}
 _NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
 
 
@@ -233,7 +236,6 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
     """Draw a chart without a screen; ``panel_size`` is the width and height of a panel, in inches."""
     from cycler import cycler
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns, (width, height) = min(chart.columns, len(chart.panels)), panel_size
@@ -243,7 +245,6 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
     size = (widest, _HEAD + (len(lines) - 1) * _FOOT + rows * height)
     with rc_context({"axes.prop_cycle": cycler(color=_CYCLE)}):  # "C0" in a style is the first of these colours
         figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
         figure.suptitle(chart.title)
         grid = figure.add_gridspec(rows, columns)
         drawn: list[tuple[Axes, dict[str, Any]]] = []
@@ -259,15 +260,15 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
 def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, Any]]]) -> None:
     """One legend below all panels with labels in common or many bars, and one in each of the others."""
     common: dict[str, Any] = {}
-    for number, (axes, handles) in enumerate(drawn):
-        others = {label for place, (_, several) in enumerate(drawn) if place != number for label in several}
-        if others & handles.keys() or (axes.containers and len(handles) > _MOST_OVER_BARS):
+    uses = Counter(label for _, handles in drawn for label in handles)
+    for axes, handles in drawn:
+        legend = partial(axes.legend, handles.values(), handles.keys(), fontsize="small")
+        if any(uses[label] > 1 for label in handles) or (axes.containers and len(handles) > _MOST_OVER_BARS):
             common = {**handles, **common}
         elif len(handles) > _MOST_LINES:
-            axes.legend(handles.values(), handles.keys(), fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+            legend(loc="upper left", bbox_to_anchor=(1, 1))
         elif handles:
-            ncols = len(handles) if axes.containers else 1
-            axes.legend(handles.values(), handles.keys(), fontsize="small", ncols=ncols)
+            legend(ncols=len(handles) if axes.containers else 1)
     if common:
         lines = math.ceil(len(common) / _MOST_LINES)
         figure.set_figheight(figure.get_figheight() + lines * _FOOT)
@@ -286,7 +287,7 @@ def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
     draw_curves = {"bar": _draw_bars, "stack": _draw_bars, "area": _draw_areas}.get(one.kind, _draw_lines)
     handles = draw_curves(axes, one)
     for mark in one.marks:
-        axes.axhline(mark, color="black", linestyle=":", linewidth=1)
+        axes.axhline(mark, **_MARK)
     axes.set_ylabel(one.y)
     if one.log_x:
         axes.set_xscale("log")
@@ -315,18 +316,12 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         handles[band.label] = axes.axvspan(band.left, band.right, ymin=_STRIP, color=colour, linewidth=0)
         axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
     for note in one.notes:
-        axes.annotate(
-            note.text,
-            (note.x, note.y),
-            xytext=(note.right, note.up),
-            textcoords="offset points",
-            fontsize=8,
-            va="center",
-            ha="left" if note.right > 0 else "right" if note.right < 0 else "center",
-            color="black" if note.curve is None else axes.get_lines()[note.curve].get_color(),
-        )
+        side = "left" if note.right > 0 else "right" if note.right < 0 else "center"
+        colour = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
+        moved = {"xytext": (note.right, note.up), "textcoords": "offset points"}
+        axes.annotate(note.text, (note.x, note.y), **moved, fontsize=8, va="center", ha=side, color=colour)
     for mark in one.vertical_marks:
-        axes.axvline(mark, color="black", linestyle=":", linewidth=1)
+        axes.axvline(mark, **_MARK)
     if one.top is not None:
         axes.set_ylim(top=one.top)
     if one.bands:
