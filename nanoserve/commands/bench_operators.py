@@ -1,7 +1,6 @@
 """``nanoserve bench operators``: the operators against the floor of the machine and against stock torch."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
@@ -70,7 +69,7 @@ def _measure(options: OperatorsOptions, report: Report) -> None:
     in_use = settled_operators(options.threads)
     import torch
 
-    from nanoserve.benchmarks.operators import linear_sizes, measure_case
+    from nanoserve.benchmarks.operators import all_cases, linear_sizes, measure_case
     from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 
     remark(f"{STAGE} ...")
@@ -81,22 +80,12 @@ def _measure(options: OperatorsOptions, report: Report) -> None:
     report.put("engine", facts | {"limit_gflops": peak / 1e9})
     linear = sum(len(counts) for _, counts in linear_sizes(options.rows, number_format))
     with show_progress() as progress:
-        for place, case in enumerate(_cases(options.cells, options.rows, number_format)):
+        for place, case in enumerate(all_cases(options.cells, options.rows, number_format)):
             progress("cases", place, 2 * len(options.cells) + linear)
             remark(f"measuring {case.name}")
             foreign = ForeignLoad()
             for done in measure_case(case, rounds=options.rounds, probe=probe.read, foreign=foreign, peak=peak):
                 report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
-
-
-def _cases(cells: Sequence[tuple[int, int]], rows: Sequence[int], dtype: Any) -> Iterator[Any]:
-    from nanoserve.benchmarks.operators import attention_case, host_attention_case, linear_cases
-
-    for batch, context in cells:
-        yield attention_case(batch, context, dtype)
-        with host_attention_case(batch, context, dtype) as case:
-            yield case
-    yield from linear_cases(rows, dtype)
 
 
 def _show(report: Report, options: ResultOptions) -> None:
