@@ -9,7 +9,7 @@ import msgspec
 from nanoserve.benchmarks.machine import describe_run
 from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.errors import UsageError
-from nanoserve.processes.files import replace_file
+from nanoserve.processes.files import read_bytes, replace_file
 
 SCHEMA = "nanoserve-bench/1"
 
@@ -75,9 +75,7 @@ class Report:
 def read_report(path: Path, *, schema: str = SCHEMA, content: str = "a report of nanoserve bench") -> dict[str, Any]:
     """A document of this schema, read from its file. Raises UsageError if the file is not one."""
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+        document: Any = json.loads(read_bytes(path, UsageError))
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     found: dict[str, Any] = document if isinstance(document, dict) else {}

@@ -107,6 +107,5 @@ def rotated(items: Iterable[T], number: int) -> list[T]:
 
 
 def _state_name(rounds: Sequence[Bracketed]) -> str:
-    low, high = f"{rounds[0].bandwidth:.0f}", f"{rounds[-1].bandwidth:.0f}"
-    extent = low if low == high else f"{low}-{high}"
-    return f"{extent} GB/s" + (", busy" if rounds[0].is_busy else "")
+    ends = dict.fromkeys(f"{one.bandwidth:.0f}" for one in (rounds[0], rounds[-1]))
+    return f"{'-'.join(ends)} GB/s" + (", busy" if rounds[0].is_busy else "")
