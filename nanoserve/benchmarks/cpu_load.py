@@ -14,11 +14,8 @@ _LAST_BUSY_FIELD = 8  # behind it come guest times, which are counted in user ti
 class ForeignLoad:
     """Measures, from its creation or last reading on, how many cores other processes kept busy.
 
-    The work of a process that is the benchmark's own includes that of all its descendants.
-
-    Args:
-        own: process ids whose work is the benchmark's, beside this process.
-        proc: where the kernel shows its counters (tests put their own there).
+    The benchmark's own work is that of this process, of those with the ids in ``own``, and of all their descendants.
+    Tests put counters of their own into ``proc``.
     """
 
     def __init__(self, own: Sequence[int] = (), proc: Path = _PROC) -> None:

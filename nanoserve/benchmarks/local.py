@@ -38,12 +38,9 @@ class LocalBench:
     """Measures open LLMs of one model. The machine's limits are measured once, its bandwidth around every measurement.
 
     Args:
-        llms: one, or an eager and a compiled one, whose runs are interleaved.
+        llms: one, or an eager and a compiled one, whose runs are interleaved; RuntimeFailure if both are eager.
         announce: takes a line that says what is waited for before anything is measured.
-        progress: takes how far that is, and then how far the runs are.
         probes: whether to measure the machine. Without, no figure is compared with its limits.
-
-    Raises RuntimeFailure if two LLMs are given and the layers of both are eager.
     """
 
     def __init__(
@@ -99,11 +96,8 @@ class LocalBench:
             self._progress("all runs", min(self._done, self._expected), self._expected)
 
     def measure(self, case: LocalCase, *, repeats: int) -> list[dict[str, Any]]:
-        """Warm up, then run the requests ``repeats`` times on each engine.
-
-        Returns:
-            A report's rows, one for each engine. With two engines a row's case ends in its layers.
-        """
+        """A report's row for each engine: warm up, then run the requests ``repeats`` times. With two engines a row's
+        case ends in its layers."""
         for driver in self._drivers.values():
             self._run(driver, case.warm_up, repeat=0)
         readings = self._bandwidth()

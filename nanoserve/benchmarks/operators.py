@@ -179,9 +179,7 @@ def measure_case(
 ) -> Iterator[OperatorRound]:
     """Rounds of one case as they are done, until enough count or too many were tried.
 
-    Args:
-        probe: reads the machine's bandwidth, in bytes per second.
-        peak: operations per second at best.
+    ``probe`` reads the machine's bandwidth in bytes per second; ``peak`` is operations per second at best.
     """
     calls = {name: _calls_in_a_turn(route) for name, route in case.routes.items()}
 

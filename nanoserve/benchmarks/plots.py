@@ -44,12 +44,8 @@ def plot_stacks(
 ) -> None:
     """Draw a bar per row, made of parts on a common scale, with their sum beside it.
 
-    Args:
-        label: a format string over the row.
-        x: what the lengths are, with the unit.
-        stacks: fields of a row by their names in the legend, for each panel by its title.
-
-    Raises RuntimeFailure if the file cannot be written.
+    ``stacks`` has the panels by title: fields of a row by their names in the legend. ``label`` is a format string over
+    the row, ``x`` says what the lengths are. Raises RuntimeFailure if the file cannot be written.
     """
     names = [label.format(**row) for row in rows]
     panels: list[Bars] = []

@@ -58,13 +58,8 @@ _READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192
 def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str], None]) -> Profile:
     """Measure an open LLM that has nothing to do, and run two small workloads beside their predictions.
 
-    Args:
-        llm: on the device that is to be measured, with the settings that it will have.
-        processor: the part of the CPU that is to attend in host memory.
-        announce: is told, in a line, what is going on.
-
-    Raises TypeError for an engine that is not one device in this process, UsageError for limits of the engine so small
-    that there is nothing to measure.
+    ``processor`` is the part of the CPU that is to attend in host memory. Raises TypeError for an engine that is not
+    one device in this process, UsageError for limits of the engine so small that there is nothing to measure.
     """
     executor, config = llm.engine.executor, llm.engine_config
     if not isinstance(executor, LocalExecutor):

@@ -15,14 +15,10 @@ SCHEMA = "nanoserve-bench/1"
 
 
 class Report:
-    """Rows of one benchmark, with where and how they were measured.
+    """Rows of one benchmark of this kind and settings, with where and how they were measured.
 
-    Args:
-        kind: which benchmark.
-        settings: what it was asked for.
-        path: the JSON file, or None to keep it in memory.
-
-    Raises RuntimeFailure if the file cannot be written; at once, before anything is measured.
+    They are kept in the JSON file at ``path``, or in memory alone. Raises RuntimeFailure at once if that file cannot be
+    written.
     """
 
     def __init__(self, kind: str, settings: dict[str, Any], path: Path | None) -> None:

@@ -31,11 +31,8 @@ _PREPARATIONS = {"building operators": "build operators", "compiling layers": "c
 def start_once(model: str | None, settings: dict[str, object], threads: int | None, cache: Path) -> dict[str, Any]:
     """Run one process that opens the model with these settings of LLM and generates; ``cache`` is where it builds.
 
-    Returns:
-        Seconds of each stage in order ("stages"), of all up to the first token ("to_first_token"), and what ran in the
-        end ("operators", "layers").
-
-    Raises RuntimeFailure with its last line if it fails.
+    Returns seconds of each stage in order ("stages"), of all up to the first token ("to_first_token"), and what ran in
+    the end ("operators", "layers"). Raises RuntimeFailure with the process's last line if it fails.
     """
     words = repr(time.monotonic()), json.dumps(model), json.dumps(settings)
     environment = {"XDG_CACHE_HOME": str(cache)} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
@@ -74,11 +71,7 @@ def library_directories() -> list[Path]:
 
 
 def _start_here(began: float, model: str | None, settings: dict[str, object]) -> dict[str, Any]:
-    """The child: import, load, answer, and then wait for what was built meanwhile.
-
-    Returns seconds since ``began`` at the end of each stage ("marks"), and what runs from then on ("operators",
-    "layers").
-    """
+    """The child: import, load, answer, and wait for what was built meanwhile; ``marks`` are the ends of the stages."""
     marks: dict[str, float] = {}
 
     def mark(stage: str) -> None:

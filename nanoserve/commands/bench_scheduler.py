@@ -1,6 +1,7 @@
 """``nanoserve bench scheduler``: what deciding costs per step, in pure Python."""
 
-import msgspec
+from statistics import median
+from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
@@ -42,9 +43,13 @@ def run(options: SchedulerOptions) -> None:
     with options.reported("scheduler", settings, _show) as report:
         for size in watched(options.sequences, "sizes"):
             foreign = ForeignLoad()
-            cost = measure_scheduler(size, context=options.context, steps=options.steps, policy=options.policy)
-            facts = {"case": f"{size} sequences", **msgspec.to_builtins(cost), "foreign_cores": foreign.read()}
-            report.add(facts)
+            seconds = measure_scheduler(size, context=options.context, steps=options.steps, policy=options.policy)
+            load, both = foreign.read(), list(map(sum, seconds))
+            schedule, apply = map(median, zip(*seconds, strict=True))
+            times = {"schedule": schedule, "apply": apply, "step": median(both), "slowest": max(both)}
+            row: dict[str, Any] = {"case": f"{size} sequences", "sequences": size}
+            row |= {f"{name}_ms": 1e3 * value for name, value in times.items()}
+            report.add(row | {"microseconds_per_sequence": 1e6 * median(both) / size, "foreign_cores": load})
 
 
 def _show(report: Report, options: SchedulerOptions) -> None:

@@ -89,12 +89,10 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """Axes with curves."""
 
     title: str
-    """What it shows."""
     x: str
     y: str
     """What the axes are, with units."""
     curves: Sequence[ChartCurve]
-    """What is drawn."""
     kind: Literal["line", "step", "bar", "stack", "area"] = "line"
     """"line"; "step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on
     top of one another, the first lowest; "area": steps on top of one another."""
@@ -185,7 +183,6 @@ class Chart(msgspec.Struct, frozen=True):
     """A picture: panels in rows."""
 
     title: str
-    """Title above all panels."""
     panels: Sequence[AnyPanel]
     """Panels from left to right, row by row; one that is alone in the last row has all of it."""
     columns: int = 4
@@ -204,10 +201,8 @@ def panel(
 ) -> Panel:
     """Axes whose curves share their places on the horizontal axis.
 
-    Args:
-        heights: of each curve, by its label; spreads are drawn with the range over seeds.
-        styles: of all curves, or by label where not "o-".
-        options: other fields of Panel.
+    ``heights`` has the values of each curve by its label; spreads are drawn with the range over seeds. ``styles`` is
+    for all curves, or by label where not "o-". The options are other fields of Panel.
     """
     curves = []
     for label, ys in heights.items():

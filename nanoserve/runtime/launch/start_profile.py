@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import torch
@@ -259,7 +260,7 @@ def _scheduling(decoder: Decoder) -> MeasuredCurve:
             compute_piece()
 
     seconds = tuple(
-        measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute).step_ms / 1000
+        median(map(sum, measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)))
         for rows in _SCHEDULED_ROWS
     )
     return MeasuredCurve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)

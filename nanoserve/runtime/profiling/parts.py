@@ -56,9 +56,7 @@ class Effort:
 def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:
     """Sample every point once a round, so that a busy moment spoils one sample of many points and no point as a whole.
 
-    Args:
-        probes: the first call of each is a warm-up and does not count, unless there is no time for a second.
-        announce: takes a line about each round.
+    The first call of each probe is a warm-up, which does not count unless there is no time for a second.
     """
     announce("warming up ...")
     began = time.perf_counter()
@@ -147,15 +145,10 @@ class ProfileSizes:
     """Bytes of keys and values that attention is timed over, on the device and in host memory each."""
 
     def within(self, runner: ModelRunner, config: EngineConfig, *, rows: int, context: int) -> "ProfileSizes":
-        """The sizes that an engine reaches; UsageError if it does not allow two of each.
+        """The sizes that an engine with at most these rows in a step and this context reaches, with the KV cache of its
+        runner; UsageError if it does not allow two of each.
 
         Contexts with which the largest batch takes more than ``kv_bytes`` are left out.
-
-        Args:
-            runner: its KV cache limits the sizes, too.
-            config: the engine's settings.
-            rows: the most of a step.
-            context: the longest sequence.
         """
         shape, blocks = runner.config, len(runner.caches.keys[0])
         step_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
@@ -237,9 +230,8 @@ def fields_of(found: Samples, processor: HostProcessor) -> dict[str, Any]:
 def beside_host(found: Samples, most: float) -> float:
     """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory.
 
-    Args:
-        most: threads of both over those of the device. Both share the memory's bandwidth by threads, so a larger factor
-            comes from other programs.
+    Both share the memory's bandwidth by threads: a factor above ``most``, threads of both over those of the device,
+    comes from other programs.
     """
     if "beside host" not in found:
         return 1.0

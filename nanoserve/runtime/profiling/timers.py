@@ -63,9 +63,7 @@ class KvRegions:
     In a step each call reads another layer's cache, so the processor's caches help only if the data of all layers fits.
     So there is one region for each layer of the model, or as many as there is room for.
 
-    Args:
-        calls: (rows, keys of each) of calls; the largest always has room.
-        most_bytes: limit for keys and values.
+    The largest of ``calls`` (rows, keys of each) always has room; otherwise ``most_bytes`` limits keys and values.
     """
 
     def __init__(
@@ -120,10 +118,7 @@ class HostAttentionTimer:
     """Attention in host memory as in the engine: handed over to a thread with cores of its own. The device computes
     meanwhile, as in every step with host sequences; a CPU shares the memory's bandwidth. Windows are not applied.
 
-    Args:
-        regions: in host memory.
-        device: where queries come from and results go.
-        keep_busy: a piece of the device's work, a few milliseconds at most.
+    The regions lie in host memory; ``keep_busy`` is a piece of the device's work, a few milliseconds at most.
     """
 
     def __init__(
