@@ -5,7 +5,6 @@ values of the whole context once, multiply. Activations, norms and softmax are l
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import msgspec
 
@@ -14,8 +13,7 @@ from nanoserve.costs.counts import ModelCounts, Operator, Precision
 from nanoserve.costs.work import StepWork, chunk_pairs
 from nanoserve.scheduler.plan import StepPlan
 
-StepKind = Literal["decode", "prefill", "mixed"]
-STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
+STEP_KINDS = ("decode", "prefill", "mixed")
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +45,7 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     @property
-    def kind(self) -> StepKind:
+    def kind(self) -> str:
         """decode: every row is one token; prefill: none is; mixed: some are."""
         if self.decoding == self.sequences:
             return "decode"

@@ -3,18 +3,18 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.driving import EngineDriver, EngineRun, summarize_steps
 from nanoserve.benchmarks.floors import ModelCost, StepShape
+from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates, mean_of_known, request_distributions
-from nanoserve.measures.workloads import RequestShape, random_prompts
+from nanoserve.measures.workloads import LocalCase, RequestShape, random_prompts
 from nanoserve.models.dtypes import DTYPES
 from nanoserve.models.hub import ProgressCallback
 
@@ -23,15 +23,6 @@ _STEP_TOKENS = 32
 
 _TELL_SECONDS = 1.0
 """Drawing takes a millisecond or two of the run's own time."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalCase:
-    """Requests that are issued together, and those that run before them unmeasured."""
-
-    name: str
-    shapes: Sequence[RequestShape]
-    warm_up: Sequence[RequestShape]
 
 
 class LocalBench:
@@ -53,7 +44,8 @@ class LocalBench:
         probes: bool,
     ) -> None:
         self._llm = llm = llms[0]
-        self._seed, self._progress, self.longest = seed, progress, llm.max_model_len
+        self._seed, self._announce, self._progress = seed, announce, progress
+        self.longest = llm.max_model_len
         self._done = self._expected = 0
         self._told = 0.0
         self.facts, *_ = [settle(each, announce) for each in llms]
@@ -75,8 +67,9 @@ class LocalBench:
             self.facts["limit_read_gb_per_s"] = self._limits.bytes_per_second / 1e9
             self.facts["limit_gflops"] = self._limits.operations_per_second / 1e9
 
-    def expect(self, cases: Sequence[LocalCase], *, repeats: int) -> None:
-        """Count the work of these cases for the progress display. Raises UsageError if a request is too long."""
+    def run(self, cases: Sequence[LocalCase], report: Report, *, repeats: int) -> None:
+        """Measure each case: a row for each engine, and with two engines their ratios. Raises UsageError if a request
+        is too long."""
         for case in cases:
             longest = max(shape.total_tokens for shape in case.shapes)
             if longest > self.longest:
@@ -88,6 +81,15 @@ class LocalBench:
                 steps = max(shape.output_tokens for shape in shapes)
                 tokens = _STEP_TOKENS * steps + sum(shape.total_tokens for shape in shapes)
                 self._expected += runs * len(self._drivers) * tokens
+        ratios: list[dict[str, Any]] = []
+        for case in cases:
+            self._announce(f"measuring {case.announced}")
+            rows = self._measure(case, repeats)
+            for row in rows:
+                report.add(row)
+            if len(rows) > 1:
+                ratios += compiled_ratios(case.name, rows)
+                report.put("ratios", ratios)
 
     def _count(self, step: StepShape) -> None:
         self._done += _STEP_TOKENS + step.tokens
@@ -95,7 +97,7 @@ class LocalBench:
             self._told = now
             self._progress("all runs", min(self._done, self._expected), self._expected)
 
-    def measure(self, case: LocalCase, *, repeats: int) -> list[dict[str, Any]]:
+    def _measure(self, case: LocalCase, repeats: int) -> list[dict[str, Any]]:
         """A report's row for each engine: warm up, then run the requests ``repeats`` times. With two engines a row's
         case ends in its layers."""
         for driver in self._drivers.values():

@@ -23,14 +23,10 @@ class Report:
 
     def __init__(self, kind: str, settings: dict[str, Any], path: Path | None) -> None:
         self.path = path
+        self.rows: list[dict[str, Any]] = []
         self.document: dict[str, Any] = {"schema": SCHEMA, "kind": kind, "complete": False, **describe_run()}
-        self.document |= {"settings": settings, "rows": [], "notes": []}
+        self.document |= {"settings": settings, "rows": self.rows, "notes": []}
         self._write()
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.document["rows"]
-        return rows
 
     @property
     def busy_note(self) -> str | None:

@@ -16,10 +16,9 @@ from nanoserve.commands.bench_options import (
 )
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
-from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.measures.workloads import LocalCase, RequestShape
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 
 _CASE = ("batch x in+out", "case")
@@ -74,22 +73,13 @@ def run(options: LatencyOptions) -> None:
     """
     options.check_is_for_cpu()
     engines = options.each()
-    grid, repeats = options.cases(), options.repeats
-    settings = {"cases": [case.name for case in grid], "repeats": repeats}
+    cases, repeats = options.cases(), options.repeats
+    settings = {"cases": [case.name for case in cases], "repeats": repeats}
     with options.reported("latency", settings, _show) as report, ExitStack() as opened:
         bench = local_bench(engines, report, opened, probes=not options.no_probe)
-        from nanoserve.benchmarks.local import LocalCase, compiled_ratios
-
-        shapes = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in grid}
-        cases = [LocalCase(name, several, several) for name, several in shapes.items()]
-        bench.expect(cases, repeats=repeats)
-        for case in cases:
-            remark(f"measuring {case.name}")
-            rows = bench.measure(case, repeats=repeats)
-            for row in rows:
-                report.add(row)
-            if len(rows) > 1:
-                report.put("ratios", [*report.document.get("ratios", []), *compiled_ratios(case.name, rows)])
+        shapes = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
+        work = [LocalCase(name, several, several, name) for name, several in shapes.items()]
+        bench.run(work, report, repeats=repeats)
 
 
 def _show(report: Report, options: ResultOptions) -> None:

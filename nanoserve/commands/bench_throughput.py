@@ -17,9 +17,8 @@ from nanoserve.commands.bench_options import (
 )
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
-from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.measures.workloads import LocalCase, RequestShape
 
 _RATES = columns((",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")))
 _COLUMNS = [
@@ -62,15 +61,10 @@ def run(options: ThroughputOptions) -> None:
     settings = {"work": work.name, "requests": len(work.shapes), "repeats": repeats}
     with options.reported("throughput", settings, _show) as report, ExitStack() as opened:
         bench = local_bench([options], report, opened, probes=not options.no_probe)
-        from nanoserve.benchmarks.local import LocalCase
-
         shapes = (work if options.trace is None else fitting_work(work, bench.longest, report)).shapes
         warm_up = [RequestShape(min(64, shape.input_tokens), 2) for shape in shapes]
-        case = LocalCase(work.name, shapes, warm_up)
-        bench.expect([case], repeats=repeats)
-        remark(f"measuring {len(shapes)} requests of {work.name}")
-        for row in bench.measure(case, repeats=repeats):
-            report.add(row)
+        announced = f"{len(shapes)} requests of {work.name}"
+        bench.run([LocalCase(work.name, shapes, warm_up, announced)], report, repeats=repeats)
 
 
 def _show(report: Report, options: ResultOptions) -> None:
