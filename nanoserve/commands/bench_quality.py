@@ -6,13 +6,13 @@ tokenizer serves both, so only the computing is compared.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import eq
 from pathlib import Path
-from statistics import mean
-from typing import Any, Protocol
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -45,16 +45,17 @@ _COLUMNS = [
 ]
 
 
-class Reader(Protocol):
+Tokens = tuple[int, ...]
+
+
+class Reader(NamedTuple):
     """An engine as this benchmark uses it."""
 
     name: str
-
-    def log_likelihood(self, tokens: tuple[int, ...]) -> float:
-        """Sum of the natural log probabilities of all tokens but the first, each given those before it."""
-
-    def answer(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        """The greedy continuation of at most ``max_tokens`` tokens, without the end token."""
+    log_likelihood: Callable[[Tokens], float]
+    """Sum of the natural log probabilities of all tokens but the first, each given those before it."""
+    answer: Callable[[Tokens, int], Tokens]
+    """The greedy continuation of at most so many tokens, without the end token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def _normalized(number: str) -> str:
     return f"{value:g}" if abs(value) < 1e6 else plain
 
 
-def windows(tokens: Sequence[int], length: int, limit: int) -> list[tuple[int, ...]]:
+def windows(tokens: Sequence[int], length: int, limit: int) -> list[Tokens]:
     """The text in pieces of ``length`` tokens, the first ``limit`` of them; the last may be shorter.
 
     Raises UsageError if the text has fewer than two tokens.
@@ -129,9 +130,9 @@ def windows(tokens: Sequence[int], length: int, limit: int) -> list[tuple[int, .
     return pieces
 
 
-def perplexity(reader: Reader, pieces: Iterable[tuple[int, ...]]) -> float:
+def perplexity(log_likelihood: Callable[[Tokens], float], pieces: Iterable[Tokens]) -> float:
     """exp of the mean negative log probability of every token that has one before it in its window."""
-    found = [(reader.log_likelihood(piece), len(piece) - 1) for piece in pieces]
+    found = [(log_likelihood(piece), len(piece) - 1) for piece in pieces]
     likelihood, predicted = map(sum, zip(*found, strict=True))
     return math.exp(-likelihood / predicted)
 
@@ -139,51 +140,47 @@ def perplexity(reader: Reader, pieces: Iterable[tuple[int, ...]]) -> float:
 def compare_answers(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
     """Shares of the questions on which both gave the same number, and the same tokens."""
     shares = {"same_answer": "answers", "same_tokens": "tokens"}
-    return {share: mean(map(eq, ours[name], theirs[name])) for share, name in shares.items()}
+    return {share: fmean(map(eq, ours[name], theirs[name])) for share, name in shares.items()}
 
 
-class NanoserveReader:
+def own_reader(llm: "nanoserve.LLM") -> Reader:
     """An open LLM."""
 
-    name = "nanoserve"
-
-    def __init__(self, llm: "nanoserve.LLM") -> None:
-        self._llm = llm
-
-    def log_likelihood(self, tokens: tuple[int, ...]) -> float:
+    def log_likelihood(tokens: Tokens) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
-        scored = self._llm.generate(list(tokens), params)[0].prompt_logprobs or ()
+        scored = llm.generate(list(tokens), params)[0].prompt_logprobs or ()
         return sum(entry.logprob for entry in scored if entry is not None)
 
-    def answer(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        output = self._llm.generate(list(tokens), SamplingParams(temperature=0.0, max_tokens=max_tokens))[0].outputs[0]
+    def answer(tokens: Tokens, max_tokens: int) -> Tokens:
+        output = llm.generate(list(tokens), SamplingParams(temperature=0.0, max_tokens=max_tokens))[0].outputs[0]
         return output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
 
+    return Reader("nanoserve", log_likelihood, answer)
 
-class TransformersReader:
+
+def transformers_reader(directory: Path, dtype: str, end_tokens: Tokens) -> Reader:
     """A checkpoint directory, read by transformers."""
+    import torch
 
-    name = "transformers"
+    from nanoserve.benchmarks.peers.engine_peers import open_transformers
 
-    def __init__(self, directory: Path, dtype: str, end_tokens: tuple[int, ...]) -> None:
-        import torch
+    model = open_transformers(directory, dtype, list(end_tokens) or None)
 
-        from nanoserve.benchmarks.peers.engine_peers import open_transformers
-
-        self._end_tokens, self._tensor = end_tokens, torch.tensor
-        self._model = open_transformers(directory, dtype, list(end_tokens) or None).requires_grad_(False)
-
-    def log_likelihood(self, tokens: tuple[int, ...]) -> float:
-        ids = self._tensor([tokens])
-        logprobs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
+    @torch.inference_mode()
+    def log_likelihood(tokens: Tokens) -> float:
+        ids = torch.tensor([tokens])
+        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
         return float(logprobs.gather(1, ids[0, 1:, None]).double().sum())
 
-    def answer(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        ids = self._tensor([tokens])
+    @torch.inference_mode()
+    def answer(tokens: Tokens, max_tokens: int) -> Tokens:
+        ids = torch.tensor([tokens])
         settings = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0}
-        output = self._model.generate(ids, attention_mask=ids.new_ones(ids.shape), **settings)
-        answer = tuple(output[0, ids.shape[1] :].tolist())
-        return answer[:-1] if answer and answer[-1] in self._end_tokens else answer
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        found = tuple(output[0, ids.shape[1] :].tolist())
+        return found[:-1] if found and found[-1] in end_tokens else found
+
+    return Reader("transformers", log_likelihood, answer)
 
 
 class QualityOptions(EngineOptions, ResultOptions):
@@ -216,7 +213,7 @@ def run(options: QualityOptions) -> None:
         raise UsageError(f"{options.questions} has {len(rows)} questions, all of them taken by --shots {shots}")
     settings = {"window": options.window, "windows": options.windows, "limit": limit, "shots": shots}
     with options.reported("quality", settings, _show) as report, options.open_llm() as llm:
-        readers: list[Reader] = [NanoserveReader(llm)]
+        readers = [own_reader(llm)]
         if missing := PEERS["transformers"].missing:
             report.note(f"{missing[0]} is not installed and left out: {PEERS['transformers'].install}")
         else:
@@ -224,7 +221,7 @@ def run(options: QualityOptions) -> None:
 
             dtype = dtype_name(options.dtype, llm.config)
             directory = checkpoint_directory(resolve_model(options.model, offline=options.offline), dtype)
-            readers.append(TransformersReader(directory, dtype, llm.end_tokens))
+            readers.append(transformers_reader(directory, dtype, llm.end_tokens))
         if content is not None:
             length = min(options.window, llm.max_model_len - 1)
             _measure_perplexity(readers, windows(llm.tokenizer.encode(content), length, options.windows), report)
@@ -232,11 +229,11 @@ def run(options: QualityOptions) -> None:
             _measure_accuracy(readers, llm, rows[:shots], rows[shots:], options.max_tokens, report)
 
 
-def _measure_perplexity(readers: list[Reader], pieces: list[tuple[int, ...]], report: Report) -> None:
+def _measure_perplexity(readers: list[Reader], pieces: list[Tokens], report: Report) -> None:
     tokens = sum(len(piece) - 1 for piece in pieces)
     for reader in readers:
         remark(f"perplexity with {reader.name}")
-        value = perplexity(reader, watched(pieces, "texts"))
+        value = perplexity(reader.log_likelihood, watched(pieces, "texts"))
         report.add({"case": "perplexity", "engine": reader.name, "count": tokens, "value": value})
 
 
