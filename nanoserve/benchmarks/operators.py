@@ -89,7 +89,7 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
     shape = PagedAttentionShape(rows=decode_rows(batch, context), num_heads=heads, num_kv_heads=kv_heads, head_dim=size)
     call = make_batch(shape, block_size=BLOCK_SIZE, dtype=dtype)
     fused = torch.randn(batch, heads + 2 * kv_heads, size).to(dtype)  # as a layer's projection gives them
-    query, key, value = fused.split((heads, kv_heads, kv_heads), dim=1)
+    query, key, value = torch.split(fused, [heads, kv_heads, kv_heads], dim=1)
     slots = call.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
     cache_write(key, value, call.key_cache, call.value_cache, slots)
     keys, values = zip(*_copies(torch.stack((call.key_cache, call.value_cache))), strict=True)

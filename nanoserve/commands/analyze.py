@@ -182,7 +182,8 @@ def _roofline(analysis: Analysis, phases: Phases) -> AnnotatedPanel:
     notes = [Note(f"{device.name}: {device.intensity:.0f} FLOP/byte", device.intensity, device.flops, up=8)]
     for number, ((phase, named), (marker, lower)) in enumerate(zip(found.items(), _STYLES, strict=True), start=1):
         points = [point for _, point in named]
-        curves.append(ChartCurve(phase, *zip(*points, strict=True), style=marker))
+        xs, ys = zip(*points, strict=True)
+        curves.append(ChartCurve(phase, xs, ys, style=marker))
         groups: dict[Point, list[str]] = {}  # names of points that lie near each other, by the place of the first
         for name, point in named:
             place = next((place for place in groups if _are_near(point, place)), point)

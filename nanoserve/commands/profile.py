@@ -120,7 +120,7 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
     def linear(tokens: int) -> float:
         """A layer, the mean over all."""
         found = counts.products(StepWork(decodes=tokens), 0)
-        return products(matrix.operator(*numbers, 0.0) for matrix, *numbers in found) / counts.layers(0)
+        return products(matrix.operator(number, some, 0.0) for matrix, number, some in found) / counts.layers(0)
 
     def head(rows: int) -> float:
         return products([counts.head.operator(rows, 1, 0.0)])

@@ -311,10 +311,10 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         handles[band.label] = axes.axvspan(band.left, band.right, ymin=_STRIP, color=colour, linewidth=0)
         axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
     for note in one.notes:
-        side = "left" if note.right > 0 else "right" if note.right < 0 else "center"
-        colour = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
-        moved = {"xytext": (note.right, note.up), "textcoords": "offset points"}
-        axes.annotate(note.text, (note.x, note.y), **moved, fontsize=8, va="center", ha=side, color=colour)
+        look: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points", "fontsize": 8}
+        look["ha"] = "left" if note.right > 0 else "right" if note.right < 0 else "center"
+        look["color"] = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
+        axes.annotate(note.text, (note.x, note.y), va="center", **look)
     for mark in one.vertical_marks:
         axes.axvline(mark, **_MARK)
     if one.top is not None:
@@ -332,7 +332,7 @@ def _draw_lines(axes: "Axes", one: Panel) -> dict[str, Any]:
     for curve in one.curves:
         named = isinstance(curve.xs[0], str)
         places = range(len(curve.xs)) if named else curve.xs
-        colour = {"color": COLOURS[curve.label]} if curve.label in COLOURS else {}
+        colour: dict[str, Any] = {"color": COLOURS[curve.label]} if curve.label in COLOURS else {}
         (line,) = axes.plot(places, curve.ys, curve.style, markersize=4, drawstyle=where, **colour)
         if curve.lows:
             axes.fill_between(places, curve.lows, curve.highs, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -377,13 +377,14 @@ def _draw_bars(axes: "Axes", one: Panel) -> dict[str, Any]:
 
 
 def _draw_areas(axes: "Axes", one: Panel) -> dict[str, Any]:
-    labels = [curve.label for curve in one.curves]
-    heights = [curve.ys for curve in one.curves]
-    colours = [COLOURS[label] for label in labels]
-    areas = axes.stackplot(one.curves[0].xs, *heights, colors=colours, step="post", linewidth=0)
+    handles, tops = {}, np.zeros(len(one.curves[0].xs))
+    for curve in one.curves:
+        below, tops = tops, tops + curve.ys
+        colour = COLOURS.get(curve.label)
+        handles[curve.label] = axes.fill_between(curve.xs, below, tops, step="post", color=colour, linewidth=0)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0)
-    return dict(zip(labels, areas, strict=True))
+    return handles
 
 
 def _name_groups(axes: "Axes", groups: Sequence[float] | Sequence[str]) -> None:

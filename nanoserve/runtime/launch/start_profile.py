@@ -177,12 +177,7 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
 
     It times few sizes, a few times each, with the layers as they run now. The result is kept in the user's cache folder
     under everything it depends on, unless other programs used the processors meanwhile. `progress` is called before
-    and after measuring.
-
-    Raises:
-        UsageError: for an engine whose steps are too small.
-        RuntimeFailure: if there is no memory for it.
-        HostAttentionLost: if attention in host memory fails.
+    and after measuring. Raises UsageError for an engine whose steps are too small, and as `measure_shortly` does.
     """
     sizes = engine.sizes()
     path = _cache_file(engine, sizes)
@@ -191,11 +186,10 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
             kept = read_profile(path)
             if engine.setting.difference(kept) is None:
                 return kept
-    if progress is not None:
-        progress(STAGE, 0, 1)
+    tell = progress or (lambda *_: None)
+    tell(STAGE, 0, 1)
     profile = measure_shortly(engine, sizes)
-    if progress is not None:
-        progress(STAGE, 1, 1)
+    tell(STAGE, 1, 1)
     if path is not None and profile.about["undisturbed"] >= _MOSTLY:
         with suppress(RuntimeFailure):  # the next start measures again
             write_profile(profile, path)

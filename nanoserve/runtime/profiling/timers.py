@@ -99,7 +99,7 @@ def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, querie
 
     Each row has ``queries`` queries, at the end of ``keys`` keys.
     """
-    cache, device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
+    (key_cache, value_cache), device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
     tokens, dtype, watch = rows * queries, regions.blocks.dtype, Stopwatch(device)
     out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
     query = torch.randn(tokens, config.num_heads, size, device=device).to(dtype)
@@ -109,7 +109,7 @@ def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, querie
 
     def attend() -> None:
         at = next(tables), starts, contexts
-        paged_attention(out, query, *cache, *at, scale=size**-0.5, sliding_window=0)
+        paged_attention(out, query, key_cache, value_cache, *at, scale=size**-0.5, sliding_window=0)
 
     return _mean_seconds(lambda: [watch.seconds(attend)])
 
@@ -177,9 +177,9 @@ class HostAttentionTimer:
 
     def _entering(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         config, dtype = self._config, self._regions.blocks.dtype
-        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         numbers = torch.randn(rows, sum(heads), config.head_dim, device=self._device).to(dtype)
-        query, key, value = numbers.split(heads, dim=1)
+        query, key, value = torch.split(numbers, heads, dim=1)
         return query, key, value
 
     def _rows(self, tables: Tensor, keys: int) -> AttentionBatch:
