@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.attention import PagedAttentionShape, decode_rows, make_batch
+from nanoserve.benchmarks.gpu.attention import decode_rows, make_batch
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, grouped, rotated, until_enough_count
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
@@ -86,8 +86,7 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
     """
     model = dummy_config(SHAPE)
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
-    shape = PagedAttentionShape(rows=decode_rows(batch, context), num_heads=heads, num_kv_heads=kv_heads, head_dim=size)
-    call = make_batch(shape, block_size=BLOCK_SIZE, dtype=dtype)
+    call = make_batch(decode_rows(batch, context), heads, kv_heads, size, block_size=BLOCK_SIZE, dtype=dtype)
     fused = torch.randn(batch, heads + 2 * kv_heads, size).to(dtype)  # as a layer's projection gives them
     query, key, value = torch.split(fused, [heads, kv_heads, kv_heads], dim=1)
     slots = call.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
@@ -102,12 +101,12 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
 
     def gather_and_attend() -> Tensor:
         """The obvious way: index the caches by the block tables, then torch's attention."""
-        gathered = next(calls).gathered(context)
+        gathered = next(calls).gathered()
         return functional.scaled_dot_product_attention(query[:, :, None], *gathered, enable_gqa=True).reshape(batch, -1)
 
     routes = {OURS: Route(attend), "gather + SDPA": Route(gather_and_attend)}
     routes["plain torch"] = Route(attend, reference_operators)
-    yield OperatorCase(f"attention {batch} x {context}", num_bytes, shape.operations, routes)
+    yield OperatorCase(f"attention {batch} x {context}", num_bytes, call.operations, routes)
 
     rows = AttentionBatch(call.block_tables, call.query_starts, call.context_lengths, slots)
     host = HostAttentionThread(model, keys, values, torch.device("cpu"), threads=torch.get_num_threads())
@@ -120,7 +119,7 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
 
     try:
         routes = {OURS: Route(hand_over_and_wait), "operator alone": Route(attend)}
-        yield OperatorCase(f"host attention {batch} x {context}", num_bytes, shape.operations, routes)
+        yield OperatorCase(f"host attention {batch} x {context}", num_bytes, call.operations, routes)
     finally:
         host.close()
 
