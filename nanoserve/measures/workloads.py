@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from nanoserve.errors import UsageError
 
@@ -40,6 +41,17 @@ class BatchCase:
     @property
     def name(self) -> str:
         return f"{self.batch} x {self.input_tokens}+{self.output_tokens}"
+
+
+class LocalCase(NamedTuple):
+    """Requests that are issued together."""
+
+    name: str
+    shapes: Sequence[RequestShape]
+    warm_up: Sequence[RequestShape]
+    """Requests that run before them, unmeasured."""
+    announced: str
+    """What is measured, in words."""
 
 
 @dataclass(frozen=True, slots=True)

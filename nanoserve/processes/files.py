@@ -33,12 +33,12 @@ def read_bytes(path: Path, failure: type[NanoserveError] = ModelError) -> bytes:
     return content
 
 
-def read_text(path: Path) -> str:
-    """The file as text. Raises ModelError naming the file when it cannot be read or is not UTF-8."""
+def read_text(path: Path, failure: type[NanoserveError] = ModelError) -> str:
+    """The file as text. Raises ``failure`` naming the file when it cannot be read or is not UTF-8."""
     try:
-        return read_bytes(path).decode()
+        return read_bytes(path, failure).decode()
     except UnicodeDecodeError as error:
-        raise ModelError(f"{path} is not UTF-8 text") from error
+        raise failure(f"{path} is not UTF-8 text") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import torch
@@ -27,7 +28,7 @@ from nanoserve.processes.threads import physical_cores, processor_name_and_flags
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import memory_errors
-from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, cache_limits, fields_of, open_probes, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, fields_of, open_probes, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.runtime.profiling.timers import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner
@@ -141,14 +142,7 @@ class StartingEngine:
 
     def sizes(self) -> ProfileSizes:
         """The sizes at which it is measured. Raises UsageError if its steps are too small to be measured."""
-        config, shape = self.config, self.runner.config
-        tokens, rows = cache_limits(self.runner, config.block_size)
-        return SIZES.within(
-            step_tokens=min(config.max_num_batched_tokens, tokens),
-            step_rows=min(config.max_num_seqs, rows),
-            context=self.max_model_len,
-            kv_token_bytes=2 * shape.num_kv_heads * shape.head_dim * self.runner.decoder.dtype.itemsize,
-        )
+        return SIZES.within(self.runner, self.config, rows=self.config.max_num_seqs, context=self.max_model_len)
 
 
 def hybrid_predictor(engine: StartingEngine, progress: ProgressCallback | None = None) -> MeasuredPredictor | None:
@@ -183,12 +177,7 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
 
     It times few sizes, a few times each, with the layers as they run now. The result is kept in the user's cache folder
     under everything it depends on, unless other programs used the processors meanwhile. `progress` is called before
-    and after measuring.
-
-    Raises:
-        UsageError: for an engine whose steps are too small.
-        RuntimeFailure: if there is no memory for it.
-        HostAttentionLost: if attention in host memory fails.
+    and after measuring. Raises UsageError for an engine whose steps are too small, and as `measure_shortly` does.
     """
     sizes = engine.sizes()
     path = _cache_file(engine, sizes)
@@ -197,11 +186,10 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
             kept = read_profile(path)
             if engine.setting.difference(kept) is None:
                 return kept
-    if progress is not None:
-        progress(STAGE, 0, 1)
+    tell = progress or (lambda *_: None)
+    tell(STAGE, 0, 1)
     profile = measure_shortly(engine, sizes)
-    if progress is not None:
-        progress(STAGE, 1, 1)
+    tell(STAGE, 1, 1)
     if path is not None and profile.about["undisturbed"] >= _MOSTLY:
         with suppress(RuntimeFailure):  # the next start measures again
             write_profile(profile, path)
@@ -212,7 +200,6 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
     """Measure now, without looking for a kept profile. Raises RuntimeFailure if there is no memory for it;
     HostAttentionLost if attention in host memory fails."""
     runner, setting, speeds = engine.runner, engine.setting, engine.speeds
-    cache_tokens, _ = cache_limits(runner, engine.config.block_size)
     began, computed = time.perf_counter(), time.thread_time()
     with (
         memory_errors(runner.device, "measuring this machine does not fit", "lower --kv-cache-memory"),
@@ -250,7 +237,7 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         bits=8 * runner.decoder.dtype.itemsize,
         device=reached,
         host=msgspec.structs.replace(reached, name=setting.host),
-        memory=KvMemory(kv_tokens=cache_tokens),
+        memory=KvMemory(kv_tokens=len(runner.caches.keys[0]) * engine.config.block_size),
         engine=_scheduling(runner.decoder),
         **fields_of(found, engine.processor),
     )
@@ -267,7 +254,7 @@ def _scheduling(decoder: Decoder) -> MeasuredCurve:
             compute_piece()
 
     seconds = tuple(
-        measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute).step_ms / 1000
+        median(map(sum, measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)))
         for rows in _SCHEDULED_ROWS
     )
     return MeasuredCurve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)
