@@ -85,13 +85,6 @@ class Planned(msgspec.Struct, frozen=True):
     """Blocks after the plan's rows and swaps; the plan itself says what it took and freed."""
     forecast: Forecast | None
     """The prediction for the plan; None if it was not predicted."""
-    decodes: int
-    prompt_tokens: int
-    """Rows of one token, and tokens of longer rows."""
-
-    @property
-    def tokens(self) -> int:
-        return self.decodes + self.prompt_tokens
 
 
 class Worked(msgspec.Struct, frozen=True):

@@ -136,8 +136,8 @@ class StepMetrics(StepObserver):
     def on_step(self, planned: Planned, stages: tuple[StageTimes, ...]) -> None:
         """A step enters the pipeline."""
         now = planned.time
-        self.tokens.add(planned.tokens)
-        self.counts.add(now, (planned.plan.step, planned.decodes, planned.prompt_tokens))
+        self.tokens.add(planned.plan.decodes + planned.plan.prompt_tokens)
+        self.counts.add(now, (planned.plan.step, planned.plan.decodes, planned.plan.prompt_tokens))
         self._keep_busy(now, stages[-1].computed)
         self.occupancy.add(now, planned.blocks.device_share)
         self.strategy_steps[planned.plan.strategy] += 1

@@ -56,8 +56,8 @@ class Phase:
         return replace(
             self,
             plans=self.plans + bool(planned.plan.rows),
-            prompt_tokens=self.prompt_tokens + planned.prompt_tokens,
-            decodes=self.decodes + planned.decodes,
+            prompt_tokens=self.prompt_tokens + planned.plan.prompt_tokens,
+            decodes=self.decodes + planned.plan.decodes,
             swaps_out=self.swaps_out + directions.count("out"),
             swaps_in=self.swaps_in + directions.count("in"),
         )

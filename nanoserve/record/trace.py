@@ -118,7 +118,7 @@ class RunTrace:
             return  # swaps alone have no end, and a change of the layout is no micro-batch
         track = _first_free(track for track, _ in self._in_flight.values())
         self._in_flight[plan.step] = track, planned
-        tokens = {"decodes": planned.decodes, "prompt tokens": planned.prompt_tokens}
+        tokens = {"decodes": planned.plan.decodes, "prompt tokens": planned.plan.prompt_tokens}
         self._file.counter(self._scheduler, "tokens of a micro-batch", now - self._began, tokens)
         beginning = {row.sequence for row in plan.rows if row.tier == "host"}
         if plan.strategy == "overlap" and beginning:
@@ -141,7 +141,7 @@ class RunTrace:
         self, track: int, planned: Planned, result: StepResult, now: float, corrections: Mapping[str, float]
     ) -> None:
         """Draw a micro-batch that has its result."""
-        plan, decodes, prompt = planned.plan, planned.decodes, planned.prompt_tokens
+        plan, decodes, prompt = planned.plan, planned.plan.decodes, planned.plan.prompt_tokens
         counts = {"step": plan.step, "decodes": decodes, "prompt_tokens": prompt, "sequences": len(plan.rows)}
         name = f"{decodes} decodes + {prompt} prompt tokens"
         if plan.strategy != "device":
@@ -322,7 +322,7 @@ class SimulationTrace(StepObserver):
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         """Write one step."""
-        decodes, prompt = planned.decodes, planned.prompt_tokens
+        decodes, prompt = planned.plan.decodes, planned.plan.prompt_tokens
         arguments = {"step": planned.plan.step, "decodes": decodes, "prompt_tokens": prompt}
         tokens = {"decodes": decodes, "prompt tokens": prompt}
         self._file.counter("scheduler", "tokens of a step", planned.time, tokens)

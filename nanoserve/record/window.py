@@ -56,7 +56,7 @@ class StepWindow(StepObserver):
 
     def _append(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         spans = tuple([(times.started - self._began, times.computed - self._began) for times in stages])
-        self._windows[-1].append(WindowStep(planned.plan.step, planned.decodes, planned.prompt_tokens, spans))
+        self._windows[-1].append(WindowStep(planned.plan.step, planned.plan.decodes, planned.plan.prompt_tokens, spans))
 
     def _is_full(self, window: Sequence[WindowStep]) -> bool:
         return len(window) == self._length

@@ -159,7 +159,7 @@ def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Req
         for number, replica in enumerate(fleet):
             if due[number] <= now:
                 due[number] = replica.advance(now)
-        chosen = router([replica.engine.recorder.outstanding for replica in fleet])
+        chosen = router([replica.scheduler.table.outstanding for replica in fleet])
         admit(fleet[chosen].engine, request)
         due[chosen] = now
     for replica in fleet:

@@ -28,7 +28,7 @@ def plot_stages(path: Path, title: str, runs: Mapping[str, Run]) -> None:
         RuntimeFailure: if the file cannot be written.
     """
     counts = [
-        [(step, planned.decodes, planned.prompt_tokens) for step, planned in run.record.planned.items()]
+        [(step, planned.plan.decodes, planned.plan.prompt_tokens) for step, planned in run.record.planned.items()]
         for run in runs.values()
     ]
     titles = [f"{name}: tokens of each micro-batch" for name in runs]
@@ -62,7 +62,7 @@ def _single_stage(record: RunRecord) -> list[StageTimes]:
     for step, planned in record.planned.items():
         ended = record.known[step]
         began = ended - record.result_of[step].seconds
-        tokens = planned.decodes + planned.prompt_tokens
+        tokens = planned.plan.decodes + planned.plan.prompt_tokens
         times.append(StageTimes(step, 0, tokens, began, began, began, began, ended, ended))
     return times
 
