@@ -7,9 +7,9 @@ from itertools import count
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
-from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned, StepObserver, Worked
+from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned, Worked
 from nanoserve.record.phases import Phase, PhaseTracker, phase_name
-from nanoserve.record.times import Beside, HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
+from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import HostWork, StepResult
 
 _MILLI, _GIGA = 1e3, 1e9
@@ -69,7 +69,9 @@ class RunTrace:
         self._phases = PhaseTracker()
         self._in_flight: dict[int | None, tuple[int, Planned]] = {}  # by step: which track, and what
         self._free: dict[int, float] = {}  # by rank: since when
+        self._processor = Track(self._workers, "attention on the CPU")
         self._cpu_free = began
+        self._knows_host_times = False
         self._cohorts: list[_Cohort] = []
         self._corrections: Mapping[str, float] = {}
         self._used_blocks: dict[str, tuple[int, int]] = {}  # used and all of them, as last written
@@ -99,7 +101,9 @@ class RunTrace:
             for times in event.stages:
                 self._on_stage(times)
             for beside in event.beside:
-                if not isinstance(beside, HostTimes):
+                if isinstance(beside, HostTimes):
+                    self._on_host_times(beside)
+                else:
                     self._on_move(beside)
         elif isinstance(event, ExecutorFailed):
             self._forget_plans()
@@ -114,6 +118,10 @@ class RunTrace:
     def _on_plan(self, planned: Planned) -> None:
         plan, now = planned.plan, planned.time
         self._count_blocks(planned.blocks, now)
+        for swap in plan.swaps:
+            blocks = len(swap.device_blocks)
+            arguments = {"swap": swap.swap, "sequence": swap.sequence, "blocks": blocks}
+            self._bar(Track(self._scheduler, "swaps"), f"{blocks} blocks {swap.direction}", now, now, arguments)
         if not plan.rows and (plan.swaps or plan.transition is not None):
             return  # swaps alone have no end, and a change of the layout is no micro-batch
         track = _first_free(track for track, _ in self._in_flight.values())
@@ -179,11 +187,13 @@ class RunTrace:
         self._bar(Track(self._workers, place), name, move.began, move.ended, arguments)
 
     def _amount(self, move: Move) -> dict[str, object]:
-        """Bytes, their bandwidth, and its share of the measured host link.
+        """Bytes, their bandwidth, and its share of the measured host link; nothing in a simulation.
 
         A move that waited for layers has no bandwidth.
         """
         seconds = move.ended - move.began
+        if not move.num_bytes:
+            return {}
         if seconds <= 0 or (isinstance(move, SwapTimes) and move.after_row):
             return {"bytes": move.num_bytes}
         speed = move.num_bytes / seconds
@@ -200,10 +210,10 @@ class RunTrace:
 
     def _on_host(self, result: StepResult, now: float) -> None:
         """Draw the CPU's attention, and the cohorts that have finished or were lost."""
-        processor = Track(self._workers, "attention on the CPU")
-        self._draw_works(processor, result.host_work, now)
+        if not self._knows_host_times:
+            self._draw_works(result.host_work, now)
         if result.host_lost is not None:
-            self._bar(processor, result.host_lost, now, now)
+            self._bar(self._processor, result.host_lost, now, now)
         answered = {answer.sequence for answer in result.answers}
         all_lost = result.lost is not None or result.host_lost is not None
         for cohort in list(self._cohorts):
@@ -213,7 +223,13 @@ class RunTrace:
                 place = Track(self._scheduler, f"cohort {cohort.track}")
                 self._bar(place, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
 
-    def _draw_works(self, processor: Track, works: Sequence[HostWork], now: float) -> None:
+    def _on_host_times(self, times: HostTimes) -> None:
+        """Draw attention on a simulated CPU, of which it is known when it begins and ends."""
+        self._knows_host_times = True
+        arguments = {"sequences": times.sequences, "ms": round(times.seconds * _MILLI, 3)}
+        self._bar(self._processor, f"{times.sequences} sequences", times.began, times.ended, arguments)
+
+    def _draw_works(self, works: Sequence[HostWork], now: float) -> None:
         """Draw attention on the CPU, whose durations are known but not its times.
 
         The CPU does one piece of work after the other, so they are drawn in a row that ends when the executor reported
@@ -224,7 +240,7 @@ class RunTrace:
             end = min(start + work.seconds, now)
             milliseconds = round(work.seconds * _MILLI, 3)
             arguments = {"sequences": work.sequences, "keys": work.context_tokens, "ms": milliseconds}
-            self._bar(processor, f"{work.sequences} sequences, {work.context_tokens} keys", start, end, arguments)
+            self._bar(self._processor, f"{work.sequences} sequences, {work.context_tokens} keys", start, end, arguments)
             start = end
         if works:
             self._cpu_free = start
@@ -307,42 +323,3 @@ def _facts(phase: Phase) -> dict[str, object]:
         "finished since the pool was empty": turn.finished,
         "to be computed again": turn.recomputed,
     }
-
-
-class SimulationTrace(StepObserver):
-    """Writes a simulated run: every step as one bar for each stage, with swaps, transitions and the CPU beside them.
-
-    Args:
-        file: to write into; it is not closed.
-        block_size: tokens per KV block.
-    """
-
-    def __init__(self, file: ChromeTraceFile, block_size: int) -> None:
-        self._file, self._block_size = file, block_size
-
-    def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
-        """Write one step."""
-        decodes, prompt = planned.plan.decodes, planned.plan.prompt_tokens
-        arguments = {"step": planned.plan.step, "decodes": decodes, "prompt_tokens": prompt}
-        tokens = {"decodes": decodes, "prompt tokens": prompt}
-        self._file.counter("scheduler", "tokens of a step", planned.time, tokens)
-        for times in stages:
-            track = Track("devices", f"stage {times.rank}")
-            name = f"{decodes} decodes + {prompt} prompt tokens"
-            self._file.bar(track, name, times.started, times.computed, arguments)
-
-    def on_beside(self, planned: Planned, times: Beside) -> None:
-        """Write a move over the host link, or attention on the CPU."""
-        if isinstance(times, SwapTimes):
-            swap = next(swap for swap in planned.plan.swaps if swap.swap == times.swap)
-            place, name = (
-                f"link {swap.direction}",
-                f"{len(swap.device_blocks) * self._block_size} tokens {swap.direction}",
-            )
-            arguments: dict[str, object] = {"swap": swap.swap, "sequence": swap.sequence}
-        elif isinstance(times, ReshardTimes):
-            place, name, arguments = "link in", f"weights of layout {times.layout}", {"step": times.step}
-        else:
-            place, name = "CPU", f"attention of {times.sequences}"
-            arguments = {"rows": times.sequences, "seconds": times.seconds}
-        self._file.bar(Track("host", place), name, times.began, times.ended, arguments)

@@ -105,6 +105,7 @@ def simulate(
     drive_fleet(fleet, make_router(router), _fitting(requests, longest))
     if not within.requests:
         raise UsageError("there are no requests to simulate")
+    fleet[0].engine.recorder.finish()
     return _result(fleet, None if slo is None else within)
 
 
