@@ -1,7 +1,7 @@
 """simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, measured as they run."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,6 @@ from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router
 from nanoserve.simulator.pipeline import DECOUPLED, Runtime, StepTimes, TieredTimes
 from nanoserve.simulator.result import SimulationResult
-from nanoserve.simulator.tiered_executor import TieredExecutor
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +89,15 @@ def simulate(
         other_layouts=[LayoutCapacity(one.num_blocks, one.times.num_stages) for one in other_layouts],
         predictors=predictors,
     )
-    make_executor: Callable[[], SimulatedExecutor] = partial(SimulatedExecutor, times, runtime=runtime)
-    if host_blocks or other_layouts:
-        if not isinstance(times, TieredTimes):
-            raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
-        layouts = [times, *(layout.times for layout in other_layouts)]
-        make_executor = partial(TieredExecutor, layouts, block_size=block_size, runtime=runtime)
+    if (host_blocks or other_layouts) and not isinstance(times, TieredTimes):
+        raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
+    layouts = [times, *(layout.times for layout in other_layouts)]
     fleet = []
     for _ in range(replicas):
         steps = StepMetrics(block_size, 1 + len(other_layouts))
         lives = LatencyMetrics((within, *request_observers))
-        fleet.append(Replica(make_scheduler(), make_executor(), steps, lives))
+        executor = SimulatedExecutor(*layouts, block_size=block_size, runtime=runtime)
+        fleet.append(Replica(make_scheduler(), executor, steps, lives))
     fleet[0].engine.recorder.add(*observers)
     drive_fleet(fleet, make_router(router), _fitting(requests, longest))
     if not within.requests:
