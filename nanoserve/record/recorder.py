@@ -56,9 +56,8 @@ class Telling(Protocol):
 class Recorder:
     """Stands between an engine and its executor, observes its scheduler, and receives arrivals and aborts.
 
-    Args:
-        scheduler: learns from what happens through the recorder's `forecasts`.
-        executor: if it is `Telling`, its times are taken after every plan and result.
+    The scheduler's predictors learn through its `forecasts`. If the executor is `Telling`, its times are taken after
+    every plan and result.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
@@ -73,8 +72,6 @@ class Recorder:
         self._clock: float | None = None
         if scheduler.predictors:
             scheduler.observer = self.forecasts
-
-    # ---- counters ---------------------------------------------------------------------------------------------
 
     @property
     def status(self) -> EngineStatus:
@@ -105,8 +102,6 @@ class Recorder:
         self._recent.clear()
         return steps
 
-    # ---- observers --------------------------------------------------------------------------------------------
-
     def add(self, *observers: Observer) -> None:
         """Show observers everything from now on."""
         self._scheduler.observer = self.forecasts
@@ -122,10 +117,7 @@ class Recorder:
             self._observers.remove(observer)
 
     def step_clock(self) -> None:
-        """Let the engine's clock advance only while the engine waits for results, like a virtual one.
-
-        Everything between two results happens at one moment. That makes a replay exact.
-        """
+        """Let the engine's clock advance only while the engine waits for results: that makes a replay exact."""
         self._clock = 0.0
         self._tick()
 
@@ -137,31 +129,25 @@ class Recorder:
     # ---- the executor -----------------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        """Pass a plan on.
-
-        Raises: as the executor does.
-        """
+        """Pass a plan on; raises as the executor does."""
         handed_over = self.executor.now() if self._observers else 0.0
         self._call(self.executor.submit, plan)
         if self._observers:
-            clock = handed_over if self._clock is None else self._clock
-            forecasts, blocks = self.forecasts, Blocks.of(self._scheduler)
-            decided = forecasts.load, forecasts.decision, blocks, forecasts.of(plan.step)
+            clock, forecasts = handed_over if self._clock is None else self._clock, self.forecasts
+            decided = forecasts.load, forecasts.decision, Blocks.of(self._scheduler), forecasts.of(plan.step)
             self._emit(Planned(handed_over, clock, plan, *decided))
         self._show_times()
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Wait with the executor.
-
-        Raises: as the executor does.
-        """
-        results = self._call(self.executor.collect, until)
+        """Wait with the executor; raises as it does."""
+        results, scheduler = self._call(self.executor.collect, until), self._scheduler
         if self._clock is not None:
             self._tick()
         for result in results:
-            if result.step is not None:
-                self._keep_step(result.step, result.seconds)
             self.losses += result.lost is not None
+            if (plan := scheduler.plans_in_flight.get(result.step)) is not None:  # its result is not applied yet
+                held = len(scheduler.running), len(scheduler.waiting)
+                self._recent.append(RecentStep(plan.step, plan.decodes, plan.prompt_tokens, *held, result.seconds))
         if results and self._observers:
             self._emit(Collected(self.executor.now(), self.now(), tuple(results), self.forecasts.corrections))
         self._show_times()
@@ -172,11 +158,7 @@ class Recorder:
         return self.executor.now() if self._clock is None else self._clock
 
     def close(self) -> None:
-        """Close the executor, then emit the end of the run.
-
-        Raises:
-            RuntimeFailure: if an observer could not do its work to the end.
-        """
+        """Emit the end of the run and close the executor; raises RuntimeFailure if an observer could not finish."""
         try:
             self.finish()
         finally:
@@ -198,15 +180,6 @@ class Recorder:
         """What sequences gained."""
         if updates and self._observers:
             self._emit(Gained(self.now(), tuple(updates)))
-
-    # -----------------------------------------------------------------------------------------------------------
-
-    def _keep_step(self, step: int, seconds: float) -> None:
-        """Keep what is known of a step that has ended; the scheduler has not taken its result yet."""
-        scheduler = self._scheduler
-        if (plan := scheduler.plans_in_flight.get(step)) is not None:
-            held = len(scheduler.running), len(scheduler.waiting)
-            self._recent.append(RecentStep(step, plan.decodes, plan.prompt_tokens, *held, seconds))
 
     def _emit(self, event: Event) -> None:
         for observer in self._observers:

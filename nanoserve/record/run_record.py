@@ -10,7 +10,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 from nanoserve.record.events import Arrived, Blocks, Collected, Event, Finished, Gained, Planned, Worked
 from nanoserve.record.forecasts import Forecast
-from nanoserve.record.phases import Phase, phases_of
+from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, StageTimes
 from nanoserve.request import Request
 from nanoserve.scheduler.plan import StepPlan, StepResult, Tier
@@ -160,7 +160,8 @@ class RunRecord:
     @cached_property
     def phases(self) -> list[Phase]:
         """Computing in each layout, draining and re-sharding, one after the other."""
-        return phases_of(self.events)
+        tracker = PhaseTracker()
+        return [phase for event in self.events for phase in tracker.on_event(event)]
 
     # ---- requests ---------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Shares of time: of a pipeline's stages, and of moves between device and host memory beside computing. No torch."""
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -9,8 +10,6 @@ from nanoserve.record.times import Move, ReshardTimes, StageTimes, SwapTimes
 
 _GIGA = 1e9
 Span = tuple[float, float]
-
-# ---- stages ---------------------------------------------------------------------------------------------------
 
 
 class StageShares(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +20,7 @@ class StageShares(msgspec.Struct, frozen=True, kw_only=True):
     sending: float
     """Share from the end of computing until the activations, or the answer, were on their way."""
     metadata: float
-    """Share in which only the inputs were missing, as ``metadata_seconds`` defines it."""
+    """Share in which only the inputs were missing."""
     waiting: float
     """Share in which the stage waited for activations, or for a plan: the rest."""
     metadata_of_step: float
@@ -34,37 +33,18 @@ class StageShares(msgspec.Struct, frozen=True, kw_only=True):
 
 def working_seconds(record: RunRecord) -> float:
     """Seconds with anything in flight. Time without a request is no bubble."""
-    seconds = end = 0.0
-    for step, planned in record.planned.items():
-        submitted, known = planned.time, record.known[step]
-        seconds += max(0.0, known - max(end, submitted))
-        end = max(end, known)
-    return seconds
-
-
-def metadata_seconds(record: RunRecord, stages: Sequence[Sequence[StageTimes]], stage: int) -> list[float]:
-    """For each plan, how long the stage could have computed it already, had its inputs been prepared.
-
-    A stage can compute a plan once it has finished the previous one and has its work: in the first stage the plan
-    from the engine, in a later stage the activations of the stage before. The result is a little too large: it
-    includes the transfer of the activations, if preparing took that long.
-    """
-    submitted = [record.planned[times.step].time for times in stages[0]]
-    given = submitted if stage == 0 else [times.sent for times in stages[stage - 1]]
-    free = [given[0], *(times.sent for times in stages[stage][:-1])]
-    return [
-        max(0.0, times.prepared - max(work, own)) for times, work, own in zip(stages[stage], given, free, strict=True)
-    ]
+    return _length(merged((planned.time, record.known[step]) for step, planned in record.planned.items()))
 
 
 def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShares]:
     """Shares of every stage; none if the executor reported no times."""
-    stages, working = record.stages(tensor_parallel), working_seconds(record)
-    shares = []
-    for stage, parts in enumerate(stages):
+    working, shares = working_seconds(record), []
+    given: list[float] = []  # when the stage before, or the engine, was done with each plan
+    for parts in record.stages(tensor_parallel):
+        given = given or [record.planned[times.step].time for times in parts]
         computing = sum(times.computed - times.started for times in parts)
         sending = sum(times.sent - times.computed for times in parts)
-        metadata = sum(metadata_seconds(record, stages, stage))
+        metadata = _metadata_seconds(parts, given)
         shares.append(
             StageShares(
                 computing=computing / working,
@@ -74,7 +54,19 @@ def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShare
                 metadata_of_step=metadata / (metadata + computing + sending),
             )
         )
+        given = [times.sent for times in parts]
     return shares
+
+
+def _metadata_seconds(parts: Sequence[StageTimes], given: Sequence[float]) -> float:
+    """How long a stage could have computed its plans already, had their inputs been prepared.
+
+    A stage can compute a plan once it has finished the previous one and has its work: in the first stage the plan from
+    the engine, in a later stage the activations of the stage before. The result is a little too large: it includes the
+    transfer of the activations, if preparing took that long.
+    """
+    free = [given[0], *(times.sent for times in parts[:-1])]
+    return sum(max(0.0, times.prepared - max(moments)) for times, *moments in zip(parts, given, free, strict=True))
 
 
 def engine_seconds(record: RunRecord) -> list[float]:
@@ -84,9 +76,6 @@ def engine_seconds(record: RunRecord) -> list[float]:
         seconds.append(max(0.0, planned.time - max(planned.clock, done)))  # the clock is in ticks
         done = planned.time
     return seconds
-
-
-# ---- moves ----------------------------------------------------------------------------------------------------
 
 
 class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,30 +96,22 @@ class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the workers' moving time in which the same worker also computed a step."""
 
 
-def reshard_metrics(record: RunRecord, link: float | None) -> MoveMetrics:
-    """All transitions; ``link`` is the measured bandwidth of one worker's host link, in bytes per second."""
-    moves = [move for move in record.moves if isinstance(move, ReshardTimes)]
-    return _metrics(record, moves, len({move.step for move in moves}), link)
-
-
-def swap_metrics(record: RunRecord, direction: str, link: float | None) -> MoveMetrics:
-    """All swaps in one direction; ``link`` as for transitions."""
-    moves = [move for move in record.moves if isinstance(move, SwapTimes) and move.direction == direction]
-    return _metrics(record, moves, len({move.swap for move in moves}), link)
-
-
-def _metrics(record: RunRecord, moves: Sequence[Move], count: int, link: float | None) -> MoveMetrics:
+def move_metrics(record: RunRecord, kind: Literal["reshard", "out", "in"], link: float | None) -> MoveMetrics:
+    """All transitions, or all swaps in one direction; ``link`` is one worker's host link in bytes per second."""
+    if kind == "reshard":
+        moves: list[Move] = [move for move in record.moves if isinstance(move, ReshardTimes)]
+    else:
+        moves = [move for move in record.moves if isinstance(move, SwapTimes) and move.direction == kind]
+    copies = [move for move in moves if isinstance(move, ReshardTimes) or not move.after_row]
     spans = _spans(moves)
-    busy = sum(map(_length, spans.values()))
-    unhindered = [move for move in moves if isinstance(move, ReshardTimes) or not move.after_row]
-    copying = sum(map(_length, _spans(unhindered).values()))
-    speed = sum(move.num_bytes for move in unhindered) / copying if copying > 0 else None
+    busy, copying = sum(map(_length, spans.values())), sum(map(_length, _spans(copies).values()))
+    speed = sum(move.num_bytes for move in copies) / copying if copying > 0 else None
     covered = 0.0
     for rank, of_rank in spans.items():
         steps = merged((times.started, times.computed) for times in record.stage_times if times.rank == rank)
         covered += overlap(of_rank, steps)
     return MoveMetrics(
-        count=count,
+        count=len({move.step if isinstance(move, ReshardTimes) else move.swap for move in moves}),
         num_bytes=sum(move.num_bytes for move in moves),
         seconds=_length(merged((move.began, move.ended) for move in moves)),
         gb_per_s=None if speed is None else speed / _GIGA,

@@ -138,7 +138,7 @@ class Scheduler:
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self.predictors = tuple(predictors)
         self.layouts = Layouts(layouts)
-        self.plans_in_flight: dict[int, StepPlan] = {}
+        self.plans_in_flight: dict[int | None, StepPlan] = {}
         self._cohorts = HostCohorts()
         self._previous: Decision | None = None
         self._growth = GrowthForecast() if policy.reads_forecast else None
