@@ -50,11 +50,7 @@ class SloMeter:
 
 
 class LatencyMetrics:
-    """TTFT, TPOT, ITL and E2EL, in milliseconds, and how many requests and tokens there were.
-
-    Args:
-        observers: are shown every request that has ended.
-    """
+    """TTFT, TPOT, ITL and E2EL, in milliseconds, and counts; ``observers`` are shown every request that has ended."""
 
     def __init__(self, observers: Iterable[RequestObserver] = ()) -> None:
         self.ttft, self.tpot, self.itl, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
@@ -63,7 +59,6 @@ class LatencyMetrics:
         self._last_update: dict[str, float] = {}  # times by request that has not ended
 
     def __call__(self, event: Event) -> None:
-        """Sequences may have gained something."""
         if not isinstance(event, Gained):
             return
         now = event.time
@@ -112,12 +107,7 @@ class LayoutTime(NamedTuple):
 
 
 class StepMetrics(StepObserver):
-    """Steps of a simulated run as they enter the pipeline, and what happens beside them.
-
-    Args:
-        block_size: tokens per KV block.
-        layouts: how many parallel layouts there are.
-    """
+    """Steps of a simulated run as they enter the pipeline, and what happens beside them."""
 
     def __init__(self, block_size: int, layouts: int = 1) -> None:
         self.tokens = Sketch()  # tokens of each step
@@ -134,7 +124,6 @@ class StepMetrics(StepObserver):
         self._since = self._idle_before = 0.0
 
     def on_step(self, planned: Planned, stages: tuple[StageTimes, ...]) -> None:
-        """A step enters the pipeline."""
         now = planned.time
         self.tokens.add(planned.plan.decodes + planned.plan.prompt_tokens)
         self.counts.add(now, (planned.plan.step, planned.plan.decodes, planned.plan.prompt_tokens))
@@ -144,7 +133,6 @@ class StepMetrics(StepObserver):
         self._look_at_host(planned)
 
     def on_beside(self, planned: Planned, times: Beside) -> None:
-        """A swap, a transition or attention on the CPU begins."""
         if isinstance(times, SwapTimes):
             blocks = next(swap.device_blocks for swap in planned.plan.swaps if swap.swap == times.swap)
             self.swapped_tokens[times.direction] += len(blocks) * self._block_size

@@ -19,17 +19,10 @@ E = TypeVar("E")
 
 
 class RunRecord:
-    """An observer that keeps every event in order.
-
-    Events are appended while the run goes on; everything else is read when it is over.
-
-    Args:
-        max_in_flight: plans that the executor takes at a time.
-        events: what has happened already.
-    """
+    """An observer that keeps every event in order; everything else is read when the run is over."""
 
     def __init__(self, max_in_flight: int, events: Iterable[Event] = ()) -> None:
-        self.max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight  # plans that the executor takes at a time
         self.events: list[Event] = list(events)
 
     def __call__(self, event: Event) -> None:
@@ -39,8 +32,6 @@ class RunRecord:
         """The events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
-    # ---- plans and results ------------------------------------------------------------------------------------
-
     @cached_property
     def arrivals(self) -> list[Request]:
         """Requests, each with the time at which the engine took it in as its arrival time."""
@@ -48,12 +39,11 @@ class RunRecord:
 
     @cached_property
     def planned(self) -> dict[int, Planned]:
-        """All plans, by step."""
+        """All plans by step, as events."""
         return {event.plan.step: event for event in self.of(Planned)}
 
     @cached_property
     def plans(self) -> list[StepPlan]:
-        """All plans."""
         return [event.plan for event in self.planned.values()]
 
     @cached_property
@@ -97,15 +87,11 @@ class RunRecord:
 
     @property
     def losses(self) -> list[str]:
-        """Why workers died."""
+        """Why workers died, each time."""
         return [result.lost for result in self.results if result.lost is not None]
 
     def check(self) -> None:
-        """Check that the run can be measured.
-
-        Raises:
-            RuntimeFailure: if a request failed, workers died, or attention on the CPU was lost.
-        """
+        """Raise RuntimeFailure if a request failed, workers died, or attention on the CPU was lost."""
         for event in self.of(Gained):
             for update in event.updates:
                 if update.sequence.error is not None:
@@ -116,16 +102,10 @@ class RunRecord:
         if losses := [result.host_lost for result in self.results if result.host_lost is not None]:
             raise RuntimeFailure(f"{unmeasured} attention on the CPU is lost: {losses[0]}")
 
-    # ---- times of the executor --------------------------------------------------------------------------------
-
     @cached_property
     def stage_times(self) -> list[StageTimes]:
         """What every worker took for every plan."""
         return [times for event in self.of(Worked) for times in event.stages]
-
-    def count_stage_times(self) -> int:
-        """Number of stage times so far; it may be called while the run goes on."""
-        return sum(len(event.stages) for event in self.events if isinstance(event, Worked))
 
     @cached_property
     def moves(self) -> list[Move]:
@@ -140,8 +120,6 @@ class RunRecord:
                 stages.setdefault(times.rank // tensor_parallel, []).append(times)
         return [stages[stage] for stage in sorted(stages)]
 
-    # ---- the scheduler ----------------------------------------------------------------------------------------
-
     @cached_property
     def forecasts(self) -> list[Forecast]:
         """Predictions of steps that were measured."""
@@ -154,7 +132,6 @@ class RunRecord:
 
     @property
     def preemptions(self) -> int:
-        """Number of preemptions in the run."""
         return self.blocks[-1][1].preemptions if self.blocks else 0
 
     @cached_property
@@ -162,8 +139,6 @@ class RunRecord:
         """Computing in each layout, draining and re-sharding, one after the other."""
         tracker = PhaseTracker()
         return [phase for event in self.events for phase in tracker.on_event(event)]
-
-    # ---- requests ---------------------------------------------------------------------------------------------
 
     @cached_property
     def timings(self) -> list[RequestTiming]:
@@ -185,10 +160,8 @@ class RunRecord:
     @property
     def makespan(self) -> float:
         """Seconds from the first arrival to the last token."""
-        return max(
-            request.arrival_time + timing.e2el
-            for request, timing in zip(self.rebased_requests, self.timings, strict=True)
-        )
+        pairs = zip(self.rebased_requests, self.timings, strict=True)
+        return max(request.arrival_time + timing.e2el for request, timing in pairs)
 
     @property
     def rebased_requests(self) -> list[Request]:
@@ -199,10 +172,8 @@ class RunRecord:
     @property
     def tiers(self) -> list[tuple[Tier, ...]]:
         """For each request, the tier of the KV of each of its tokens."""
-        tiers = tiers_of_tokens(self.plans)
-        sequences = {
-            update.request_id: update.sequence.sequence_id for event in self.of(Gained) for update in event.updates
-        }
+        tiers, updates = tiers_of_tokens(self.plans), (update for event in self.of(Gained) for update in event.updates)
+        sequences = {update.request_id: update.sequence.sequence_id for update in updates}
         return [tiers[sequences[request.request_id]] for request in self._requests]
 
 

@@ -31,11 +31,7 @@ _QUANTILES = 64
 
 @dataclass(frozen=True)
 class PlannedWork:
-    """Requests to plan for.
-
-    Raises:
-        UsageError: for a rate that is not above 0.
-    """
+    """Requests to plan for; raises UsageError for a rate that is not above 0."""
 
     shapes: tuple[RequestShape, ...]
     """Length of each request, in tokens."""
@@ -60,17 +56,14 @@ class PlannedWork:
 
     @cached_property
     def mean_input(self) -> float:
-        """Mean tokens of a prompt."""
         return self.input_tokens / len(self.shapes)
 
     @cached_property
     def mean_output(self) -> float:
-        """Mean tokens of an answer."""
         return sum(shape.output_tokens for shape in self.shapes) / len(self.shapes)
 
     @cached_property
     def input_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(shape.input_tokens for shape in self.shapes)
 
     def output_quantiles(self, number: int) -> list[int]:
@@ -111,9 +104,8 @@ class Candidate:
     host_blocks: int
     """KV blocks of a replica in host memory; 0 with one layout."""
     replicas: int
-    """The data parallel degree."""
     work: PlannedWork
-    """Work of all replicas together."""
+    """The data parallel degree, and the work of all replicas together."""
 
     @property
     def name(self) -> str:
@@ -167,7 +159,6 @@ class Candidate:
 
     @property
     def estimate_text(self) -> str:
-        """The estimate in words."""
         throughput = f"estimated {self.tokens_per_second:,.0f} tokens/s"
         if self.work.rate is None:
             return throughput
@@ -229,11 +220,7 @@ class Candidates:
     left_out: tuple[LeftOut, ...]
 
     def named(self, name: str) -> Candidate:
-        """The layout or pair of that name.
-
-        Raises:
-            UsageError: if it is left out, with the reason.
-        """
+        """The layout or pair of that name; raises UsageError with the reason if it is left out."""
         found = {one.name: one for one in self.fitting}
         if name not in found:
             reasons = [one.reason for one in self.left_out if one.name == name]
@@ -259,18 +246,10 @@ def find_candidates(
     limits: CacheLimits | None = None,
     step_tokens: int = 0,
 ) -> Candidates:
-    """Every way to use all of the devices.
+    """Every way to use all of the devices, where memory for ``step_tokens``, those of the largest step, stays free.
 
-    Pairs are for closed batches: requests that arrive during a change of layout would wait.
-
-    Args:
-        precision: bits of weights and KV cache.
-        limits: of caches; None for none but the memory there is.
-        step_tokens: of the largest step, for which memory stays free; 0 keeps none free.
-
-    Raises:
-        UsageError: if there is none, saying what the layout lacks that comes closest, and what would fit; and for
-            more devices than MOST_DEVICES.
+    Pairs are for closed batches: requests that arrive during a change of layout would wait. Raises UsageError if there
+    is no way, saying what the layout lacks that comes closest, and for more devices than MOST_DEVICES.
     """
     if devices > MOST_DEVICES:
         raise UsageError(f"plans are for {MOST_DEVICES} devices at most, not {devices}")
@@ -338,10 +317,5 @@ def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candid
             f"{share / GIBI:.0f} GiB of host memory hold the weights ({weights / GIBI:.0f} GiB)"
             f" and {blocks * BLOCK_SIZE:,} tokens of KV cache, less than the longest request"
         )
-    return Candidate(
-        (*prompts.layouts, *answers.layouts),
-        (*prompts.kv_blocks, *answers.kv_blocks),
-        blocks,
-        prompts.replicas,
-        prompts.work,
-    )
+    both = (*prompts.layouts, *answers.layouts), (*prompts.kv_blocks, *answers.kv_blocks)
+    return Candidate(*both, blocks, prompts.replicas, prompts.work)

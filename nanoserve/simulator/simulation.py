@@ -23,12 +23,10 @@ from nanoserve.simulator.result import SimulationResult
 
 @dataclass(frozen=True, slots=True)
 class OtherLayout:
-    """A parallel layout beside the first one."""
+    """A parallel layout beside the first one: times of its stages, links and host, and KV blocks on its devices."""
 
     times: TieredTimes
-    """Times of its stages, its links and the host."""
     num_blocks: int
-    """KV blocks on its devices."""
 
 
 def simulate(
@@ -68,9 +66,8 @@ def simulate(
         other_layouts: parallel layouts 1, 2, ... that the policy may change to.
         predictors: for the policy, one per layout.
 
-    Raises:
-        UsageError: for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
-            attention on the host under a layout of several stages.
+    Raises UsageError for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
+    attention on the host under a layout of several stages.
     """
     check_replicas(replicas)
     within = SloMeter(slo or Slo())

@@ -15,9 +15,8 @@ from nanoserve.scheduler.plan import Answer, StepPlan, work_of
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.fleet import drive
-from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
 from nanoserve.simulator.pipeline import MovingTimes
-from nanoserve.simulator.replay import replay
+from nanoserve.simulator.replay import MeasuredStages, MeasuredStep, replay
 
 _TOKEN = 0
 """Answered to every row: lengths are fixed, so that no token ends a request."""
