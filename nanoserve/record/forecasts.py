@@ -33,9 +33,8 @@ class Forecast:
     """What the plan carries out, with the alternatives."""
     work: StepFeatures
     predicted: float
-    """Predicted time on the device, in seconds."""
     measured: float | None = None
-    """Measured time on the device, in seconds; None while the step is in flight."""
+    """Predicted and measured time on the device, in seconds; None while the step is in flight."""
 
 
 class Forecasts:

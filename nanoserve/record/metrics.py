@@ -17,7 +17,6 @@ class CompletedRequest(NamedTuple):
 
     request_id: str
     arrival: float
-    """Arrival time of the request."""
     input_tokens: int
     output_tokens: int
     ttft: float
@@ -39,7 +38,6 @@ class SloMeter:
         self.requests = self.attaining = 0
 
     def __call__(self, request: CompletedRequest) -> None:
-        """One more request has ended."""
         self.requests += 1
         self.attaining += self.slo.allows(request.ttft, request.tpot, request.e2el)
 

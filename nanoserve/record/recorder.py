@@ -97,13 +97,12 @@ class Recorder:
         )
 
     def take_steps(self) -> list[RecentStep]:
-        """The steps that have ended since the last call, at most RECENT_STEPS of them."""
+        """The steps that have ended since the last call, at most RECENT_STEPS."""
         steps = list(self._recent)
         self._recent.clear()
         return steps
 
     def add(self, *observers: Observer) -> None:
-        """Show observers everything from now on."""
         self._scheduler.observer = self.forecasts
         self._observers += observers
 
@@ -167,17 +166,14 @@ class Recorder:
     # ---- the engine -------------------------------------------------------------------------------------------
 
     def on_request(self, request: Request) -> None:
-        """The engine took a request in."""
         if self._observers:
             self._emit(Arrived(self.now(), request))
 
     def on_stop(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        """A request or a sample is ended from outside."""
         if self._observers:
             self._emit(Stopped(self.now(), request_id, index, reason))
 
     def on_updates(self, updates: list[SequenceUpdate]) -> None:
-        """What sequences gained."""
         if updates and self._observers:
             self._emit(Gained(self.now(), tuple(updates)))
 

@@ -27,7 +27,7 @@ class LayoutForecast:
 
     @property
     def name(self) -> str:
-        """The name in the papers' notation, such as P4->T4."""
+        """In the papers' notation, such as P4->T4."""
         return "->".join(layout.name for layout in self.layouts)
 
     @property

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import NamedTuple
 
 from nanoserve.dispatcher import Router, least_tokens
 from nanoserve.engine import Engine
@@ -39,11 +38,8 @@ def drive(engine: Engine, requests: Iterable[Request]) -> None:
         engine.step(None)
 
 
-class StageTime(NamedTuple):
-    """How long a stage computed, and how long its layout was current with something in flight."""
-
-    busy: float
-    working: float
+StageTime = tuple[float, float]
+"""How long a stage computed, and how long its layout was current with something in flight."""
 
 
 def bubble_share(stages: Iterable[StageTime]) -> float:
@@ -70,7 +66,7 @@ class Replica:
     def stages(self) -> list[StageTime]:
         """Times of the stages of every layout, one layout after the other."""
         return [
-            StageTime(busy, time.working)
+            (busy, time.working)
             for pipeline, time in zip(self.executor.pipelines, self.layout_times, strict=True)
             for busy in pipeline.busy_seconds
         ]
@@ -94,7 +90,7 @@ class Replica:
             ttft_ms=lives.ttft.mean,
             tpot_ms=lives.tpot.mean,
             e2el_ms=lives.e2el.mean,
-            bubble_share=bubble_share(stages) if any(stage.working for stage in stages) else None,
+            bubble_share=bubble_share(stages) if any(working for _, working in stages) else None,
             kv_occupancy=self.steps.occupancy.seconds / seconds,
             kv_peak=self.steps.occupancy.peak,
             preemptions=self.scheduler.table.preemptions,

@@ -126,14 +126,8 @@ class HostAttention:
         as the linear layers take longer for the additional rows; what only these rows pass, half a layer for each, is
         all that a step without device rows computes.
 
-        Args:
-            step: number of the step; it names the cohort that begins in it.
-            device: rows whose KV is on the device.
-            beginning: host sequences that begin a token, with the first half of layer 0.
-            start: when the stage could begin.
-
-        Returns:
-            from when to when the device computes, and the tokens that are sampled.
+        The step's number names the cohort of the host sequences that begin a token in it, with the first half of layer
+        0; ``start`` is when the stage could begin. Returns when the device computes, and the tokens that are sampled.
         """
         if not device.tokens and not beginning and self._cohorts:
             start = max(start, min(cohort.ready for cohort in self._cohorts))
@@ -193,12 +187,8 @@ class HostAttention:
         what it was given earlier. Sequences that are part-way take part in the layers that are not behind them; the
         first of these the CPU was given earlier.
 
-        Args:
-            first, second: the sub-batches; all their host rows end their token.
-            start: when the stage could begin.
-
-        Returns:
-            from when to when the step is under way; the device waits for the CPU within it.
+        All host rows of both sub-batches end their token; ``start`` is when the stage could begin. Returns when the
+        step is under way; the device waits for the CPU within it.
         """
         batches = (first, second)
         ends = sum(self._times.ends_seconds(_with_host(batch), 0) for batch in batches)

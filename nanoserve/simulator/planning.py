@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
+from typing import NamedTuple
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs import DoesNotFit, Machine, ParallelLayout, Precision, StepCosts
@@ -38,7 +39,6 @@ class PlannedWork:
     rate: float | None = None
     """Requests per second of Poisson arrivals; None means a closed batch that arrives all at once."""
     seed: int = 0
-    """Seed of the arrivals."""
 
     def __post_init__(self) -> None:
         self.workload()  # refuses the rate
@@ -125,7 +125,7 @@ class Candidate:
         the transitions, and KV out and in where that takes longer than computing meanwhile.
         """
         share = self.work.share(self.replicas)
-        prompts, answers = len(share.shapes) * self._prompt_seconds, self._answers_seconds(share)
+        prompts, answers = len(share.shapes) * self._analyses[0].prefill_seconds, self._answers_seconds(share)
         changing = 0.0
         if self.is_pair:
             first, second = (CostPredictor(costs, self.layouts) for costs in self.layouts)
@@ -144,7 +144,7 @@ class Candidate:
         rate = (self.work.rate or 0.0) / self.replicas
         decoding, found, batch = self._analyses[-1], 0.0, 1
         full = max(1, decoding.largest_batch)
-        busy = self._prompt_seconds + self.work.mean_output * decoding.batch_row(full).tpot / full
+        busy = self._analyses[0].prefill_seconds + self.work.mean_output * decoding.batch_row(full).tpot / full
         if rate * busy >= 1:
             return math.inf
         alone = self.layouts[0].step_seconds(self._analyses[0].prefill_work())
@@ -186,11 +186,6 @@ class Candidate:
         lengths = round(self.work.mean_input), round(self.work.mean_output)
         return [Analysis(costs, max(1, lengths[0]), max(1, lengths[1])) for costs in self.layouts]
 
-    @property
-    def _prompt_seconds(self) -> float:
-        """Seconds from one prompt to the next."""
-        return self._analyses[0].prefill_seconds
-
     def _answers_seconds(self, work: PlannedWork) -> float:
         """Seconds for all answers of one replica."""
         decoding, requests = self._analyses[-1], len(work.shapes)
@@ -204,8 +199,7 @@ class Candidate:
         return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(NamedTuple):
     """A layout or pair that is no candidate, and why."""
 
     name: str

@@ -12,9 +12,8 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Those routed to this engine."""
     input_tokens: int
     output_tokens: int
-    """Prompt and answer tokens of all its requests."""
     seconds: float
-    """Time until its last token was known."""
+    """Prompt and answer tokens of all its requests, and the time until its last token was known."""
     ttft_ms: float | None
     tpot_ms: float | None
     e2el_ms: float | None
@@ -37,9 +36,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     input_tokens: int
     output_tokens: int
-    """Prompt and answer tokens of all requests."""
     seconds: float
-    """Time until the last token was known."""
+    """Prompt and answer tokens of all requests, and the time until the last token was known."""
     requests_per_second: float
     output_tokens_per_second: float
     """Rates over ``seconds``."""

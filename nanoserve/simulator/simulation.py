@@ -50,18 +50,15 @@ def simulate(
     """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
 
     Args:
-        policy: decides, as in a real engine.
         times: of stages, links and the host; each stage allows one micro-batch in flight.
         requests: of a Workload, in order of arrival; they are taken as their time comes.
-        num_blocks: KV blocks; all stages share one block table.
-        block_size: tokens per block.
+        num_blocks, block_size: KV blocks, of which all stages share one table, and tokens per block.
         max_num_seqs: sequences that hold blocks at a time.
         runtime: how the stages' processes work together.
         observers: are shown all events; of a fleet, those of its first engine.
         slo: what a good answer keeps to, for attainment and goodput.
         request_observers: are shown every request when it has ended.
-        replicas: whole engines, each like that.
-        router: which of them gets a request: a name in ROUTERS.
+        replicas, router: whole engines like that, and which of them gets a request: a name in ROUTERS.
         host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
         other_layouts: parallel layouts 1, 2, ... that the policy may change to.
         predictors: for the policy, one per layout.

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.record.events import Worked
-from nanoserve.record.run_record import RunRecord
-from nanoserve.record.shares import merged, move_metrics, overlap
+from nanoserve.record.run_record import RunRecord, merged, move_metrics, overlap
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda pair: (min(pair), max(pair))))

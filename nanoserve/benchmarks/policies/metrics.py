@@ -19,8 +19,7 @@ from nanoserve.costs.work import Strategy
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
 from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase
-from nanoserve.record.run_record import RunRecord
-from nanoserve.record.shares import engine_seconds, move_metrics, stage_shares, working_seconds
+from nanoserve.record.run_record import RunRecord, engine_seconds, move_metrics, stage_shares, working_seconds
 from nanoserve.scheduler.plan import StepPlan, Tier
 
 _PREFILL, _DECODE = 0, 1

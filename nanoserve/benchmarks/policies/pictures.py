@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from nanoserve.benchmarks.policies.rounds import Bench, Run
 from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, Chart, ChartCurve, draw
 from nanoserve.record.phases import Phase
-from nanoserve.record.run_record import RunRecord
-from nanoserve.record.shares import stage_shares
+from nanoserve.record.run_record import RunRecord, stage_shares
 from nanoserve.record.times import StageTimes
 from nanoserve.record.window import StepWindow, token_panels
 
