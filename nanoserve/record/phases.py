@@ -132,6 +132,7 @@ class PhaseTracker:
         recomputed, through_pool = blocks.preemptions - before.preemptions, drain.swaps_out
         left = 0 if drain.layout == _PREFILL else self._left
         turn = PhaseTurn(max(0, left - through_pool - recomputed), through_pool, recomputed)
-        swaps = {"swaps_out": phase.swaps_out - drain.swaps_out, "swaps_in": phase.swaps_in - drain.swaps_in}
+        swaps_out, swaps_in = phase.swaps_out - drain.swaps_out, phase.swaps_in - drain.swaps_in
+        computed = replace(phase, ended=drain.began, swaps_out=swaps_out, swaps_in=swaps_in)
         self._phase, self._idle, self._blocks, self._left = Phase("reshard", target, now, now), None, None, 0
-        return [replace(phase, ended=drain.began, **swaps), replace(drain, ended=now, turn=turn)]
+        return [computed, replace(drain, ended=now, turn=turn)]
