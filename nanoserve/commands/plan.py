@@ -1,7 +1,6 @@
 """``nanoserve plan``: which parallel layout and policy serve a model best on so many devices."""
 
 import math
-from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -66,7 +65,7 @@ def run(options: PlanOptions) -> None:
         "policies": list(policies),
     }
     with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
-        report.put("left_out", [asdict(one) for one in candidates.left_out])
+        report.put("left_out", [one._asdict() for one in candidates.left_out])
         for candidate in candidates.fitting:
             for name, policy in (of_pairs if candidate.is_pair else policies).items():
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")

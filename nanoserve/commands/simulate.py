@@ -23,11 +23,12 @@ from nanoserve.commands.simulate_options import (
 )
 from nanoserve.costs.hardware import GIBI
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 from nanoserve.measures.charts import draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.slo import parse_slo
-from nanoserve.record.trace import SimulationTrace
+from nanoserve.record.trace import RunTrace
 from nanoserve.record.window import StepWindow
 from nanoserve.simulator import simulate
 from nanoserve.simulator.fleet import check_replicas, make_router
@@ -117,12 +118,14 @@ def run(options: SimulateOptions) -> None:
     settings = _settings(options, hardware) | {"slo_ms": slo and msgspec.to_builtins(slo)}
     place = _place(settings, hardware)
     reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
+    # All devices of a simulated stage are one worker, which is named by its stage if there is one layout.
+    layouts = options.layouts() if len(hardware.layouts) > 1 else (ParallelLayout(),)
     with reported as report, ExitStack() as files:
         trace = None if options.record is None else files.enter_context(ChromeTraceFile(options.record))
         runs: list[PlottedRun] = []
         for name, policy in chosen.items():
             window = StepWindow(beside=runs[0].window if runs else None)
-            traces = [] if trace is None else [SimulationTrace(trace, options.block_size)]
+            traces = [] if trace is None else [RunTrace(trace, 0.0, layouts=layouts)]
             result = simulate(
                 policy,
                 hardware.layouts[0],
