@@ -15,7 +15,7 @@ from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
 from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Message, Steps, did_you_mean
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option
-from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter, visible
+from nanoserve.commands.printers import AnswerPrinter, visible
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
 from nanoserve.commands.terminal import (
     StopOnInterrupt,
@@ -353,9 +353,10 @@ class _Conversation:
 
 
 def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
-    if plain or not is_terminal(sys.stdout):
-        return PlainPrinter(sys.stdout, None if hide_thinking or not is_terminal(sys.stderr) else sys.stderr)
-    return MarkdownPrinter(Console(file=sys.stdout))
+    answers, thoughts = Console(file=sys.stdout), Console(file=sys.stderr)
+    if not plain and is_terminal(sys.stdout):
+        return AnswerPrinter(answers, answers, markdown=True)
+    return AnswerPrinter(answers, None if hide_thinking or not is_terminal(sys.stderr) else thoughts)
 
 
 def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter, *, thinking: bool) -> None:

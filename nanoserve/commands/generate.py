@@ -5,9 +5,11 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+from rich.console import Console
+
 from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8, sampling_params
 from nanoserve.commands.options import argument, option
-from nanoserve.commands.printers import PlainPrinter
+from nanoserve.commands.printers import AnswerPrinter
 from nanoserve.commands.terminal import read_stdin
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.commands.usage import AnswerUsage, envelope
@@ -57,7 +59,7 @@ def run(options: GenerateOptions) -> None:
     text = _prompt_text(options.prompt)
     with options.open_llm() as llm:
         params = sampling_params(llm.default_sampling_params(), settings)
-        printer = PlainPrinter(sys.stdout)
+        printer = AnswerPrinter(Console(file=sys.stdout))
         pieces: list[str] = []
         tokens, last = 0, None
         with closing(llm.stream(text, params)) as stream:
