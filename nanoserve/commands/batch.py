@@ -35,8 +35,7 @@ _SAMPLED_ROWS = 200
 def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict[str, Any]) -> None:
     """Answer every row of ``source`` that ``target`` does not hold yet. Rows with errors do not make it fail.
 
-    Raises:
-        NanoserveError: if a file or the model cannot be used.
+    Raises NanoserveError if a file or the model cannot be used.
     """
     rows = read_rows(source)
     if target.exists() and source.samefile(target):

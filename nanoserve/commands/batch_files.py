@@ -53,8 +53,7 @@ def _key(index: int, identity: str | int | None) -> RowKey:
 def read_rows(path: Path) -> list[PromptRow]:
     """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows.
 
-    Raises:
-        UsageError: if the file cannot be read.
+    Raises UsageError if the file cannot be read.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -116,9 +115,8 @@ class ResultFile:
     def __init__(self, path: Path):
         """Open or make the file.
 
-        Raises:
-            UsageError: if it is no regular file or holds anything but results.
-            RuntimeFailure: if it cannot be written, or another run is writing it.
+        Raises UsageError if it is no regular file or holds anything but results and RuntimeFailure if it cannot be
+        written, or another run is writing it.
         """
         self._path = path
         self._answered: set[RowKey] = set()
@@ -149,8 +147,7 @@ class ResultFile:
     def write(self, result: Mapping[str, Any]) -> None:
         """Add one row; it is with the operating system when this returns.
 
-        Raises:
-            RuntimeFailure: if the disk is full, or the like.
+        Raises RuntimeFailure if the disk is full, or the like.
         """
         try:
             self._file.write(msgspec.json.encode(result) + b"\n")

@@ -75,8 +75,7 @@ class LocalModel:
     def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
         """Answer; closing the generator ends the work on it.
 
-        Raises:
-            NanoserveError: if there is no answer, or none any more.
+        Raises NanoserveError if there is no answer, or none any more.
         """
         tokens = 0
         params = sampling_params(self.llm.default_sampling_params(), dict(settings))
@@ -99,8 +98,7 @@ class RemoteModel:
         clock: seconds; the times of an answer are those that the user sees, the network included.
         sleep: waits so many seconds.
 
-    Raises:
-        NanoserveError: if the server cannot be reached, lets us not in, or lists no model.
+    Raises NanoserveError if the server cannot be reached, lets us not in, or lists no model.
     """
 
     def __init__(

@@ -75,11 +75,9 @@ class ChatSession:
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
 
-        ``steps`` goes through the model's steps and may end early: what there is of the answer is kept then. So is
-        what there is when the model fails in the midst.
-
-        Raises:
-            NanoserveError: if the model cannot answer, or not to the end; without any answer the history is as before.
+        ``steps`` goes through the model's steps and may end early: what there is of the answer is kept then. So is what
+        there is when the model fails in the midst. Raises NanoserveError if the model cannot answer, or not to the end;
+        without any answer the history is as before.
         """
         message = Message("user", question)
         self._make_room(message)
@@ -121,8 +119,7 @@ class ChatSession:
     def regenerate(self, steps: Steps = iter) -> Iterator[Piece]:
         """Ask for the last answer again; the old one stays if there is no new one.
 
-        Raises:
-            UsageError: if there is no answer yet.
+        Raises UsageError if there is no answer yet.
         """
         question, old_answer = self._take_back()
         count = self.answers
@@ -133,11 +130,7 @@ class ChatSession:
                 self.turns += [question, old_answer]
 
     def undo(self) -> str:
-        """Take back the last question and its answer; returns the question.
-
-        Raises:
-            UsageError: if there is none.
-        """
+        """Take back the last question and its answer; returns the question. Raises UsageError if there is none."""
         return self._take_back()[0].content
 
     def reset(self) -> None:
@@ -148,8 +141,7 @@ class ChatSession:
     def change(self, name: str, value: object) -> None:
         """Change one setting; None puts the model's default back.
 
-        Raises:
-            UsageError: for an unknown name or a value out of range.
+        Raises UsageError for an unknown name or a value out of range.
         """
         settings = {key: old for key, old in self.settings.items() if key != name}
         if name not in CHANGEABLE:
@@ -163,10 +155,8 @@ class ChatSession:
     def sampling_params(self, settings: dict[str, Any] | None = None) -> SamplingParams:
         """The model's defaults with settings over them, by default this session's.
 
-        Where only a server knows the defaults, settings are checked over neutral ones.
-
-        Raises:
-            UsageError: for a value out of range.
+        Where only a server knows the defaults, settings are checked over neutral ones. Raises UsageError for a value
+        out of range.
         """
         return sampling_params(self.model.defaults or SamplingParams(), self.settings if settings is None else settings)
 
@@ -177,8 +167,7 @@ class ChatSession:
     def save(self, path: Path) -> None:
         """Write messages and settings as JSON; either the whole file is there or the old one.
 
-        Raises:
-            RuntimeFailure: if it cannot be written.
+        Raises RuntimeFailure if it cannot be written.
         """
         saved = msgspec.to_builtins(SavedChat(self.messages(), self.settings))
         try:
@@ -192,8 +181,7 @@ class ChatSession:
     def load(self, path: Path) -> None:
         """Replace conversation and settings by those of a saved file.
 
-        Raises:
-            UsageError: if the file is no saved chat; the session stays as it was.
+        Raises UsageError if the file is no saved chat; the session stays as it was.
         """
         try:
             if path.exists() and not path.is_file():  # reading a device or pipe might never end

@@ -68,11 +68,7 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
     )
 
     def settings(self) -> dict[str, Any]:
-        """The fields of EngineConfig, as LLM takes them.
-
-        Raises:
-            UsageError: for a size that is none.
-        """
+        """The fields of EngineConfig, as LLM takes them. Raises UsageError for a size that is none."""
         known = {field.name for field in fields(EngineConfig)} - {"seed"}
         settings = {field.name: getattr(self, field.name) for field in self._declared() if field.name in known}
         settings |= {} if self.seed is None else {"seed": self.seed}
@@ -86,8 +82,7 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
     def check_is_for_cpu(self) -> None:
         """Refuse a GPU: the command compares the engine with the best that this machine's CPU can do.
 
-        Raises:
-            UsageError: for another device.
+        Raises UsageError for another device.
         """
         if self.device != _DEFAULTS.device:
             raise UsageError(
@@ -112,8 +107,7 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
     def open_llm(self) -> "nanoserve.LLM":
         """Load the model while its progress is shown; the caller closes it.
 
-        Raises:
-            NanoserveError: for settings that make no sense and models that cannot be used.
+        Raises NanoserveError for settings that make no sense and models that cannot be used.
         """
         settings = self.settings()
         prepare_threads(self.threads)
@@ -164,8 +158,7 @@ class WorkersOptions(
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig, as LLM takes them.
 
-        Raises:
-            UsageError: for a size, a split or a layout that is none, and two layouts that do not suit each other.
+        Raises UsageError for a size, a split or a layout that is none, and two layouts that do not suit each other.
         """
         first, *others = self.layouts()
         return {
@@ -181,8 +174,7 @@ class WorkersOptions(
     def layouts(self) -> tuple[ParallelLayout, ...]:
         """The layouts of all engines together: the only one, or that of prompts and that of decodes.
 
-        Raises:
-            UsageError: for what is no layout, one without the other, or another number of engines in each.
+        Raises UsageError for what is no layout, one without the other, or another number of engines in each.
         """
         names = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if names is None:
@@ -218,8 +210,7 @@ class ServerOptions(Options, panel="Server", has_variables=True):
     def client(self) -> ApiClient:
         """A client of the server at --url.
 
-        Raises:
-            UsageError: for what is no URL, and for a key that no header can hold.
+        Raises UsageError for what is no URL, and for a key that no header can hold.
         """
         return ApiClient(parse_url(self.url or ""), self.api_key)
 
@@ -239,11 +230,7 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
     frequency_penalty: float | None = option(None, "Subtracted per occurrence.")
 
     def given(self) -> dict[str, Any]:
-        """The settings that were given, checked.
-
-        Raises:
-            UsageError: for a value out of range.
-        """
+        """The settings that were given, checked. Raises UsageError for a value out of range."""
         values = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
         settings = {name: value for name, value in values.items() if value is not None and value != []}
         SamplingParams.from_mapping(settings)
@@ -253,8 +240,7 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
 def sampling_params(defaults: SamplingParams, *settings: dict[str, Any]) -> SamplingParams:
     """The defaults with each mapping of ``settings`` laid over them in turn.
 
-    Raises:
-        UsageError: for unknown names and values out of range.
+    Raises UsageError for unknown names and values out of range.
     """
     merged = msgspec.structs.asdict(defaults)
     for layer in settings:
@@ -265,8 +251,7 @@ def sampling_params(defaults: SamplingParams, *settings: dict[str, Any]) -> Samp
 def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayout, ParallelLayout] | None:
     """The layouts of --prefill-parallel and --decode-parallel; None if neither is given.
 
-    Raises:
-        UsageError: for what is no layout, and for one without the other.
+    Raises UsageError for what is no layout, and for one without the other.
     """
     if prefill is None and decode is None:
         return None
@@ -276,11 +261,7 @@ def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayo
 
 
 def parsed_split(layers: str | None) -> tuple[int, ...] | None:
-    """The layers of each stage, as --pp-split names them.
-
-    Raises:
-        UsageError: for what is no list of numbers.
-    """
+    """The layers of each stage, as --pp-split names them. Raises UsageError for what is no list of numbers."""
     if layers is None:
         return None
     words = layers.split(",")
@@ -292,8 +273,7 @@ def parsed_split(layers: str | None) -> tuple[int, ...] | None:
 def check_utf8(text: str, what: str) -> str:
     """Arguments that were no valid UTF-8 arrive with lone surrogates; no tokenizer takes those.
 
-    Raises:
-        UsageError: if ``text`` holds one.
+    Raises UsageError if ``text`` holds one.
     """
     try:
         text.encode()

@@ -66,9 +66,7 @@ class ChatPrompt:
     def read(self) -> str:
         """One message; a line that begins with three quotes goes on until a line ends with three.
 
-        Raises:
-            KeyboardInterrupt: on Ctrl-C.
-            EOFError: on Ctrl-D in an empty line.
+        Raises KeyboardInterrupt on Ctrl-C and EOFError on Ctrl-D in an empty line.
         """
         text = self._session.prompt(PROMPT)
         if not text.startswith(BLOCK_QUOTES):
@@ -83,8 +81,7 @@ class ChatPrompt:
 def edit_text(text: str) -> str:
     """Open $VISUAL or $EDITOR on a text; returns what it is afterwards.
 
-    Raises:
-        RuntimeFailure: if the editor cannot be run or fails.
+    Raises RuntimeFailure if the editor cannot be run or fails.
     """
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with temporary_directory() as directory:

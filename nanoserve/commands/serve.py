@@ -39,8 +39,7 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
     def check_exposure(self) -> None:
         """Refuse an address that strangers can reach, unless that is wanted.
 
-        Raises:
-            UsageError: for an empty key, or an address of the network without a key.
+        Raises UsageError for an empty key, or an address of the network without a key.
         """
         if not all(self.api_key or []):
             raise UsageError("--api-key is empty; leave it away to serve without a key")

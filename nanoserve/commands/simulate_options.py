@@ -67,8 +67,7 @@ class WorkloadOptions(Options):
     def workload(self) -> Workload:
         """The requests; each call makes the same ones.
 
-        Raises:
-            UsageError: for a rate, a name or a trace that makes no sense.
+        Raises UsageError for a rate, a name or a trace that makes no sense.
         """
         if self.trace is not None and self.lengths is not None:
             raise UsageError("give --lengths or --trace, not both")
@@ -117,8 +116,7 @@ class HardwareOptions(
     def layouts(self) -> tuple[ParallelLayout, ...]:
         """One layout, or that of prompts and that of decodes.
 
-        Raises:
-            UsageError: for layouts that do not suit each other.
+        Raises UsageError for layouts that do not suit each other.
         """
         pair = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if pair is None:
@@ -140,11 +138,7 @@ class HardwareOptions(
         return any(getattr(self, name) != getattr(type(self), name) for name in names)
 
     def host_kv_bytes(self) -> int | None:
-        """Bytes of host memory that were asked for.
-
-        Raises:
-            UsageError: for what is no size, or has no unit.
-        """
+        """Bytes of host memory that were asked for. Raises UsageError for what is no size, or has no unit."""
         size = self.host_kv_memory
         if size is None:
             return None
@@ -188,9 +182,8 @@ class SimulatedHardware:
     def of(cls, options: HardwareOptions, step_tokens: int) -> "SimulatedHardware":
         """All that the options mean together; steps have at most ``step_tokens`` tokens.
 
-        Raises:
-            UsageError: for an unknown model or machine, for layouts that do not suit each other, the model or the
-                machine, for host memory that is not there or holds no block, and for options that a profile answers.
+        Raises UsageError for an unknown model or machine, for layouts that do not suit each other, the model or the
+        machine, for host memory that is not there or holds no block, and for options that a profile answers.
         """
         if options.profile is not None:
             return cls._measured(options, options.profile)

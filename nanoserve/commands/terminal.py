@@ -78,11 +78,7 @@ def silence_stdout() -> None:
 
 
 def read_stdin() -> str:
-    """All that was piped in, without the line break at its end.
-
-    Raises:
-        UsageError: if it is not UTF-8.
-    """
+    """All that was piped in, without the line break at its end. Raises UsageError if it is not UTF-8."""
     if sys.stdin is None:
         return ""
     try:
