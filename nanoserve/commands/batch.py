@@ -149,7 +149,7 @@ def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
     return {
         "text": texts if several else texts[0],
         "finish_reason": reasons if several else reasons[0],
-        "usage": AnswerUsage.of(outcome).counts(),
+        "usage": AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts(),
     }
 
 

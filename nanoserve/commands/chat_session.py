@@ -1,21 +1,20 @@
 """A conversation with a model, without any terminal: turns, settings, and what is done when the context is full."""
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from nanoserve.commands.chat_model import AnswerDelta, ChatModel, ContextFull
+from nanoserve.commands.chat_model import ChatModel, ContextFull
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import AnswerUsage
+from nanoserve.commands.usage import Answer
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.processes.files import read_bytes, replace_file
 from nanoserve.request import SamplingParams
 from nanoserve.text.reasoning import Part, Piece, ReasoningSplitter
 
@@ -24,7 +23,7 @@ _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)
 """What ``/set`` knows."""
 
-Steps = Callable[[Iterator[AnswerDelta]], Iterator[AnswerDelta]]
+Steps = Callable[[Iterator[Answer]], Iterator[Answer]]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -42,17 +41,6 @@ class SavedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatAnswer:
-    """An answer that has ended."""
-
-    text: str
-    reasoning: str
-    usage: AnswerUsage
-    finish_reason: str | None
-    interrupted: bool
-
-
 @dataclass(slots=True)
 class ChatSession:
     """Turns and settings; whatever the model needs the caller's thread for is done while an answer is iterated."""
@@ -67,7 +55,7 @@ class ChatSession:
     """What ``/set`` and the flags changed; the model's defaults are the rest."""
     turns: list[Message] = field(default_factory=list)
     """User and assistant in alternation, a user's first."""
-    last_answer: ChatAnswer | None = None
+    last_answer: Answer | None = None
     """The latest one, also when it was interrupted."""
     answers: int = 0
     """How many there were since the session began."""
@@ -105,14 +93,16 @@ class ChatSession:
         try:
             with closing(self.model.stream(conversation, self.settings)) as stream:
                 for last in steps(stream):
-                    yield from collected([("thinking", last.thinking)] if last.thinking else [])
+                    yield from collected([("thinking", last.reasoning)] if last.reasoning else [])
                     yield from collected(splitter.push(last.text))
         except NanoserveError as error:
             if last is None or not texts["answer"]:
                 raise
             failure = error
         yield from collected(splitter.flush())
-        self._conclude(message, texts["answer"], texts["thinking"], last)
+        if last is not None:
+            last = self.last_answer = replace(last, text=texts["answer"], reasoning=texts["thinking"])
+        self._conclude(message, last)
         if failure is not None:
             raise failure
 
@@ -121,17 +111,22 @@ class ChatSession:
 
         Raises UsageError if there is no answer yet.
         """
-        question, old_answer = self._take_back()
+        old = self.turns[-2:]
+        question = self.undo()
         count = self.answers
         try:
-            yield from self.ask(question.content, steps)
+            yield from self.ask(question, steps)
         finally:
             if self.answers == count:
-                self.turns += [question, old_answer]
+                self.turns += old
 
     def undo(self) -> str:
         """Take back the last question and its answer; returns the question. Raises UsageError if there is none."""
-        return self._take_back()[0].content
+        if not self.turns:
+            raise UsageError("there is no answer yet")
+        question = self.turns[-2].content
+        del self.turns[-2:]
+        return question
 
     def reset(self) -> None:
         """Forget the conversation; system prompt and settings stay."""
@@ -169,14 +164,11 @@ class ChatSession:
 
         Raises RuntimeFailure if it cannot be written.
         """
+        # A new file would take the place of a device or pipe, which others use, and of a link.
+        if path.exists() and not path.is_file():
+            raise RuntimeFailure(f"cannot write {path}: it is no regular file")
         saved = msgspec.to_builtins(SavedChat(self.messages(), self.settings))
-        try:
-            # The rename would put a file in the place of a device or pipe, which others use, and of a link.
-            if path.exists() and not path.is_file():
-                raise RuntimeFailure(f"cannot write {path}: it is no regular file")
-            _write_atomically(path.resolve(), json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
+        replace_file(path.resolve(), json.dumps(saved, indent=2, ensure_ascii=False) + "\n", mode=0o600)
 
     def load(self, path: Path) -> None:
         """Replace conversation and settings by those of a saved file.
@@ -184,11 +176,7 @@ class ChatSession:
         Raises UsageError if the file is no saved chat; the session stays as it was.
         """
         try:
-            if path.exists() and not path.is_file():  # reading a device or pipe might never end
-                raise UsageError(f"cannot read {path}: it is no regular file")
-            saved = msgspec.json.decode(path.read_bytes(), type=SavedChat)
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}") from None
+            saved = msgspec.json.decode(read_bytes(path, UsageError), type=SavedChat)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path} is not a saved chat: {error}") from None
         if unknown := set(saved.settings) - set(CHANGEABLE):
@@ -205,13 +193,6 @@ class ChatSession:
         """Tokens of the conversation so far, as the model would see it; None where nobody can tell."""
         messages = self._for_model(self.turns)
         return self.model.count_tokens(messages, add_generation_prompt=False) if messages else 0
-
-    def _take_back(self) -> tuple[Message, Message]:
-        if not self.turns:
-            raise UsageError("there is no answer yet")
-        question, answer = self.turns[-2:]
-        del self.turns[-2:]
-        return question, answer
 
     def _for_model(self, turns: list[Message]) -> list[dict[str, str]]:
         system = [Message("system", self.system)] if self.system else []
@@ -234,17 +215,14 @@ class ChatSession:
             what = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.notify(f"the context of {context} tokens is full: the oldest {what} dropped")
 
-    def _conclude(self, message: Message, answer: str, reasoning: str, last: AnswerDelta | None) -> None:
-        cut = last is None or last.finish_reason is None
-        if last is not None:
-            self.last_answer = ChatAnswer(answer, reasoning, last.usage, last.finish_reason, interrupted=cut)
-        if last is None or (cut and not answer):
+    def _conclude(self, message: Message, answer: Answer | None) -> None:
+        if answer is None or (answer.finish_reason is None and not answer.text):
             self.notify("stopped before the answer began; the message was taken back")
             return
-        self.turns += [message, Message("assistant", answer, interrupted=cut)]
+        self.turns += [message, Message("assistant", answer.text, interrupted=answer.finish_reason is None)]
         self.answers += 1
-        total, context = last.usage.total_tokens, self.model.context
-        if last.finish_reason == "length" and total is not None and context is not None and total >= context:
+        total, context = answer.usage.total_tokens, self.model.context
+        if answer.finish_reason == "length" and total is not None and context is not None and total >= context:
             self.notify("the answer was cut where the context ends")
 
 
@@ -252,18 +230,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What a misspelt word was probably meant to be, in parentheses; nothing if it is like none."""
     close = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write beside the file, then rename: a crash leaves the old file or the new one, never half of one."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

@@ -1,5 +1,6 @@
 """Options about the model, the engine, its workers, sampling, and a server: most can be set by variables as well."""
 
+from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import Any
 
@@ -237,7 +238,7 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
         return settings
 
 
-def sampling_params(defaults: SamplingParams, *settings: dict[str, Any]) -> SamplingParams:
+def sampling_params(defaults: SamplingParams, *settings: Mapping[str, Any]) -> SamplingParams:
     """The defaults with each mapping of ``settings`` laid over them in turn.
 
     Raises UsageError for unknown names and values out of range.

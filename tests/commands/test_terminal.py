@@ -176,7 +176,7 @@ def converse(monkeypatch: pytest.MonkeyPatch, session: ChatSession, *lines: str,
             return line
 
     monkeypatch.setattr(chat_command, "ChatPrompt", Typed)
-    chat_command._Conversation(session, chat_command.ChatOptions(plain=plain, no_history=True)).run()
+    chat_command.Conversation(session, chat_command.ChatOptions(plain=plain, no_history=True)).run()
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Screen:
@@ -233,6 +233,13 @@ def test_an_interrupt_as_the_answer_ends_does_not_end_the_conversation(monkeypat
     session, _ = make_session()
     converse(monkeypatch, session, "one", "two", plain=True)
     assert [turn.content for turn in session.turns] == ["one", "You said: one", "two", "You said: two"]
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "bye"])
+def test_what_leaves(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    session, _ = make_session()
+    converse(monkeypatch, session, "one", f"/{word}", "two")
+    assert [turn.content for turn in session.turns[::2]] == ["one"]
 
 
 def test_no_history(tmp_path: Path) -> None:
