@@ -3,19 +3,27 @@
 Before a batch of two layouts runs, the planner says how fast it is predicted to be, and what would be faster.
 """
 
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
 import nanoserve
 from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
-from nanoserve.commands.batch_progress import Phases, Tally, progress_bar
+from nanoserve.commands.batch_progress import Phases
 from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.progress import show_progress
-from nanoserve.commands.terminal import remark, say
+from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark, say
 from nanoserve.commands.usage import AnswerUsage
 from nanoserve.costs import Machine, Precision
 from nanoserve.costs.counts import ModelCounts
@@ -46,13 +54,13 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
             say(f"all {len(rows)} rows are in {target} already")
             return
         layouts = engine.layouts()
-        tally = Tally(len(rows), len(rows) - len(open_rows), time.monotonic())
-        batch = _Batch(results, tally, Phases(layouts) if len(layouts) > 1 else None, engine, settings)
+        phases = Phases(layouts) if len(layouts) > 1 else None
+        batch = _Batch(results, phases, engine, settings, len(rows), len(rows) - len(open_rows), time.monotonic())
         try:
             batch.answer(open_rows)
         except (KeyboardInterrupt, WorkersFailed) as error:
-            left = f"{tally.left} rows are left; the same command goes on from here"
-            state = f"{batch.summary(target)}{',' if batch.phases is None else ';'} {left}"
+            left = f"{len(open_rows) - batch.written} rows are left; the same command goes on from here"
+            state = f"{batch.summary(target)}{',' if phases is None else ';'} {left}"
             if isinstance(error, WorkersFailed):
                 raise WorkersFailed(f"{error}; {state}") from None
             raise KeyboardInterrupt(state) from None
@@ -61,13 +69,18 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
 
 @dataclass(slots=True)
 class _Batch:
-    """Takes rows to the LLM and its answers to the file."""
+    """Takes rows to the LLM and its answers to the file, and counts them."""
 
     results: ResultFile
-    tally: Tally
     phases: Phases | None
     engine: WorkersOptions
     settings: dict[str, Any]
+    total: int  # rows of the file, with those that an earlier run has done
+    done_before: int
+    started: float  # seconds of the monotonic clock
+    written: int = 0  # rows, also those with errors
+    errors: int = 0
+    tokens: int = 0  # of the answers written
 
     def answer(self, rows: Sequence[PromptRow]) -> None:
         """Answer the rows that can be used, and write an error for each of the others."""
@@ -84,8 +97,8 @@ class _Batch:
             prompts = [(row.prompt, params) for row, params in items]
             if self.phases is not None and (advice := advice_for(llm, self.phases.layouts, prompts)) is not None:
                 remark(advice)
-            self.tally.started = time.monotonic()
-            with progress_bar(self.tally, self.phases) as draw:
+            self.started = time.monotonic()
+            with self._progress_bar() as draw:
 
                 def look(updates: Sequence[SequenceUpdate]) -> None:
                     if self.phases is not None:
@@ -112,30 +125,65 @@ class _Batch:
             # A row's seed depends on its place alone, so a run that goes on after Ctrl-C repeats what it began.
             seed = {} if self.engine.seed is None else {"seed": (self.engine.seed + row.index) % 2**63}
             try:
-                items.append((row, sampling_params(defaults, self.settings, seed, dict(row.settings))))
+                items.append((row, sampling_params(defaults, self.settings, seed, row.settings)))
             except UsageError as error:
                 self._write(row, {"error": str(error)})
         return items
 
     def _write(self, row: PromptRow, result: dict[str, Any]) -> None:
         self.results.write({"index": row.index} | ({} if row.id is None else {"id": row.id}) | result)
-        self.tally.written += 1
-        self.tally.errors += "error" in result
-        self.tally.tokens += result.get("usage", {}).get("completion_tokens", 0)
+        self.written += 1
+        self.errors += "error" in result
+        self.tokens += result.get("usage", {}).get("completion_tokens", 0)
 
     def summary(self, path: Path) -> str:
         """What was written, how fast, and where."""
-        tally, phases = self.tally, self.phases
-        parts = [f"{tally.written - tally.errors} rows written to {path}"]
-        if tally.errors:
-            parts.append(f"{tally.errors} rows with errors")
-        if tally.done_before:
-            parts.append(f"{tally.done_before} were there already")
-        rates = f"{tally.rate:,.0f}/s"
-        if phases is not None:
-            rates += f", {(tally.tokens + phases.prompt_tokens) / max(tally.seconds, 1e-9):,.0f}/s with prompts"
-        parts.append(f"{tally.tokens} tokens in {tally.seconds:.1f} s ({rates})")
-        return ", ".join(parts) + ("" if phases is None else f"; {phases.summary}")
+        parts = [f"{self.written - self.errors} rows written to {path}"]
+        if self.errors:
+            parts.append(f"{self.errors} rows with errors")
+        if self.done_before:
+            parts.append(f"{self.done_before} were there already")
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        rates = f"{self.tokens / seconds:,.0f}/s"
+        if self.phases is not None:
+            rates += f", {(self.tokens + self.phases.prompt_tokens) / seconds:,.0f}/s with prompts"
+        parts.append(f"{self.tokens} tokens in {seconds:.1f} s ({rates})")
+        return ", ".join(parts) + ("" if self.phases is None else f"; {self.phases.summary}")
+
+    @contextmanager
+    def _progress_bar(self) -> Iterator[Callable[[], None]]:
+        """Draw rows, tokens/s and the time left on stderr, if it is a terminal, and below it what the phases are.
+
+        The thread that runs the engine calls what it yields after every step; most calls draw nothing.
+        """
+        if not is_terminal(sys.stderr):
+            yield lambda: None
+            return
+        left = TimeRemainingColumn() if self.phases is None else TextColumn("{task.fields[left]}")
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]} tokens/s, left"), left
+        bars = Progress(*columns, auto_refresh=False)
+        task = bars.add_task("rows", total=self.total, completed=self.done_before + self.written, rate="-", left="-")
+        with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+            drawn = 0.0
+
+            def draw(*, at_end: bool = False) -> None:
+                nonlocal drawn
+                now = time.monotonic()
+                if not at_end and now - drawn < REDRAW_SECONDS:
+                    return
+                drawn = now
+                rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f}"
+                bars.update(task, completed=self.done_before + self.written, rate=rate, left=self._time_left())
+                state = [] if self.phases is None else [Text(self.phases.state, no_wrap=True, overflow="ellipsis")]
+                live.update(Group(bars, *state), refresh=True)
+
+            yield draw
+            draw(at_end=True)  # all rows are done
+
+    def _time_left(self) -> str:
+        rows, finished = self.total - self.done_before - self.errors, self.written - self.errors
+        seconds = None if self.phases is None else self.phases.seconds_left(rows, finished, self.tokens)
+        return "-" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
@@ -158,9 +206,7 @@ def advice_for(
 ) -> str | None:
     """A few lines for the user, or None where the speeds of workers were not measured.
 
-    Args:
-        layouts: that of prompts and that of decodes, of all engines together.
-        items: prompts with their settings.
+    The layouts are those of prompts and of decodes, of all engines together; items are prompts with their settings.
     """
     speeds, shapes = llm.speeds, _shapes(llm, items)
     if speeds is None or not shapes:

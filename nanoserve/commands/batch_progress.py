@@ -1,56 +1,15 @@
-"""How far an offline batch is: what is counted between its engine's steps, and how that is shown."""
+"""What engines with two layouts do during an offline batch, counted between their steps."""
 
-import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
-
-from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import SequenceUpdate
 
 _MOVING = -1
 """A phase as its layout's number, or this while an engine changes from one layout to another."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """What this run wrote so far."""
-
-    total: int
-    """Rows of the file, with those that an earlier run has done."""
-    done_before: int
-    started: float
-    """When, in seconds of the monotonic clock."""
-    written: int = 0
-    errors: int = 0
-    """Rows, and those of them that are errors."""
-    tokens: int = 0
-    """Tokens of the answers written."""
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self.started
-
-    @property
-    def left(self) -> int:
-        """Rows that are still to be written."""
-        return self.total - self.done_before - self.written
-
-    @property
-    def rate(self) -> float:
-        """Tokens of answers per second."""
-        return self.tokens / max(self.seconds, 1e-9)
 
 
 @dataclass(slots=True)
@@ -61,17 +20,12 @@ class Phases:
     rates are those of all engines in that phase.
     """
 
-    layouts: Sequence[ParallelLayout]
-    """That of prompts and that of decodes, of all engines together."""
-    seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
-    """In each phase."""
-    prompts: int = 0
+    layouts: Sequence[ParallelLayout]  # that of prompts and that of decodes, of all engines together
+    seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))  # in each phase
+    prompts: int = 0  # prompts with a known first token
     prompt_tokens: int = 0
-    """Prompts with a known first token, and their tokens."""
-    answer_tokens: int = 0
-    """Generated, but for these first ones."""
-    fullest: float = 0.0
-    """The largest share of host memory that was seen in use."""
+    answer_tokens: int = 0  # generated, but for these first ones
+    fullest: float = 0.0  # the largest share of host memory that was seen in use
     _seen: float = 0.0
     _status: EngineStatus | None = None
     _begun: set[tuple[str, int]] = field(default_factory=set)
@@ -101,10 +55,7 @@ class Phases:
 
     @property
     def state(self) -> str:
-        """Phase, rates, host memory and transitions: what is shown while they run.
-
-        Where engines differ in their phases, it says how many of them are in which.
-        """
+        """Phase, rates, host memory and transitions, for now; if phases differ, how many engines are in which."""
         counts = Counter(self._phases or [0])
         names = [
             "moving" if phase == _MOVING else f"{('prefill', 'decode')[phase]} {self.layouts[phase].name}"
@@ -120,11 +71,9 @@ class Phases:
         return f"{self._rates}, host pool at most {self.fullest:.0%}, {self._turns}"
 
     def seconds_left(self, rows: int, finished: int, tokens: int) -> float | None:
-        """Seconds until ``rows`` are done, at the pace so far; None before any is done.
+        """Seconds until ``rows`` are done, at the pace so far: ``finished`` rows with ``tokens`` of answers.
 
-        Args:
-            finished: rows that have their answers.
-            tokens: of these answers.
+        None before any is done.
         """
         if not finished or not self.prompts:
             return None
@@ -157,39 +106,3 @@ class Phases:
         """Transitions of all engines so far."""
         number = 0 if self._status is None else self._status.transitions
         return f"{number} transition" + "s" * (number != 1)
-
-
-@contextmanager
-def progress_bar(tally: Tally, phases: Phases | None = None) -> Iterator[Callable[[], None]]:
-    """Draw rows, tokens/s and the time left on stderr, if it is a terminal, and below it what the phases are.
-
-    The thread that runs the engine calls what it yields after every step; most calls draw nothing.
-    """
-    if not is_terminal(sys.stderr):
-        yield lambda: None
-        return
-    left = TimeRemainingColumn() if phases is None else TextColumn("{task.fields[left]}")
-    columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]} tokens/s, left"), left
-    bars = Progress(*columns, auto_refresh=False)
-    task = bars.add_task("rows", total=tally.total, completed=tally.total - tally.left, rate="-", left="-")
-    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
-        drawn = 0.0
-
-        def draw(*, at_end: bool = False) -> None:
-            nonlocal drawn
-            if not at_end and time.monotonic() - drawn < REDRAW_SECONDS:
-                return
-            drawn = time.monotonic()
-            done, rate = tally.total - tally.left, f"{tally.rate:,.0f}"
-            bars.update(task, completed=done, rate=rate, left=_time_left(tally, phases))
-            state = () if phases is None else (Text(phases.state, no_wrap=True, overflow="ellipsis"),)
-            live.update(Group(bars, *state), refresh=True)
-
-        yield draw
-        draw(at_end=True)  # all rows are done
-
-
-def _time_left(tally: Tally, phases: Phases | None) -> str:
-    rows, finished = tally.total - tally.done_before, tally.written - tally.errors
-    seconds = None if phases is None else phases.seconds_left(rows - tally.errors, finished, tally.tokens)
-    return "-" if seconds is None else str(timedelta(seconds=round(seconds)))
