@@ -24,9 +24,7 @@ _REPORTED = ("model", "hardware", "gpus", "requests", "rate", "seed", "top", "ma
 
 
 class PlanOptions(
-    StepLimitOptions,
-    JsonOptions,
-    renamed={"--workload": "is now --lengths", "--policies": "is now --policy"},
+    StepLimitOptions, JsonOptions, renamed={"--workload": "is now --lengths", "--policies": "is now --policy"}
 ):
     """All options of the command."""
 
