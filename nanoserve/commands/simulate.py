@@ -29,7 +29,7 @@ from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.slo import parse_slo
 from nanoserve.record.trace import SimulationTrace
 from nanoserve.record.window import StepWindow
-from nanoserve.simulator import simulate
+from nanoserve.simulator import OtherLayout, simulate
 from nanoserve.simulator.fleet import check_replicas, make_router
 from nanoserve.simulator.plots import PANEL_SIZE, PlottedRun, simulation_chart
 
@@ -114,6 +114,7 @@ def run(options: SimulateOptions) -> None:
     make_router(options.router)  # an unknown name is refused before anything runs
     slo = parse_slo(options.slo)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
+    pairs = list(zip(hardware.layouts, hardware.kv_blocks, strict=True))
     settings = _settings(options, hardware) | {"slo_ms": slo and msgspec.to_builtins(slo)}
     place = _place(settings, hardware)
     reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
@@ -136,7 +137,7 @@ def run(options: SimulateOptions) -> None:
                 replicas=options.replicas,
                 router=options.router,
                 host_blocks=hardware.host_blocks,
-                other_layouts=hardware.other_layouts,
+                other_layouts=[OtherLayout(*pair) for pair in pairs[1:]],
                 predictors=hardware.predictors,
             )
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
@@ -167,8 +168,10 @@ def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str
 
 def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
     """On what it ran, in one line."""
+    blocks = " -> ".join(f"{number:,d}" for number in hardware.kv_blocks) + " KV blocks"
+    host = f", {hardware.host_blocks:,d} in host memory" if hardware.host_blocks else ""
     several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
-    layout = f"{hardware.name}, {settings['metadata']} metadata, {hardware.blocks_name}{several}"
+    layout = f"{hardware.name}, {settings['metadata']} metadata, {blocks}{host}{several}"
     return f"{settings['model']} on {settings['hardware']}, {layout}"
 
 
