@@ -1,7 +1,4 @@
-"""Offline batches: all rows of a file at once through the engine, each result written as it finishes.
-
-Before a batch of two layouts runs, the planner says how fast it is predicted to be, and what would be faster.
-"""
+"""Offline batches: all rows of a file at once through the engine, each result written as it finishes."""
 
 import sys
 import time
@@ -36,15 +33,11 @@ from nanoserve.request import RequestOutput, SamplingParams, SequenceUpdate
 from nanoserve.simulator.advice import advise
 from nanoserve.simulator.planning import CacheLimits
 
-_SAMPLED_ROWS = 200
-"""The most rows whose prompts are tokenized; the others are taken to be like them."""
+_SAMPLED_ROWS = 200  # the most rows whose prompts are tokenized; the others are taken to be like them
 
 
 def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict[str, Any]) -> None:
-    """Answer every row of ``source`` that ``target`` does not hold yet. Rows with errors do not make it fail.
-
-    Raises NanoserveError if a file or the model cannot be used.
-    """
+    """Answer every row of ``source`` that ``target`` does not hold yet. Rows with errors do not make it fail."""
     rows = read_rows(source)
     if target.exists() and source.samefile(target):
         raise UsageError("--file and --output are the same file")
@@ -152,10 +145,7 @@ class _Batch:
 
     @contextmanager
     def _progress_bar(self) -> Iterator[Callable[[], None]]:
-        """Draw rows, tokens/s and the time left on stderr, if it is a terminal, and below it what the phases are.
-
-        The thread that runs the engine calls what it yields after every step; most calls draw nothing.
-        """
+        """Yield what draws rows, tokens/s, time left and phases on a terminal; most calls draw nothing."""
         if not is_terminal(sys.stderr):
             yield lambda: None
             return
@@ -204,10 +194,7 @@ def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
 def advice_for(
     llm: "nanoserve.LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
 ) -> str | None:
-    """A few lines for the user, or None where the speeds of workers were not measured.
-
-    The layouts are those of prompts and of decodes, of all engines together; items are prompts with their settings.
-    """
+    """What the planner predicts for prompts with their settings, and what would be faster; None without speeds."""
     speeds, shapes = llm.speeds, _shapes(llm, items)
     if speeds is None or not shapes:
         return None

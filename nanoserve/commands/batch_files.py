@@ -40,10 +40,7 @@ class PromptRow(msgspec.Struct, frozen=True):
 
 
 def read_rows(path: Path) -> list[PromptRow]:
-    """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows.
-
-    Raises UsageError if the file cannot be read.
-    """
+    """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows. Raises UsageError."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

@@ -8,8 +8,7 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import SequenceUpdate
 
-_MOVING = -1
-"""A phase as its layout's number, or this while an engine changes from one layout to another."""
+_MOVING = -1  # a phase is its layout's number, or this while an engine changes from one layout to another
 
 
 @dataclass(slots=True)
@@ -71,10 +70,7 @@ class Phases:
         return f"{self._rates}, host pool at most {self.fullest:.0%}, {self._turns}"
 
     def seconds_left(self, rows: int, finished: int, tokens: int) -> float | None:
-        """Seconds until ``rows`` are done, at the pace so far: ``finished`` rows with ``tokens`` of answers.
-
-        None before any is done.
-        """
+        """Seconds until ``rows`` are done, at the pace of the ``finished`` ones with ``tokens``; None before any."""
         if not finished or not self.prompts:
             return None
         prompts_left = max(0, rows - self.prompts)

@@ -69,10 +69,7 @@ def run(options: ChatOptions) -> None:
 
 @contextmanager
 def _opened(options: ChatOptions, settings: dict[str, Any]) -> Iterator[ChatModel]:
-    """The model that answers: behind --url, or loaded here.
-
-    A server is sent only two of the engine's options: the model, and the seed, which joins ``settings``.
-    """
+    """The model that answers: loaded here, or behind --url. A server gets the seed as one of the ``settings``."""
     if options.url is not None:
         client = options.client()
         if idle := options.without_effect_on_servers():
@@ -119,8 +116,7 @@ class _Command:
     help: str
 
 
-_ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}
-"""What other chats call the same."""
+_ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # what other chats call the same
 
 
 class Conversation:

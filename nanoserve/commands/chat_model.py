@@ -21,8 +21,7 @@ Settings = Mapping[str, Any]
 Answers = Generator[Answer, None, None]
 """What is new of an answer, each time; closing the generator ends the work on it."""
 
-_LONGEST_WAIT_SECONDS = 1800
-"""Large models load for minutes."""
+_LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
 
 
 class ContextFull(RuntimeFailure):
@@ -111,10 +110,7 @@ class RemoteModel:
         return False
 
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:
-        """Only what the user has set is sent: servers differ in what they know.
-
-        A server that is loading, and says when to come again, is asked again.
-        """
+        """Send only what the user has set; ask a server again that is loading and says when to come again."""
         body = {"model": self._id, "messages": conversation, "stream": True} | dict(settings)
         body["stream_options"] = {"include_usage": True}
         waited = 0
@@ -177,4 +173,3 @@ class RemoteModel:
 
 
 ChatModel = LocalModel | RemoteModel
-"""What answers a chat."""

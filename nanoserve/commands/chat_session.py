@@ -20,8 +20,7 @@ from nanoserve.text.reasoning import Part, Piece, ReasoningSplitter
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)
-"""What ``/set`` knows."""
+CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)  # by /set
 
 Steps = Callable[[Iterator[Answer]], Iterator[Answer]]
 
@@ -46,19 +45,12 @@ class ChatSession:
     """Turns and settings; whatever the model needs the caller's thread for is done while an answer is iterated."""
 
     model: ChatModel
-    """Answers."""
-    notify: Callable[[str], None]
-    """Called with one line when something happens that the user should know."""
-    system: str | None = None
-    """The system prompt, always kept."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """What ``/set`` and the flags changed; the model's defaults are the rest."""
-    turns: list[Message] = field(default_factory=list)
-    """User and assistant in alternation, a user's first."""
-    last_answer: Answer | None = None
-    """The latest one, also when it was interrupted."""
-    answers: int = 0
-    """How many there were since the session began."""
+    notify: Callable[[str], None]  # called with one line when something happens that the user should know
+    system: str | None = None  # the system prompt, always kept
+    settings: dict[str, Any] = field(default_factory=dict)  # what /set and the flags changed of the model's defaults
+    turns: list[Message] = field(default_factory=list)  # user and assistant in alternation, a user's first
+    last_answer: Answer | None = None  # also when it was interrupted
+    answers: int = 0  # since the session began
 
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
@@ -107,10 +99,7 @@ class ChatSession:
             raise failure
 
     def regenerate(self, steps: Steps = iter) -> Iterator[Piece]:
-        """Ask for the last answer again; the old one stays if there is no new one.
-
-        Raises UsageError if there is no answer yet.
-        """
+        """Ask for the last answer again; the old one stays if there is no new one. Raises UsageError without one."""
         old = self.turns[-2:]
         question = self.undo()
         count = self.answers
@@ -134,10 +123,7 @@ class ChatSession:
         self.last_answer = None
 
     def change(self, name: str, value: object) -> None:
-        """Change one setting; None puts the model's default back.
-
-        Raises UsageError for an unknown name or a value out of range.
-        """
+        """Change one setting; None puts the default back. Raises UsageError for a wrong name or value."""
         settings = {key: old for key, old in self.settings.items() if key != name}
         if name not in CHANGEABLE:
             guess = did_you_mean(name, CHANGEABLE)
@@ -148,11 +134,7 @@ class ChatSession:
         self.settings = settings
 
     def sampling_params(self, settings: dict[str, Any] | None = None) -> SamplingParams:
-        """The model's defaults with settings over them, by default this session's.
-
-        Where only a server knows the defaults, settings are checked over neutral ones. Raises UsageError for a value
-        out of range.
-        """
+        """The model's defaults, or neutral ones, with settings over them, by default this session's, checked."""
         return sampling_params(self.model.defaults or SamplingParams(), self.settings if settings is None else settings)
 
     def messages(self) -> list[Message]:
@@ -160,10 +142,7 @@ class ChatSession:
         return ([Message("system", self.system)] if self.system else []) + self.turns
 
     def save(self, path: Path) -> None:
-        """Write messages and settings as JSON; either the whole file is there or the old one.
-
-        Raises RuntimeFailure if it cannot be written.
-        """
+        """Write messages and settings as JSON: the whole file or, with RuntimeFailure, nothing."""
         # A new file would take the place of a device or pipe, which others use, and of a link.
         if path.exists() and not path.is_file():
             raise RuntimeFailure(f"cannot write {path}: it is no regular file")
@@ -171,10 +150,7 @@ class ChatSession:
         replace_file(path.resolve(), json.dumps(saved, indent=2, ensure_ascii=False) + "\n", mode=0o600)
 
     def load(self, path: Path) -> None:
-        """Replace conversation and settings by those of a saved file.
-
-        Raises UsageError if the file is no saved chat; the session stays as it was.
-        """
+        """Take over a saved conversation and its settings. Raises UsageError, and stays as it was, for other files."""
         try:
             saved = msgspec.json.decode(read_bytes(path, UsageError), type=SavedChat)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -81,10 +81,7 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
         return fields(WorkersOptions if isinstance(self, WorkersOptions) else EngineOptions)
 
     def check_is_for_cpu(self) -> None:
-        """Refuse a GPU: the command compares the engine with the best that this machine's CPU can do.
-
-        Raises UsageError for another device.
-        """
+        """Raise UsageError for a GPU: the command compares the engine with the best that this CPU can do."""
         if self.device != _DEFAULTS.device:
             raise UsageError(
                 f"--device {self.device}: this command measures CPUs; for a GPU there is nanoserve bench gpu"
@@ -97,19 +94,13 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
         return [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
 
     def without_effect_on_servers(self) -> list[str]:
-        """The given flags that have no effect on a server which runs already.
-
-        --offline and --threads are not named: people set them once for all commands.
-        """
-        effective = ("model", "seed", "offline", "threads")
+        """The given flags that have no effect on a server which runs already."""
+        effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
         given = [field.name for field in self._declared() if getattr(self, field.name) != field.default]
         return [flag_of(name) for name in given if name not in effective]
 
     def open_llm(self) -> "nanoserve.LLM":
-        """Load the model while its progress is shown; the caller closes it.
-
-        Raises NanoserveError for settings that make no sense and models that cannot be used.
-        """
+        """Load the model while its progress is shown; the caller closes it. Raises NanoserveError."""
         settings = self.settings()
         prepare_threads(self.threads)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
@@ -157,10 +148,6 @@ class WorkersOptions(
     )
 
     def settings(self) -> dict[str, Any]:
-        """The fields of EngineConfig, as LLM takes them.
-
-        Raises UsageError for a size, a split or a layout that is none, and two layouts that do not suit each other.
-        """
         first, *others = self.layouts()
         return {
             **EngineOptions.settings(self),
@@ -173,10 +160,7 @@ class WorkersOptions(
         }
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """The layouts of all engines together: the only one, or that of prompts and that of decodes.
-
-        Raises UsageError for what is no layout, one without the other, or another number of engines in each.
-        """
+        """Of all engines together, the only layout, or that of prompts and that of decodes. Raises UsageError."""
         names = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if names is None:
             return (ParallelLayout(data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp),)
@@ -209,10 +193,7 @@ class ServerOptions(Options, panel="Server", has_variables=True):
     )
 
     def client(self) -> ApiClient:
-        """A client of the server at --url.
-
-        Raises UsageError for what is no URL, and for a key that no header can hold.
-        """
+        """A client of the server at --url. Raises UsageError for a wrong URL or key."""
         return ApiClient(parse_url(self.url or ""), self.api_key)
 
 
@@ -239,10 +220,7 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
 
 
 def sampling_params(defaults: SamplingParams, *settings: Mapping[str, Any]) -> SamplingParams:
-    """The defaults with each mapping of ``settings`` laid over them in turn.
-
-    Raises UsageError for unknown names and values out of range.
-    """
+    """The defaults with each mapping laid over them in turn. Raises UsageError for wrong names and values."""
     merged = msgspec.structs.asdict(defaults)
     for layer in settings:
         merged |= layer
@@ -250,10 +228,7 @@ def sampling_params(defaults: SamplingParams, *settings: Mapping[str, Any]) -> S
 
 
 def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayout, ParallelLayout] | None:
-    """The layouts of --prefill-parallel and --decode-parallel; None if neither is given.
-
-    Raises UsageError for what is no layout, and for one without the other.
-    """
+    """The layouts of --prefill-parallel and --decode-parallel; None without both. Raises UsageError for one alone."""
     if prefill is None and decode is None:
         return None
     if prefill is None or decode is None:
@@ -272,10 +247,7 @@ def parsed_split(layers: str | None) -> tuple[int, ...] | None:
 
 
 def check_utf8(text: str, what: str) -> str:
-    """Arguments that were no valid UTF-8 arrive with lone surrogates; no tokenizer takes those.
-
-    Raises UsageError if ``text`` holds one.
-    """
+    """The text. Raises UsageError for lone surrogates, which stand for arguments that were no valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

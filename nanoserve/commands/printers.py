@@ -94,10 +94,7 @@ class _LineSplitter(BlockSplitter):
 class AnswerPrinter:
     """Shows one answer: raw where nobody watches, else in whole words, and rendered if it is markdown.
 
-    Args:
-        answers: where the answer goes.
-        thoughts: where the reasoning goes, a terminal; None hides it.
-        markdown: whether to render markdown; ``answers`` is a terminal then.
+    The reasoning goes to another terminal or the same; None hides it.
     """
 
     def __init__(self, answers: Console, thoughts: Console | None = None, *, markdown: bool = False) -> None:

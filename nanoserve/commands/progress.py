@@ -14,10 +14,8 @@ from rich.console import Console
 
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
 
-LINE_SECONDS = 5.0
-"""Between two lines where there is no terminal: what takes no longer is silent."""
-_LINE_SHARE = 0.1
-"""The share of the time passed that lies between two lines: long runs have no more lines than they need."""
+LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
+_LINE_SHARE = 0.1  # of the time passed lies between two lines: long runs have no more lines than they need
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, how much of it is done, and how much there is."""
@@ -41,10 +39,7 @@ class _Stage:
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """Yield a function that shows how far each stage is. The working thread calls it often; most calls show nothing.
-
-    A separate thread would slow the work down and disturb measurements.
-    """
+    """Yield a function that shows how far each stage is; most calls show nothing. A thread would disturb the work."""
     stages: dict[str, _Stage] = {}
     if not is_terminal(sys.stderr):
         yield lambda what, done, total: _say(stages, what, done, total)

@@ -35,12 +35,7 @@ def private_file(path: Path) -> Path:
 
 
 class ChatPrompt:
-    """Reads messages from a terminal.
-
-    Args:
-        history: the file to keep lines in, or None to keep them in memory.
-        commands: completed with the tabulator key.
-    """
+    """Reads messages from a terminal; the tabulator key completes ``commands``. Without a file, memory has history."""
 
     def __init__(self, history: Path | None, commands: Sequence[str]):
         from prompt_toolkit import PromptSession
@@ -79,10 +74,7 @@ class ChatPrompt:
 
 
 def edit_text(text: str) -> str:
-    """Open $VISUAL or $EDITOR on a text; returns what it is afterwards.
-
-    Raises RuntimeFailure if the editor cannot be run or fails.
-    """
+    """Open $VISUAL or $EDITOR on a text; returns what it is afterwards. Raises RuntimeFailure if that fails."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with temporary_directory() as directory:
         path = directory / "message.txt"

@@ -20,9 +20,8 @@ from nanoserve.simulator import Workload, burst, gamma_arrivals, trace_arrivals,
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
-MOST_AT_A_TIME = 2**30
-"""The most tokens in a step, and sequences: more than there can be, and few enough to be counted with."""
-MOST_BLOCKS = 2**24  # each takes some 40 bytes here
+_MOST_AT_A_TIME = 2**30  # tokens in a step, and sequences: more than there can be
+_MOST_BLOCKS = 2**24  # each takes some 40 bytes here
 _MOST_REQUESTS = 10_000_000
 _LARGEST_BLOCK = 2**20
 RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
@@ -31,8 +30,8 @@ RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 class StepLimitOptions(Options):
     """How much a step may hold."""
 
-    max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=MOST_AT_A_TIME)
-    max_num_seqs: int = option(2048, "Most sequences of an engine.", minimum=1, maximum=MOST_AT_A_TIME)
+    max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=_MOST_AT_A_TIME)
+    max_num_seqs: int = option(2048, "Most sequences of an engine.", minimum=1, maximum=_MOST_AT_A_TIME)
 
 
 class PolicyOptions(
@@ -93,7 +92,7 @@ class HardwareOptions(
     pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
     block_size: int = option(16, "Tokens of a KV block.", minimum=1, maximum=_LARGEST_BLOCK)
     num_blocks: int | None = option(
-        None, "KV blocks; default: what fits beside the weights.", minimum=1, maximum=MOST_BLOCKS
+        None, "KV blocks; default: what fits beside the weights.", minimum=1, maximum=_MOST_BLOCKS
     )
     metadata: str = option(
         "decoupled",
@@ -165,10 +164,7 @@ class SimulatedHardware:
 
     @classmethod
     def of(cls, options: HardwareOptions, step_tokens: int) -> "SimulatedHardware":
-        """All that the options mean together; steps have at most ``step_tokens`` tokens.
-
-        Raises UsageError for an unknown model or machine, and for options that do not suit them or each other.
-        """
+        """All that the options mean together, in steps of ``step_tokens``. Raises UsageError if they do not fit."""
         if options.profile is not None:
             return cls._measured(options, options.profile)
         split = parsed_split(options.pp_split)
@@ -219,7 +215,7 @@ def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> 
 
 
 def _countable(blocks: int) -> int:
-    if blocks > MOST_BLOCKS:
+    if blocks > _MOST_BLOCKS:
         raise UsageError(f"{blocks:,d} KV blocks fit, more than can be simulated: give --num-blocks")
     return blocks
 
@@ -235,7 +231,7 @@ def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
     blocks = costs.memory.host_kv_blocks(wanted, options.block_size)
     if not blocks:
         raise UsageError(f"{flag} does not hold one block of {options.block_size} tokens")
-    if blocks > MOST_BLOCKS:
-        held = f"more than {MOST_BLOCKS} blocks of {options.block_size} tokens"
+    if blocks > _MOST_BLOCKS:
+        held = f"more than {_MOST_BLOCKS} blocks of {options.block_size} tokens"
         raise UsageError(f"{flag} holds {held}: give less, or a larger --block-size")
     return blocks

@@ -13,8 +13,7 @@ from typing import TextIO, TypeVar
 from nanoserve.errors import UsageError
 
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
-REDRAW_SECONDS = 0.1
-"""Nobody sees more."""
+REDRAW_SECONDS = 0.1  # nobody sees more
 _LONGEST_MESSAGE = 1000
 _FIRST_COLUMN = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
 
@@ -32,10 +31,7 @@ def dim(text: str, stream: TextIO) -> str:
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """Text whose lines break between words where the stream is a terminal.
-
-    What does not fit goes on below the second column of its line, where there are two, as in a list of commands.
-    """
+    """Text for a terminal: lines break between words, and go on below the second column of a list of commands."""
     width = shutil.get_terminal_size().columns
     if not is_terminal(stream) or max(map(len, text.split("\n"))) <= width // 2:  # no character is wider than two
         return text
@@ -100,10 +96,7 @@ class StopOnInterrupt:
         signal.signal(signal.SIGINT, self._previous)
 
     def steps(self, stream: Iterator[T]) -> Iterator[T]:
-        """The stream until it ends or Ctrl-C is pressed.
-
-        While the engine works the default handler is in place, which it defers to the end of a step.
-        """
+        """The stream until it ends or Ctrl-C is pressed. The engine defers the default handler to a step's end."""
         while not self._requested:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,13 +10,10 @@ from nanoserve.request import RequestMetrics, RequestOutput
 class AnswerUsage:
     """Tokens and seconds of one answer; a rate or time is None where it was never reached."""
 
-    prompt_tokens: int | None
-    """None where a server has not told (yet)."""
-    cached_tokens: int | None
-    """Prompt tokens whose KV came from the prefix cache; None where a server does not tell."""
+    prompt_tokens: int | None  # None where a server has not told (yet)
+    cached_tokens: int | None  # prompt tokens whose KV came from the prefix cache; None where a server does not tell
     completion_tokens: int
-    metrics: RequestMetrics
-    """Times of the first sample."""
+    metrics: RequestMetrics  # times of the first sample
 
     @classmethod
     def of(cls, output: RequestOutput, completion_tokens: int) -> "AnswerUsage":
@@ -65,12 +62,9 @@ class Answer:
     """An answer, or what is new of one."""
 
     text: str
-    reasoning: str
-    """What was told apart already; while the answer goes on, ``text`` may hold more of it between tags."""
-    usage: AnswerUsage
-    """Counts and times until now."""
-    finish_reason: str | None
-    """None while it goes on, and when it was interrupted."""
+    reasoning: str  # what was told apart already; while the answer goes on, ``text`` may hold more of it between tags
+    usage: AnswerUsage  # until now
+    finish_reason: str | None  # None while it goes on, and when it was interrupted
 
     def line(self, context: int | None) -> str:
         """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together, if known."""
