@@ -60,31 +60,30 @@ def option(
 ) -> Any:
     """A field that is an option, whose long flag is named after the field; a bool is a switch.
 
-    The default ``...`` makes it required. Help shows ``metavar`` for the value and the ``minimum``, but not the
+    Help shows ``metavar`` for the value and the ``minimum``, but not the
     ``maximum``, which leaves too little room for other columns. By default its group decides on ``panel`` and
     environment ``variables``. ``parse`` makes the field's value of a text, also of ``default``, and of the flag.
     """
-    return _declared(
-        default,
-        parse=parse,
-        short=short,
-        help=f"{help} One of {', '.join(choices)}." if choices else help,
-        metavar="NAME" if choices else metavar,
-        min=minimum,
-        callback=_checking(choices, maximum) if choices or maximum is not None else None,
-        autocompletion=(lambda incomplete: [one for one in choices if one.startswith(incomplete)]) if choices else None,
-        rich_help_panel=panel,
-        envvar=variables,
-    )
+    settings = {
+        "parse": parse,
+        "short": short,
+        "help": f"{help} One of {', '.join(choices)}." if choices else help,
+        "metavar": "NAME" if choices else metavar,
+        "min": minimum,
+        "callback": _checking(choices, maximum) if choices or maximum is not None else None,
+        "autocompletion": (lambda incomplete: [one for one in choices if one.startswith(incomplete)])
+        if choices
+        else None,
+        "rich_help_panel": panel,
+        "envvar": variables,
+    }
+    return field(default=default, metadata=settings)
 
 
 def argument(default: Any, help: str, metavar: str | None = None) -> Any:
-    """A field that is a word of its own, without a flag."""
-    return _declared(default, help=help, metavar=metavar, show_default=False)
-
-
-def _declared(default: Any, **settings: Any) -> Any:
-    return field(metadata=settings) if default is ... else field(default=default, metadata=settings)
+    """A field that is a word of its own, without a flag; the default ``...`` makes it required."""
+    default = MISSING if default is ... else default
+    return field(default=default, metadata={"help": help, "metavar": metavar, "show_default": False})
 
 
 def flag_of(name: str) -> str:

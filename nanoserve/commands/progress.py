@@ -14,7 +14,7 @@ from rich.console import Console
 
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
 
-LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
+_LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
 _LINE_SHARE = 0.1  # of the time passed lies between two lines: long runs have no more lines than they need
 
 Progress = Callable[[str, int, int], None]
@@ -67,7 +67,7 @@ def show_progress() -> Iterator[Progress]:
 def _say(stages: dict[str, _Stage], what: str, done: int, total: int) -> None:
     now = time.monotonic()
     stage = stages.setdefault(what, _Stage(now, done, now))
-    if done < total and now - stage.shown >= max(LINE_SECONDS, _LINE_SHARE * (now - stage.began)):
+    if done < total and now - stage.shown >= max(_LINE_SECONDS, _LINE_SHARE * (now - stage.began)):
         stage.shown = now
         remark(f"{what}: {done / total:.0%}, about {stage.left(now, done, total)} left")
 
