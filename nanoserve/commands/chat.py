@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,13 +108,6 @@ def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> N
         print(session.last_answer.json(session.model.name))
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    run: Callable[[str], str | None]
-    usage: str
-    help: str
-
-
 _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # what other chats call the same
 
 
@@ -126,27 +118,26 @@ class Conversation:
         self._session, self._options = session, options
         self._thinking = not options.hide_thinking
         self._has_ended = False
-        table = self._table = {
-            "help": _Command(self._help, "", "this list"),
-            "reset": _Command(self._reset, "", "forget the conversation, keep system prompt and settings"),
-            "system": _Command(self._system, "[TEXT]", "set the system prompt; without text, remove it"),
-            "set": _Command(self._set, "NAME=VALUE", f"change a setting ({', '.join(CHANGEABLE)}); 'none' undoes it"),
-            "show": _Command(self._show, "", "model, system prompt and settings"),
-            "stats": _Command(self._stats, "", "tokens and times of the last answer"),
-            "think": _Command(self._think, "on|off", "show or hide the model's reasoning"),
-            "save": _Command(self._save, "FILE", "write the conversation and settings as JSON"),
-            "load": _Command(self._load, "FILE", "go on with a saved conversation"),
-            "regen": _Command(lambda _: self._answer(session.regenerate), "", "answer the last message again"),
-            "undo": _Command(self._undo, "", "take back the last message and its answer"),
-            "edit": _Command(self._edit, "", "write a message in $EDITOR, beginning with the last one"),
-            "exit": _Command(self._exit, "", "leave (Ctrl-D does, too)"),
+        self._table: dict[str, tuple[Callable[[str], str | None], str, str]] = {
+            "help": (self._help, "", "this list"),
+            "reset": (self._reset, "", "forget the conversation, keep system prompt and settings"),
+            "system": (self._system, "[TEXT]", "set the system prompt; without text, remove it"),
+            "set": (self._set, "NAME=VALUE", f"change a setting ({', '.join(CHANGEABLE)}); 'none' undoes it"),
+            "show": (self._show, "", "model, system prompt and settings"),
+            "stats": (self._stats, "", "tokens and times of the last answer"),
+            "think": (self._think, "on|off", "show or hide the model's reasoning"),
+            "save": (self._save, "FILE", "write the conversation and settings as JSON"),
+            "load": (self._load, "FILE", "go on with a saved conversation"),
+            "regen": (lambda _: self._answer(session.regenerate), "", "answer the last message again"),
+            "undo": (self._undo, "", "take back the last message and its answer"),
+            "edit": (self._edit, "", "write a message in $EDITOR, beginning with the last one"),
+            "exit": (self._exit, "", "leave (Ctrl-D does, too)"),
         }
-        self._commands = table | {alias: table[name] for alias, name in _ALIASES.items()}
 
     @property
     def names(self) -> list[str]:
         """All commands with their slash, for completion."""
-        return [f"/{name}" for name in self._commands]
+        return [f"/{name}" for name in (*self._table, *_ALIASES)]
 
     def run(self) -> None:
         """Read, obey or answer, until the user leaves."""
@@ -170,21 +161,21 @@ class Conversation:
         """Run one line that begins with a slash, and say what comes of it."""
         name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
         try:
-            if name not in self._commands:
+            if f"/{name}" not in self.names:
                 guess = did_you_mean(f"/{name[:40]}", self.names)
                 hint = "/help lists them, a space before the slash sends it as a message"
                 raise UsageError(f"unknown command /{name[:40].strip()}{guess}; {hint}")
-            text = self._commands[name].run("".join(rest).strip())
+            text = self._table[_ALIASES.get(name, name)][0]("".join(rest).strip())
         except NanoserveError as error:
             text = str(error)
         if text is not None:
             remark(text)
 
-    def _help(self, _: str) -> str:
+    def _help(self, argument: str) -> str:
         rows = {}
-        for name, command in self._table.items():
+        for name, (_, usage, help) in self._table.items():
             calls = [f"/{name}", *(f"/{alias}" for alias, of in _ALIASES.items() if of == name)]
-            rows[f"{', '.join(calls)} {command.usage}".rstrip()] = command.help
+            rows[f"{', '.join(calls)} {usage}".rstrip()] = help
         width = max(map(len, rows))
         lines = [f"  {call:<{width}}  {help}" for call, help in rows.items()]
         lines.append('  """ begins and ends a message of several lines; a paste may have several lines, too')

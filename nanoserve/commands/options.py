@@ -64,6 +64,7 @@ def option(
     ``maximum``, which leaves too little room for other columns. By default its group decides on ``panel`` and
     environment ``variables``. ``parse`` makes the field's value of a text, also of ``default``, and of the flag.
     """
+    complete = (lambda incomplete: [one for one in choices if one.startswith(incomplete)]) if choices else None
     settings = {
         "parse": parse,
         "short": short,
@@ -71,9 +72,7 @@ def option(
         "metavar": "NAME" if choices else metavar,
         "min": minimum,
         "callback": _checking(choices, maximum) if choices or maximum is not None else None,
-        "autocompletion": (lambda incomplete: [one for one in choices if one.startswith(incomplete)])
-        if choices
-        else None,
+        "autocompletion": complete,
         "rich_help_panel": panel,
         "envvar": variables,
     }

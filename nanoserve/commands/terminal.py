@@ -12,7 +12,6 @@ from typing import TextIO, TypeVar
 
 from nanoserve.errors import UsageError
 
-DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 REDRAW_SECONDS = 0.1  # nobody sees more
 _LONGEST_MESSAGE = 1000
 _FIRST_COLUMN = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
@@ -23,11 +22,6 @@ T = TypeVar("T")
 def is_terminal(stream: TextIO | None) -> bool:
     """Whether someone watches this stream and it understands cursor movements."""
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def dim(text: str, stream: TextIO) -> str:
-    """Text in faint type where the stream is a terminal."""
-    return f"{DIM}{text}{NORMAL}" if is_terminal(stream) else text
 
 
 def wrapped(text: str, stream: TextIO) -> str:
@@ -48,8 +42,9 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 
 def remark(text: str) -> None:
-    """One or more lines beside the answers, on stderr."""
-    print(dim(wrapped(text, sys.stderr), sys.stderr), file=sys.stderr, flush=True)
+    """One or more lines beside the answers, on stderr; in faint type on a terminal."""
+    shown = wrapped(text, sys.stderr)
+    print(f"\x1b[2m{shown}\x1b[0m" if is_terminal(sys.stderr) else shown, file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
