@@ -4,8 +4,8 @@ A result file only ever grows, a whole line at a time. What a killed run left is
 computed again, and a torn last line is cut off.
 """
 
+import fcntl
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -163,10 +163,6 @@ def _open_or_make(path: str, flags: int) -> int:
 
 def _lock(file: BinaryIO, path: Path) -> None:
     """Two runs on one file would write over each other's rows; the lock ends with the process, however it ends."""
-    if sys.platform == "win32":
-        return
-    import fcntl
-
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

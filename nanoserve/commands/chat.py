@@ -254,7 +254,10 @@ class Conversation:
     def _edit(self, _: str) -> str | None:
         turns = self._session.turns
         text = edit_text(turns[-2].content if turns else "").strip()
-        return self._answer(partial(self._session.ask, text)) if text else "nothing to send"
+        if not text:
+            return "nothing to send"
+        self._answer(partial(self._session.ask, text))
+        return None
 
     def _exit(self, _: str) -> None:
         self._has_ended = True

@@ -8,7 +8,7 @@ from typing import Any
 
 import nanoserve
 from nanoserve.client.connection import ApiClient, ServerRefused
-from nanoserve.client.events import ServerUsage
+from nanoserve.client.events import ChunkChoice, ServerUsage
 from nanoserve.client.models import NO_SUCH_PATH, served_model
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.usage import Answer, AnswerUsage
@@ -140,31 +140,27 @@ class RemoteModel:
 
     def _answer(self, body: dict[str, Any]) -> Answers:
         """Times are by our clock. Until the server tells how many tokens there are, chunks stand for them."""
-        asked = self._clock()
+        asked, received, counted = self._clock(), 0, ServerUsage()
         first: float | None = None
         last: float | None = None
         ended: float | None = None
         reason: str | None = None
-        received, counted = 0, ServerUsage()
         with closing(self._client.stream(f"{self._client.address.api}/chat/completions", body)) as chunks:
             for chunk in chunks:
-                choice = chunk.choices[0] if chunk.choices else None
-                text, thinking, ends = (
-                    (choice.answer, choice.thinking, choice.finish_reason) if choice else ("", "", None)
-                )
-                if text or thinking:
+                choice = chunk.choices[0] if chunk.choices else ChunkChoice()
+                if has_text := bool(choice.answer or choice.thinking):
                     last = self._clock()
                     first = last if first is None else first
                     received += 1
-                if ends:
-                    reason, ended = ends, self._clock()
-                if not (text or thinking or ends or chunk.usage):
+                if choice.finish_reason:
+                    reason, ended = choice.finish_reason, self._clock()
+                elif not (has_text or chunk.usage):
                     continue
                 counted = chunk.usage or counted
                 tokens = received if counted.completion_tokens is None else counted.completion_tokens
                 metrics = RequestMetrics(asked, None, first, last, ended, tokens)
                 usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
-                yield Answer(text, thinking, usage, reason)
+                yield Answer(choice.answer, choice.thinking, usage, reason)
 
     def _look_up(self, model: str | None) -> None:
         """What the server says about the model."""

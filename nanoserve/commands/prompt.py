@@ -16,11 +16,9 @@ BLOCK_QUOTES = '"""'
 
 
 def history_path() -> Path:
-    """Where the platform keeps state: XDG_STATE_HOME, or ~/.local/state; ~/Library or LOCALAPPDATA elsewhere."""
+    """Where the platform keeps state: XDG_STATE_HOME, or ~/.local/state; ~/Library on macOS."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Application Support"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home())
     else:
         base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return base / "nanoserve" / "history"

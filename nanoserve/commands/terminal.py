@@ -5,10 +5,11 @@ import re
 import shutil
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TextIO, TypeVar
+from typing import IO, TypeVar
 
 from nanoserve.errors import UsageError
 
@@ -19,12 +20,12 @@ _FIRST_COLUMN = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
 T = TypeVar("T")
 
 
-def is_terminal(stream: TextIO | None) -> bool:
+def is_terminal(stream: IO[str] | None) -> bool:
     """Whether someone watches this stream and it understands cursor movements."""
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def wrapped(text: str, stream: TextIO) -> str:
+def wrapped(text: str, stream: IO[str]) -> str:
     """Text for a terminal: lines break between words, and go on below the second column of a list of commands."""
     width = shutil.get_terminal_size().columns
     if not is_terminal(stream) or max(map(len, text.split("\n"))) <= width // 2:  # no character is wider than two
@@ -114,11 +115,9 @@ class StopOnInterrupt:
 @contextmanager
 def without_echo() -> Iterator[None]:
     """Keys pressed meanwhile wait for the next prompt unseen: their echo would move the cursor under an answer."""
-    if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
-    import termios
-
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     silent = before.copy()
@@ -133,9 +132,6 @@ def without_echo() -> Iterator[None]:
 @contextmanager
 def when_continued(action: Callable[[], None]) -> Iterator[None]:
     """Calls ``action`` whenever the process goes on after Ctrl-Z: a shell has written to the terminal meanwhile."""
-    if sys.platform == "win32":
-        yield
-        return
     before = signal.signal(signal.SIGCONT, lambda *_: action())
     try:
         yield
