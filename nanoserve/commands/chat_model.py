@@ -11,14 +11,14 @@ from nanoserve.client.connection import ApiClient, ServerRefused
 from nanoserve.client.events import ChunkChoice, ServerUsage
 from nanoserve.client.models import NO_SUCH_PATH, served_model
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import Answer, AnswerUsage
+from nanoserve.commands.usage import AnswerUsage, ChatAnswer
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, SamplingParams
 from nanoserve.text.reasoning import opens_reasoning
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
-Answers = Generator[Answer, None, None]
+Answers = Generator[ChatAnswer, None, None]
 """What is new of an answer, each time; closing the generator ends the work on it."""
 
 _LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
@@ -64,7 +64,7 @@ class LocalModel:
                 if sample.error is not None:
                     raise RuntimeFailure(sample.error)
                 tokens += len(sample.token_ids)
-                yield Answer(sample.text, "", AnswerUsage.of(output, tokens), sample.finish_reason)
+                yield ChatAnswer(sample.text, "", AnswerUsage.of(output, tokens), sample.finish_reason)
 
 
 class RemoteModel:
@@ -160,7 +160,7 @@ class RemoteModel:
                 tokens = received if counted.completion_tokens is None else counted.completion_tokens
                 metrics = RequestMetrics(asked, None, first, last, ended, tokens)
                 usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
-                yield Answer(choice.answer, choice.thinking, usage, reason)
+                yield ChatAnswer(choice.answer, choice.thinking, usage, reason)
 
     def _look_up(self, model: str | None) -> None:
         """What the server says about the model."""

@@ -12,7 +12,7 @@ import msgspec
 
 from nanoserve.commands.chat_model import ChatModel, ContextFull
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import Answer
+from nanoserve.commands.usage import ChatAnswer
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import read_bytes, replace_file
 from nanoserve.request import SamplingParams
@@ -22,7 +22,7 @@ _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context i
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)  # by /set
 
-Steps = Callable[[Iterator[Answer]], Iterator[Answer]]
+Steps = Callable[[Iterator[ChatAnswer]], Iterator[ChatAnswer]]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -49,7 +49,7 @@ class ChatSession:
     system: str | None = None  # the system prompt, always kept
     settings: dict[str, Any] = field(default_factory=dict)  # what /set and the flags changed of the model's defaults
     turns: list[Message] = field(default_factory=list)  # user and assistant in alternation, a user's first
-    last_answer: Answer | None = None  # also when it was interrupted
+    last_answer: ChatAnswer | None = None  # also when it was interrupted
     answers: int = 0  # since the session began
 
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
@@ -191,7 +191,7 @@ class ChatSession:
             what = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.notify(f"the context of {context} tokens is full: the oldest {what} dropped")
 
-    def _conclude(self, message: Message, answer: Answer | None) -> None:
+    def _conclude(self, message: Message, answer: ChatAnswer | None) -> None:
         if answer is None or (answer.finish_reason is None and not answer.text):
             self.notify("stopped before the answer began; the message was taken back")
             return

@@ -58,7 +58,7 @@ class AnswerUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatAnswer:
     """An answer, or what is new of one."""
 
     text: str
