@@ -100,7 +100,7 @@ def _question(message: str | None) -> str | None:
 def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> None:
     if not options.json:
         printer = _printer(plain=options.plain, hide_thinking=options.hide_thinking)
-        _show_answer(session, session.ask(question), printer, thinking=not options.hide_thinking)
+        _show_answer(session, session.ask(question), printer)
         return
     for _ in session.ask(question):
         pass
@@ -268,7 +268,7 @@ class Conversation:
         before = self._session.last_answer
         with StopOnInterrupt() as stop, without_echo(), when_continued(printer.lose_place):
             try:
-                _show_answer(self._session, ask(stop.steps), printer, thinking=self._thinking)
+                _show_answer(self._session, ask(stop.steps), printer)
             except NanoserveError as error:
                 say(str(error))
                 return
@@ -304,13 +304,13 @@ def _name_and_value(argument: str) -> tuple[str, Any]:
 
 
 def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
-    answers, thoughts = Console(file=sys.stdout), Console(file=sys.stderr)
-    if not plain and is_terminal(sys.stdout):
-        return AnswerPrinter(answers, answers, markdown=True)
-    return AnswerPrinter(answers, None if hide_thinking or not is_terminal(sys.stderr) else thoughts)
+    markdown = not plain and is_terminal(sys.stdout)
+    thoughts = sys.stdout if markdown else sys.stderr
+    hides = hide_thinking or not is_terminal(thoughts)
+    return AnswerPrinter(Console(file=sys.stdout), None if hides else Console(file=thoughts), markdown=markdown)
 
 
-def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter, *, thinking: bool) -> None:
+def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter) -> None:
     """Show an answer as it comes. A notice ends the text above it: the printer may not find its lines again."""
 
     def notify(notice: str) -> None:
@@ -320,9 +320,7 @@ def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerP
     session.notify = notify
     try:
         for part, text in pieces:
-            if part == "answer":
-                printer.answer(text)
-            elif thinking:
-                printer.thinking(text)
+            show = printer.answer if part == "answer" else printer.thinking
+            show(text)
     finally:
         printer.finish()

@@ -55,9 +55,8 @@ class ChatSession:
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
 
-        ``steps`` goes through the model's steps and may end early: what there is of the answer is kept then. So is what
-        there is when the model fails in the midst. Raises NanoserveError if the model cannot answer, or not to the end;
-        without any answer the history is as before.
+        ``steps`` goes through the model's steps and may end early: what there is of the answer is kept then. So it is
+        if the model fails in the midst, with NanoserveError; without any answer the history is as before.
         """
         message = Message("user", question)
         self._make_room(message)

@@ -22,14 +22,11 @@ from nanoserve.scheduler.policies import POLICIES
 
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
-ENGINE_PANEL = "Engine"
-WORKERS_PANEL = "Workers"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEFAULTS = EngineConfig()
-_SIZES = ("kv_cache_memory", "host_kv_memory")
 
 
-class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
+class EngineOptions(Options, panel="Engine", has_variables=True):
     """Which model to load, and how the engine runs it."""
 
     model: str | None = option(
@@ -73,7 +70,8 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
         known = {field.name for field in fields(EngineConfig)} - {"seed"}
         settings = {field.name: getattr(self, field.name) for field in self._declared() if field.name in known}
         settings |= {} if self.seed is None else {"seed": self.seed}
-        sizes = {name: parse_size(size) for name in _SIZES if (size := settings.get(name)) is not None}
+        memories = ("kv_cache_memory", "host_kv_memory")
+        sizes = {name: parse_size(size) for name in memories if (size := settings.get(name)) is not None}
         return settings | sizes | {"enable_prefix_caching": not self.no_prefix_caching}
 
     def _declared(self) -> tuple[Field[Any], ...]:
@@ -83,9 +81,8 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
     def check_is_for_cpu(self) -> None:
         """Raise UsageError for a GPU: the command compares the engine with the best that this CPU can do."""
         if self.device != _DEFAULTS.device:
-            raise UsageError(
-                f"--device {self.device}: this command measures CPUs; for a GPU there is nanoserve bench gpu"
-            )
+            there_is = "this command measures CPUs; for a GPU there is nanoserve bench gpu"
+            raise UsageError(f"--device {self.device}: {there_is}")
 
     def flags(self) -> list[str]:
         """All options of the engine as they are typed, so that environment variables have no effect on a child."""
@@ -109,9 +106,7 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
             return LLM(self.model, progress=progress, **settings)
 
 
-class WorkersOptions(
-    EngineOptions, panel=WORKERS_PANEL, has_variables=True, renamed={"--trace-out": "is now --record"}
-):
+class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed={"--trace-out": "is now --record"}):
     """An engine whose model may be divided over several worker processes, and whose run can be recorded."""
 
     dp: int = option(
@@ -169,10 +164,8 @@ class WorkersOptions(
             raise UsageError(f"{first} and {second} replace --dp, --pp, --tp and --pp-split: leave these out")
         prefill, decode = names
         if prefill.data_parallel != decode.data_parallel:
-            raise UsageError(
-                f"{first} {prefill.name} and {second} {decode.name} differ in D, the number of whole engines: "
-                "it stays the same"
-            )
+            names_of_both = f"{first} {prefill.name} and {second} {decode.name}"
+            raise UsageError(f"{names_of_both} differ in D, the number of whole engines: it stays the same")
         return names
 
 

@@ -57,10 +57,7 @@ class ChatPrompt:
         )
 
     def read(self) -> str:
-        """One message; a line that begins with three quotes goes on until a line ends with three.
-
-        Raises KeyboardInterrupt on Ctrl-C and EOFError on Ctrl-D in an empty line.
-        """
+        """One message; three quotes begin and end one of several lines. Raises EOFError on Ctrl-D in an empty line."""
         text = self._session.prompt(PROMPT)
         if not text.startswith(BLOCK_QUOTES):
             return text
