@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically; an error leaves nothing behind. Raises RuntimeFailure if it cannot be written."""
+def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a file atomically, with this mode less the umask; an error leaves nothing behind. Raises RuntimeFailure if
+    it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
     draft = path.parent / f".{path.name}.{os.getpid()}"
     try:
@@ -66,7 +68,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
             path.write_bytes(data)
             return
         try:
-            draft.write_bytes(data)
+            with open(draft, "wb", opener=partial(os.open, mode=mode)) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # a crash leaves the old content or the new
             draft.replace(path)
         except BaseException:
             draft.unlink(missing_ok=True)
