@@ -89,17 +89,14 @@ class ModelCost:
 
     def step_bytes(self, step: StepShape) -> float:
         """Bytes that must be read."""
-        products = self._counts.products(_work(step), 0)
-        weights = sum(layers * matrix.weights_read(tokens) for matrix, tokens, layers in products)
-        embeddings = step.tokens * self._counts.model.hidden_size
-        keys_and_values = self._counts.kv_bytes_per_token(0) * step.context
-        return self._weight_bytes * (weights + embeddings) + keys_and_values
+        weights = sum(product.weight_bytes for product in self._counts.products(_work(step), 0))
+        embeddings = step.tokens * self._counts.model.hidden_size * self._weight_bytes
+        return weights + embeddings + self._counts.kv_bytes_per_token(0) * step.context
 
     def step_operations(self, step: StepShape) -> float:
         """Floating point operations of the matrix products."""
-        products = self._counts.products(_work(step), 0)
-        multiplied = sum(layers * matrix.per_token * tokens for matrix, tokens, layers in products)
-        return 2.0 * multiplied + self._counts.layer_flops_per_pair * self._counts.layers(0) * step.attended
+        multiplied = sum(product.flops for product in self._counts.products(_work(step), 0))
+        return multiplied + self._counts.layer_flops_per_pair * self._counts.layers(0) * step.attended
 
     def floor_seconds(self, step: StepShape, limits: Limits) -> float:
         """The least time this step can take."""

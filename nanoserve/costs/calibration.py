@@ -47,10 +47,8 @@ class _Fit:
 
     def _linear(self, tokens: int) -> list[tuple[float, float]]:
         """(bytes, operations) of each product of a layer, in parts of a layer where not all are equal."""
-        counts, layers = self._counts, self._profile.model.num_layers
-        products = counts.products(StepWork(decodes=tokens), 0)
-        operators = [matrix.operator(number, some, counts.precision.other_bytes) for matrix, number, some in products]
-        return [(operator.bytes / layers, operator.flops / layers) for operator in operators]
+        layers, products = self._profile.model.num_layers, self._counts.products(StepWork(decodes=tokens), 0)
+        return [(operator.bytes / layers, operator.flops / layers) for operator in products]
 
     def _matrix_share(self) -> float:
         """Share of the peak between the last two sizes a factor of two apart, so that overheads cancel."""
@@ -104,7 +102,7 @@ def _host_line(profile: Profile, found: Efficiency) -> tuple[float, float]:
     costs = profile.with_factors(found).step_costs()
 
     def beside(rows: int) -> float:
-        head = costs.operator_seconds(costs.counts.head.operator(rows, 1, costs.counts.precision.other_bytes))
+        head = costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
         return max(0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head)
 
     few, many = profile.inputs.sizes[0], profile.inputs.sizes[-1]

@@ -12,14 +12,16 @@ embedding is a look-up: rows are read, nothing is computed. So the head of Qwen2
 the one step, as 2.2 in the other, and counts as 4. Tensor parallelism divides everything alike and is left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import inf
+from typing import Literal
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import LayerKind, ModelCounts, Operator
-from nanoserve.costs.work import StepWork
+from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import UsageError
 
 _DECODES, _CONTEXT = 64, 512
@@ -39,11 +41,8 @@ def stage_layers(
 ) -> tuple[range, ...]:
     """The layers of each stage: as many as `pipeline_split` says, or divided by cost.
 
-    Args:
-        asked: the option's words, for errors; None stands for --pp.
-
-    Raises:
-        UsageError: if the stages cannot be filled, or the split is not one of this model's layers.
+    `asked` are the option's words, for errors; None stands for --pp. Raises UsageError if the stages cannot be filled,
+    or the split is not one of this model's layers.
     """
     if pipeline_parallel < 1:
         raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
@@ -63,7 +62,7 @@ def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """How many layers each stage gets; the embedding belongs to the first, the head to the last."""
     if stages == 1:  # the counts of a layer are those of such a model
         return (model.num_layers,)
-    decode, mixed = _shares(model, "bytes"), _shares(model, "flops")
+    decode, mixed = _shares(model, [], "bytes"), _shares(model, [(0, _CHUNK)], "flops")
     embedding, *layers, head = (round(_UNITS * sum(both) / 2) for both in zip(decode, mixed, strict=True))
     layers[0] += embedding
     layers[-1] += head
@@ -79,23 +78,23 @@ def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
     """
     sums = list(accumulate(costs, initial=0))
     # By position: the least cost of the dearest piece if the pieces so far end there; then the best such division.
-    dearest: list[float] = [0] + [float("inf")] * len(costs)
-    for stage in range(1, stages + 1):
+    dearest: list[float] = [0] + [inf] * len(costs)
+    for _ in range(stages):
         dearest = [
-            min((max(dearest[cut], sums[end] - sums[cut]) for cut in range(stage - 1, end)), default=float("inf"))
+            min((max(dearest[cut], sums[end] - sums[cut]) for cut in range(end)), default=inf)
             for end in range(len(sums))
         ]
     most = dearest[-1]
-    divisions: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(float("inf"), ())] * len(costs)
-    for stage in range(1, stages + 1):
+    divisions: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(inf, ())] * len(costs)
+    for _ in range(stages):
         divisions = [
             min(
                 (
                     (divisions[cut][0] + (sums[end] - sums[cut]) ** 2, (*divisions[cut][1], end - cut))
-                    for cut in range(stage - 1, end)
+                    for cut in range(end)
                     if sums[end] - sums[cut] <= most
                 ),
-                default=(float("inf"), ()),
+                default=(inf, ()),
             )
             for end in range(len(sums))
         ]
@@ -112,26 +111,22 @@ def _check_split(split: Sequence[int], pipeline_parallel: int, num_layers: int) 
         raise UsageError(f"{told} adds up to {sum(split)} layers, but the model has {num_layers}")
 
 
-def _shares(model: ModelConfig, measure: str) -> list[float]:
-    """What the embedding, each layer and the head cost, as shares of the whole: a decode step's bytes, or a mixed
-    step's operations ("flops")."""
+def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "flops"]) -> list[float]:
+    """What the embedding, each layer and the head cost in a step with these chunks, as shares of the whole."""
+
+    def cost(operators: Iterable[Operator]) -> float:
+        return sum(getattr(operator, measure) for operator in operators)
+
+    def layer_cost(kind: LayerKind) -> float:
+        """The cost of one such layer, in a model of this layer alone."""
+        moe = replace(model.moe, sparse_layers=frozenset({0})) if model.moe is not None and kind.sparse else None
+        alone = ModelCounts(replace(model, num_layers=1, sliding_windows=(kind.window,), moe=moe))
+        work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=alone.windows)
+        return cost([*alone.products(work, 0), *alone.attention(work, 0)])
+
     kinds = [LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in range(model.num_layers)]
-    chunks = [(0, _CHUNK)] if measure == "flops" else []
-    costs = {kind: _layer_cost(model, kind, chunks, measure) for kind in dict.fromkeys(kinds)}
+    costs = {kind: layer_cost(kind) for kind in dict.fromkeys(kinds)}
     counts = ModelCounts(model)
-    head = counts.head.operator(_DECODES, 1, counts.precision.other_bytes)
-    embedding = counts.embedding(_DECODES + sum(length for _, length in chunks))
-    parts = [_cost(embedding, measure), *(costs[kind] for kind in kinds), _cost(head, measure)]
+    embedding = cost([counts.embedding(_DECODES + sum(length for _, length in chunks))])
+    parts = [embedding, *(costs[kind] for kind in kinds), cost([counts.product(counts.head, _DECODES)])]
     return [part / sum(parts) for part in parts]
-
-
-def _layer_cost(model: ModelConfig, kind: LayerKind, chunks: list[tuple[int, int]], measure: str) -> float:
-    """The cost of one such layer, in a model of this layer alone."""
-    moe = replace(model.moe, sparse_layers=frozenset({0})) if model.moe is not None and kind.sparse else None
-    counts = ModelCounts(replace(model, num_layers=1, sliding_windows=(kind.window,), moe=moe))
-    work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=counts.windows)
-    return sum(_cost(operator, measure) for operator in counts.operators(work, 0) if operator.name != "embedding")
-
-
-def _cost(operator: Operator, measure: str) -> float:
-    return operator.bytes if measure == "bytes" else operator.flops

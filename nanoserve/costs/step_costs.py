@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.counts import Matrix, ModelCounts, Operator, OperatorKind, Precision
+from nanoserve.costs.counts import ModelCounts, Operator, OperatorKind, Precision
 from nanoserve.costs.efficiency import Efficiency
 from nanoserve.costs.hardware import Link, Machine
 from nanoserve.costs.memory import DeviceMemory
@@ -16,18 +16,16 @@ _KERNELS_OF_HEAD = 3  # norm, logits, sampling
 
 
 class StepCosts:
-    """The times of one replica of a model (data parallel degree 1) on a machine.
+    """The times of one replica of a model on a machine.
 
     Args:
         model: its shape.
-        machine: what it runs on.
-        layout: tensor and pipeline degrees; a data parallel degree makes replicas, and is not looked at.
+        layout: tensor and pipeline degrees; the data parallel degree is ignored.
         precision: bits of weights and KV cache.
         efficiency: shares of the data sheet that are reached.
         pipeline_split: layers of each stage; None divides them by cost.
 
-    Raises:
-        UsageError: if the layout does not suit the model or the machine.
+    Raises UsageError if the layout does not suit the model or the machine.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class StepCosts:
             "decode attention": device.flops * factors.matrix,
             "prefill attention": device.flops * factors.attention,
         }
-        self._activation_bytes = self.counts.precision.other_bytes
         self._degree = self.layout.tensor_parallel
         self._group = [self._joining(stage, 1) for stage in range(self.num_stages)]
         self._onward = [self._joining(stage, 2) for stage in range(self.num_stages - 1)]
@@ -64,13 +61,13 @@ class StepCosts:
         self._newest: StepWork | None = None
         self._layers_of_newest: dict[int, float] = {}  # layers and attention, by stage
 
-    # --------------------------------------------------------------------------------------------- a step
-
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
     ) -> StepWork:
         """Sum a micro-batch up for this model: see StepWork.of."""
         return StepWork.of(decode_contexts, chunks, sampled, self.counts.windows)
+
+    # --------------------------------------------------------------------------------------------- a step
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
         """Device time of one stage: operators, the gaps between kernels, all-reduces. 0 for an empty step."""
@@ -87,16 +84,13 @@ class StepCosts:
         """A stage's layers without their attention: products, gaps between kernels, all-reduces. 0 for no tokens."""
         if not tokens:
             return 0.0
-        if (tokens, stage) in self._layers_seconds:
-            return self._layers_seconds[tokens, stage]
-        layers = self.counts.layers(stage)
-        seconds = layers * self.efficiency.kernels_per_layer * self.efficiency.kernel_seconds
-        if self._degree > 1:
-            seconds += layers * _ALL_REDUCES_PER_LAYER * self._all_reduce_seconds(tokens, stage)
-        for matrix, times in self.counts.layer_products[stage]:
-            seconds += self._product_seconds(matrix, tokens) * times
-        self._layers_seconds[tokens, stage] = seconds
-        return seconds
+        if (tokens, stage) not in self._layers_seconds:
+            factors, reduce = self.efficiency, self._all_reduce_seconds(tokens, stage)
+            beside = factors.kernels_per_layer * factors.kernel_seconds + _ALL_REDUCES_PER_LAYER * reduce
+            products = self.counts.products(StepWork(decodes=tokens), stage)
+            seconds = self.counts.layers(stage) * beside + sum(map(self.operator_seconds, products))
+            self._layers_seconds[tokens, stage] = seconds
+        return self._layers_seconds[tokens, stage]
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
         """The attention of a stage's layers on the device."""
@@ -104,14 +98,13 @@ class StepCosts:
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
         """What a stage computes outside its layers: the embedding before the first, the head behind the last."""
-        seconds = 0.0
+        seconds, gap = 0.0, self.efficiency.kernel_seconds
         if stage == 0 and work.tokens:
-            seconds = self.operator_seconds(self.counts.embedding(work.tokens)) + self.efficiency.kernel_seconds
-            if self._degree > 1:
-                seconds += self._all_reduce_seconds(work.tokens, stage)
+            embedding = self.operator_seconds(self.counts.embedding(work.tokens))
+            seconds = embedding + gap + self._all_reduce_seconds(work.tokens, stage)
         if stage == self.num_stages - 1 and work.sampled:
-            seconds += self._product_seconds(self.counts.head, work.sampled) + self._gather_seconds(work, stage)
-            seconds += _KERNELS_OF_HEAD * self.efficiency.kernel_seconds
+            head = self.operator_seconds(self.counts.product(self.counts.head, work.sampled))
+            seconds += head + self._gather_seconds(work, stage) + _KERNELS_OF_HEAD * gap
         return seconds
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
@@ -121,7 +114,7 @@ class StepCosts:
         return self._onward[stage].send_seconds(self.counts.activation_bytes(work.tokens))
 
     def host_seconds(self, work: StepWork) -> float:
-        """The CPU's part of a step: scheduling, inputs, outputs. Whether it overlaps is the runtime's matter."""
+        """The CPU's part of a step: scheduling, inputs, outputs. The runtime may overlap it."""
         return self.efficiency.step_seconds + work.rows * self.efficiency.row_seconds
 
     def step_seconds(self, work: StepWork) -> float:
@@ -137,7 +130,6 @@ class StepCosts:
         return max(operator.bytes / self._bandwidth, operator.flops / self._flops[operator.kind])
 
     def is_compute_bound(self, operator: Operator) -> bool:
-        """Whether its operations take longer than its bytes."""
         return operator.flops / self._flops[operator.kind] > operator.bytes / self._bandwidth
 
     def kernel_seconds(self, work: StepWork, stage: int) -> float:
@@ -153,12 +145,9 @@ class StepCosts:
 
     def all_reduce_seconds(self, work: StepWork, stage: int) -> float:
         """All of a stage's all-reduces, and gathering the divided logits on the last one."""
-        if self._degree == 1:
-            return 0.0
         seconds = self.all_reduces(stage) * self._all_reduce_seconds(work.tokens, stage)
-        if stage == self.num_stages - 1 and work.sampled:
-            seconds += self._gather_seconds(work, stage)
-        return seconds
+        gathers = stage == self.num_stages - 1 and work.sampled
+        return seconds + self._gather_seconds(work, stage) if gathers else seconds
 
     # ------------------------------------------------------------------------- host memory and processor
 
@@ -173,10 +162,7 @@ class StepCosts:
     def host_attention_seconds(self, context: int) -> float:
         """One layer's decode attention on the CPU, for rows that read `context` keys in total (APEX).
 
-        All heads: one CPU serves all devices of a stage.
-
-        Raises:
-            UsageError: if the machine names no processor.
+        All heads count: one CPU serves all devices of a stage. Raises UsageError if the machine names no processor.
         """
         processor = self.machine.processor
         if processor is None:
@@ -198,14 +184,8 @@ class StepCosts:
 
     # ------------------------------------------------------------------------------------------- inside
 
-    def _product_seconds(self, matrix: Matrix, tokens: int) -> float:
-        """What operator_seconds says of ``matrix.operator(tokens)``, without making one: this is asked most often."""
-        weights = matrix.weights_read(tokens) * matrix.bytes_per_weight
-        moved = weights + matrix.activations * tokens * self._activation_bytes
-        return max(moved / self._bandwidth, 2.0 * matrix.per_token * tokens / self._flops["matrix"])
-
     def _all_reduce_seconds(self, tokens: int, stage: int) -> float:
-        """One all-reduce of the hidden states of this many tokens."""
+        """One all-reduce of the hidden states of this many tokens; 0 without tensor parallelism."""
         return self._group[stage].all_reduce_seconds(self.counts.activation_bytes(tokens), self._degree)
 
     def _gather_seconds(self, work: StepWork, stage: int) -> float:

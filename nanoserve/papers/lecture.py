@@ -153,7 +153,7 @@ def batches(scale: Scale, run: Run) -> Finding:
 
 
 def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
-    weights = costs.memory.weight_bytes(0)
+    weights = costs.counts.stage_weight_bytes(0)
     kv, bandwidth = costs.counts.kv_bytes_per_token(0) * CONTEXT, costs.machine.device.memory_bandwidth
     real = StepCosts(load_shape(MODEL), load_machine(DEVICE))
     rows: list[dict[str, Any]] = []

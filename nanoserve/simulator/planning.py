@@ -282,7 +282,7 @@ def find_candidates(
         weights = math.inf
         try:
             costs = StepCosts(model, machine, replace(layout, data_parallel=1), precision)
-            weights = max(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages))
+            weights = max(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages))
             fitting.append(_candidate(costs, layout.data_parallel, work, limits, step_tokens))
         except UsageError as error:
             left_out.append(LeftOut(layout.name, str(error)))
@@ -327,7 +327,9 @@ def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candid
     """Both on the same devices; raises UsageError if host memory does not hold the weights and the longest prompt."""
     costs = prompts.layouts[0]
     machine, devices = costs.machine, costs.layout.devices
-    weights = sum(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages)) * costs.layout.tensor_parallel
+    weights = (
+        sum(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages)) * costs.layout.tensor_parallel
+    )
     share = machine.host_memory_bytes * devices / machine.devices_per_node
     room = share * costs.efficiency.usable_memory - weights
     if limits.host_bytes is not None:

@@ -144,14 +144,13 @@ def test_calibration_finds_the_factors_that_the_times_were_made_with() -> None:
 
 def layer_seconds(costs: StepCosts, tokens: int) -> float:
     """One of the two equal layers, without attention."""
-    products = costs.counts.products(costs.work([1] * tokens, sampled=0), 0)
-    operators = [matrix.operator(number, layers, 2.0) for matrix, number, layers in products]
+    operators = costs.counts.products(costs.work([1] * tokens, sampled=0), 0)
     kernels = costs.efficiency.kernels_per_layer * costs.efficiency.kernel_seconds
     return sum(costs.operator_seconds(operator) for operator in operators) / 2 + kernels
 
 
 def head_seconds(costs: StepCosts, rows: int) -> float:
-    return costs.operator_seconds(costs.counts.head.operator(rows, 1, 2.0))
+    return costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
 
 
 def pairs_curve(rate: float) -> MeasuredCurve:

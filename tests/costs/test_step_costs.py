@@ -77,7 +77,7 @@ def test_what_crosses_links_by_hand(machine: Machine) -> None:
     assert costs.send_seconds(work, 0) == 1 + 2 * 8 * 2 / 10
     assert costs.send_seconds(work, 1) == 0
     assert costs.swap_seconds(10, 0) == 1 + 10 * (2 * 4 * 2) / 5  # one layer: K and V of one head of 4
-    assert costs.reload_seconds(0) == 1 + costs.memory.weight_bytes(0) / 5
+    assert costs.reload_seconds(0) == 1 + costs.counts.stage_weight_bytes(0) / 5
     assert costs.host_attention_seconds(50) == 50 * 2 * 4 * 2 / 20
     assert costs.host_exchange_seconds(3) == pytest.approx(2 + 3 * 2 * (2 + 2 + 2) * 4 / 5)
     assert costs.host_attention_seconds(0) == costs.host_exchange_seconds(0) == 0
@@ -244,7 +244,7 @@ def test_the_lectures_intensities_are_limits() -> None:
 def test_decode_of_the_lecture_is_the_limit_without_computing() -> None:
     model, machine = load_shape("llama-2-13b"), load_machine("h100")
     costs = StepCosts(model, machine, efficiency=IDEAL)
-    weights, kv = costs.memory.weight_bytes(0), 1000 * costs.counts.kv_bytes_per_token(0)
+    weights, kv = costs.counts.stage_weight_bytes(0), 1000 * costs.counts.kv_bytes_per_token(0)
     exact = costs.stage_seconds(costs.work([1000] * 16), 0)
     bandwidth = machine.device.memory_bandwidth
     assert exact == pytest.approx(decode_seconds(16, weights, kv, bandwidth), rel=0.02)

@@ -165,8 +165,7 @@ class _PartFloors:
     def linear(self, tokens: int) -> float:
         """A layer, the mean over all."""
         products = list(self._counts.products(StepWork(decodes=tokens), 0))
-        weights = sum(some * matrix.weights_read(count) * matrix.bytes_per_weight for matrix, count, some in products)
-        flops = sum(some * 2.0 * matrix.per_token * count for matrix, count, some in products)
+        weights, flops = sum(one.weight_bytes for one in products), sum(one.flops for one in products)
         return _limits(self._device).seconds(weights / self._layers, flops / self._layers)
 
     def attention(self, reached: Reached, keys: int, pairs: float) -> float:
@@ -177,7 +176,7 @@ class _PartFloors:
         return self.attention(self._device, tokens, tokens * (tokens + 1) / 2)
 
     def head(self, rows: int) -> float:
-        operator = self._counts.head.operator(rows, 1, 0.0)
+        operator = self._counts.product(self._counts.head, rows)
         return _limits(self._device).seconds(operator.weight_bytes, operator.flops)
 
 
