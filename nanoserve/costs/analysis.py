@@ -107,9 +107,17 @@ class Analysis:
         step, rows = costs.step_seconds(work), list[OperatorRow]()
 
         def add(name: str, bound: Bound, seconds: float, num_bytes: float = 0.0, flops: float = 0.0) -> None:
-            figures = {"flops": flops, "bytes": num_bytes, "intensity": flops / num_bytes if flops else None}
-            share = seconds / step
-            rows.append(OperatorRow(phase=phase, operator=name, **figures, bound=bound, seconds=seconds, share=share))
+            row = OperatorRow(
+                phase=phase,
+                operator=name,
+                flops=flops,
+                bytes=num_bytes,
+                intensity=flops / num_bytes if flops else None,
+                bound=bound,
+                seconds=seconds,
+                share=seconds / step,
+            )
+            rows.append(row)
 
         operators = [operator for stage in stages for operator in costs.counts.operators(work, stage)]
         for name in sorted({operator.name for operator in operators}, key=_ORDER.index):

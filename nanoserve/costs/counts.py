@@ -153,7 +153,7 @@ class ModelCounts:
             yield self.product(self.head, work.sampled)
 
     def product(self, matrix: Matrix, tokens: int, layers: int = 1) -> Operator:
-        """The matrix applied to that many tokens. Weights of experts are the expectation if each token chooses evenly."""
+        """The matrix applied to these tokens. Reading experts is the expectation if each token chooses evenly."""
         read = matrix.weights * (1 - (1 - matrix.reached) ** tokens)
         return Operator(
             matrix.name,
