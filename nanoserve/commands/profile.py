@@ -99,7 +99,7 @@ def _show(profile: Profile) -> None:
     print(
         f"{profile.name}: {settings['dtype']}, {str(settings['operators']).partition(' (')[0]} operators,"
         f" {settings['layers']} layers, {settings['threads']} threads and {settings['host_threads']} in host memory;"
-        f" at best {device.read_bytes_per_second / 1e9:,.1f} GB/s, {device.operations_per_second / 1e9:,.0f} GFLOP/s"
+        f" at best {device.memory_bandwidth / 1e9:,.1f} GB/s, {device.flops / 1e9:,.0f} GFLOP/s"
     )
     if note := busy_note(profile.foreign_cores):
         print(note)

@@ -1,13 +1,11 @@
-"""From measured times to the few factors of the cost model (efficiency.py) that a machine reaches with a model."""
+"""From measured times to the few factors of the cost model (Efficiency) that a machine reaches with a model."""
 
-from dataclasses import replace
+import msgspec
 
 from nanoserve.costs.counts import ModelCounts, Precision
-from nanoserve.costs.efficiency import Efficiency
+from nanoserve.costs.hardware import Efficiency
 from nanoserve.costs.profile import Profile
 from nanoserve.costs.work import StepWork
-
-_SMALLEST_SHARE = 0.01
 
 
 def calibrate(profile: Profile) -> Efficiency:
@@ -23,17 +21,17 @@ def calibrate(profile: Profile) -> Efficiency:
     memory, kernel_seconds = fitted.decode_factors()
     found = Efficiency(
         matrix=fitted.matrix,
-        attention=fitted.attention,
+        attention=fitted.attention_share(),
         memory=memory,
-        processor=_share(fitted.host_attention_floor(), profile.host_attention.seconds[-1][-1]),
+        processor=fitted.processor_share(),
         kernel_seconds=kernel_seconds,
     )
     step_seconds, row_seconds = _host_line(profile, found)
-    return replace(found, step_seconds=step_seconds, row_seconds=row_seconds)
+    return msgspec.structs.replace(found, step_seconds=step_seconds, row_seconds=row_seconds)
 
 
 def _share(floor: float, seconds: float) -> float:
-    return min(1.0, max(_SMALLEST_SHARE, floor / seconds))
+    return min(1.0, max(0.01, floor / seconds))
 
 
 class _Fit:
@@ -43,32 +41,33 @@ class _Fit:
         self._profile = profile
         self._counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
         self.matrix = self._matrix_share()
-        self.attention = self._attention_share()
 
     def _linear(self, tokens: int) -> list[tuple[float, float]]:
         """(bytes, operations) of each product of a layer, in parts of a layer where not all are equal."""
         layers, products = self._profile.model.num_layers, self._counts.products(StepWork(decodes=tokens), 0)
         return [(operator.bytes / layers, operator.flops / layers) for operator in products]
 
+    def _attention(self, keys: float, bandwidth: float, flops: float) -> float:
+        """The least seconds of a layer's decode attention over this many keys."""
+        return max(keys * self._counts.layer_kv_bytes / bandwidth, keys * self._counts.layer_flops_per_pair / flops)
+
     def _matrix_share(self) -> float:
         """Share of the peak between the last two sizes a factor of two apart, so that overheads cancel."""
-        curve, peak = self._profile.linear, self._profile.device.operations_per_second
+        curve = self._profile.linear
         large = curve.sizes[-1]
         small = max([size for size in curve.sizes if size <= large / 2], default=curve.sizes[0])
         more = sum(flops for _, flops in self._linear(large)) - sum(flops for _, flops in self._linear(small))
-        return _share(more / peak, max(curve.at(large) - curve.at(small), 1e-12))
+        return _share(more / self._profile.device.flops, max(curve.at(large) - curve.at(small), 1e-12))
 
-    def _attention_share(self) -> float:
-        curve, peak = self._profile.prefill_attention, self._profile.device.operations_per_second
+    def attention_share(self) -> float:
+        curve = self._profile.prefill_attention
         pairs = curve.sizes[-1] * (curve.sizes[-1] + 1) / 2
-        return _share(self._counts.layer_flops_per_pair * pairs / peak, curve.seconds[-1])
+        return _share(self._counts.layer_flops_per_pair * pairs / self._profile.device.flops, curve.seconds[-1])
 
-    def host_attention_floor(self) -> float:
-        """The least seconds of host attention at the largest batch and context."""
-        grid, host, counts = self._profile.host_attention, self._profile.host, self._counts
+    def processor_share(self) -> float:
+        grid, host = self._profile.host_attention, self._profile.host
         keys = grid.batches[-1] * grid.contexts[-1]
-        moving = keys * counts.layer_kv_bytes / host.read_bytes_per_second
-        return max(moving, keys * counts.layer_flops_per_pair / host.operations_per_second)
+        return _share(self._attention(keys, host.memory_bandwidth, host.flops), grid.seconds[-1][-1])
 
     def decode_factors(self) -> tuple[float, float]:
         """(memory, kernel_seconds)."""
@@ -79,9 +78,8 @@ class _Fit:
         for percent in range(1, 101):
             memory = percent / 100
             pairs = [(seconds, self._decode_model(batch, context, memory)) for batch, context, seconds in cells]
-            weights = [1 / seconds**2 for seconds, _ in pairs]
-            left = sum(weight * (seconds - model) for weight, (seconds, model) in zip(weights, pairs, strict=True))
-            gap = max(0.0, left / sum(weights))
+            left = sum((seconds - model) / seconds**2 for seconds, model in pairs)
+            gap = max(0.0, left / sum(1 / seconds**2 for seconds, _ in pairs))
             error = sum(((model + gap) / seconds - 1) ** 2 for seconds, model in pairs)
             fits.append((error, memory, gap / kernels))
         _, memory, kernel_seconds = min(fits)
@@ -90,16 +88,14 @@ class _Fit:
     def _decode_model(self, batch: int, context: int, memory: float) -> float:
         """A layer of decoding in the cost model, without the gaps between kernels."""
         device = self._profile.device
-        bandwidth, flops = device.read_bytes_per_second * memory, device.operations_per_second * self.matrix
-        keys = batch * context
-        moved = keys * self._counts.layer_kv_bytes
-        attention = max(moved / bandwidth, keys * self._counts.layer_flops_per_pair / flops)
-        return attention + sum(max(size / bandwidth, count / flops) for size, count in self._linear(batch))
+        bandwidth, flops = device.memory_bandwidth * memory, device.flops * self.matrix
+        products = sum(max(size / bandwidth, count / flops) for size, count in self._linear(batch))
+        return self._attention(batch * context, bandwidth, flops) + products
 
 
 def _host_line(profile: Profile, found: Efficiency) -> tuple[float, float]:
     """(step_seconds, row_seconds): what a step takes beside its layers and beside the logits that the model counts."""
-    costs = profile.with_factors(found).step_costs()
+    costs = msgspec.structs.replace(profile, efficiency=found).step_costs()
 
     def beside(rows: int) -> float:
         head = costs.operator_seconds(costs.counts.product(costs.counts.head, rows))

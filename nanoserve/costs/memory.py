@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from nanoserve.costs.counts import STORED_BITS, ModelCounts
-from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.hardware import GIBI, Machine
+from nanoserve.costs.hardware import GIBI, Efficiency, Machine
 from nanoserve.errors import UsageError
 
 _MOST_STAGES = 1024

@@ -1,11 +1,12 @@
 """Profile: what ``nanoserve profile`` measured of one model on one machine (APEX's offline profiler). No torch.
 
-``MeasuredTimes`` and ``MeasuredPredictor`` (measured_times.py) answer from it; ``step_costs`` is the cost model with
-the factors it reaches. Times are seconds.
+``MeasuredTimes`` and ``MeasuredPredictor`` (predictor.py) answer from it; ``step_costs`` is the cost model with the
+factors it reaches. Times are seconds.
 """
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -14,9 +15,9 @@ import msgspec
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import Precision
 from nanoserve.costs.curves import Measured, MeasuredCurve, MeasuredGrid
-from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.hardware import Device, Link, Machine
+from nanoserve.costs.hardware import Device, Efficiency, Link, Machine
 from nanoserve.costs.step_costs import StepCosts
+from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import read_bytes, replace_file
 
@@ -24,31 +25,7 @@ SCHEMA: Final = "nanoserve-profile/2"
 _MOST_TOKENS = 2**28
 """Limit for a measured KV cache: each of its blocks takes some memory when it is simulated."""
 _MOST_LAYERS = 100_000
-_MOST_TIMES_AS_LONG = 1000.0
 _SETTINGS = ("model", "dtype", "operators", "layers", "threads", "host_threads", "rounds")
-
-
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
-
-
-class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a device does at best: bytes read per second and operations per second of a large matrix product."""
-
-    name: str
-    memory_bytes: PositiveFloat
-    read_bytes_per_second: PositiveFloat
-    operations_per_second: PositiveFloat
-
-    @property
-    def device(self) -> Device:
-        """The same in the terms of the cost model; ``Efficiency`` has the shares of it that are reached."""
-        return Device(
-            name=self.name,
-            memory_bytes=self.memory_bytes,
-            memory_bandwidth=self.read_bytes_per_second,
-            flops=self.operations_per_second,
-            measured=False,
-        )
 
 
 class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,11 +34,7 @@ class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks of `block_size` tokens.
-
-        Raises:
-            UsageError: if there is not room for one.
-        """
+        """Blocks of `block_size` tokens. Raises UsageError if there is not room for one."""
         if self.kv_tokens < block_size:
             raise UsageError(f"the profile's KV cache holds {self.kv_tokens} tokens, less than a block of {block_size}")
         return self.kv_tokens // block_size
@@ -79,9 +52,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A workload that ran for real, and what was predicted."""
 
     workload: str
-    """Description in words."""
     real: tuple[RunFigures, ...]
-    """Metrics of each run."""
     by_profile: RunFigures
     """The simulator over the measured times."""
     by_factors: RunFigures
@@ -89,14 +60,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of a model on a machine.
-
-    Raises:
-        ValueError: for a setting that is missing, bits that no number has, or a number beyond all measure.
-    """
+    """Times of a model on a machine. Raises ValueError for a missing setting, or wrong numbers of bits or layers."""
 
     schema: Literal["nanoserve-profile/2"]
-    """Schema of the file."""
     about: dict[str, Any]
     """Machine, versions, command, commit and when."""
     settings: dict[str, str | int]
@@ -105,14 +71,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     foreign_cores: float | None
     """Cores that other programs kept busy meanwhile; None if the system does not tell."""
     model: ModelConfig
-    """The model's shape."""
     bits: int
     """Bits of weights, keys and values."""
-    device: Reached
-    host: Reached
-    """The device and the CPU beside it; the same where the CPU is the device."""
+    device: Device
+    host: Device
+    """The best speeds of the device and of the CPU beside it; the same where the CPU is the device."""
     memory: KvMemory
-    """The KV cache."""
     linear: MeasuredCurve
     """A layer without attention, over tokens; embedding and last norm are divided between the layers."""
     decode_attention: MeasuredGrid
@@ -132,13 +96,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Logits and greedy sampling, over sampled rows."""
     engine: MeasuredCurve
     """Scheduling, and taking answers in, over rows."""
-    beside_host: Annotated[float, msgspec.Meta(ge=1, le=_MOST_TIMES_AS_LONG)] = 1.0
+    beside_host: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
     """How many times as long a layer without attention takes while attention in host memory is busy too: above 1 where
     both read the same memory."""
     efficiency: Efficiency = Efficiency()
     """The factors that the machine reaches; ``step_costs`` predicts with them."""
     predictions: tuple[Prediction, ...] = ()
-    """Workloads that ran for real, beside what was predicted."""
 
     def __post_init__(self) -> None:
         if missing := [name for name in _SETTINGS if name not in self.settings]:
@@ -149,12 +112,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def name(self) -> str:
-        """Model and device."""
         return f"{self.settings['model']} on {self.device.name}"
-
-    def with_factors(self, efficiency: Efficiency) -> "Profile":
-        """The same with these factors."""
-        return msgspec.structs.replace(self, efficiency=efficiency)
 
     def rising(self) -> "Profile":
         """The same with monotonic times: on a busy machine medians sometimes fall with size."""
@@ -169,8 +127,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         fields = msgspec.structs.asdict(self).items()
         return msgspec.structs.replace(self, **{name: change(one) for name, one in fields if isinstance(one, Measured)})
 
-    def machine(self) -> Machine:
-        """This machine in the terms of the cost model: the best speeds, of which ``efficiency`` has the shares."""
+    def swap_seconds(self, tokens: int) -> float:
+        """The KV of this many tokens, all layers, one way between device and host."""
+        numbers = 2 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim
+        return self.copy.at(tokens * numbers * self.bits / 8)
+
+    def step_costs(self) -> StepCosts:
+        """The cost model of this machine: its best speeds, with the factors it reaches."""
         sizes, seconds = self.copy.sizes, self.copy.seconds
         link = Link(
             name="copy",
@@ -178,28 +141,88 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             latency=seconds[0],
             measured=True,
         )
-        return Machine(
+        machine = Machine(
             name=self.device.name,
-            device=self.device.device,
+            device=self.device,
             devices_per_node=1,
             link=link,
             host_link=link,
-            processor=self.host.device,
+            processor=self.host,
             host_memory_bytes=self.host.memory_bytes,
             source="nanoserve profile",
         )
+        return StepCosts(self.model, machine, precision=Precision.of(self.bits), efficiency=self.efficiency)
 
-    def step_costs(self) -> StepCosts:
-        """The cost model of this machine with the factors it reaches."""
-        return StepCosts(self.model, self.machine(), precision=Precision.of(self.bits), efficiency=self.efficiency)
+
+class MeasuredTimes:
+    """A profile as the simulator's ``TieredTimes`` of one stage."""
+
+    num_stages = 1
+
+    def __init__(self, profile: Profile) -> None:
+        model = profile.model
+        self.profile, self.memory, self.num_layers = profile, profile.memory, model.num_layers
+        # How many layers have each sliding window; a window of 0 sees all.
+        self._layers = Counter(model.sliding_window(layer) for layer in range(model.num_layers))
+        self._windows = tuple(sorted(window for window in self._layers if window))
+        self._host_attention = profile.host_attention.less(profile.host_exchange).over_keys()
+
+    def work(
+        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+    ) -> StepWork:
+        return StepWork.of(decode_contexts, chunks, sampled, self._windows)
+
+    def stage_seconds(self, work: StepWork, stage: int = 0) -> float:
+        return self.layers_seconds(work.tokens) + self.attention_seconds(work) + self.ends_seconds(work)
+
+    def layers_seconds(self, tokens: int, stage: int = 0) -> float:
+        return self.profile.linear.at(tokens) * self.num_layers
+
+    def attention_seconds(self, work: StepWork, stage: int = 0) -> float:
+        """All layers' attention. A chunk takes the difference of a prompt to its end and one to its beginning."""
+        seconds = 0.0
+        for window, layers in self._layers.items():
+            if work.decodes:
+                keys = work.windowed_decode_context[self._windows.index(window)] if window else work.decode_context
+                seconds += layers * self.profile.decode_attention.at(work.decodes, keys / work.decodes)
+            for start, length in work.chunks:
+                longer = self._prompt_seconds(start + length, window) - self._prompt_seconds(start, window)
+                seconds += layers * max(0.0, longer)  # medians of a busy machine may fall from one size to the next
+        return seconds
+
+    def ends_seconds(self, work: StepWork, stage: int = 0) -> float:
+        return self.profile.head.at(work.sampled)
+
+    def send_seconds(self, work: StepWork, stage: int) -> float:
+        return 0.0
+
+    def host_seconds(self, work: StepWork) -> float:
+        """The engine and the inputs: with one device, no step is prepared while another one is computed."""
+        return self.profile.inputs.at(work.rows) + self.profile.engine.at(work.rows)
+
+    def swap_seconds(self, tokens: int, stage: int = 0) -> float:
+        return self.profile.swap_seconds(tokens)
+
+    def reload_seconds(self, stage: int) -> float:
+        """Infinite: only one layout was measured."""
+        return float("inf")
+
+    def host_attention_seconds(self, context: int) -> float:
+        return self._host_attention.at(context)
+
+    def host_exchange_seconds(self, rows: int) -> float:
+        return self.profile.host_exchange.at(rows)
+
+    def _prompt_seconds(self, tokens: int, window: int) -> float:
+        """A prompt of this many tokens; beyond a window, each token takes as long as the last one within it."""
+        curve = self.profile.prefill_attention
+        if not window or tokens <= window:
+            return curve.at(tokens)
+        return curve.at(window) + (tokens - window) * max(0.0, curve.at(window) - curve.at(window - 1))
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile that ``nanoserve profile --json`` wrote.
-
-    Raises:
-        UsageError: if the file is no profile, naming the key that is wrong.
-    """
+    """A profile that ``nanoserve profile --json`` wrote. Raises UsageError, naming the key that is wrong."""
     content = read_bytes(path, UsageError)
     try:
         return msgspec.json.decode(content, type=Profile)
@@ -208,11 +231,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a profile can be written there, before anything is measured.
-
-    Raises:
-        RuntimeFailure: if not.
-    """
+    """Raise RuntimeFailure unless a profile can be written there: before anything is measured."""
     try:
         place = path if path.exists() and not path.is_file() else path.absolute().parent
         writable = not path.is_dir() and os.access(place, os.W_OK)
@@ -223,9 +242,5 @@ def check_writable(path: Path) -> None:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """One JSON object.
-
-    Raises:
-        RuntimeFailure: if the file cannot be written.
-    """
+    """Write one JSON object. Raises RuntimeFailure if the file cannot be written."""
     replace_file(path, msgspec.json.format(msgspec.json.encode(profile, order="deterministic"), indent=1) + b"\n")

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Operator, OperatorKind, Precision
-from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.hardware import Link, Machine
+from nanoserve.costs.hardware import Efficiency, Link, Machine
 from nanoserve.costs.memory import DeviceMemory
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import UsageError

@@ -15,7 +15,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.costs import DoesNotFit, Machine, ParallelLayout, Precision, StepCosts
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
-from nanoserve.costs.predictor import CostPredictor
+from nanoserve.costs.predictor import layout_predictors
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.load import Policy
@@ -136,7 +136,7 @@ class Candidate:
         prompts, answers = len(share.shapes) * self._prompt_seconds, self._answers_seconds(share)
         changing = 0.0
         if self.is_pair:
-            first, second = (CostPredictor(costs, self.layouts) for costs in self.layouts)
+            first, second = layout_predictors(self.layouts)
             prompts = max(prompts, first.swap_seconds(share.input_tokens))
             answers = max(answers, second.swap_seconds(share.input_tokens))
             cycles = -(-share.input_tokens // (self.host_blocks * BLOCK_SIZE))
@@ -187,7 +187,7 @@ class Candidate:
             max_num_seqs=max_num_seqs,
             host_blocks=self.host_blocks,
             other_layouts=[OtherLayout(costs, blocks) for costs, blocks in pairs[1:]],
-            predictors=[CostPredictor(costs, self.layouts) for costs in self.layouts],
+            predictors=layout_predictors(self.layouts),
         )
 
     @cached_property

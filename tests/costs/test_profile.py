@@ -10,9 +10,8 @@ import pytest
 
 from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.curves import MeasuredCurve
-from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.measured_times import MeasuredTimes
-from nanoserve.costs.profile import Prediction, RunFigures, check_writable, read_profile, write_profile
+from nanoserve.costs.hardware import Efficiency
+from nanoserve.costs.profile import MeasuredTimes, Prediction, RunFigures, check_writable, read_profile, write_profile
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.simulator.pipeline import StepTimes, TieredTimes
@@ -73,7 +72,7 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda found: found["linear"].update(sizes=[10, 1]), "ascending, not [10, 1] - at `$.linear`"),
         (lambda found: found["host_attention"]["seconds"].pop(), "$.host_attention"),
         (lambda found: found["device"].update(memory_bytes=0), "Expected `float` > 0.0 - at `$.device.memory_bytes`"),
-        (lambda found: found["efficiency"].update(matrix=2), "matrix is a share above 0 and at most 1, not 2"),
+        (lambda found: found["efficiency"].update(matrix=2), "Expected `float` <= 1.0 - at `$.efficiency.matrix`"),
         (lambda found: found["model"].update(num_layers="many"), "$.model.num_layers"),
     ],
 )
@@ -115,8 +114,8 @@ def test_calibration_finds_the_factors_that_the_times_were_made_with() -> None:
     known = Efficiency(
         matrix=0.5, attention=0.25, memory=0.4, processor=0.2, kernel_seconds=0.01, step_seconds=3.0, row_seconds=0.5
     )
-    device = msgspec.structs.replace(made_up_profile().device, operations_per_second=200.0)
-    blank = made_up_profile(device=device, host=device).with_factors(known)
+    device = msgspec.structs.replace(made_up_profile().device, flops=200.0)
+    blank = made_up_profile(device=device, host=device, efficiency=known)
     costs = blank.step_costs()
     per_layer = costs.counts.layer_kv_bytes
 

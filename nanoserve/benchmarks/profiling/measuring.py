@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
+import msgspec
 import torch
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
@@ -17,7 +18,8 @@ from nanoserve.benchmarks.machine import describe_machine, describe_run
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
 from nanoserve.costs.calibration import calibrate
-from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached
+from nanoserve.costs.hardware import Device
+from nanoserve.costs.profile import SCHEMA, KvMemory, Profile
 from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
 from nanoserve.llm import LLM
@@ -124,7 +126,7 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
         engine=curve_of(found["engine"]),
         **fields_of(found, processor),
     )
-    return profile.with_factors(calibrate(profile))
+    return msgspec.structs.replace(profile, efficiency=calibrate(profile))
 
 
 def _sizes(llm: LLM, engine: EngineTimer) -> ProfileSizes:
@@ -145,17 +147,17 @@ def _sizes(llm: LLM, engine: EngineTimer) -> ProfileSizes:
     )
 
 
-def _processor(dtype: torch.dtype) -> Reached:
+def _processor(dtype: torch.dtype) -> Device:
     limits = machine_limits(dtype, BandwidthProbe())
-    return Reached(
+    return Device(
         name=describe_machine()["processor"],
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        read_bytes_per_second=limits.bytes_per_second,
-        operations_per_second=limits.operations_per_second,
+        memory_bandwidth=limits.bytes_per_second,
+        flops=limits.operations_per_second,
     )
 
 
-def _accelerator(device: torch.device, dtype: torch.dtype) -> Reached:
+def _accelerator(device: torch.device, dtype: torch.dtype) -> Device:
     """What a GPU reads and multiplies per second: the best of a few."""
     watch, facts = Stopwatch(device), torch.cuda.get_device_properties(device)
     numbers = torch.ones(_READ_NUMBERS, device=device)
@@ -169,9 +171,9 @@ def _accelerator(device: torch.device, dtype: torch.dtype) -> Reached:
             seconds.append(watch.now() - began)
         return min(seconds)
 
-    return Reached(
+    return Device(
         name=facts.name,
         memory_bytes=facts.total_memory,
-        read_bytes_per_second=numbers.nbytes / best(numbers.sum),
-        operations_per_second=2 * _PRODUCT_SIZE**3 / best(lambda: factor @ factor),
+        memory_bandwidth=numbers.nbytes / best(numbers.sum),
+        flops=2 * _PRODUCT_SIZE**3 / best(lambda: factor @ factor),
     )

@@ -14,8 +14,8 @@ import msgspec
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.curves import MeasuredCurve
-from nanoserve.costs.measured_times import MeasuredTimes
-from nanoserve.costs.profile import Prediction, Profile, Reached, RunFigures
+from nanoserve.costs.hardware import Device
+from nanoserve.costs.profile import MeasuredTimes, Prediction, Profile, RunFigures
 from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
@@ -168,7 +168,7 @@ class _PartFloors:
         weights, flops = sum(one.weight_bytes for one in products), sum(one.flops for one in products)
         return _limits(self._device).seconds(weights / self._layers, flops / self._layers)
 
-    def attention(self, reached: Reached, keys: int, pairs: float) -> float:
+    def attention(self, reached: Device, keys: int, pairs: float) -> float:
         counts = self._counts
         return _limits(reached).seconds(keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
 
@@ -180,8 +180,8 @@ class _PartFloors:
         return _limits(self._device).seconds(operator.weight_bytes, operator.flops)
 
 
-def _limits(reached: Reached) -> Limits:
-    return Limits(reached.read_bytes_per_second, reached.operations_per_second)
+def _limits(reached: Device) -> Limits:
+    return Limits(reached.memory_bandwidth, reached.flops)
 
 
 def _curve_rows(
