@@ -25,8 +25,7 @@ from nanoserve.costs.hardware import GIBI
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.metrics import Distribution
-from nanoserve.measures.slo import parse_slo
+from nanoserve.measures.metrics import Distribution, parse_slo
 from nanoserve.record.trace import SimulationTrace
 from nanoserve.record.window import StepWindow
 from nanoserve.simulator import simulate

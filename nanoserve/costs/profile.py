@@ -19,7 +19,7 @@ from nanoserve.costs.hardware import Device, Efficiency, Link, Machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.processes.files import read_bytes, replace_file
+from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 
 SCHEMA: Final = "nanoserve-profile/2"
 _MOST_TOKENS = 2**28
@@ -232,11 +232,9 @@ def read_profile(path: Path) -> Profile:
 
 def check_writable(path: Path) -> None:
     """Raise RuntimeFailure unless a profile can be written there: before anything is measured."""
-    try:
+    with unwritable_as_failure(path):
         place = path if path.exists() and not path.is_file() else path.absolute().parent
         writable = not path.is_dir() and os.access(place, os.W_OK)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
     if not writable:
         raise RuntimeFailure(f"cannot write {path}: a directory, in no directory, or no permission")
 

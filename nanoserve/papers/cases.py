@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import layout_predictors
-from nanoserve.measures.metrics import Spread
-from nanoserve.measures.slo import Slo
+from nanoserve.measures.metrics import Slo, Spread
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow, StepSample

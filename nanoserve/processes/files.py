@@ -19,6 +19,15 @@ def unreadable_as_model_error() -> Iterator[None]:
         raise ModelError(f"the model cannot be read: {error.strerror or error} ({error.filename})") from error
 
 
+@contextmanager
+def unwritable_as_failure(path: Path) -> Iterator[None]:
+    """Raise RuntimeFailure for errors of the file system while that file is written."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def read_bytes(path: Path, failure: type[NanoserveError] = ModelError) -> bytes:
     """The file's content. Raises ``failure`` naming the file when it cannot be read."""
     try:
@@ -58,14 +67,10 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically; an error leaves nothing behind.
-
-    Raises:
-        RuntimeFailure: if it cannot be written.
-    """
+    """Write a file atomically; an error leaves nothing behind. Raises RuntimeFailure if it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
     draft = path.parent / f".{path.name}.{os.getpid()}"
-    try:
+    with unwritable_as_failure(path):
         if path.exists() and not path.is_file():  # a device must not be replaced by a file
             path.write_bytes(data)
             return
@@ -75,5 +80,3 @@ def replace_file(path: Path, content: str | bytes) -> None:
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error

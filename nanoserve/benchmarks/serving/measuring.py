@@ -14,7 +14,7 @@ from nanoserve.benchmarks.serving.records import LoadRun, figures
 from nanoserve.benchmarks.serving.requests import RequestStyle, Work, offered_rate, poisson_arrivals, trace_arrivals
 from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.slo import Slo
+from nanoserve.measures.metrics import Slo
 from nanoserve.measures.workloads import RequestShape
 
 _WARM_UP_TOKENS = 16
