@@ -27,7 +27,6 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     intensity: float | None
     """Operations per byte; None where nothing is computed."""
     bound: Bound
-    """What its time is made of."""
     seconds: float
     share: float
     """Share of the step's time."""
@@ -65,7 +64,7 @@ class Analysis:
 
     @property
     def largest_batch(self) -> int:
-        """Whole sequences that the KV cache can hold; 0 if not even one."""
+        """Whole sequences that the KV cache can hold."""
         return self.blocks // self.blocks_per_sequence
 
     def default_batches(self) -> list[int]:

@@ -13,22 +13,17 @@ from numpy.typing import NDArray
 from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.work import HostBatch, StepFeatures, Strategy
 
-_OCTAVES: Final = 4
-"""Between one size that has a factor of its own and the next: 16 times as large."""
+_OCTAVES: Final = 4  # between one size that has a factor of its own and the next: 16 times as large
+# Standard deviations of the factors' logarithms before anything is measured: what all sizes of a part have in common,
+# each size's own, and of a strategy.
 _COMMON, _OWN, _OF_STRATEGY = 0.6, 0.4, 0.3
-"""Standard deviations of the factors' logarithms before anything is measured: of the common part of all sizes of a
-part, of each size's own part, and of a strategy."""
-_BOUND = log(8.0)
-"""Factors stay between an eighth and 8."""
+_BOUND = log(8.0)  # factors stay between an eighth and 8
+# Larger errors are cut to this many deviations, and count as less certain (Huber). The second limit is for the
+# beginning, when the variance is large and the first steps warm up.
 _MOST_DEVIATIONS, _MOST_AT_ONCE = 2.0, log(2.0)
-"""Larger errors are cut to this many deviations, and count as less certain (Huber). The second limit is for the
-beginning, when the variance is large and the first steps warm up."""
-_FADING = 5e-4
-"""Share of the prior covariance that returns with every number: a factor may change while it is not measured."""
-_DRIFT = 1e-4
-"""Share of its logarithm that an unmeasured factor loses with every number: half of it in 7000."""
-_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5
-"""Relative scatter of measured numbers: initial, least and most."""
+_FADING = 5e-4  # share of the prior that returns with every number: a factor may change while it is not measured
+_DRIFT = 1e-4  # share of its logarithm that an unmeasured factor loses with every number: half of it in 7000
+_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5  # relative scatter of measured numbers: initial, least and most
 _NOISE_RATE = 0.02
 
 Vector = NDArray[np.float64]
@@ -38,11 +33,9 @@ Vector = NDArray[np.float64]
 class FactorFilter:
     """A Kalman filter over logarithms of factors; `prior` is their covariance before anything is measured.
 
-    One number is measured of a step that has several parts, so each must be given its share of the error. Least mean
-    squares would give it to each part by its share of the time, and mistake one part's error for another's as long as
-    they come together; it would take thousands of steps to tell them apart. The filter remembers which combinations are
-    known already: the first steps with a prompt correct the time of prompts and leave alone what a hundred decodes have
-    shown. It costs the square of the number of factors, which are about twenty.
+    One number is measured of a step that has several parts. Least mean squares would give each part a share of the
+    error by its time, and take thousands of steps to tell parts apart that come together. The filter remembers which
+    combinations are known: the first steps with a prompt correct the time of prompts, not what decodes have shown.
 
     In logarithms twice and half the time are equally wrong, no factor becomes negative, and a step in which the
     machine stood still is off by 4 or so and not by a thousand deviations; of that, two deviations count.
@@ -54,12 +47,9 @@ class FactorFilter:
         self._variances = defaultdict[str, float](lambda: _NOISE**2)  # of numbers around their expectation, by kind
 
     def observe(self, kind: str, gradient: Vector, error: float) -> None:
-        """Take in one number.
+        """Take in one number, of a kind with the same scatter.
 
-        Args:
-            kind: of numbers with the same scatter.
-            gradient: by factor, how the logarithm of the number grows with the factor's.
-            error: logarithm of what was measured over what was expected.
+        `gradient` is how its logarithm grows with that of each factor, `error` the logarithm of measured over expected.
         """
         variance = self._variances[kind]
         along = self._covariance @ gradient
@@ -95,12 +85,8 @@ class _Part:
 
     def shares(self, size: float) -> tuple[tuple[int, float], ...]:
         """The factors between which a size lies, and how near it is to each; the outermost count beyond them, too."""
-        place = log2(max(size, 1.0)) / _OCTAVES - self.smallest
-        if place <= 0:
-            return ((self.first, 1.0),)
-        below = int(place)
-        if below >= self.factors - 1:
-            return ((self.first + self.factors - 1, 1.0),)
+        place = min(max(log2(max(size, 1.0)) / _OCTAVES - self.smallest, 0.0), self.factors - 1.0)
+        below = min(int(place), self.factors - 2)
         return (self.first + below, 1.0 - (place - below)), (self.first + below + 1, place - below)
 
 
@@ -131,10 +117,8 @@ class CorrectedPredictor:
     """A Predictor whose times are those of `base`, each times a factor that is learned while steps run.
 
     Every part of a step has factors, at sizes 16 times apart and a line between them: the linear layers, attention of
-    decodes and of prompts, attention on the CPU, and what a step takes beside its layers. And there is one for each of
-    the strategies that use the host: running layers in pieces, and a CPU that reads memory beside the device, make all
-    of a step longer. All knowledge comes from the arguments of ``observe`` and ``observe_host``, in order: the same
-    calls give the same predictions.
+    decodes and of prompts, attention on the CPU, and what a step takes beside its layers. Each strategy that uses the
+    host has one for the whole step. The same calls of ``observe`` and ``observe_host`` give the same predictions.
 
     The host's factors are measured only if a policy uses the host. So without measurements they drift back to 1:
     otherwise a CPU that was slow once would never be used again.

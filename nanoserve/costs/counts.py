@@ -1,9 +1,7 @@
 """Exact operation counts of a step, per operator and device: Appendix A of the Seesaw paper without its shortcuts.
 
-Counted are the matrix products, the attention and the embedding: multiply-adds as two operations; weights, keys and
-values read once; activations read and written once by each operator. Left out are norms, rotary embedding, activation
-function, biases and residual additions: their operations are nothing, their bytes a few percent, their launches count
-as kernels (efficiency.py).
+A multiply-add is two operations; weights, keys and values are read once; each operator reads and writes activations
+once. Norms, rotary embedding, activation function, biases and residual additions count as kernels only (Efficiency).
 """
 
 from collections import Counter
@@ -21,8 +19,7 @@ from nanoserve.layout import ParallelLayout
 # Bits that a stored number takes; four-bit weights come with a 16-bit scale for each group of 128.
 STORED_BITS = {4: 4 + 16 / 128, 8: 8.0, 16: 16.0, 32: 32.0}
 _SAMPLED_ROWS = 256
-_BYTES_PER_LOGIT = 32
-"""Bytes per logit in the largest step: eight float32 numbers, for the logit, its changes and the work of top-p."""
+_BYTES_PER_LOGIT = 32  # in the largest step: eight float32 numbers, for the logit, its changes and the work of top-p
 
 OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-up"]
 
@@ -203,7 +200,6 @@ class ModelCounts:
 
     @property
     def layer_kv_bytes(self) -> float:
-        """Bytes of keys and values of one token in one layer, on one device."""
         return 2 * self.kv_heads * self.model.head_dim * self.precision.kv_bytes
 
     @property

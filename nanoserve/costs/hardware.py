@@ -25,9 +25,9 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
-    """The few factors between what data sheets promise and what programs reach, the same for every policy and device.
+    """Factors between what data sheets promise and what programs reach; docs/costs.md gives each default's source.
 
-    Shares do not apply to figures marked as measured: those were reached. docs/costs.md gives each default's source.
+    Shares do not apply to figures marked as measured.
     """
 
     matrix: _Share = 0.7
@@ -110,9 +110,8 @@ class Link:
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
         """The sum of ``num_bytes`` on each of `devices` devices, known to all of them.
 
-        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at *bus*
-        bandwidth; *algorithm* bandwidth, bytes over time, is lower by that factor. The shortest way there and back is
-        a tree: 2 ceil(log2 t) messages after one another.
+        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at bus
+        bandwidth. The shortest way there and back is a tree: 2 ceil(log2 t) messages after one another.
         """
         if devices == 1:
             return 0.0
@@ -137,7 +136,6 @@ class Machine:
     host_memory_bytes: float = 0.0
     """Host memory of a node; 0 if unknown."""
     source: str
-    """Source of the device's data."""
 
     def link_among(self, first: int, count: int) -> Link:
         """What joins ``count`` devices from the one numbered ``first``: the node's link, or the network between nodes.
@@ -162,8 +160,7 @@ class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
     flops: _Above0
     """Operations per second of products with many rows, in the number format of the weights."""
     host_link_bandwidth: _Above0
-    """Bytes per second between the device and host memory, in the slower direction. On a CPU, of copies within memory,
-    bytes that are moved counted once."""
+    """Bytes per second between the device and host memory, in the slower direction; on a CPU, copied within memory."""
     link_bandwidth: _Above0 = math.inf
     """Bytes per second between workers: bus bandwidth of an all-reduce. Infinite for one worker."""
     link_latency: _NotNegative = 0.0

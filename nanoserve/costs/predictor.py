@@ -29,9 +29,8 @@ class Predictor(Protocol):
     def prefill_attention_seconds(self, tokens: int) -> float:
         """Attention of one prompt of this many tokens, from its beginning.
 
-        A Load does not tell how many prompts a step's tokens belong to, nor where in them they begin. A policy that
-        asks for all of them at once takes them for one new prompt: too much for several short ones, for the time grows
-        faster than the tokens, and too little for a chunk far into a prompt, which reads the keys before it too.
+        A policy that asks for all prompt tokens of a step at once takes them for one new prompt: too much for several
+        short ones, and too little for a chunk far into a prompt, which reads the keys before it too.
         """
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
@@ -61,8 +60,7 @@ class CostPredictor:
         self._costs, self._layouts, self._layers = costs, layouts, costs.counts.layers(0)
 
     def linear_seconds(self, tokens: int) -> float:
-        """Includes the CPU's work for each sequence. That of a prompt is counted for each of its tokens, which is too
-        much: at the default 10 us, a few percent of what a prompt takes."""
+        """Includes the CPU's work for each sequence, for prompts too much: a few percent, at the default 10 us a row."""
         per_row = tokens * self._costs.efficiency.row_seconds / self.num_layers
         return self._costs.layers_seconds(tokens, 0) / self._layers + per_row
 

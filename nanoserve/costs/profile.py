@@ -22,8 +22,7 @@ from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 
 SCHEMA: Final = "nanoserve-profile/2"
-_MOST_TOKENS = 2**28
-"""Limit for a measured KV cache: each of its blocks takes some memory when it is simulated."""
+_MOST_TOKENS = 2**28  # of a measured KV cache: each of its blocks takes some memory when it is simulated
 _MOST_LAYERS = 100_000
 _SETTINGS = ("model", "dtype", "operators", "layers", "threads", "host_threads", "rounds")
 
@@ -66,8 +65,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     about: dict[str, Any]
     """Machine, versions, command, commit and when."""
     settings: dict[str, str | int]
-    """Model, number format, operators, threads of the device and of attention in host memory, whether layers are
-    compiled."""
     foreign_cores: float | None
     """Cores that other programs kept busy meanwhile; None if the system does not tell."""
     model: ModelConfig
@@ -82,8 +79,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     decode_attention: MeasuredGrid
     """Attention of single tokens in one layer, on the device."""
     host_attention: MeasuredGrid
-    """Attention by the threads in host memory, beside a busy device, from handing over queries, keys and values until
-    the result is there."""
+    """Attention by the threads in host memory, beside a busy device, until the result is back."""
     host_exchange: MeasuredCurve
     """Host attention for sequences of one key each, over rows: mostly the time of handing over."""
     prefill_attention: MeasuredCurve
@@ -97,8 +93,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     engine: MeasuredCurve
     """Scheduling, and taking answers in, over rows."""
     beside_host: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
-    """How many times as long a layer without attention takes while attention in host memory is busy too: above 1 where
-    both read the same memory."""
+    """How many times as long a layer without attention takes while attention in host memory is busy too."""
     efficiency: Efficiency = Efficiency()
     """The factors that the machine reaches; ``step_costs`` predicts with them."""
     predictions: tuple[Prediction, ...] = ()

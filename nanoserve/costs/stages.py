@@ -1,15 +1,9 @@
 """Which layers each pipeline stage gets: the dearest stage is as cheap as can be, for it sets the pace of a pipeline.
 
-The cost of a layer, of the embedding and of the head is the mean of its shares in two steps, one of each kind that a
-server runs:
-
-- a decode step, bound by memory: all its bytes. The head counts fully: each of its weights is read, as in a layer.
-- a mixed step, bound by computation: all its operations. The head counts for the tokens that are sampled, one in four:
-  a round number between chats, whose answers are as long as their prompts, and questions about long documents.
-
-Both are counted exactly (counts.py): keys, values and windows included, of experts those that the tokens reach. The
-embedding is a look-up: rows are read, nothing is computed. So the head of Qwen2.5 0.5B costs as much as 5.9 layers in
-the one step, as 2.2 in the other, and counts as 4. Tensor parallelism divides everything alike and is left out.
+The cost of a layer, of the embedding and of the head is the mean of its shares in the bytes of a decode step, bound by
+memory, and in the operations of a mixed step, of whose tokens one in four is sampled. Both are counted exactly
+(counts.py). So the head of Qwen2.5 0.5B, which costs as much as 5.9 layers in the one step and 2.2 in the other, counts
+as 4. Tensor parallelism divides everything alike and is left out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,11 +27,7 @@ _UNITS = 10**9
 
 
 def stage_layers(
-    model: ModelConfig,
-    pipeline_parallel: int,
-    pipeline_split: Sequence[int] | None = None,
-    *,
-    asked: str | None = None,
+    model: ModelConfig, pipeline_parallel: int, pipeline_split: Sequence[int] | None = None, *, asked: str | None = None
 ) -> tuple[range, ...]:
     """The layers of each stage: as many as `pipeline_split` says, or divided by cost.
 

@@ -11,7 +11,7 @@ from typing import Any
 from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import Efficiency, StepCosts, StepWork, load_machine, load_shape
 from nanoserve.costs.analysis import Analysis
-from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, decode_throughput, mlp_intensity
+from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
 from nanoserve.costs.counts import Operator
 from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
 from nanoserve.measures.metrics import Spread
@@ -166,7 +166,7 @@ def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
                 "closed": decode_seconds(batch, weights, kv, bandwidth) * 1e3,
                 "real": real.step_seconds(real.work([CONTEXT] * batch)) * 1e3,
                 "throughput": batch / exact,
-                "throughput_closed": decode_throughput(batch, weights, kv, bandwidth),
+                "throughput_closed": batch / decode_seconds(batch, weights, kv, bandwidth),
                 "fits": "yes" if batch <= most else "no",
             }
         )

@@ -19,7 +19,7 @@ from nanoserve.costs import (
     load_machine,
     load_shape,
 )
-from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, decode_throughput, mlp_intensity
+from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.errors import UsageError
 from tests.costs.appendix_a import AppendixA
@@ -251,7 +251,7 @@ def test_decode_of_the_lecture_is_the_limit_without_computing() -> None:
     exact = costs.stage_seconds(costs.work([1000] * 16), 0)
     bandwidth = machine.device.memory_bandwidth
     assert exact == pytest.approx(decode_seconds(16, weights, kv, bandwidth), rel=0.02)
-    assert 16 / exact == pytest.approx(decode_throughput(16, weights, kv, bandwidth), rel=0.02)
+    assert 16 / exact == pytest.approx(16 / decode_seconds(16, weights, kv, bandwidth), rel=0.02)
 
 
 # ----------------------------------------------------------------------------------------------------- memory
