@@ -12,8 +12,7 @@ of the machine at hand (profile.py) answers the same questions.
 
 from nanoserve.costs.counts import Precision
 from nanoserve.costs.hardware import Efficiency, Machine, load_machine
-from nanoserve.costs.memory import DoesNotFit
-from nanoserve.costs.step_costs import StepCosts
+from nanoserve.costs.step_costs import DoesNotFit, StepCosts
 from nanoserve.costs.tables import load_shape
 from nanoserve.costs.work import StepWork
 from nanoserve.layout import ParallelLayout

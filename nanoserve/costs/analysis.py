@@ -23,7 +23,7 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     operator: str
     flops: float
     bytes: float
-    """What it computes and moves; for communication, the bytes of the tensors."""
+    """For communication, those of the tensors."""
     intensity: float | None
     """Operations per byte; None where nothing is computed."""
     bound: Bound
@@ -75,7 +75,6 @@ class Analysis:
         return sorted({*powers, max(1, self.largest_batch)})
 
     def prefill_work(self) -> StepWork:
-        """One prompt."""
         return self.costs.work([], [(0, self.input_tokens)])
 
     def decode_work(self, batch: int) -> StepWork:
@@ -137,7 +136,7 @@ class Analysis:
         return [row for row in rows if row.seconds]
 
     def _round_seconds(self, work: StepWork, sequences: int) -> float:
-        """Seconds until every micro-batch had its turn. There is one for each stage, if there are enough sequences.
+        """Seconds until every micro-batch had its turn, one for each stage, if there are enough sequences.
 
         The slowest stage sets the pace of a full pipeline; what one micro-batch needs alone is the least.
         """

@@ -1,6 +1,9 @@
 """From measured times to the few factors of the cost model (Efficiency) that a machine reaches with a model."""
 
+from typing import Any
+
 import msgspec
+import numpy as np
 
 from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.hardware import Efficiency
@@ -47,9 +50,10 @@ class _Fit:
         layers, products = self._profile.model.num_layers, self._counts.products(StepWork(decodes=tokens), 0)
         return [(operator.bytes / layers, operator.flops / layers) for operator in products]
 
-    def _attention(self, keys: float, bandwidth: float, flops: float) -> float:
-        """The least seconds of a layer's decode attention over this many keys."""
-        return max(keys * self._counts.layer_kv_bytes / bandwidth, keys * self._counts.layer_flops_per_pair / flops)
+    def _attention(self, keys: int, bandwidth: Any, flops: float) -> Any:
+        """The least seconds of a layer's decode attention over this many keys, for one bandwidth or several."""
+        moving, computing = keys * self._counts.layer_kv_bytes, keys * self._counts.layer_flops_per_pair
+        return np.maximum(moving / bandwidth, computing / flops)
 
     def _matrix_share(self) -> float:
         """Share of the peak between the last two sizes a factor of two apart, so that overheads cancel."""
@@ -67,30 +71,22 @@ class _Fit:
     def processor_share(self) -> float:
         grid, host = self._profile.host_attention, self._profile.host
         keys = grid.batches[-1] * grid.contexts[-1]
-        return _share(self._attention(keys, host.memory_bandwidth, host.flops), grid.seconds[-1][-1])
+        return _share(float(self._attention(keys, host.memory_bandwidth, host.flops)), grid.seconds[-1][-1])
 
     def decode_factors(self) -> tuple[float, float]:
         """(memory, kernel_seconds)."""
-        kernels, linear = Efficiency().kernels_per_layer, self._profile.linear
-        attention = self._profile.decode_attention.cells()
-        cells = [(batch, context, linear.at(batch) + seconds) for batch, context, seconds in attention]
-        fits = []
-        for percent in range(1, 101):
-            memory = percent / 100
-            pairs = [(seconds, self._decode_model(batch, context, memory)) for batch, context, seconds in cells]
-            left = sum((seconds - model) / seconds**2 for seconds, model in pairs)
-            gap = max(0.0, left / sum(1 / seconds**2 for seconds, _ in pairs))
-            error = sum(((model + gap) / seconds - 1) ** 2 for seconds, model in pairs)
-            fits.append((error, memory, gap / kernels))
-        _, memory, kernel_seconds = min(fits)
-        return memory, kernel_seconds
-
-    def _decode_model(self, batch: int, context: int, memory: float) -> float:
-        """A layer of decoding in the cost model, without the gaps between kernels."""
-        device = self._profile.device
-        bandwidth, flops = device.memory_bandwidth * memory, device.flops * self.matrix
-        products = sum(max(size / bandwidth, count / flops) for size, count in self._linear(batch))
-        return self._attention(batch * context, bandwidth, flops) + products
+        device, linear, cells = self._profile.device, self._profile.linear, self._profile.decode_attention.cells()
+        flops, shares = device.flops * self.matrix, np.arange(1, 101) / 100
+        bandwidth = device.memory_bandwidth * shares
+        measured, models = [], []  # of each cell; a layer of decoding without the gaps between kernels, by share
+        for batch, context, seconds in cells:
+            products = sum(np.maximum(size / bandwidth, count / flops) for size, count in self._linear(batch))
+            measured.append(linear.at(batch) + seconds)
+            models.append(self._attention(batch * context, bandwidth, flops) + products)
+        seconds, model = np.array(measured), np.array(models).T
+        gaps = np.maximum(0.0, ((seconds - model) / seconds**2).sum(axis=1) / (1 / seconds**2).sum())
+        best = int(np.argmin((((model + gaps[:, None]) / seconds - 1) ** 2).sum(axis=1)))
+        return float(shares[best]), float(gaps[best]) / Efficiency().kernels_per_layer
 
 
 def _host_line(profile: Profile, found: Efficiency) -> tuple[float, float]:

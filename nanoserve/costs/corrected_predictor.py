@@ -130,8 +130,6 @@ class CorrectedPredictor:
         self._filter = FactorFilter(_prior())
         self._sizes = {name: 16.0**part.smallest for name, part in _PARTS.items()}
 
-    # ----------------------------------------------------------------------------------------- Predictor
-
     def linear_seconds(self, tokens: int) -> float:
         return self._factor("linear", tokens) * self._base.linear_seconds(tokens)
 
@@ -159,8 +157,6 @@ class CorrectedPredictor:
 
     def transition_seconds(self, layout: int) -> float:
         return self._base.transition_seconds(layout)
-
-    # -------------------------------------------------------------------------------------- whole steps
 
     def step_seconds(self, work: StepFeatures) -> float:
         """The device's time of a step; an asymmetric one includes its waiting for the CPU."""
@@ -202,8 +198,6 @@ class CorrectedPredictor:
         """The factor of each part at the size it last had, and those of the strategies."""
         factors = {name: self._factor(name, size) for name, size in self._sizes.items()}
         return factors | {name: exp(self._filter.mean[index]) for name, index in _STRATEGIES.items()}
-
-    # -------------------------------------------------------------------------------------------- inside
 
     def _factor(self, part: str, size: float) -> float:
         mean = self._filter.mean

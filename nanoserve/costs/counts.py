@@ -5,14 +5,17 @@ once. Norms, rotary embedding, activation function, biases and residual addition
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import inf
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.work import StepWork, chunk_keys, chunk_pairs
+from nanoserve.costs.work import Chunk, StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 
@@ -20,6 +23,14 @@ from nanoserve.layout import ParallelLayout
 STORED_BITS = {4: 4 + 16 / 128, 8: 8.0, 16: 16.0, 32: 32.0}
 _SAMPLED_ROWS = 256
 _BYTES_PER_LOGIT = 32  # in the largest step: eight float32 numbers, for the logit, its changes and the work of top-p
+
+# Pipeline stages are divided by cost. That of a layer, of the embedding and of the head is the mean of its shares in
+# the bytes of a decode step, bound by memory, and in the operations of a mixed step, of whose tokens one in four is
+# sampled. So the head of Qwen2.5 0.5B, as dear as 5.9 layers in the one step and 2.2 in the other, counts as 4. Tensor
+# parallelism divides everything alike and is left out.
+_DECODES, _CONTEXT = 64, 512  # rows of both steps that decode, and the keys that each of them reads
+_CHUNK = 3 * _DECODES  # tokens of a prompt in the mixed step, none of them its last
+_UNITS = 10**9  # costs are parts in a billion of the whole model: integers, so that equal stages are equal
 
 OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-up"]
 
@@ -102,9 +113,9 @@ class LayerKind(NamedTuple):
 class ModelCounts:
     """What one device of a layout holds, reads and computes.
 
-    Tensor parallelism divides the heads and the inner size by its degree; beyond the number of KV heads these are
-    replicated. Every device reads the whole activations between the operators. ``pipeline_split`` gives the layers of
-    each stage; None divides them by cost (stages.py). Raises UsageError if the layout does not suit the model.
+    Beyond the number of KV heads, tensor parallelism replicates these. Every device reads the whole activations
+    between the operators. ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises
+    UsageError if the layout does not suit the model.
     """
 
     def __init__(
@@ -162,10 +173,7 @@ class ModelCounts:
         )
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
-        """Attention of a stage's layers. Prompts and single rows are apart: they run in different kernels.
-
-        Raises UsageError if the model has sliding windows and the work was not summed up for them.
-        """
+        """Attention of a stage's layers. Prompts and single rows are apart: they run in different kernels."""
         if len(work.windowed_decode_context) != len(self.windows):
             raise UsageError(f"sum the work up for this model's sliding windows {self.windows}: StepWork.of(windows=)")
         found = []
@@ -180,7 +188,7 @@ class ModelCounts:
         return found
 
     def embedding(self, tokens: int) -> Operator:
-        """Rows of the embedding; each device holds a part of the vocabulary, and writes all rows."""
+        """Each device holds a part of the vocabulary, and writes all rows."""
         rows = tokens * self.model.hidden_size * self.precision.other_bytes
         return Operator("embedding", "look-up", 0.0, rows / self.layout.tensor_parallel, 0.0, rows)
 
@@ -204,7 +212,7 @@ class ModelCounts:
 
     @property
     def layer_flops_per_pair(self) -> float:
-        """Operations of a layer for one query and one key it sees: a multiply-add for the score, one for the value."""
+        """Operations of a layer for one query and one key: a multiply-add for the score, one for the value."""
         return 4.0 * self.heads * self.model.head_dim
 
     def step_bytes(self, tokens: int, stage: int) -> float:
@@ -220,8 +228,6 @@ class ModelCounts:
         return tokens * self.model.hidden_size * self.precision.other_bytes
 
     def _stage_kinds(self, pipeline_split: Sequence[int] | None) -> Iterator[dict[LayerKind, int]]:
-        from nanoserve.costs.stages import stage_layers  # which asks for the counts of one layer
-
         model, stages = self.model, self.layout.pipeline_parallel
         for layers in stage_layers(model, stages, pipeline_split, asked=f"{stages} pipeline stages"):
             yield dict(Counter(LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in layers))
@@ -269,3 +275,98 @@ def tensor_degrees(model: ModelConfig) -> list[int]:
         for degree in range(1, heads + 1)
         if heads % degree == 0 and max(degree, kv_heads) % min(degree, kv_heads) == 0
     ]
+
+
+def stage_layers(
+    model: ModelConfig, pipeline_parallel: int, pipeline_split: Sequence[int] | None = None, *, asked: str | None = None
+) -> tuple[range, ...]:
+    """The layers of each stage, by `pipeline_split` or by cost. `asked` is the option in errors; None stands for --pp.
+
+    Raises UsageError if the stages cannot be filled, or the split is not one of this model's layers.
+    """
+    if pipeline_parallel < 1:
+        raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
+    if pipeline_parallel > model.num_layers:
+        raise UsageError(
+            f"{asked or f'--pp {pipeline_parallel}'}: the model has {model.num_layers} layers,"
+            f" so there are at most {model.num_layers} stages"
+        )
+    if pipeline_split is not None:
+        _check_split(pipeline_split, pipeline_parallel, model.num_layers)
+    sizes = pipeline_split or divide_layers(model, pipeline_parallel)
+    return tuple(range(first, after) for first, after in pairwise(accumulate(sizes, initial=0)))
+
+
+@lru_cache(maxsize=1024)
+def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """How many layers each stage gets; the embedding belongs to the first, the head to the last."""
+    if stages == 1:  # the counts of a layer are those of such a model
+        return (model.num_layers,)
+    decode, mixed = _shares(model, [], "bytes"), _shares(model, [(0, _CHUNK)], "flops")
+    embedding, *layers, head = (round(_UNITS * sum(both) / 2) for both in zip(decode, mixed, strict=True))
+    layers[0] += embedding
+    layers[-1] += head
+    return divide(layers, stages)
+
+
+def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Cut a row of costs into `stages` pieces, none empty; returns how many entries each has.
+
+    The dearest piece is as cheap as can be; of those divisions the most even one is taken (least sum of squares, so
+    that keys and values are spread well too), and of equally even ones that with the smaller first pieces.
+    O(stages * len(costs)^2).
+    """
+    sums = list(accumulate(costs, initial=0))
+    # By position: the least cost of the dearest piece if the pieces so far end there; then the best such division.
+    dearest: list[float] = [0] + [inf] * len(costs)
+    for _ in range(stages):
+        dearest = [
+            min((max(dearest[cut], sums[end] - sums[cut]) for cut in range(end)), default=inf)
+            for end in range(len(sums))
+        ]
+    most = dearest[-1]
+    divisions: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(inf, ())] * len(costs)
+    for _ in range(stages):
+        divisions = [
+            min(
+                (
+                    (divisions[cut][0] + (sums[end] - sums[cut]) ** 2, (*divisions[cut][1], end - cut))
+                    for cut in range(end)
+                    if sums[end] - sums[cut] <= most
+                ),
+                default=(inf, ()),
+            )
+            for end in range(len(sums))
+        ]
+    return divisions[-1][1]
+
+
+def _check_split(split: Sequence[int], pipeline_parallel: int, num_layers: int) -> None:
+    told = f"--pp-split {','.join(map(str, split))}"
+    if len(split) != pipeline_parallel:
+        raise UsageError(f"{told} names {len(split)} stages, but --pp is {pipeline_parallel}")
+    if min(split) < 1:
+        raise UsageError(f"{told}: every stage needs at least one layer")
+    if sum(split) != num_layers:
+        raise UsageError(f"{told} adds up to {sum(split)} layers, but the model has {num_layers}")
+
+
+def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "flops"]) -> list[float]:
+    """What the embedding, each layer and the head cost in a step with these chunks, as shares of the whole."""
+
+    def cost(operators: Iterable[Operator]) -> float:
+        return sum(getattr(operator, measure) for operator in operators)
+
+    def layer_cost(kind: LayerKind) -> float:
+        """The cost of one such layer, in a model of this layer alone."""
+        moe = replace(model.moe, sparse_layers=frozenset({0})) if model.moe is not None and kind.sparse else None
+        alone = ModelCounts(replace(model, num_layers=1, sliding_windows=(kind.window,), moe=moe))
+        work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=alone.windows)
+        return cost([*alone.products(work, 0), *alone.attention(work, 0)])
+
+    kinds = [LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in range(model.num_layers)]
+    costs = {kind: layer_cost(kind) for kind in dict.fromkeys(kinds)}
+    counts = ModelCounts(model)
+    embedding = cost([counts.embedding(_DECODES + sum(length for _, length in chunks))])
+    parts = [embedding, *(costs[kind] for kind in kinds), cost([counts.product(counts.head, _DECODES)])]
+    return [part / sum(parts) for part in parts]

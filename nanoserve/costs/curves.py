@@ -9,8 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-_SHORTEST = 1e-9
-"""Seconds: the shortest difference of two times."""
+_SHORTEST = 1e-9  # seconds: the shortest difference of two times
 _TIMES = ("seconds", "low", "high")
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**50)]  # may be bytes: floats up to here are exact
@@ -81,8 +80,7 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
     def at(self, batch: float, context: float) -> float:
         """Seconds for `batch` sequences of `context` keys each: a line over the contexts, then one over the batches.
 
-        Beyond the last sizes it grows in proportion, as reading bytes does. Extended lines in two directions might
-        cross, and then more sequences would take less time.
+        Beyond the last sizes it grows in proportion, as reading bytes does; extended lines in two directions might cross.
         """
         if batch <= 0:
             return 0.0
@@ -112,7 +110,6 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
 
 
 def _interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
-    """Piecewise linear; 0 at 0, constant below the first size; beyond the last along the last line, never falling."""
     if size <= 0:
         return 0.0
     lower, upper, share = _between(sizes, size)
@@ -120,10 +117,7 @@ def _interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) ->
 
 
 def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
-    """Indices of the sizes around `size`, and its place between them: 0 at the lower, 1 at the upper.
-
-    The place is 0 below the first size. Beyond the last it is above 1, counted from the last two.
-    """
+    """Indices of the sizes around `size`, and its place: 0 at the lower, 1 at the upper, above 1 beyond the last."""
     if size <= sizes[0]:
         return 0, 0, 0.0
     upper = min(bisect_left(sizes, size), len(sizes) - 1)

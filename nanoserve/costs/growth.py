@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+
 from nanoserve.request import Place, Sequence, Status
 
 _RENEWED_EVERY = 16  # steps between two forecasts of all running sequences; in between, those that begin are added
@@ -26,7 +28,7 @@ class GrowthForecast:
     """
 
     def __init__(self) -> None:
-        self._in_order_of_time: deque[int] = deque()
+        self._in_order_of_time = deque[int]()
         self._sorted: list[int] = []
         self._lengths: list[int] = []  # those of _sorted when the curve was drawn
         self._ended: list[float] = []  # the share of answers that are no longer than each of these
@@ -43,15 +45,11 @@ class GrowthForecast:
 
     def renew(self, produced: Iterable[int]) -> None:
         """Draw the curve again, with what the running sequences have produced so far."""
-        going_on = sorted(produced)
+        going_on, self._lengths = sorted(produced), self._sorted.copy()
         self._longest = going_on[-1] if going_on else 0
-        self._lengths, self._ended = self._sorted.copy(), []
-        left, passed = 1.0, 0
-        for number, length in enumerate(self._lengths):
-            while passed < len(going_on) and going_on[passed] < length:
-                passed += 1
-            left *= 1 - 1 / (len(self._lengths) - number + len(going_on) - passed)
-            self._ended.append(1 - left)
+        running = len(going_on) - np.searchsorted(going_on, self._lengths)  # that have produced at least each length
+        ended = np.arange(len(self._lengths), 0, -1)  # answers that are at least as long
+        self._ended = (1 - np.cumprod(1 - 1 / (ended + running))).tolist()
 
     def remaining(self, sequence: Sequence) -> int:
         """Tokens that this sequence may still produce: one draw from the distribution of lengths.
@@ -72,10 +70,8 @@ class GrowthForecast:
         return min(length - produced, bound)
 
     def deviation(self) -> float:
-        shares = [after - before for before, after in zip([0.0, *self._ended], [*self._ended, 1.0], strict=True)]
-        lengths = [*self._lengths, 2 * self._longest]
-        mean = sum(share * length for share, length in zip(shares, lengths, strict=True))
-        return math.sqrt(sum(share * (length - mean) ** 2 for share, length in zip(shares, lengths, strict=True)))
+        shares, lengths = np.diff([0.0, *self._ended, 1.0]), np.array([*self._lengths, 2 * self._longest])
+        return math.sqrt(shares @ (lengths - shares @ lengths) ** 2)
 
     def expected_growth(self, running: SequenceOf[Sequence]) -> int:
         """Tokens by which the running sequences together will at most exceed what they hold now, prompts included.

@@ -60,7 +60,7 @@ class CostPredictor:
         self._costs, self._layouts, self._layers = costs, layouts, costs.counts.layers(0)
 
     def linear_seconds(self, tokens: int) -> float:
-        """Includes the CPU's work for each sequence, for prompts too much: a few percent, at the default 10 us a row."""
+        """Includes the CPU's work for each sequence; for prompts a few percent too much, at the default 10 us."""
         per_row = tokens * self._costs.efficiency.row_seconds / self.num_layers
         return self._costs.layers_seconds(tokens, 0) / self._layers + per_row
 

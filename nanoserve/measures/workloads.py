@@ -12,8 +12,7 @@ from pathlib import Path
 from nanoserve.errors import UsageError
 
 LARGEST_SIZE = 2**20
-_LATEST = 1e12
-"""Seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost."""
+_LATEST = 1e12  # seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from nanoserve.costs import Machine, ParallelLayout, Precision, StepCosts, load_shape
+from nanoserve.costs.counts import divide_layers
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.predictor import CostPredictor, layout_predictors
-from nanoserve.costs.stages import divide_layers
 from nanoserve.errors import UsageError
 
 MODEL = load_shape("qwen3-0.6b")
