@@ -98,9 +98,7 @@ class Link:
     """The bandwidth was reached, not printed in a data sheet."""
 
     def scaled(self, factor: float) -> "Link":
-        """The same with its bandwidth times a factor above 0, or UsageError; the latency stays."""
-        if not factor > 0:
-            raise UsageError(f"a bandwidth is scaled by a factor above 0, not {factor}")
+        """The same with its bandwidth times a factor; the latency stays."""
         return replace(self, bandwidth=self.bandwidth * factor)
 
     def send_seconds(self, num_bytes: float) -> float:
@@ -120,21 +118,20 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Equal devices in one or more nodes."""
+    """Equal devices in one or more nodes, of which those of a node share ``link``."""
 
     name: str
     device: Device
     devices_per_node: int
-    """Devices of a node, which share ``link``."""
     link: Link
     network: Link | None = None
     """Between nodes; None if there is but one."""
     host_link: Link
     """Between each device and the host's memory."""
     processor: Device | None = None
-    """The host's CPUs, None if unknown."""
+    """The host's CPUs; None if unknown."""
     host_memory_bytes: float = 0.0
-    """Host memory of a node; 0 if unknown."""
+    """Of a node; 0 if unknown."""
     source: str
 
     def link_among(self, first: int, count: int) -> Link:

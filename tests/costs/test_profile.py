@@ -8,10 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.hardware import Efficiency
-from nanoserve.costs.profile import MeasuredTimes, Prediction, RunFigures, check_writable, read_profile, write_profile
+from nanoserve.costs.profile import (
+    MeasuredTimes,
+    Prediction,
+    RunFigures,
+    calibrate,
+    check_writable,
+    read_profile,
+    write_profile,
+)
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.simulator.pipeline import StepTimes, TieredTimes

@@ -17,9 +17,8 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import describe_machine, describe_run
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
-from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.hardware import Device
-from nanoserve.costs.profile import SCHEMA, KvMemory, Profile
+from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, calibrate
 from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
 from nanoserve.llm import LLM

@@ -14,11 +14,10 @@ import torch
 
 from nanoserve import __version__
 from nanoserve.config import ModelConfig, SamplingDefaults
-from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.hardware import Device, MachineSpeeds
 from nanoserve.costs.predictor import MeasuredPredictor
-from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, read_profile, write_profile
+from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, calibrate, read_profile, write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
