@@ -48,17 +48,20 @@ def repeated_class_names() -> dict[str, int]:
     return {name: len(found) for name, found in sorted(places.items()) if len(found) > 1}
 
 
-def visits() -> tuple[Visit, Visit]:
-    """What the first token of a chat's answer visits, from the question on, and what a later one visits."""
+def visits() -> tuple[Visit, Visit, Visit]:
+    """What the first token of a chat's answer visits, from the question on; what a later one visits; and what all of
+    plain serving does, from loading the model to the end of an answer."""
     from nanoserve import LLM, SamplingParams
 
     question = [{"role": "user", "content": "Tell me a story about a cat."}]
-    with LLM(eager=True, kv_cache_memory=64 << 20) as llm:
+    first, later, whole = Visit(), Visit(), Visit()
+    models: list[LLM] = []
+    observed(lambda: models.append(LLM(eager=True, kv_cache_memory=64 << 20)), whole)
+    with models[0] as llm:
         params = SamplingParams(max_tokens=8, seed=1)
-        llm.chat(question, params)  # what happens once in a process is not part of an answer
+        observed(lambda: llm.chat(question, params), whole)  # the visits of a token leave out what happens once
         stream = llm.stream(question, params)
         stream.close()
-        first, later = Visit(), Visit()
 
         def ask() -> None:
             nonlocal stream
@@ -69,7 +72,7 @@ def visits() -> tuple[Visit, Visit]:
         next(stream)
         observed(lambda: next(stream), later)
         stream.close()
-    return first, later
+    return first, later, whole
 
 
 def observed(action: Callable[[], Any], visit: Visit) -> None:
@@ -93,9 +96,13 @@ def main() -> None:
     _print_rooms(rooms())
     names = repeated_class_names()
     print(f"\n{len(names)} class names stand in more than one file: {', '.join(f'{n} x{k}' for n, k in names.items())}")
-    for name, visit in zip(("first", "later"), visits(), strict=True):
+    *tokens, whole = visits()
+    for name, visit in zip(("first", "later"), tokens, strict=True):
         print(f"\n{name} token: {len(visit.files)} files, {len(visit.calls)} functions, {visit.calls.total()} calls")
         print("  " + "\n  ".join(visit.files))
+    lines = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in whole.files)
+    print(f"\nplain serving on one device: {len(whole.files)} files of {lines:,} lines")
+    print("  " + "\n  ".join(whole.files))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,6 @@ def test_no_more_class_names_are_used_twice() -> None:
 
 
 def test_a_token_visits_no_more_files() -> None:
-    first, later = visits()
+    first, later, _ = visits()
     assert len(first.files) <= MOST_FILES_OF_THE_FIRST_TOKEN, first.files
     assert len(later.files) <= MOST_FILES_OF_A_LATER_TOKEN, later.files

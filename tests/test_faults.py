@@ -28,7 +28,7 @@ PRETENDING = (
     '#!/bin/sh\ncase "$*" in *--version*) echo fake 1; exit 0;; esac\n'
     'for last; do [ "$previous" = "-o" ] && out=$last; previous=$last; done\necho library > "$out"\n'
 )
-PATIENCE = 120.0
+PATIENCE = 600.0
 
 
 @pytest.fixture(scope="module")

@@ -221,7 +221,7 @@ def test_interrupt_keeps_what_is_finished_and_says_how_to_go_on(source: Path, ta
     while (not target.exists() or not target.read_bytes()) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert err.startswith(b"nanoserve: interrupted: 1 rows written to ")
     assert err.endswith(b", 3 rows are left; the same command goes on from here\n")

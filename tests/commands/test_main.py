@@ -291,7 +291,7 @@ def test_interrupt_is_one_line(arguments: list[str]) -> None:
     assert process.stdout is not None
     process.stdout.read(5)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert err == b"nanoserve: interrupted\n"
     assert process.returncode == 130
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
-PATIENCE = 120.0
+PATIENCE = 600.0
 PAIR = ("--prefill-parallel", "p2", "--decode-parallel", "t2", "--eager")
 TIGHT = ("--dtype", "float32", "--seed", "3", "--max-model-len", "128", "--max-num-seqs", "4")
 SMALL = ("--kv-cache-memory", "512KiB", "--host-kv-memory", "1MiB")

@@ -32,9 +32,9 @@ def together(lives: list[HybridSeen]) -> HybridSeen:
 
 
 def test_fixed_lives_of_every_family() -> None:
-    """Each once by lot, and some under one of the policies."""
-    cases = [(family, Case("by lot", seed=number)) for number, family in enumerate(FAMILIES)]
-    policies = zip(FAMILIES, STRATEGIES[:4], strict=False)
+    """Half of them by lot, half under one of the policies."""
+    cases = [(family, Case("by lot", seed=number)) for number, family in enumerate(FAMILIES[4:])]
+    policies = zip(FAMILIES[:4], STRATEGIES[:4], strict=True)
     cases += [(family, Case(policy, prefix_caching=False, seed=3)) for family, policy in policies]
     models = [(small_model(family), case) for family, case in cases]
     lives = [check(model, case, at_random(model, case.seed)) for model, case in models]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
-_PATIENCE = 60.0  # seconds that a rank waits for the others: long, but no test hangs
+_PATIENCE = 240.0  # seconds that a rank waits for the others: long, but no test hangs
 
 
 class ThreadGroup:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 def test_torch_distributed_gets_from_one_host_to_the_other(hosts: tuple[Host, Host]) -> None:
     first, second = programs = torchrun(hosts, ["tests/multi_node/sum_of_ranks.py"])
-    wait(programs, 120)
+    wait(programs, 600)
 
     assert (first.code, second.code) == (0, 0), first.errors + second.errors
     assert "rank 0 over cable-a: 3" in first.output

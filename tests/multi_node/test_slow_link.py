@@ -40,7 +40,7 @@ def test_two_layouts_on_two_hosts_answer_what_one_process_answers(hosts: tuple[H
     """The hosts have the memory of one machine in common, which is what two layouts want."""
     command = ["-m", "nanoserve", "generate", "Once upon a time", *SETTINGS]
     alone = hosts[0].start([sys.executable, *command])
-    wait([alone], 120)
+    wait([alone], 600)
     first, second = both = torchrun(hosts, [*command, "--prefill-parallel", "p2", "--decode-parallel", "t2"])
     wait(both, 180)
     assert (alone.code, first.code, second.code) == (0, 0, 0), first.errors + second.errors

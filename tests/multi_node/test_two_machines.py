@@ -31,7 +31,7 @@ def expected(hosts: tuple[Host, Host], prompts: Path) -> list[str]:
     """What one process answers."""
     results = prompts.parent / "alone.jsonl"
     program = hosts[0].start([sys.executable, *generate(prompts, results)])
-    wait([program], 120)
+    wait([program], 600)
     assert program.code == 0, program.errors
     return texts(results)
 
@@ -83,7 +83,7 @@ def test_unequal_versions_are_one_clear_line_on_both_sides(
     (tmp_path / "sitecustomize.py").write_text("import nanoserve\nnanoserve.__version__ = '9.9.9'\n")
     other = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2"), ({}, other))
-    wait(programs, 120)
+    wait(programs, 600)
 
     for program in programs:
         (line,) = [line for line in program.errors.splitlines() if line.startswith("nanoserve: ")]

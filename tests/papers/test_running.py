@@ -56,7 +56,7 @@ def test_no_process_outlives_a_program_that_is_killed() -> None:
         for _ in range(2):
             assert program.stdout.readline() == "runs\n"
         program.kill()
-        rest, _ = program.communicate(timeout=60)  # until the last of them has closed its end
+        rest, _ = program.communicate(timeout=240)  # until the last of them has closed its end
     assert rest == ""
 
 

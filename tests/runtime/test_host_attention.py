@@ -17,7 +17,7 @@ from nanoserve.scheduler.plan import HostWork
 from tests.runtime.host_batches import HostBatch, host_batch
 
 CPU = torch.device("cpu")
-ENOUGH = 30.0
+ENOUGH = 240.0
 
 
 @contextmanager

@@ -194,7 +194,13 @@ def test_tokens_do_not_depend_on_what_shares_the_engine() -> None:
 ORDINARY = [name for name, entry in POLICIES.items() if not entry.attends_on_host]
 
 
-@pytest.mark.parametrize(("policy", "prefix_caching"), list(zip(ORDINARY, cycle((True, False)))))
+@pytest.mark.parametrize(
+    ("policy", "prefix_caching"),
+    [
+        pytest.param(policy, caching, marks=() if policy in ("sarathi", "throttling", "seesaw") else pytest.mark.slow)
+        for policy, caching in zip(ORDINARY, cycle((True, False)))
+    ],
+)
 def test_tokens_are_the_same_where_sequences_move_to_host_memory_and_back(
     policy: str, monkeypatch: pytest.MonkeyPatch, *, prefix_caching: bool
 ) -> None:

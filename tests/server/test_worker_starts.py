@@ -45,7 +45,7 @@ def _end_at(case: Case) -> None:
         time.sleep(moment)
         group = _engine_of(mark, process.pid) if command == "engine" else process.pid
         os.killpg(group, number)  # as a terminal does
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=240)
         wait_until(lambda: marked(mark) == [], 20)
         wait_until(lambda: _left_in(directory) == [], 5)
         assert f"{ROOT}/nanoserve/" not in said, "no traceback but of Python's own start"

@@ -113,6 +113,7 @@ def test_copies_read_every_source_before_they_write() -> None:
     assert value_cache[:, 1, 2, 7].tolist() == [0, 0, -1, -3]
 
 
+@pytest.mark.slow  # it imports torch's compiler; tests/runtime/test_torch_compile.py compiles the operators quickly
 def test_torch_accepts_the_operators_for_tracing() -> None:
     """Schema, fake kernel and functionalization are consistent, as torch.compile relies on."""
     batch = build([Row(1, 6), Row(3, 5)], num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=7)

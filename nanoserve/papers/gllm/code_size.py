@@ -3,8 +3,9 @@
 import ast
 import io
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import nanoserve
@@ -40,7 +41,8 @@ def sources() -> Iterator[Path]:
         yield from sorted((ROOT / package).rglob("*.py"))
 
 
-def rooms() -> dict[str, Room]:
+@cache
+def rooms() -> Mapping[str, Room]:
     """The size of every room, by its path."""
     sizes: dict[str, list[Room]] = {}
     for path in sources():

@@ -22,9 +22,7 @@ class PolicyEntry:
     kind: type[Policy]
     """Its class, a dataclass whose fields are its parameters."""
     paper: str
-    """Where it comes from."""
     use_when: str
-    """What it is good for, in one line."""
     budget: str = "token_budget"
     """The parameter that is the token budget of a step, ``--max-num-batched-tokens``."""
 
@@ -83,15 +81,11 @@ POLICIES: dict[str, PolicyEntry] = {
 def make_policy(
     name: str, token_budget: int, parameters: Mapping[str, Any] | None = None, *, swaps: bool = False
 ) -> Policy:
-    """The policy of that name.
+    """The policy of that name, with parameters that differ from its defaults.
 
-    Args:
-        token_budget: tokens of one step; for the throttling policies, its most prompt tokens.
-        parameters: values that differ from the policy's defaults, by name.
-        swaps: victims may move to host memory. A policy that attends there decides so itself.
-
-    Raises:
-        UsageError: for an unknown name or parameter, or one out of its range.
+    ``token_budget`` is the tokens of one step, for the throttling policies its most prompt tokens. With ``swaps``
+    victims may move to host memory; a policy that attends there decides so itself. Raises UsageError for an unknown
+    name or parameter, or one out of its range.
     """
     if name not in POLICIES:
         raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")

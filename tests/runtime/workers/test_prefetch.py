@@ -13,7 +13,7 @@ from nanoserve.runtime.workers.messages import Allocate, Follow, ForgetHost, Pre
 from nanoserve.runtime.workers.worker import THREAD_NAME, PrefetchedStep, PrefetchThread
 from nanoserve.scheduler.plan import StepPlan
 
-PATIENCE = 20.0
+PATIENCE = 240.0
 CPU = torch.device("cpu")
 
 
