@@ -355,7 +355,7 @@ def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "
     """What the embedding, each layer and the head cost in a step with these chunks, as shares of the whole."""
 
     def cost(operators: Iterable[Operator]) -> float:
-        return sum(getattr(operator, measure) for operator in operators)
+        return sum(operator.bytes if measure == "bytes" else operator.flops for operator in operators)
 
     def layer_cost(kind: LayerKind) -> float:
         """The cost of one such layer, in a model of this layer alone."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision
@@ -256,7 +257,7 @@ class _Fit:
         layers, products = self._profile.model.num_layers, self._counts.products(StepWork(decodes=tokens), 0)
         return [(operator.bytes / layers, operator.flops / layers) for operator in products]
 
-    def _attention(self, keys: int, bandwidth: Any, flops: float) -> Any:
+    def _attention(self, keys: int, bandwidth: float | NDArray[np.float64], flops: float) -> NDArray[np.float64]:
         """The least seconds of a layer's decode attention over this many keys, for one bandwidth or several."""
         moving, computing = keys * self._counts.layer_kv_bytes, keys * self._counts.layer_flops_per_pair
         return np.maximum(moving / bandwidth, computing / flops)
@@ -289,9 +290,9 @@ class _Fit:
             products = sum(np.maximum(size / bandwidth, count / flops) for size, count in self._linear(batch))
             measured.append(linear.at(batch) + seconds)
             models.append(self._attention(batch * context, bandwidth, flops) + products)
-        seconds, model = np.array(measured), np.array(models).T
-        gaps = np.maximum(0.0, ((seconds - model) / seconds**2).sum(axis=1) / (1 / seconds**2).sum())
-        best = int(np.argmin((((model + gaps[:, None]) / seconds - 1) ** 2).sum(axis=1)))
+        times, model = np.array(measured), np.array(models).T
+        gaps = np.maximum(0.0, ((times - model) / times**2).sum(axis=1) / (1 / times**2).sum())
+        best = int(np.argmin((((model + gaps[:, None]) / times - 1) ** 2).sum(axis=1)))
         return float(shares[best]), float(gaps[best]) / Efficiency().kernels_per_layer
 
 
