@@ -35,7 +35,9 @@ FLOORS: dict[str, set[str]] = {
         *("errors", "request", "config", "engine_config", "measures", "kv", "costs", "scheduler", "record", "engine"),
         "dispatcher",
     },
-    "papers": {"errors", "config", "measures", "costs", "scheduler", "record", "simulator", "benchmarks"},
+    "papers": {
+        *("errors", "processes", "config", "measures", "costs", "scheduler", "record", "simulator", "benchmarks"),
+    },
     "text": {"errors", "processes"},
     "grammar": {"errors", "processes", "text"},
     "outputs": {"errors", "request"},

@@ -5,12 +5,14 @@ No torch.
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import eq
 from typing import Any
 
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.peers.process import Batch, Peer
+from nanoserve.benchmarks.driving import EngineRun
+from nanoserve.benchmarks.peers.process import PeerProcess
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated, until_enough_count
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts
@@ -34,15 +36,16 @@ class EngineRound(msgspec.Struct, frozen=True):
 
 
 class Round(Bracketed, frozen=True, kw_only=True):
-    """One round of one case: every engine once, and which share of each peer's first tokens is ours."""
+    """One round of one case: every engine once."""
 
     engines: dict[str, EngineRound]
     same_tokens: dict[str, float]
+    """For each peer, which share of its first tokens is ours: that all did the same work with the same weights."""
 
 
 def run_rounds(
     case: BatchCase,
-    peers: Sequence[Peer],
+    peers: Sequence[PeerProcess],
     *,
     rounds: int,
     vocab_size: int,
@@ -53,19 +56,23 @@ def run_rounds(
 
     Every engine first runs the case once unmeasured. In each round the first engine is another one.
     """
-    for peer in peers:
-        peer.run(_batch(case, vocab_size, seed=0))
+
+    def run(peer: PeerProcess, seed: int) -> EngineRun:
+        prompts = random_prompts([case.input_tokens] * case.batch, vocab_size, seed)
+        return peer.run(tuple(prompts), case.output_tokens)
 
     def one_round(number: int) -> Round:
-        batch, before = _batch(case, vocab_size, seed=number), probe() / GIGA
+        before = probe() / GIGA
         engines: dict[str, EngineRound] = {}
-        answers: dict[str, tuple[tuple[int, ...], ...]] = {}
+        first_tokens: dict[str, list[int]] = {}
         for peer in rotated(peers, number - 1):
             foreign.read()
-            result = peer.run(batch)
+            result = run(peer, number)
             load, ttft = foreign.read(), max(timing.ttft for timing in result.timings)
             engines[peer.name] = EngineRound(BatchRates.of(result.timings), ttft, load)
-            answers[peer.name] = result.tokens
+            if all(result.tokens):  # a server tells no token ids
+                first_tokens[peer.name] = [tokens[0] for tokens in result.tokens]
+        ours = first_tokens.pop(OURS, [])
         return Round(
             case=case.name,
             number=number,
@@ -73,30 +80,17 @@ def run_rounds(
             bandwidth_after=probe() / GIGA,
             foreign_cores=_most(engines.values()),
             engines=engines,
-            same_tokens=_agreement(answers),
+            same_tokens={name: statistics.mean(map(eq, ours, theirs)) for name, theirs in first_tokens.items()},
         )
 
+    for peer in peers:
+        run(peer, 0)
     return until_enough_count(one_round, rounds)
 
 
 def _most(engines: Iterable[EngineRound]) -> float | None:
     """The most cores that others kept busy beside any of these."""
     return max((engine.foreign_cores for engine in engines if engine.foreign_cores is not None), default=None)
-
-
-def _batch(case: BatchCase, vocab_size: int, seed: int) -> Batch:
-    prompts = random_prompts([case.input_tokens] * case.batch, vocab_size, seed)
-    return Batch(tuple(prompts), case.output_tokens)
-
-
-def _agreement(answers: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, float]:
-    """For each peer, which share of the first tokens is ours: that everyone did the same work with the same weights."""
-    ours = answers.get(OURS, ())
-    return {
-        name: statistics.mean(mine[0] == theirs[0] for mine, theirs in zip(ours, tokens, strict=True))
-        for name, tokens in answers.items()
-        if ours and name != OURS and all(tokens)  # a server tells no token ids
-    }
 
 
 def ratios(rounds: Sequence[Round]) -> list[dict[str, Any]]:

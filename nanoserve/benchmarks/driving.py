@@ -39,7 +39,7 @@ class EngineRun:
 
     timings: tuple[RequestTiming, ...]
     tokens: tuple[tuple[int, ...], ...]
-    steps: tuple[StepRecord, ...]
+    steps: tuple[StepRecord, ...] = ()
 
 
 class EngineDriver:

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape, decode_rows, make_batch
+from nanoserve.benchmarks.gpu.attention import AttentionCall, decode_rows, make_batch
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, grouped, rotated, until_enough_count
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
@@ -72,20 +72,20 @@ class OperatorRound(Bracketed, frozen=True, kw_only=True):
 
 def attention_case(batch: int, context: int, dtype: torch.dtype) -> OperatorCase:
     """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks."""
-    shape, call = _decode_call(batch, context, dtype)
+    call = _decode_call(batch, context, dtype)
     pools = _copies(torch.stack((call.key_cache, call.value_cache)))
     calls = cycle([replace(call, key_cache=keys, value_cache=values) for keys, values in pools])
     query = call.query[:, :, None]
 
     def gather_and_attend() -> Tensor:
         """The obvious way: index the caches by the block tables, then torch's attention."""
-        key, value = next(calls).gathered(context)
+        key, value = next(calls).gathered()
         return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).reshape(batch, -1)
 
     return OperatorCase(
         name=f"attention {batch} x {context}",
-        num_bytes=_bytes_read(shape, dtype),
-        operations=shape.operations,
+        num_bytes=_bytes_read(call),
+        operations=call.operations,
         routes={
             OURS: Route(lambda: next(calls).attend()),
             "gather + SDPA": Route(gather_and_attend),
@@ -99,9 +99,11 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
     """Decode over the host tier: rows as in `attention_case` are handed to a thread of its own, with as many threads to
     share the work as torch has here, and waited for. Beside it the operator that this thread calls, called directly.
     """
-    shape, call = _decode_call(batch, context, dtype)
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    fused = torch.randn(batch, heads + 2 * kv_heads, shape.head_dim).to(dtype)  # as a layer's projection gives them
+    call = _decode_call(batch, context, dtype)
+    heads, kv_heads = call.query.shape[1], call.key_cache.shape[1]
+    fused = torch.randn(batch, heads + 2 * kv_heads, call.query.shape[2]).to(
+        dtype
+    )  # as a layer's projection gives them
     query, key, value = fused[:, :heads], fused[:, heads:-kv_heads], fused[:, -kv_heads:]
     slots = call.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
     cache_write(key, value, call.key_cache, call.value_cache, slots)
@@ -120,28 +122,22 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
     try:
         yield OperatorCase(
             name=f"host attention {batch} x {context}",
-            num_bytes=_bytes_read(shape, dtype),
-            operations=shape.operations,
+            num_bytes=_bytes_read(call),
+            operations=call.operations,
             routes={OURS: Route(hand_over_and_wait), "operator alone": Route(lambda: next(calls).attend())},
         )
     finally:
         host.close()
 
 
-def _decode_call(batch: int, context: int, dtype: torch.dtype) -> tuple[PagedAttentionShape, AttentionCall]:
-    model = dummy_config(SHAPE)
-    shape = PagedAttentionShape(
-        rows=decode_rows(batch, context),
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
-    return shape, make_batch(shape, block_size=BLOCK_SIZE, dtype=dtype)
+def _decode_call(batch: int, context: int, dtype: torch.dtype) -> AttentionCall:
+    model, rows = dummy_config(SHAPE), decode_rows(batch, context)
+    return make_batch(rows, model.num_heads, model.num_kv_heads, model.head_dim, block_size=BLOCK_SIZE, dtype=dtype)
 
 
-def _bytes_read(shape: PagedAttentionShape, dtype: torch.dtype) -> int:
+def _bytes_read(call: AttentionCall) -> int:
     """Bytes of all keys and values."""
-    return 2 * sum(row.context for row in shape.rows) * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    return call.num_bytes - call.query.nbytes - call.out.nbytes
 
 
 def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:

@@ -9,14 +9,14 @@ import json
 import re
 import ssl
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import msgspec
 
 from nanoserve.client.address import ServerAddress, key_headers
-from nanoserve.client.events import BrokenStream, Chunk, EventReader, error_facts
+from nanoserve.client.events import BrokenStream, Chunk, EventReader, error_facts, read_error
 from nanoserve.errors import RuntimeFailure
 
 _CONNECT_SECONDS = 10.0
@@ -54,7 +54,7 @@ class ApiClient:
 
     def __init__(self, address: ServerAddress, api_key: str | None = None) -> None:
         self.address = address
-        self._headers = {"user-agent": "nanoserve"} | key_headers(api_key)
+        self.headers = {"user-agent": "nanoserve"} | key_headers(api_key)  # of every request
 
     def get(self, path: str) -> Any:
         """The decoded JSON at a path.
@@ -124,7 +124,7 @@ class ApiClient:
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> Generator[http.client.HTTPResponse, None, None]:
         """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
-        headers, content = dict(self._headers), None
+        headers, content = dict(self.headers), None
         if body is not None:
             content = json.dumps(body).encode()
             headers["content-type"] = "application/json"
@@ -143,9 +143,7 @@ class ApiClient:
             connection.close()
 
     def _refused(self, path: str, response: http.client.HTTPResponse) -> ServerRefused:
-        facts = None
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            facts = error_facts(msgspec.json.decode(response.read(_LONGEST_ERROR)))
+        facts = read_error(response.read(_LONGEST_ERROR))
         message = f"{self.address} answered {response.status}: "
         message += facts.message if facts else f"{response.reason or 'no reason'} ({path})"
         wait = response.getheader("retry-after", "")

@@ -5,6 +5,7 @@ maximum length, and an object of the wrong shape is an error that names the serv
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -126,6 +127,13 @@ def error_facts(body: Any) -> ErrorFacts | None:
     named = [error.get(name) for name in ("code", "type")]
     code = next((name for name in named if isinstance(name, str) and name), None)
     return ErrorFacts(error["message"][:_LONGEST_MESSAGE], code)
+
+
+def read_error(content: bytes) -> ErrorFacts | None:
+    """The error in the body of an answer, or None."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return error_facts(msgspec.json.decode(content))
+    return None
 
 
 def printable(text: str) -> str:

@@ -16,7 +16,6 @@ from nanoserve.commands.bench_options import (
     GridOptions,
     ResultOptions,
     engine_title,
-    kept,
     print_counting,
     print_head,
     settled_operators,
@@ -66,17 +65,14 @@ def run(options: CompareOptions) -> None:
         raise UsageError(f"--peers {unknown[0]!r} is not one of {', '.join(PEERS)}")
     present = [name for name in names if not PEERS[name].missing]
     settings = {"peers": present, "cases": [case.name for case in cases], "rounds": options.rounds}
-    report = options.open_report("compare", settings)
-    for name in names:
-        if name not in present:
-            note = f"{name} is not installed and left out: {PEERS[name].install}"
-            remark(note)
-            report.note(note)
-    operators = settled_operators(options.threads)
-    openings, facts = _openings(present, cases, options)
-    report.put("engine", facts | {"operators": operators})
-    with ExitStack() as opened, kept(report, lambda: _show(report, options)):
-        _measure(openings, cases, options.rounds, report, opened, facts["vocab_size"])
+    with options.reported("compare", settings, _show) as report, ExitStack() as opened:
+        for name in names:
+            if name not in present:
+                note = f"{name} is not installed and left out: {PEERS[name].install}"
+                remark(note)
+                report.note(note)
+        peers = _open_peers(present, options, report, opened)
+        _measure(peers, cases, options.rounds, report)
 
 
 @contextmanager
@@ -90,68 +86,49 @@ def _needed(name: str) -> Iterator[None]:
         raise type(error)(f"{error} (to compare without {name}, leave it out of --peers)") from error
 
 
-def _openings(
-    names: Sequence[str], cases: Sequence[BatchCase], engine: EngineOptions
-) -> tuple[list[Opening], dict[str, Any]]:
-    """How each engine is opened, and what they share; weights are written for those that read other files."""
-    from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name, gguf_file, model_config
+def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, opened: ExitStack) -> list[PeerProcess]:
+    """All engines, ours first, until ``opened`` ends; weights are written before for those that read other files."""
+    operators = settled_operators(options.threads)
+    from nanoserve.benchmarks.peers import weights
 
-    model_name = engine.model or DEFAULT_MODEL
-    model = resolve_model(model_name, offline=engine.offline)
-    config = model_config(model)
-    dtype = dtype_name(engine.dtype, config)
+    model = resolve_model(options.model or DEFAULT_MODEL, offline=options.offline)
+    config = weights.model_config(model)
     shared: dict[str, Any] = {
-        "dtype": dtype,
-        "threads": engine.threads or available_cores(),
-        "policy": engine.policy or DEFAULT_POLICY,
+        "dtype": weights.dtype_name(options.dtype, config),
+        "threads": options.threads or available_cores(),
+        "policy": options.policy or DEFAULT_POLICY,
     }
-    openings = []
+    report.put("engine", {"model": model.name, **shared, "vocab_size": config.vocab_size, "operators": operators})
+    files = {"transformers": weights.checkpoint_directory, "llama.cpp": weights.gguf_file}
+    sources = {}
     for name in (OURS, *names):
         remark(f"preparing {name}")
-        source = model_name if model.directory is None else str(model.directory)  # found once, never looked up again
         with _needed(name):
-            if name == "transformers":
-                source = str(checkpoint_directory(model, dtype))
-            elif name == "llama.cpp":
-                source = str(gguf_file(model, dtype))
-        openings.append(
-            Opening(
-                engine=name,
-                model=source,
-                **shared,
-                max_batch=max(case.batch for case in cases),
-                max_length=max(case.input_tokens + case.output_tokens for case in cases),
-                eager=engine.eager,
-            )
-        )
-    return openings, {"model": model.name, **shared, "vocab_size": config.vocab_size}
-
-
-def _measure(
-    openings: Sequence[Opening],
-    cases: Sequence[BatchCase],
-    rounds: int,
-    report: Report,
-    opened: ExitStack,
-    vocab_size: int,
-) -> None:
-    from nanoserve.benchmarks.roofline import BandwidthProbe
-
+            # A model of the hub is found once, and never looked up again.
+            found = files[name](model, shared["dtype"]) if name in files else model.directory
+        sources[name] = str(found or model.name)
     peers: list[PeerProcess] = []
-    for opening in openings:
-        with _needed(opening.engine):
-            peers.append(PeerProcess(opening.engine, opening))
+    shared |= {"max_batch": max(options.batch_sizes), "eager": options.eager}
+    shared |= {"max_length": max(shape.total_tokens for shape in options.lengths)}
+    for name, source in sources.items():
+        with _needed(name):
+            peers.append(PeerProcess(Opening(engine=name, model=source, **shared)))
         opened.callback(peers[-1].close)
     report.put("descriptions", {peer.name: peer.description for peer in peers})
-    probe, foreign = BandwidthProbe(), ForeignLoad([peer.process_id for peer in peers])
+    return peers
+
+
+def _measure(peers: Sequence[PeerProcess], cases: Sequence[BatchCase], rounds: int, report: Report) -> None:
+    from nanoserve.benchmarks.roofline import BandwidthProbe
+
+    probe, foreign = BandwidthProbe().read, ForeignLoad([peer.process_id for peer in peers])
+    vocab_size, total = report.document["engine"]["vocab_size"], len(cases) * rounds
     with show_progress() as progress:
         for place, case in enumerate(cases):
             remark(f"comparing {case.name}")
-            counted, total = place * rounds, len(cases) * rounds
+            counted = place * rounds
             progress("rounds", counted, total)
-            for done in run_rounds(
-                case, peers, rounds=rounds, vocab_size=vocab_size, probe=probe.read, foreign=foreign
-            ):
+            for done in run_rounds(case, peers, rounds=rounds, vocab_size=vocab_size, probe=probe, foreign=foreign):
                 report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
                 counted += done.counts
                 progress("rounds", counted, total)

@@ -157,11 +157,17 @@ def kept(report: Report, show: Callable[[], None]) -> Iterator[None]:
 
 
 def fitting_work(work: Work, context: int | None, report: Report) -> Work:
-    """The requests that a context has room for; the report says how many are left out."""
-    fitting = work.fitting(context)
-    if left_out := len(work.shapes) - len(fitting.shapes):
+    """The requests that a context has room for, all if it is None; the report says how many are left out.
+
+    Raises UsageError if none is left.
+    """
+    places = [place for place, one in enumerate(work.shapes) if context is None or one.total_tokens <= context]
+    if not places:
+        raise UsageError(f"every request of {work.name} is longer than the context of {context} tokens")
+    if left_out := len(work.shapes) - len(places):
         report.note(f"{left_out} requests are longer than the context of {context} and left out")
-    return fitting
+    times = None if work.times is None else [work.times[place] for place in places]
+    return Work(work.name, [work.shapes[place] for place in places], times)
 
 
 def settled_operators(threads: int | None) -> str:

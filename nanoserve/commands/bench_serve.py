@@ -1,16 +1,19 @@
 """``nanoserve bench serve``: what clients of a server get to see under load."""
 
+import json
 import math
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
+import msgspec
+
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.serving.own_server import OwnServer, prepare_engine
+from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import warnings
-from nanoserve.benchmarks.serving.requests import RequestStyle, check_endpoint, parse_rates
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.serving.requests import Point, RequestStyle, parse_rates
+from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.client.connection import ApiClient
 from nanoserve.client.models import ModelCard, served_model
 from nanoserve.commands.bench_options import (
@@ -30,23 +33,21 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import Chart, draw, panel
 from nanoserve.measures.metrics import parse_slo
 from nanoserve.measures.workloads import parse_sizes
+from nanoserve.processes.children import run_module
 from nanoserve.processes.installation import install_command
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 _PERCENTILES = ("p50", "p90", "p99")
-_COLUMNS = [
-    Column("load", "case"),
-    Column("complete", "completed", ",d"),
-    Column("failed", "failed", ",d"),
-    Column("at a time", "peak_concurrency", ",d"),
-    Column("requests/s", "requests_per_s", ",.2f"),
-    Column("output tok/s", "output_tokens_per_s", ",.1f"),
-    Column("total tok/s", "total_tokens_per_s", ",.1f"),
-    Column("goodput/s", "goodput.requests_per_s", ",.2f"),
-    Column("attained", "goodput.attainment", ".0%"),
-    Column("foreign cores", "foreign_cores", ".2f"),
-]
+_COLUMNS = columns(
+    ("", ("load", "case")),
+    (",d", ("complete", "completed"), "failed", ("at a time", "peak_concurrency")),
+    (",.2f", ("requests/s", "requests_per_s")),
+    (",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")),
+    (",.2f", ("goodput/s", "goodput.requests_per_s")),
+    (".0%", ("attained", "goodput.attainment")),
+    (".2f", "foreign_cores"),
+)
 
 
 class BenchServeOptions(
@@ -54,7 +55,7 @@ class BenchServeOptions(
 ):
     """All options of the command."""
 
-    endpoint: str = option("completions", "completions (token ids) or chat (words).", metavar="NAME")
+    endpoint: str = option("completions", "Token ids or words are sent.", choices=("completions", "chat"))
     allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
     slo: str | None = option(
         None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
@@ -72,14 +73,12 @@ class BenchServeOptions(
         "poisson", "Or the times of --trace, stretched to --rate if given.", choices=("poisson", "trace")
     )
 
-    def points(self) -> list[Any]:
-        """The loads of the sweep, as Points.
+    def points(self) -> list[Point]:
+        """The loads of the sweep.
 
         Raises:
             UsageError: for options that contradict each other.
         """
-        from nanoserve.benchmarks.serving.measuring import Point  # needs h11
-
         traced = self.arrivals == "trace"
         if self.concurrency is not None and (traced or self.rate is not None):
             raise UsageError("--concurrency is a closed loop: give it without --rate and --arrivals trace")
@@ -107,20 +106,19 @@ def run(options: BenchServeOptions) -> None:
     """
     if find_spec("h11") is None:
         raise RuntimeFailure(f"bench serve needs h11: {install_command('server')}")
-    from nanoserve.benchmarks.serving.measuring import ServeBench
-    from nanoserve.benchmarks.serving.sending import Sender
+    from nanoserve.benchmarks.serving.sending import Sender, ServeBench
 
-    points, limits, seed = options.points(), parse_slo(options.slo), options.seed or 0
-    endpoint, repeats = check_endpoint(options.endpoint), options.repeats
+    points, limits, seed, repeats = options.points(), parse_slo(options.slo), options.seed or 0, options.repeats
     work = options.read(seed, traced=options.arrivals == "trace")
-    settings: dict[str, Any] = {"work": work.name, "requests": len(work.shapes), "repeats": repeats, "seed": seed}
-    settings |= {"endpoint": endpoint, "ignore_eos": not options.allow_eos, "points": [point.name for point in points]}
-    settings |= {"warm_up": options.warm_up, "timeout": options.timeout, "slo": options.slo}
+    settings = {"work": work.name, "requests": len(work.shapes), "repeats": repeats, "seed": seed}
+    settings |= {"endpoint": options.endpoint, "ignore_eos": not options.allow_eos}
+    settings |= {"points": [point.name for point in points], "warm_up": options.warm_up}
+    settings |= {"timeout": options.timeout, "slo": options.slo}
     with options.reported("serve", settings, _show) as report, ExitStack() as opened:
-        client, key, model, foreign = _server(options, report, opened)
+        client, model, foreign = _server(options, report, opened)
         fitting = fitting_work(work, model.max_model_len, report)
-        style = RequestStyle.of(model.id, endpoint, ignore_eos=not options.allow_eos)
-        sender = Sender(client.address, style.path, api_key=key, timeout=options.timeout)
+        style = RequestStyle(model=model.id, endpoint=options.endpoint, ignore_eos=not options.allow_eos)
+        sender = Sender(client, style.path, timeout=options.timeout)
         bench = ServeBench(sender=sender, style=style, work=fitting, seed=seed, slo=limits, foreign=foreign)
         remark(f"warming up with {options.warm_up} requests")
         bench.warm_up(options.warm_up)
@@ -133,11 +131,11 @@ def run(options: BenchServeOptions) -> None:
 
 def _server(
     options: BenchServeOptions, report: Report, opened: ExitStack
-) -> tuple[ApiClient, str | None, ModelCard, ForeignLoad | None]:
-    """A client of the server at --url, or of one of our own that ends with ``opened``; its key, its model, and what
-    tells of other programs beside it, which cannot be known of a server elsewhere."""
+) -> tuple[ApiClient, ModelCard, ForeignLoad | None]:
+    """A client of the server at --url, or of one of our own that ends with ``opened``; its model; and what tells of
+    other programs beside it, which cannot be known of a server elsewhere."""
     if options.url is not None:
-        client, key, name, foreign = options.client(), options.api_key, options.model, None
+        client, name, foreign = options.client(), options.model, None
         if idle := options.without_effect_on_servers():
             say(f"with --url these have no effect: {', '.join(idle)}")
     else:
@@ -146,10 +144,21 @@ def _server(
         remark("starting a server")
         own = OwnServer(options.flags())
         opened.callback(own.close)
-        client, key, name, foreign = ApiClient(own.address), None, own.model, ForeignLoad([own.process_id])
+        client, name, foreign = ApiClient(own.address), None, ForeignLoad([own.process_id])
     model = served_model(client, name, say)
     report.put("server", {"url": str(client.address), "own": options.url is None, "model": model.name})
-    return client, key, model, foreign
+    return client, model, foreign
+
+
+def prepare_engine(model: str | None, settings: dict[str, Any], threads: int | None) -> dict[str, Any]:
+    """Build what a server of our own will run on, in another process: a server builds it while it answers.
+
+    Returns facts about the engine as it will run with these settings of LLM: model, dtype, operators, layers, threads.
+    Raises RuntimeFailure in the process's own words if the model cannot be opened.
+    """
+    words = json.dumps(model), msgspec.json.encode(settings).decode()  # a layout is a dataclass
+    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return run_module("nanoserve.benchmarks.settling", *words, environment=environment)
 
 
 def _show(report: Report, options: ResultOptions) -> None:

@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from nanoserve.benchmarks.tables import Column
 from nanoserve.measures.metrics import Spread
-from nanoserve.papers.cases import Case, Metric, Outcome, Runs, System, over_seeds
+from nanoserve.papers.cases import Metric, Outcome, Runs, System, mean_of, over_seeds, throughput
 from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
+from nanoserve.papers.gllm.systems import on_devices
 
 THROTTLING = System(label="throttling", policy="throttling")
 ADAPTIVE = System(label="adaptive", policy="adaptive")
@@ -67,18 +68,7 @@ _SEED_OF_CAPACITY = 1000
 """The most that throttling serves is found with other requests than those that are compared."""
 
 
-def _throughput(outcome: Outcome) -> float:
-    return outcome.result.tokens_per_second
-
-
-def _tpot(outcome: Outcome) -> float:
-    assert outcome.result.tpot_ms is not None, "answers have more than one token"
-    return outcome.result.tpot_ms.mean
-
-
-def _ttft(outcome: Outcome) -> float:
-    assert outcome.result.ttft_ms is not None, "there are requests"
-    return outcome.result.ttft_ms.mean
+_TPOT, _TTFT = mean_of("tpot_ms"), mean_of("ttft_ms")
 
 
 def _preemptions(outcome: Outcome) -> float:
@@ -106,14 +96,14 @@ class Comparisons(Runs[Place]):
         entry, label = place
         base = entry, THROTTLING.label
         row: dict[str, object] = {**entry._asdict(), "policy": label}
-        for name, metric in (("throughput", _throughput), ("tpot", _tpot), ("ttft", _ttft)):
+        for name, metric in (("throughput", throughput), ("tpot", _TPOT), ("ttft", _TTFT)):
             found = self.over_throttling(place, metric)
             row |= {name: found, f"{name}_text": found.text("{:.3f}")}
         for name, key in (("preemptions", place), ("throttling_preemptions", base)):
             found = self.spread(key, _preemptions)
             row |= {name: found, f"{name}_text": found.text("{:.0f}")}
-        row["throttling_tokens_per_second"] = self.spread(base, _throughput)
-        row["throttling_tpot_ms"] = self.spread(base, _tpot)
+        row["throttling_tokens_per_second"] = self.spread(base, throughput)
+        row["throttling_tpot_ms"] = self.spread(base, _TPOT)
         return row
 
     def by_seed(self, places: Sequence[Place], metric: Metric) -> list[list[tuple[float, float]]]:
@@ -149,7 +139,19 @@ def compare(
     entries: Iterable[ListEntry], systems: Sequence[System], requests: int, scale: Scale, run: Run
 ) -> Comparisons:
     """Every system over throttling in every entry: one round for the loads, one for the comparisons."""
-    at_once = {entry: _all_at_once(entry, requests) for entry in entries}
+    at_once = {
+        entry: on_devices(
+            THROTTLING,
+            model=entry.model,
+            machine=entry.machine,
+            devices=entry.devices,
+            lengths=entry.lengths,
+            requests=requests,
+            pool=entry.pool,
+            seed=_SEED_OF_CAPACITY,
+        )
+        for entry in entries
+    }
     outcomes = run(at_once.values())
     jobs = {}
     for entry, case in at_once.items():
@@ -157,20 +159,6 @@ def compare(
         for system in (THROTTLING, *systems):
             jobs[entry, system.label] = over_seeds(replace(case, rate=rate, system=system), scale.seeds)
     return Comparisons(run, jobs)
-
-
-def _all_at_once(entry: ListEntry, requests: int) -> Case:
-    return Case(
-        system=THROTTLING,
-        model=entry.model,
-        machine=entry.machine,
-        layouts=(THROTTLING.layout(entry.devices),),
-        lengths=entry.lengths,
-        requests=requests,
-        pool=entry.pool,
-        steady=(0.5, 0.95),
-        seed=_SEED_OF_CAPACITY,
-    )
 
 
 def _requests_per_second(outcome: Outcome) -> float:
@@ -185,15 +173,15 @@ def _list(scale: Scale, run: Run) -> Finding:
     every = found.places
     short = [one for one in every if one[0].pool < 1 and one[0].load > 1]
     ours = {
-        "list throughput": found.mean_ratio(every, _throughput),
-        "list worst throughput": Spread.of(map(min, found.ratios_by_seed(every, _throughput))),
-        "list TPOT": found.mean_ratio(every, _tpot),
-        "list worst TPOT": Spread.of(map(max, found.ratios_by_seed(every, _tpot))),
+        "list throughput": found.mean_ratio(every, throughput),
+        "list worst throughput": Spread.of(map(min, found.ratios_by_seed(every, throughput))),
+        "list TPOT": found.mean_ratio(every, _TPOT),
+        "list worst TPOT": Spread.of(map(max, found.ratios_by_seed(every, _TPOT))),
         "list preemptions": Spread.of(
             sum(mine - theirs for mine, theirs in seed) for seed in found.by_seed(every, _preemptions)
         ),
-        "list short of memory": found.mean_ratio(short, _throughput),
-        "list TTFT": found.mean_ratio(every, _ttft),
+        "list short of memory": found.mean_ratio(short, throughput),
+        "list TTFT": found.mean_ratio(every, _TTFT),
     }
     columns = [Column("model", "model"), *_COLUMNS]
     return Finding(claims("adaptive", ours), None, [*map(found.row, every)], columns)
@@ -204,7 +192,7 @@ def _parts(scale: Scale, run: Run) -> Finding:
     found = compare(SHORT_OF_MEMORY, VARIANTS, requests, scale, run)
     whole = [one for one in found.places if one[1] == ADAPTIVE.label]
     ours = {
-        "parts throughput": found.mean_ratio(whole, _throughput),
+        "parts throughput": found.mean_ratio(whole, throughput),
         "parts preemptions": found.over_throttling(whole[-1], _preemptions),
     }
     table = [*map(found.row, found.places)]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import layout_predictors
-from nanoserve.measures.metrics import Slo, Spread
+from nanoserve.measures.metrics import Distribution, Slo, Spread
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow, StepSample
@@ -234,6 +234,22 @@ def draw_lengths(name: str, seed: int) -> Iterator[RequestShape]:
 Key = TypeVar("Key")
 Metric = Callable[[Outcome], float]
 """One number of an outcome."""
+
+
+def throughput(outcome: Outcome) -> float:
+    """Prompt and output tokens per second, over all of the time."""
+    return outcome.result.tokens_per_second
+
+
+def mean_of(latency: str, milliseconds: float = 1.0) -> Metric:
+    """The mean of one of a result's latencies, in units of `milliseconds`."""
+
+    def metric(outcome: Outcome) -> float:
+        found: Distribution | None = getattr(outcome.result, latency)
+        assert found is not None, "an answer of the run has this latency"
+        return found.mean / milliseconds
+
+    return metric
 
 
 class Runs(Generic[Key]):

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -66,6 +67,58 @@ def follow_parent(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+class FollowingChild:
+    """A Python process that lives no longer than this one, however that ends. Its stderr is kept.
+
+    Args:
+        program: Python code; `words` are its sys.argv[3:].
+        environment: all of its variables.
+        descriptors: open files that it inherits.
+    """
+
+    def __init__(
+        self, program: str, *words: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+    ) -> None:
+        follow = f"from {__name__} import follow_parent; follow_parent(int(sys.argv[2])); "
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
+        self._process = subprocess.Popen(
+            python_command(follow + program, str(os.getpid()), *words),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            env=environment,
+            pass_fds=descriptors,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends its child
+        )
+        self.process_id = self._process.pid
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has written to stderr."""
+        descriptor = self._stderr.fileno()  # not seek and read: the child writes at the position of the same file
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace").strip().splitlines()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def last_words(self) -> str:
+        """The last line of its stderr, or its exit code; waits for its end."""
+        self.end(GRACE_SECONDS)
+        return self.lines[-1] if self.lines else f"exit code {self._process.returncode}"
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def end(self, seconds: float = 0.0) -> None:
+        """Give it some time to end, then kill it."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 def run_module(module: str, *words: str, environment: Mapping[str, str], failing: str = "") -> dict[str, Any]:

@@ -32,9 +32,14 @@ class MeasuredStages:
 
     Args:
         steps: each of the same number of stages, in the order of the plans; without any there is one stage.
+        swap_token_seconds: mean time of a swap between device and host memory, per token, until all stages are done.
+        reload_seconds: mean time of a change to this layout, from plan to answer.
     """
 
-    def __init__(self, steps: Sequence[MeasuredStep]) -> None:
+    def __init__(
+        self, steps: Sequence[MeasuredStep], *, swap_token_seconds: float = 0.0, reload_seconds: float = 0.0
+    ) -> None:
+        self._swap_token_seconds, self._reload_seconds = swap_token_seconds, reload_seconds
         self.num_stages = len(steps[0].stages) if steps else 1  # stages of the pipeline
         self.others = 0  # micro-batches that were not those of the real run
         self._steps = steps
@@ -72,6 +77,14 @@ class MeasuredStages:
     def host_seconds(self, work: StepWork) -> float:
         """Making the plan, telling the workers, preparing its inputs."""
         return self._step.host
+
+    def swap_seconds(self, tokens: int, stage: int) -> float:
+        """Moving the KV of this many tokens, of all stages at once."""
+        return self._swap_token_seconds * tokens
+
+    def reload_seconds(self, stage: int) -> float:
+        """Changing to this layout, in all stages at once."""
+        return self._reload_seconds
 
 
 def _factor(tokens: int, others: int) -> float:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nanoserve.benchmarks.peers.process import Batch, BatchResult
+from nanoserve.benchmarks.driving import EngineRun
+from nanoserve.benchmarks.peers.process import Prompts
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
@@ -61,13 +62,13 @@ class FakePeer:
         self.description: dict[str, Any] = {"pace": pace}
         self.log = [] if log is None else log
 
-    def run(self, batch: Batch) -> BatchResult:
+    def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
         self.log.append(self.name)
-        if batch.output_tokens == 13:
+        if output_tokens == 13:
             raise RuntimeFailure("thirteen tokens are too many")
-        times = tuple(1.0 + self.pace * step for step in range(batch.output_tokens))
-        timings = tuple(RequestTiming(len(prompt), times) for prompt in batch.prompts)
-        return BatchResult(timings, tuple((sum(prompt),) for prompt in batch.prompts))
+        times = tuple(1.0 + self.pace * step for step in range(output_tokens))
+        timings = tuple(RequestTiming(len(prompt), times) for prompt in prompts)
+        return EngineRun(timings, tuple((sum(prompt),) for prompt in prompts))
 
     def close(self) -> None:
-        self.log.append(f"{self.name} closed")
+        """There is nothing to end."""

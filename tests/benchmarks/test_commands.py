@@ -231,8 +231,8 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
     class FakeProcess(FakePeer):
         process_id = 1
 
-        def __init__(self, name: str, _opening: object) -> None:
-            super().__init__(name, 0.5 if name == "nanoserve" else 1.0)
+        def __init__(self, opening: Opening) -> None:
+            super().__init__(opening.engine, 0.5 if opening.engine == "nanoserve" else 1.0)
             self.description["layers"] = "eager"
 
     monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
@@ -255,9 +255,9 @@ def test_compare_fails_when_a_peer_that_is_installed_cannot_be_opened(
     class FakeProcess(FakePeer):
         process_id = 1
 
-        def __init__(self, name: str, _opening: object) -> None:
-            super().__init__(name, 1.0)
-            if name == "transformers":
+        def __init__(self, opening: Opening) -> None:
+            super().__init__(opening.engine, 1.0)
+            if opening.engine == "transformers":
                 raise RuntimeFailure("transformers: KeyError: 'metadata'")
 
     monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
@@ -311,8 +311,8 @@ def test_compare_looks_a_hub_model_up_once_and_not_on_the_network_if_offline(
     class FakeProcess(FakePeer):
         process_id = 1
 
-        def __init__(self, name: str, opening: Opening) -> None:
-            super().__init__(name, 1.0)
+        def __init__(self, opening: Opening) -> None:
+            super().__init__(opening.engine, 1.0)
             self.description["layers"] = "eager"
             assert opening.model == _bundled()
 

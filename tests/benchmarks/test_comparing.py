@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.peers.process import Peer
 from nanoserve.benchmarks.rounds import bandwidth_states
 from nanoserve.measures.workloads import BatchCase
 from tests.benchmarks.fakes import FakePeer
@@ -15,7 +15,7 @@ from tests.benchmarks.fakes import FakePeer
 CASE = BatchCase(batch=2, input_tokens=3, output_tokens=5)
 
 
-def compared(peers: list[Peer], bandwidths: Iterable[float], rounds: int, tmp_path: Path) -> list[Round]:
+def compared(peers: list[Any], bandwidths: Iterable[float], rounds: int, tmp_path: Path) -> list[Round]:
     readings: Iterator[float] = iter([gigabytes * 1e9 for gigabytes in bandwidths])
     foreign = ForeignLoad(proc=tmp_path)  # an empty /proc: load unknown
     return list(run_rounds(CASE, peers, rounds=rounds, vocab_size=50, probe=lambda: next(readings), foreign=foreign))
@@ -23,7 +23,7 @@ def compared(peers: list[Peer], bandwidths: Iterable[float], rounds: int, tmp_pa
 
 def test_engines_take_turns_and_the_first_one_changes(tmp_path: Path) -> None:
     log: list[str] = []
-    peers: list[Peer] = [FakePeer("nanoserve", 1.0, log), FakePeer("other", 1.0, log)]
+    peers: list[Any] = [FakePeer("nanoserve", 1.0, log), FakePeer("other", 1.0, log)]
     compared(peers, [10.0] * 6, 3, tmp_path)
     warm_up, rounds = log[:2], log[2:]
     assert warm_up == ["nanoserve", "other"]
@@ -31,7 +31,7 @@ def test_engines_take_turns_and_the_first_one_changes(tmp_path: Path) -> None:
 
 
 def test_a_round_whose_bandwidth_moved_does_not_count_and_is_made_up_for(tmp_path: Path) -> None:
-    peers: list[Peer] = [FakePeer("nanoserve", 1.0), FakePeer("other", 2.0)]
+    peers: list[Any] = [FakePeer("nanoserve", 1.0), FakePeer("other", 2.0)]
     done = compared(peers, [10.0, 10.5, 10.0, 12.0, 12.0, 12.0], 2, tmp_path)
     assert [one.counts for one in done] == [True, False, True]
 
@@ -44,7 +44,7 @@ def test_rounds_end_even_if_none_counts(tmp_path: Path) -> None:
 
 
 def test_ratios_are_ours_over_theirs_within_each_round(tmp_path: Path) -> None:
-    peers: list[Peer] = [FakePeer("nanoserve", 0.5), FakePeer("other", 2.0)]
+    peers: list[Any] = [FakePeer("nanoserve", 0.5), FakePeer("other", 2.0)]
     found = {ratio["metric"]: ratio for ratio in ratios(compared(peers, [10.0] * 4, 2, tmp_path))}
     assert found["decode"]["median"] == pytest.approx(4.0)
     assert found["prefill"]["median"] == pytest.approx(1.0)
@@ -53,7 +53,7 @@ def test_ratios_are_ours_over_theirs_within_each_round(tmp_path: Path) -> None:
 
 
 def test_samples_are_the_ratios_of_the_rounds_that_count(tmp_path: Path) -> None:
-    peers: list[Peer] = [FakePeer("nanoserve", 0.5), FakePeer("other", 2.0)]
+    peers: list[Any] = [FakePeer("nanoserve", 0.5), FakePeer("other", 2.0)]
     done = compared(peers, [10.0, 10.0, 10.0, 30.0, 60.0, 60.0], 2, tmp_path)
     assert samples(done)["2 x 3+5 over other"]["decode_ratio"] == [4.0, 4.0]
 
@@ -64,7 +64,7 @@ def test_bandwidth_states_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_engines_that_agree_on_first_tokens(tmp_path: Path) -> None:
-    peers: list[Peer] = [FakePeer("nanoserve", 1.0), FakePeer("other", 1.0)]
+    peers: list[Any] = [FakePeer("nanoserve", 1.0), FakePeer("other", 1.0)]
     assert compared(peers, [10.0] * 2, 1, tmp_path)[0].same_tokens == {"other": 1.0}
 
 

@@ -1,52 +1,50 @@
 """A peer in another process: what passes between them, and every way in which it can go wrong."""
 
-import io
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from nanoserve.benchmarks.peers.process import Batch, Opening, PeerProcess, Reply, serve
+from nanoserve.benchmarks.peers.process import Opening, PeerProcess
 from nanoserve.errors import RuntimeFailure
 from tests.benchmarks.fakes import FakePeer
 
-OPENING = Opening("fake", "model", "float32", threads=1, max_batch=2, max_length=8)
-BATCH = Batch(((1, 2), (3, 4)), 3)
+OPENING = Opening(engine="fake", model="model", dtype="float32", threads=1, max_batch=2, max_length=8)
+PROMPTS = ((1, 2), (3, 4))
+ROOT = Path(__file__).parents[2]
 CHILD = (
-    "import os, sys\n"
+    "from multiprocessing.connection import Connection\n"
     "from nanoserve.benchmarks.peers.process import serve\n"
     "from tests.benchmarks.fakes import FakePeer\n"
-    "out = os.fdopen(os.dup(1), 'wb'); os.dup2(2, 1)\n"
     "print('noise')\n"
-    "serve(sys.stdin.buffer, out, lambda opening: FakePeer('fake', 0.25))\n"
+    "serve(Connection(int(sys.argv[3])), lambda opening: FakePeer('fake', 0.25))\n"
 )
-ROOT = Path(__file__).parents[2]
-# The peer waits for its Opening, with a stdin that stays open as long as someone holds the other end: we do.
+# The peer waits for its Opening at a pipe that stays open as long as someone holds the other end: it holds both.
 PARENT = (
-    "import os, subprocess, sys, time\n"
-    "reader, writer = os.pipe()\n"
-    "from nanoserve.processes.children import python_command\n"
-    "words = python_command('from nanoserve.benchmarks.peers.process import main; main()', str(os.getpid()))\n"
-    "peer = subprocess.Popen(words, stdin=reader, stdout=subprocess.DEVNULL, pass_fds=(writer,))\n"
-    "print(peer.pid, flush=True)\n"
+    "import multiprocessing, os, subprocess, sys, time\n"
+    "from nanoserve.processes.children import FollowingChild\n"
+    "ours, theirs = multiprocessing.Pipe()\n"
+    "number, both = theirs.fileno(), [theirs.fileno(), ours.fileno()]\n"
+    "program = 'from nanoserve.benchmarks.peers.process import main; main()'\n"
+    "peer = FollowingChild(program, str(number), environment=os.environ, descriptors=both)\n"
+    "print(peer.process_id, flush=True)\n"
     "time.sleep(60)\n"
 )
 
 
 def child(program: str = CHILD) -> PeerProcess:
-    return PeerProcess("fake", OPENING, (sys.executable, "-c", program))
+    return PeerProcess(OPENING, f"sys.path.insert(0, {str(ROOT)!r})\n{program}")
 
 
 def test_a_batch_goes_there_and_comes_back() -> None:
     peer = child()
     try:
         assert peer.description == {"pace": 0.25}
-        result = peer.run(BATCH)
-        assert result == FakePeer("fake", 0.25).run(BATCH)
+        assert peer.run(PROMPTS, 3) == FakePeer("fake", 0.25).run(PROMPTS, 3)
+        assert peer.run(PROMPTS, 4) == FakePeer("fake", 0.25).run(PROMPTS, 4)
     finally:
         peer.close()
 
@@ -55,7 +53,7 @@ def test_a_peer_that_fails_says_why() -> None:
     peer = child()
     try:
         with pytest.raises(RuntimeFailure, match="fake: thirteen tokens are too many"):
-            peer.run(Batch(((1,),), 13))
+            peer.run(((1,),), 13)
     finally:
         peer.close()
 
@@ -63,8 +61,8 @@ def test_a_peer_that_fails_says_why() -> None:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("import sys; print('library missing', file=sys.stderr); sys.exit(3)", "fake died: library missing"),
-        ("import sys; sys.stdin.readline(); print('not JSON', flush=True)", "fake died"),
+        ("print('library missing', file=sys.stderr); sys.exit(3)", "fake died: library missing"),
+        ("import os; os.read(int(sys.argv[3]), 1); os._exit(5)", "fake died: exit code 5"),
     ],
 )
 def test_a_peer_that_dies_is_told_with_its_last_words(program: str, message: str) -> None:
@@ -73,24 +71,9 @@ def test_a_peer_that_dies_is_told_with_its_last_words(program: str, message: str
 
 
 def test_an_engine_that_cannot_be_opened_is_one_line() -> None:
-    def failing(_opening: Opening) -> FakePeer:
-        raise OSError("no such file\nand more")
-
-    answers = io.BytesIO()
-    serve(io.BytesIO(msgspec.json.encode(OPENING) + b"\n"), answers, failing)
-    assert msgspec.json.decode(answers.getvalue(), type=Reply).complaint == "OSError: no such file"
-
-
-def test_the_child_ends_with_its_stdin() -> None:
-    log: list[str] = []
-    questions = b"\n".join(msgspec.json.encode(question) for question in (OPENING, BATCH)) + b"\n"
-    answers = io.BytesIO()
-    serve(io.BytesIO(questions), answers, lambda _opening: FakePeer("fake", 1.0, log))
-    first, second = answers.getvalue().splitlines()
-    assert msgspec.json.decode(first, type=Reply).facts == {"pace": 1.0}
-    result = msgspec.json.decode(second, type=Reply).result
-    assert result is not None and len(result.timings) == 2
-    assert log == ["fake", "fake closed"]
+    failing = CHILD.replace("FakePeer('fake', 0.25)", "open('/no/such/file\\nand more')")
+    with pytest.raises(RuntimeFailure, match=r"fake: FileNotFoundError: .*/no/such/file[^\n]*$"):
+        child(failing)
 
 
 def test_a_peer_ends_with_a_benchmark_that_is_killed() -> None:

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nanoserve.benchmarks.peers import weights
-from nanoserve.benchmarks.peers.process import Batch, Opening, Peer
+from nanoserve.benchmarks.peers.process import Opening
 from nanoserve.errors import UsageError
 from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import resolve_model
@@ -24,7 +25,7 @@ SHAPE = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
-BATCH = Batch((tuple(range(100, 109)), tuple(range(7, 16))), 5)
+PROMPTS = (tuple(range(100, 109)), tuple(range(7, 16)))
 
 
 @pytest.fixture(params=["llama", "qwen3", "qwen2"])
@@ -37,23 +38,22 @@ def dummy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def opening(engine: str, model: str, dtype: str = "float32") -> Opening:
-    return Opening(engine, model, dtype, threads=1, max_batch=2, max_length=14, eager=True)
+    return Opening(engine=engine, model=model, dtype=dtype, threads=1, max_batch=2, max_length=14, eager=True)
 
 
-def answers(peer: Peer) -> tuple[tuple[int, ...], ...]:
-    try:
-        result = peer.run(BATCH)
-        assert [timing.output_tokens for timing in result.timings] == [5, 5]
-        assert all(timing.ttft > 0 for timing in result.timings)
-        return result.tokens
-    finally:
-        peer.close()
+def answers(peer: Any) -> Any:
+    result = peer.run(PROMPTS, output_tokens=5)
+    assert [timing.output_tokens for timing in result.timings] == [5, 5]
+    assert all(timing.ttft > 0 for timing in result.timings)
+    return result.tokens
 
 
-def nanoserve_answers(model: str) -> tuple[tuple[int, ...], ...]:
+def nanoserve_answers(model: str) -> Any:
     from nanoserve.benchmarks.peers.engine_peers import NanoservePeer
 
-    return answers(NanoservePeer(opening("nanoserve", model)))
+    peer = NanoservePeer(opening("nanoserve", model))
+    with peer.llm:
+        return answers(peer)
 
 
 def test_transformers_gives_the_same_tokens(dummy: str) -> None:

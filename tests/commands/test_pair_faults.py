@@ -116,7 +116,7 @@ def _rows(folder: Path) -> Path:
     rows = [
         {"id": number, "prompt": "Once upon a time. " * choice.randint(1, 12), "max_tokens": choice.randint(2, 40)}
         | {"temperature": number % 2}
-        for number in range(80)
+        for number in range(40)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -18,9 +18,8 @@ from nanoserve.papers.apex.settings import (
     TOKEN_BUDGETS,
     HostBacklog,
     mean_lengths,
-    throughput,
 )
-from nanoserve.papers.cases import Case, Outcome, tuned
+from nanoserve.papers.cases import Case, Outcome, throughput, tuned
 from nanoserve.papers.framework import Scale, SimulationJob, load_paper
 
 _SMALL = HostBacklog(T4, "osc:50", requests=20).case(NEO)

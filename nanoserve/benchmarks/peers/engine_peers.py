@@ -3,12 +3,13 @@
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from nanoserve.benchmarks.driving import EngineDriver
-from nanoserve.benchmarks.peers.process import Batch, BatchResult, Opening
+from nanoserve.benchmarks.driving import EngineDriver, EngineRun
+from nanoserve.benchmarks.peers.process import Opening, Prompts
 from nanoserve.benchmarks.settling import settle
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import RequestTiming
@@ -18,10 +19,8 @@ from nanoserve.models.dtypes import format_name
 class NanoservePeer:
     """The engine behind LLM, given token ids."""
 
-    name = "nanoserve"
-
     def __init__(self, opening: Opening) -> None:
-        self._llm = LLM(
+        self.llm = LLM(
             opening.model,
             dtype=opening.dtype,
             max_model_len=opening.max_length + 1,
@@ -29,16 +28,12 @@ class NanoservePeer:
             policy=opening.policy,
             eager=opening.eager,
         )
-        facts = settle(self._llm, lambda line: print(line, file=sys.stderr))
-        self._driver = EngineDriver(self._llm.engine)
+        facts = settle(self.llm, lambda line: print(line, file=sys.stderr))
+        self._driver = EngineDriver(self.llm.engine)
         self.description = {name: facts[name] for name in ("dtype", "threads", "operators", "layers")}
 
-    def run(self, batch: Batch) -> BatchResult:
-        run = self._driver.run(batch.prompts, [batch.output_tokens] * len(batch.prompts))
-        return BatchResult(run.timings, run.tokens)
-
-    def close(self) -> None:
-        self._llm.close()
+    def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
+        return self._driver.run(prompts, [output_tokens] * len(prompts))
 
 
 def open_transformers(directory: str | Path, dtype: str, end_tokens: list[int] | None = None) -> Any:
@@ -56,50 +51,29 @@ def open_transformers(directory: str | Path, dtype: str, end_tokens: list[int] |
 class TransformersPeer:
     """generate() on the CPU, with a streamer that looks at the clock."""
 
-    name = "transformers"
-
     def __init__(self, opening: Opening) -> None:
         # No end tokens: the work is a number of tokens, whatever they are.
         self._model = open_transformers(opening.model, opening.dtype)
-        self.description: dict[str, Any] = {
+        self.description = {
             "dtype": format_name(self._model.dtype),
             "threads": torch.get_num_threads(),
             "attention": self._model.config._attn_implementation,
         }
 
-    def run(self, batch: Batch) -> BatchResult:
-        ids = torch.tensor(batch.prompts)
-        clock = _Clock()
+    def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
+        ids = torch.tensor(prompts)
+        moments: list[float] = []  # generate() first shows its streamer the prompt, then the tokens of each step
+        streamer = SimpleNamespace(put=lambda _: moments.append(time.perf_counter()), end=lambda: None)
+        began = time.perf_counter()
         with torch.inference_mode():
             output = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=batch.output_tokens,
+                max_new_tokens=output_tokens,
                 do_sample=False,
                 pad_token_id=0,
-                streamer=clock,
+                streamer=streamer,
             )
-        times = tuple(clock.times)
         answers = output[:, ids.shape[1] :].tolist()
-        timings = tuple(RequestTiming(len(prompt), times) for prompt in batch.prompts)
-        return BatchResult(timings, tuple(tuple(answer) for answer in answers))
-
-    def close(self) -> None:
-        del self._model
-
-
-class _Clock:
-    """A streamer: seconds from its creation to each step's tokens; generate() first shows it the prompt."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._seen_prompt = False
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        if self._seen_prompt:
-            self.times.append(time.perf_counter() - self._began)
-        self._seen_prompt = True
-
-    def end(self) -> None:
-        """Nothing is held back."""
+        timing = RequestTiming(ids.shape[1], tuple(moment - began for moment in moments[1:]))
+        return EngineRun((timing,) * len(prompts), tuple(tuple(answer) for answer in answers))

@@ -2,12 +2,12 @@
 
 import ctypes
 import time
-from typing import Any
 
 import llama_cpp
 import numpy as np
 
-from nanoserve.benchmarks.peers.process import Batch, BatchResult, Opening
+from nanoserve.benchmarks.driving import EngineRun
+from nanoserve.benchmarks.peers.process import Opening, Prompts
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 
@@ -27,8 +27,6 @@ def _silence(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
 
 class LlamaCppPeer:
     """A GGUF file on the CPU. Sequences have a part of the KV cache each, as in llama.cpp's own batched benchmark."""
-
-    name = "llama.cpp"
 
     def __init__(self, opening: Opening) -> None:
         llama_cpp.llama_log_set(_silence, ctypes.c_void_p(0))
@@ -52,29 +50,30 @@ class LlamaCppPeer:
         vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(vocabulary)
         self._batch = llama_cpp.llama_batch_init(self._capacity, 0, 1)
-        self.description: dict[str, Any] = {
+        self.description = {
             "dtype": opening.dtype,
             "threads": opening.threads,
             "system": llama_cpp.llama_print_system_info().decode(errors="replace").strip(),
         }
 
-    def run(self, batch: Batch) -> BatchResult:
+    def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
-        answers: list[list[int]] = [[] for _ in batch.prompts]
+        answers: list[list[int]] = [[] for _ in prompts]
         times: list[float] = []
         began = time.perf_counter()
         self._batch.n_tokens = 0
-        last_rows = [self._put_prompt(sequence, prompt) for sequence, prompt in enumerate(batch.prompts)]
-        for step in range(batch.output_tokens):
-            self._decode()
+        last_rows = [self._put_prompt(sequence, prompt) for sequence, prompt in enumerate(prompts)]
+        for step in range(output_tokens):
+            if (code := llama_cpp.llama_decode(self._context, self._batch)) != 0:
+                raise RuntimeFailure(f"llama.cpp gave up with code {code}")
             tokens = [self._likeliest(row) for row in last_rows]
             times.append(time.perf_counter() - began)
             self._batch.n_tokens = 0
             for sequence, token in enumerate(tokens):
                 answers[sequence].append(token)
-                last_rows[sequence] = self._put(sequence, len(batch.prompts[sequence]) + step, token, logits=True)
-        timings = tuple(RequestTiming(len(prompt), tuple(times)) for prompt in batch.prompts)
-        return BatchResult(timings, tuple(tuple(answer) for answer in answers))
+                last_rows[sequence] = self._put(sequence, len(prompts[sequence]) + step, token, logits=True)
+        timings = tuple(RequestTiming(len(prompt), tuple(times)) for prompt in prompts)
+        return EngineRun(timings, tuple(tuple(answer) for answer in answers))
 
     def _put_prompt(self, sequence: int, prompt: tuple[int, ...]) -> int:
         last = len(prompt) - 1
@@ -91,15 +90,6 @@ class LlamaCppPeer:
         batch.n_tokens = row + 1
         return int(row)
 
-    def _decode(self) -> None:
-        if (code := llama_cpp.llama_decode(self._context, self._batch)) != 0:
-            raise RuntimeFailure(f"llama.cpp gave up with code {code}")
-
     def _likeliest(self, row: int) -> int:
         logits = llama_cpp.llama_get_logits_ith(self._context, row)
         return int(np.ctypeslib.as_array(logits, shape=(self._vocab_size,)).argmax())
-
-    def close(self) -> None:
-        llama_cpp.llama_batch_free(self._batch)
-        llama_cpp.llama_free(self._context)
-        llama_cpp.llama_model_free(self._model)

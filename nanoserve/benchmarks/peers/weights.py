@@ -9,25 +9,34 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanoserve.benchmarks.machine import cache_directory
 from nanoserve.config import ModelConfig
-from nanoserve.errors import RuntimeFailure
+from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import DTYPES, format_name, resolve_dtype
 from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model, save_dummy_checkpoint
 from nanoserve.models.hub import DUMMY_PREFIX, ResolvedModel, dummy_config, dummy_shape
 from nanoserve.models.loading import load_model
+from nanoserve.models.weights import tensor_parts
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
 _FILES = 2
 """Version of the file format in the cache's names; raise it to make peers' files be rewritten."""
+_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+"""The gguf package's names of families, and below of number formats: of a matrix, and of a file of such."""
+_STORAGE = {
+    torch.float32: ("F32", "ALL_F32"),
+    torch.float16: ("F16", "MOSTLY_F16"),
+    torch.bfloat16: ("BF16", "MOSTLY_BF16"),
+}
 
 
 def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:
     """A directory that transformers reads: the model's own, or for a dummy one that is written here.
 
-    Raises:
-        RuntimeFailure: if it cannot be written.
+    Raises RuntimeFailure if it cannot be written.
     """
     if model.directory is not None:
         return model.directory
@@ -37,19 +46,18 @@ def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:
 def gguf_file(model: ResolvedModel, dtype: str) -> Path:
     """A GGUF file of the model's weights in this number format.
 
-    Raises:
-        UsageError: for a family that has no place in a GGUF file here.
-        RuntimeFailure: if it cannot be written.
+    Raises UsageError for a family that has no place in a GGUF file here, RuntimeFailure if it cannot be written.
     """
-    from nanoserve.benchmarks.peers.gguf_writer import check_exportable, write_gguf
-
-    check_exportable(model_config(model))
-
-    directory, name = model.directory, model.name
+    directory, name, shape = model.directory, model.name, model_config(model)
+    if shape.family not in _ARCHITECTURES or shape.rope.kind != "default" or any(shape.sliding_windows):
+        raise UsageError(
+            f"{shape.family} with {shape.rope.kind} rope cannot be written for llama.cpp; "
+            f"{', '.join(_ARCHITECTURES)} with plain rope and full attention can"
+        )
 
     def write(target: Path) -> None:
         found = make_dummy_model(name, dtype) if directory is None else load_model(directory, dtype)
-        write_gguf(*found, target / "model.gguf")
+        _write_gguf(*found, target / "model.gguf")
 
     if directory is None:
         return _kept(_dummy_key(name, dtype) + "-gguf", write) / "model.gguf"
@@ -89,9 +97,57 @@ def model_config(model: ResolvedModel) -> ModelConfig:
 
 
 def dtype_name(dtype: str, config: ModelConfig) -> str:
-    """The number format that ``--dtype`` means for this model on this CPU, as torch calls it.
-
-    Raises:
-        UsageError: for an unknown name.
-    """
+    """The number format that ``--dtype`` means for this model on this CPU, as torch calls it."""
     return format_name(resolve_dtype(dtype, torch.device("cpu"), config.dtype))
+
+
+def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
+    """Matrices in the decoder's number format, norms and biases in float32.
+
+    The file has no vocabulary: token ids go in and come out.
+    """
+    import gguf
+
+    architecture = gguf.MODEL_ARCH[_ARCHITECTURES[config.family]]
+    storage, file_type = _STORAGE[decoder.dtype]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.rope.rotary_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(architecture, config.num_layers)
+    parameters = dict(decoder.named_parameters())
+    for part in tensor_parts(config):
+        tensor = part.region(parameters[part.parameter]).detach()
+        if architecture is gguf.MODEL_ARCH.LLAMA and ("q_proj" in part.name or "k_proj" in part.name):
+            tensor = _interleaved(tensor, config.head_dim)
+        name = names.get_name(part.name, try_suffixes=(".weight", ".bias"))
+        assert name is not None, f"GGUF has no place for {part.name}"
+        if tensor.dim() == 1:
+            writer.add_tensor(name, tensor.float().numpy())
+        else:
+            content = tensor.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(name, content, raw_dtype=gguf.GGMLQuantizationType[storage])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _interleaved(tensor: Tensor, head_dim: int) -> Tensor:
+    """Rows in the order of rotation by neighbouring pairs, which llama.cpp's Llama uses, not by halves of a head.
+
+    tensor: [heads * head_dim, ...], the same shape comes back.
+    """
+    halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)

@@ -5,10 +5,12 @@ Pure functions, no clock.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
+from nanoserve.client.events import ServerUsage
 from nanoserve.measures.metrics import (
     MILLISECONDS,
     SLO_NAMES,
@@ -19,16 +21,16 @@ from nanoserve.measures.metrics import (
 )
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one request; times are seconds since the beginning of the run."""
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """What became of one request, filled in as its answer comes; times are seconds since the beginning of the run."""
 
     scheduled: float
     """When it was to be sent; latencies count from here, however late the client was."""
     started: float
     """When it was sent."""
-    ended: float
+    ended: float = 0.0
     """When its last token came, or when it failed."""
-    text_times: tuple[float, ...] = ()
+    text_times: list[float] = []
     """When the pieces of its answer came; pieces without text are none."""
     input_tokens: int = 0
     output_tokens: int = 0
@@ -40,6 +42,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """How many output tokens were asked for."""
     failure: str | None = None
     """What went wrong, named so that equal failures can be counted; None for a complete answer."""
+
+    def count(self, usage: ServerUsage) -> None:
+        """Take the server's counts of tokens, as far as it has any."""
+        self.counted = usage.completion_tokens is not None
+        self.output_tokens = len(self.text_times) if usage.completion_tokens is None else usage.completion_tokens
+        self.input_tokens = self.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        self.cached_tokens = usage.cached_tokens or 0
 
     @property
     def ttft(self) -> float:
@@ -56,21 +65,17 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Time per output token after the first; None with fewer than two tokens."""
         return None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
 
-    def meets(self, slo: Slo) -> bool:
-        """Whether it is a complete answer within all of the limits."""
-        return self.failure is None and slo.allows(self.ttft, self.tpot, self.e2el)
-
     @property
     def itls(self) -> tuple[float, ...]:
         """The gaps between the pieces of the answer."""
-        return tuple(after - before for before, after in zip(self.text_times, self.text_times[1:], strict=False))
+        return tuple(after - before for before, after in pairwise(self.text_times))
 
 
-class LoadRun(msgspec.Struct, frozen=True):
-    """The requests of one run of a load."""
+class LoadRun(msgspec.Struct):
+    """The requests of one run of a load, filled in as they end."""
 
-    records: tuple[RequestRecord, ...]
-    seconds: float
+    records: list[RequestRecord] = []
+    seconds: float = 0.0
     """Time from the start of the schedule until the last request, or the run, ended."""
     unfinished: int = 0
     """Requests that were on their way, or had not yet come, when the run was ended."""
@@ -79,15 +84,46 @@ class LoadRun(msgspec.Struct, frozen=True):
     def complete(self) -> list[RequestRecord]:
         return [record for record in self.records if record.failure is None]
 
+    def good(self, slo: Slo) -> int:
+        """Complete answers within all of the limits."""
+        return sum(slo.allows(record.ttft, record.tpot, record.e2el) for record in self.complete)
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Requests and tokens of complete answers, per second."""
+        outputs = sum(record.output_tokens for record in self.complete)
+        inputs = sum(record.input_tokens for record in self.complete)
+        return {
+            "requests_per_s": len(self.complete) / self.seconds,
+            "output_tokens_per_s": outputs / self.seconds,
+            "total_tokens_per_s": (inputs + outputs) / self.seconds,
+        }
+
 
 def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
     """A report's row: latencies over the requests of all runs, rates as means over the runs.
 
-    Failed requests have no latencies; they are counted by their names. Nothing is left out of the attainment.
+    Failed requests have no latencies; they are counted by their names. Nothing is left out of the attainment. The
+    samples, for ``bench diff``, are the metrics of each whole run in which an answer came.
     """
     records = [record for run in runs for record in run.records]
     complete = [record for run in runs for record in run.complete]
     failures = Counter(record.failure for record in records if record.failure is not None)
+    rates = [run.rates for run in runs]
+    whole = [run for run in runs if run.complete and not run.unfinished]
+    samples = {
+        f"{name}_ms": [MILLISECONDS * mean_of_known(getattr(one, name) for one in run.complete) for run in whole]
+        for name in SLO_NAMES
+    }
+    samples["output_tokens_per_s"] = [run.rates["output_tokens_per_s"] for run in whole]
+    goodput = None
+    if slo is not None:
+        samples["goodput_requests_per_s"] = [run.good(slo) / run.seconds for run in whole]
+        goodput = {
+            "slo_ms": slo,
+            "requests_per_s": mean_of_known(run.good(slo) / run.seconds for run in runs),
+            "attainment": sum(run.good(slo) for run in runs) / len(records) if records else None,
+        }
     return {
         "requests": len(records),
         "completed": len(complete),
@@ -95,7 +131,7 @@ def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
         "failures": dict(failures.most_common()),
         "unfinished": sum(run.unfinished for run in runs),
         "seconds": mean_of_known(run.seconds for run in runs),
-        **{name: mean_of_known(_rates(run)[name] for run in runs) for name in _rates(runs[0])},
+        **{name: mean_of_known(rate[name] for rate in rates) for name in rates[0]},
         "peak_concurrency": max(peak_concurrency(run.records) for run in runs),
         "input_tokens": sum(record.input_tokens for record in complete),
         "output_tokens": sum(record.output_tokens for record in complete),
@@ -105,8 +141,8 @@ def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
         "without_text": sum(not record.text_times for record in complete),
         **request_distributions(complete),
         "send_delay_ms": in_milliseconds(record.started - record.scheduled for record in complete),
-        "goodput": None if slo is None else _goodput(runs, slo),
-        "samples": _samples(runs, slo),
+        "goodput": goodput,
+        "samples": samples,
     }
 
 
@@ -120,57 +156,19 @@ def peak_concurrency(records: Sequence[RequestRecord]) -> int:
     return peak
 
 
-def _rates(run: LoadRun) -> dict[str, float]:
-    """Requests and tokens of complete answers, per second."""
-    outputs = sum(record.output_tokens for record in run.complete)
-    inputs = sum(record.input_tokens for record in run.complete)
-    return {
-        "requests_per_s": len(run.complete) / run.seconds,
-        "output_tokens_per_s": outputs / run.seconds,
-        "total_tokens_per_s": (inputs + outputs) / run.seconds,
-    }
-
-
-def _goodput(runs: Sequence[LoadRun], slo: Slo) -> dict[str, Any]:
-    """Requests per second that meet all limits, and their share of all requests."""
-    good = [sum(record.meets(slo) for record in run.records) for run in runs]
-    requests = sum(len(run.records) for run in runs)
-    return {
-        "slo_ms": slo,
-        "requests_per_s": mean_of_known(count / run.seconds for count, run in zip(good, runs, strict=True)),
-        "attainment": sum(good) / requests if requests else None,
-    }
-
-
-def _samples(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, list[float]]:
-    """The metrics of each whole run in which an answer came, for ``bench diff``."""
-    full = [run for run in runs if run.complete and not run.unfinished]
-    samples = {
-        f"{name}_ms": [MILLISECONDS * mean_of_known(getattr(one, name) for one in run.complete) for run in full]
-        for name in SLO_NAMES
-    }
-    samples["output_tokens_per_s"] = [_rates(run)["output_tokens_per_s"] for run in full]
-    if slo is not None:
-        samples["goodput_requests_per_s"] = [_goodput([run], slo)["requests_per_s"] for run in full]
-    return samples
-
-
 _LATE_MS = 50.0
+_REMARKS = {
+    "unfinished": "interrupted, {} requests had no answer yet",
+    "uncounted": "the server counted no tokens of {} answers: their pieces stand for tokens",
+    "of_other_length": "{} answers are not of the length that was asked for",
+    "without_text": "{} answers showed no text before they ended: that is their first token's time",
+}
 
 
 def warnings(row: Mapping[str, Any]) -> list[str]:
     """One line each, of a row of ``bench serve``."""
     lines = [f"{count} requests failed: {failure}" for failure, count in row["failures"].items()]
-    if row["unfinished"]:
-        lines.append(f"interrupted, {row['unfinished']} requests had no answer yet")
-    if row["uncounted"]:
-        lines.append(f"the server counted no tokens of {row['uncounted']} answers: their pieces stand for tokens")
-    if row["of_other_length"]:
-        lines.append(f"{row['of_other_length']} answers are not of the length that was asked for")
-    if row["without_text"]:
-        lines.append(
-            f"{row['without_text']} answers showed no text before they ended: that is their first token's time"
-        )
+    lines += [remark.format(row[name]) for name, remark in _REMARKS.items() if row[name]]
     if row["cached_tokens"]:
         share = row["cached_tokens"] / row["input_tokens"]
         lines.append(f"{share:.1%} of the prompt tokens came from the server's prefix cache")

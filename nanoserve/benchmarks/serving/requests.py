@@ -4,14 +4,14 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import msgspec
 
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import DUMMY_PREFIX
-
-ENDPOINTS = ("completions", "chat")
 
 _TOKENS = range(300, 4000)
 """Ids that nearly every vocabulary has, and that are text there, not control tokens."""
@@ -25,8 +25,7 @@ _BIASED_TOKENS = range(300, 332)
 _STRONGEST_BIAS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What is asked in every run."""
 
     name: str
@@ -35,31 +34,45 @@ class Work:
     times: Sequence[float] | None = None
     """When the requests of a trace came, one for each."""
 
-    def fitting(self, context: int | None) -> "Work":
-        """The requests that fit into a context of ``context`` tokens; all requests if it is None.
 
-        Raises:
-            UsageError: if none does.
-        """
-        if context is None:
-            return self
-        places = [place for place, shape in enumerate(self.shapes) if shape.total_tokens <= context]
-        if not places:
-            raise UsageError(f"every request of {self.name} is longer than the context of {context} tokens")
-        times = None if self.times is None else [self.times[place] for place in places]
-        return Work(self.name, [self.shapes[place] for place in places], times)
+class Point(msgspec.Struct, frozen=True):
+    """How requests come."""
+
+    concurrency: int | None = None
+    """Number of clients of a closed loop; None means an open loop."""
+    rate: float | None = None
+    """Requests per second of an open loop; None takes the times of a trace as they are."""
+    traced: bool = False
+    """Whether the open loop follows a trace, and not a Poisson process."""
+
+    @property
+    def name(self) -> str:
+        if self.concurrency is not None:
+            return f"{self.concurrency} client" + ("s" if self.concurrency > 1 else "")
+        if self.rate is None:
+            return "trace"
+        return f"{'trace at ' if self.traced else ''}{self.rate:g} requests/s"
+
+    @property
+    def tick(self) -> str:
+        """Under a chart."""
+        return str(self.concurrency) if self.concurrency else "trace" if self.rate is None else f"{self.rate:g}"
+
+    def arrivals(self, work: Work, seed: int) -> list[float]:
+        """When the requests of an open loop come; the times of a trace are the same for every seed."""
+        if self.traced:
+            return trace_arrivals(work.times or (0.0,), self.rate)
+        return poisson_arrivals(math.inf if self.rate is None else self.rate, len(work.shapes), seed)
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
+class PreparedRequest(NamedTuple):
     """A request that only has to be sent."""
 
     body: bytes
     shape: RequestShape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStyle:
+class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are put."""
 
     model: str
@@ -68,70 +81,47 @@ class RequestStyle:
     """Completions sends token ids; chat sends words, about as many as tokens are wanted."""
     ignore_eos: bool = True
     """Answers have the whole length that is asked for; an extra which not every server takes."""
-    readable: bool = False
-    """Only tokens that every tokenizer here can read are answered. A dummy model has more tokens than its tokenizer
-    knows, and what cannot be read is not streamed."""
 
     @property
     def path(self) -> str:
         """Below /v1."""
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
-    @classmethod
-    def of(cls, model: str, endpoint: str = "completions", *, ignore_eos: bool = True) -> Self:
-        """For a model of this name, of which a dummy is told by it."""
-        readable = model.startswith(DUMMY_PREFIX)
-        return cls(model=model, endpoint=endpoint, ignore_eos=ignore_eos, readable=readable)
-
     def prepare(self, shapes: Sequence[RequestShape], salt: str) -> list[PreparedRequest]:
-        """Requests of these lengths; the prompts are those of the salt, and other ones for every other salt."""
+        """Requests of these lengths. Equal salts give equal prompts, and different salts different ones."""
         generator = random.Random(salt)
-        return [PreparedRequest(self._draw(shape, generator), shape) for shape in shapes]
-
-    def _draw(self, shape: RequestShape, generator: random.Random) -> bytes:
-        if self.endpoint == "chat":
-            text = " ".join(generator.choices(_WORDS, k=shape.input_tokens))
-            return self._body({"messages": [{"role": "user", "content": text}]}, shape.output_tokens)
-        return self._body({"prompt": generator.choices(_TOKENS, k=shape.input_tokens)}, shape.output_tokens)
+        if self.endpoint != "chat":
+            drawn = [generator.choices(_TOKENS, k=shape.input_tokens) for shape in shapes]
+            return [self.completion(prompt, shape.output_tokens) for prompt, shape in zip(drawn, shapes, strict=True)]
+        texts = [" ".join(generator.choices(_WORDS, k=shape.input_tokens)) for shape in shapes]
+        messages = [[{"role": "user", "content": text}] for text in texts]
+        return [self._request(shape, messages=told) for told, shape in zip(messages, shapes, strict=True)]
 
     def completion(self, prompt: Sequence[int], output_tokens: int) -> PreparedRequest:
         """A request with the very token ids that are given."""
-        body = self._body({"prompt": prompt}, output_tokens)
-        return PreparedRequest(body, RequestShape(len(prompt), output_tokens))
+        return self._request(RequestShape(len(prompt), output_tokens), prompt=prompt)
 
-    def _body(self, prompt: dict[str, Any], output_tokens: int) -> bytes:
+    def _request(self, shape: RequestShape, **prompt: Any) -> PreparedRequest:
         """Greedy, streamed, with the usage at the end."""
-        body = {"model": self.model, **prompt, "max_tokens": output_tokens, "temperature": 0}
+        body = {"model": self.model, **prompt, "max_tokens": shape.output_tokens, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if self.ignore_eos:
             body["ignore_eos"] = True
-        if self.readable:
+        if self.model.startswith(DUMMY_PREFIX):
+            # A dummy has more tokens than its tokenizer knows, and what cannot be read is not streamed.
             body["logit_bias"] = {str(token): _STRONGEST_BIAS for token in _BIASED_TOKENS}
-        return json.dumps(body).encode()
+        return PreparedRequest(json.dumps(body).encode(), shape)
 
 
-def check_endpoint(name: str) -> str:
-    """Raise UsageError for one that there is not."""
-    if name not in ENDPOINTS:
-        raise UsageError(f"--endpoint {name!r:.40} is not one of {', '.join(ENDPOINTS)}")
-    return name
-
-
-HIGHEST_RATE = 1e6
+_HIGHEST_RATE = 1e6
 
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """The first arrivals of a Poisson process: independent exponential gaps with mean 1 / rate.
-
-    An infinite rate lets all of them come at once, at zero.
-    """
+    """The first arrivals of a Poisson process; with an infinite rate, all of them come at once, at zero."""
     if math.isinf(rate):
         return [0.0] * count
-    generator, now, arrivals = random.Random(seed), 0.0, []
-    for _ in range(count):
-        now += generator.expovariate(rate)
-        arrivals.append(now)
-    return arrivals
+    generator = random.Random(seed)
+    return list(accumulate(generator.expovariate(rate) for _ in range(count)))
 
 
 def trace_arrivals(times: Sequence[float], rate: float | None = None) -> list[float]:
@@ -173,7 +163,7 @@ def parse_rates(text: str, flag: str) -> tuple[float, ...]:
             rate = float(part)
         except ValueError:
             rate = math.nan
-        if not (0 < rate <= HIGHEST_RATE or rate == math.inf):
+        if not (0 < rate <= _HIGHEST_RATE or rate == math.inf):
             raise UsageError(f"{flag} takes requests per second such as 0.5,2,inf, not {text!r:.100}")
         rates.append(rate)
     return tuple(dict.fromkeys(rates))

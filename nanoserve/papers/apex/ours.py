@@ -26,10 +26,9 @@ from nanoserve.papers.apex.settings import (
     HostBacklog,
     Platform,
     mean_lengths,
-    throughput,
 )
 from nanoserve.papers.apex.throughput import backlogs
-from nanoserve.papers.cases import Case, Outcome, Runs, over_seeds, tuned, with_budget
+from nanoserve.papers.cases import Case, Outcome, Runs, over_seeds, throughput, tuned, with_budget
 from nanoserve.papers.claims import Ours, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 

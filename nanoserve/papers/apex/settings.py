@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from nanoserve.costs import Efficiency, StepCosts, load_machine, load_shape
-from nanoserve.papers.cases import BLOCK_SIZE, Case, Outcome, System, draw_lengths
+from nanoserve.papers.cases import BLOCK_SIZE, Case, System, draw_lengths
 from nanoserve.papers.framework import Scale
 
 DEVICE = System(label="device only", policy="sarathi", parameters=(("admission_reserve", False),))
@@ -110,8 +110,3 @@ def mean_lengths(name: str) -> tuple[float, float]:
         sum(sizes) / len(shapes) for sizes in zip(*((s.input_tokens, s.output_tokens) for s in shapes), strict=True)
     )
     return inputs, outputs
-
-
-def throughput(outcome: Outcome) -> float:
-    """Prompt and output tokens per second, over all of the time."""
-    return outcome.result.tokens_per_second

@@ -23,9 +23,8 @@ from nanoserve.papers.apex.settings import (
     TOKEN_BUDGETS,
     HostBacklog,
     large_backlog,
-    throughput,
 )
-from nanoserve.papers.cases import Runs, System, over_seeds, tuned
+from nanoserve.papers.cases import Runs, System, over_seeds, throughput, tuned
 from nanoserve.papers.claims import Ours, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 

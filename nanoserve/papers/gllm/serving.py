@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from statistics import mean
+from statistics import linear_regression
 
 import msgspec
 from msgspec.structs import replace
@@ -254,9 +254,7 @@ def _passes(points: Points, limit: float, start: float) -> float:
 
 def _slope(points: Points) -> float:
     """Slope of a straight line through the points, by least squares."""
-    middle, height = mean(rate for rate, _ in points), mean(time for _, time in points)
-    covariance = sum((rate - middle) * (time - height) for rate, time in points)
-    return covariance / sum((rate - middle) ** 2 for rate, _ in points)
+    return linear_regression(*zip(*points, strict=True)).slope
 
 
 # --------------------------------------------------------------------------------------------------------- figure 14

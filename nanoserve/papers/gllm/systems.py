@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.papers.cases import Case, Metric, Outcome, System, over_seeds
+from nanoserve.papers.cases import Case, Metric, Outcome, System, mean_of, over_seeds
 from nanoserve.papers.framework import Scale
 
 _AS_PUBLISHED = (("admission_reserve", False),)
@@ -74,22 +74,8 @@ def throughput(outcome: Outcome) -> float:
     return outcome.steady.tokens_per_second
 
 
-def ttft(outcome: Outcome) -> float:
-    """Mean time to first token, in seconds."""
-    assert outcome.result.ttft_ms is not None, "every request has a first token"
-    return outcome.result.ttft_ms.mean / 1e3
-
-
-def tpot(outcome: Outcome) -> float:
-    """Mean time per output token, in milliseconds."""
-    assert outcome.result.tpot_ms is not None, "some answers have two tokens"
-    return outcome.result.tpot_ms.mean
-
-
-def e2el(outcome: Outcome) -> float:
-    """Mean end-to-end latency, in seconds."""
-    assert outcome.result.e2el_ms is not None, "every request ends"
-    return outcome.result.e2el_ms.mean / 1e3
+ttft, tpot, e2el = mean_of("ttft_ms", 1e3), mean_of("tpot_ms"), mean_of("e2el_ms", 1e3)
+"""Mean latencies: TTFT and E2EL in seconds, TPOT in milliseconds."""
 
 
 def bubbles(outcome: Outcome) -> float:

@@ -56,6 +56,7 @@ def simulated_engine(times: TierTimes = TIMES, measured: Iterable[TierTimes] = (
     measured = chain(measured, repeat(TIMES))
     return OpenEngine(
         name="simulated",
+        vocab_size=VOCAB_SIZE,
         executor=HostTellingExecutor(times),
         capacities=(LayoutCapacity(50),),
         predictors=(PREDICTOR,),
@@ -63,5 +64,4 @@ def simulated_engine(times: TierTimes = TIMES, measured: Iterable[TierTimes] = (
         host_threads=1,
         compiled=False,
         measure_times=lambda: next(measured),
-        close=lambda: None,
     )

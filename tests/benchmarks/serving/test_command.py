@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.peers.process import Batch, Opening
+from nanoserve.benchmarks.peers.process import Opening
 from nanoserve.benchmarks.peers.server_peer import ServerPeer
 from nanoserve.benchmarks.serving import own_server
 from nanoserve.benchmarks.serving.own_server import OwnServer
@@ -147,7 +147,7 @@ def test_a_warm_up_that_fails_ends_it(bench: Run) -> None:
         (("--lengths", "5+5", "--trace", "x.csv"), "give --lengths or --trace, not both"),
         (("--lengths", "huge"), "or one of nano-vllm, cpu, cpu-small, sharegpt-gllm"),
         (("--trace", "missing.csv"), "cannot read the trace missing.csv"),
-        (("--endpoint", "embeddings"), "--endpoint 'embeddings' is not one of completions, chat"),
+        (("--endpoint", "embeddings"), "'embeddings' is not one of completions, chat"),
         (("--slo", "itl=3"), "--slo takes milliseconds"),
         (("--url", "localhost"), "--url takes http://HOST:PORT"),
     ],
@@ -231,11 +231,12 @@ def test_a_server_does_not_outlive_a_benchmark_that_is_killed() -> None:
 def test_the_server_as_a_peer_streams_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_server, "_COMMAND", FAKE_COMMAND)
     model = str(ROOT / "nanoserve" / "assets" / "storyteller")
-    peer = ServerPeer(Opening("server", model, "float32", threads=1, max_batch=3, max_length=40))
+    opening = Opening(engine="server", model=model, dtype="float32", threads=1, max_batch=3, max_length=40)
+    peer = ServerPeer(opening)
     try:
-        result = peer.run(Batch(tuple((1000 + place, *range(1001, 1020)) for place in range(3)), output_tokens=8))
+        result = peer.run(tuple((1000 + place, *range(1001, 1020)) for place in range(3)), output_tokens=8)
     finally:
-        peer.close()
+        peer.server.close()
     assert [timing.output_tokens for timing in result.timings] == [8] * 3
     assert all(timing.input_tokens == 20 and timing.ttft > 0 for timing in result.timings)
     assert all(list(timing.token_times) == sorted(timing.token_times) for timing in result.timings)
@@ -247,12 +248,12 @@ def test_what_will_run_is_found_out_beforehand(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", str(tmp_path / "none"))  # nothing is built for this
     settings = {"dtype": "float32", "kv_cache_memory": 1 << 24, "eager": True}
-    facts = own_server.prepare_engine(None, settings, threads=1)
+    facts = bench_serve.prepare_engine(None, settings, threads=1)
     assert (facts["model"], facts["dtype"], facts["layers"], facts["threads"]) == ("storyteller", "float32", "eager", 1)
     assert facts["operators"].startswith("plain torch (")
     with pytest.raises(RuntimeFailure, match="no such directory"):
-        own_server.prepare_engine("./nowhere", {}, threads=None)
+        bench_serve.prepare_engine("./nowhere", {}, threads=None)
     settings |= {"pipeline_parallel": 8, "decode_layout": ParallelLayout(tensor_parallel=8)}  # heard, and refused
     with pytest.raises(RuntimeFailure, match="--prefill-parallel P8: the model has 4 layers"):
-        own_server.prepare_engine(None, settings, threads=None)
+        bench_serve.prepare_engine(None, settings, threads=None)
     assert "CXX" in os.environ

