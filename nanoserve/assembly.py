@@ -157,8 +157,8 @@ def _build_here(
             executor.close()
             raise
         predictors = () if measured is None else (CorrectedPredictor(measured),)
-    capacities, host_blocks = [LayoutCapacity(num_blocks)], 0 if host_pool is None else host_pool.num_blocks
-    feeds_tokens = executor.feeds_tokens
+    host_blocks = 0 if host_pool is None else host_pool.num_blocks
+    capacities, feeds_tokens = [LayoutCapacity(num_blocks)], executor.feeds_tokens
     scheduler = _make_scheduler(config, capacities, max_model_len, host_blocks, predictors, feeds_tokens=feeds_tokens)
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(engine, model, max_model_len, default_params, operators, layers, facts)
@@ -221,7 +221,8 @@ def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_b
 def _choose_num_blocks(
     decoder: Decoder, model: ModelConfig, config: EngineConfig, gpu: GpuStart | None, progress: ProgressCallback | None
 ) -> int:
-    longest, block_bytes = model.max_position_embeddings, kv_bytes_per_block(model, config.block_size, decoder.dtype)
+    longest = model.max_position_embeddings
+    block_bytes = kv_bytes_per_block(model, config.block_size, decoder.dtype)
     reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
     if gpu is not None and config.uses_host_memory:
         reserved += staging_memory(block_bytes)

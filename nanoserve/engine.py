@@ -80,8 +80,8 @@ class Engine:
 
         Where two may be, the device computes the second while the answers of the first are taken in and a third plan is
         made. A step that fails (out of memory, say) ends all sequences in flight with an error; the engine goes on.
-        Where no step can run any more, all sequences end so, and ``failure`` says why. It waits for a result at most
-        ``until`` this time; None waits for one. With nothing to do, time passes until then, as workers may restart.
+        Where no step can run any more, all sequences end so, and ``failure`` says why. ``until`` is the time at which
+        waiting for a result ends; None waits for one. With nothing to do, time passes until then, as workers may die.
         """
         return self.submit() or self.collect(until)
 

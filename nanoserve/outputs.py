@@ -75,7 +75,8 @@ class Detokenizer:
     def flush(self) -> str:
         """The rest, at the end of the output; bytes that never became a character read as U+FFFD."""
         text = self._tokenizer.decode(self._window)
-        fresh, self._emitted = text[self._emitted :], len(text)
+        fresh = text[self._emitted :]
+        self._emitted = len(text)
         return fresh
 
     def _readable(self, token_ids: SequenceOf[int]) -> list[int]:

@@ -77,8 +77,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        ranges = {"seed": (0, MAX_SEED), "max_tokens": (1, MAX_TOKENS)}
-        for name, bounds in (ranges | dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))).items():
+        optional = {"seed": (0, MAX_SEED), "max_tokens": (1, MAX_TOKENS)}
+        optional |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
+        for name, bounds in optional.items():
             if (value := getattr(self, name)) is not None:
                 _check_integer(name, value, *bounds)
         _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)

@@ -106,7 +106,8 @@ class Matcher:
     """The state of one text in a grammar."""
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+        self._matcher = matcher
+        self._vocabulary = vocabulary
 
     def allowed(self) -> Allowed:
         """The tokens that may come next; raises GrammarFailure if computing them exceeds the limits."""
@@ -137,7 +138,8 @@ class GrammarCompiler:
     """Makes matchers for one model's vocabulary; the arguments are as in `load_vocabulary`."""
 
     def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
-        self._directory, self._vocab_size = directory, vocab_size
+        self._directory = directory
+        self._vocab_size = vocab_size
         self._compiled: OrderedDict[str, Matcher] = OrderedDict()
 
     @cached_property

@@ -27,7 +27,9 @@ class DenseCausalAttention:
     """
 
     def __init__(self, config: ModelConfig, batch: int, length: int) -> None:
-        self.config, self.batch, self.length = config, batch, length
+        self.config = config
+        self.batch = batch
+        self.length = length
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         window = self.config.sliding_window(layer)

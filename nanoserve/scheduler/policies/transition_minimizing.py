@@ -57,7 +57,8 @@ class TransitionMinimizing(Policy):
             return Decision(prefill_tokens=0, decodes=0, layout=_DECODE)
         # Where no further prompt fits, finish the partly computed one and begin no other.
         unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0
-        tokens, leaving = self.token_budget if next_fits else unfinished, load.ready_decodes
+        tokens = self.token_budget if next_fits else unfinished
+        leaving = load.ready_decodes
         return Decision(tokens, load.decode_share, swap_out=leaving, park=park, preempt_to_host=True, layout=_PREFILL)
 
     def _decode(self, load: Load) -> Decision:
