@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.hub import ProgressCallback
@@ -44,7 +45,6 @@ class GpuFacts:
     """What getting a GPU ready took."""
 
     compiled: bool
-    """Whether layers run compiled."""
     warm_up_seconds: float
     """Seconds of the first step, which compiles or loads layers and kernels."""
     step_memory: int
@@ -80,14 +80,8 @@ class GpuStart:
 
     def measure(self, longest: int, progress: ProgressCallback | None) -> int:
         """Run the largest step twice: to compile what it needs, then to see its memory; also in pieces of layers, if
-        the policy has such steps. Raises RuntimeFailure if there is no room for it, or its kernels cannot be built.
-
-        Args:
-            longest: tokens of the longest sequence.
-
-        Returns:
-            Bytes to keep free for steps, and for capturing them.
-        """
+        the policy has such steps. Returns bytes to keep free for steps, and for capturing them; `longest` is the number
+        of tokens of the longest sequence. Raises RuntimeFailure if there is no room, or kernels cannot be built."""
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
         step = MemoryProfileRun(num_tokens, min(num_tokens, config.max_num_seqs), config.block_size)
@@ -97,12 +91,12 @@ class GpuStart:
         advice = "lower --max-num-batched-tokens or --max-num-seqs"
         problem = f"a step of {num_tokens} tokens does not fit"
         ways: list[LayerFunction] = [self.layers, *([self.layers.in_pieces] if config.attends_on_host else [])]
+        runs = [partial(step.run, self._decoder, run_layer) for run_layer in ways]
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
-            for run_layer in ways:
-                step.run(self._decoder, run_layer)
+            for run in runs:
+                run()
             torch.cuda.synchronize(self._device)
             self._warm_up_seconds = time.monotonic() - began
-            runs = [partial(step.run, self._decoder, run_layer) for run_layer in ways]
             self._step_memory = max(measured_memory(self._device, run) for run in runs)
         if progress is not None:
             progress(stage, 1, 1)
@@ -114,9 +108,8 @@ class GpuStart:
 
     def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuFacts:
         """Have the runner replay its decode steps from now on, unless all runs eagerly; RuntimeFailure without room."""
-        free, began, captured = torch.cuda.mem_get_info(self._device)[0], time.monotonic(), 0
-        if self._buckets:
-            captured = len(self._buckets) if self._captured(runner, max_model_len, progress) else 0
+        free, began = torch.cuda.mem_get_info(self._device)[0], time.monotonic()
+        captured = len(self._buckets) if self._buckets and self._captured(runner, max_model_len, progress) else 0
         return GpuFacts(
             compiled=self.layers.loaded,
             warm_up_seconds=self._warm_up_seconds,
@@ -141,9 +134,8 @@ class GpuStart:
                 for each in (first, error):
                     if out_of_memory(each):
                         raise each from None
-                reason = (str(first).strip().splitlines() or [""])[0]
                 notice = "nanoserve: decode steps run uncaptured, which is slower: %s"
-                logging.getLogger("nanoserve").warning(notice, reason)
+                logging.getLogger("nanoserve").warning(notice, first_line(first))
                 return False
         runner.forward = graphs
         return True
@@ -155,7 +147,6 @@ class MemoryProfileRun:
 
     num_tokens: int
     num_rows: int
-    """At most num_tokens."""
     block_size: int
 
     def run(self, decoder: Decoder, run_layer: LayerFunction) -> Tensor | None:

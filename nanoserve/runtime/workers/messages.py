@@ -23,7 +23,6 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model is, as in `ResolvedModel`."""
     config: EngineConfig
     rank: int = 0
-    """Which worker it is."""
     local_rank: int = 0
     """Which of those on its machine. Engines beside each other have their workers in a row."""
     plans: str = ""
@@ -84,7 +83,7 @@ ToWorker = Allocate | Prepare | RunPlan | Follow | ForgetHost
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first word of a worker."""
+    """The first message of a worker."""
 
     rank: int
 

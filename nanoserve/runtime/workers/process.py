@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.errors import NanoserveError, RuntimeFailure, first_line
 from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog, TiedChild
 from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerFailed, WorkerStart
@@ -49,8 +49,8 @@ def run_worker(start: WorkerStart) -> None:
         failed = WorkerFailed(start.rank, str(error), error.exit_code)
     except Exception as error:
         # Workers that wait for another's hidden states fail with it: the engine knows which was the first.
-        reason = (str(error).strip().splitlines() or [""])[0]
-        failed = WorkerFailed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        failed = WorkerFailed(start.rank, reason, RuntimeFailure.exit_code)
     endpoint.report(failed)
     endpoint.close()
     os._exit(failed.exit_code)  # at once: torch would wait for the other workers
@@ -78,7 +78,7 @@ class WorkerEndpoint:
         self.plans.send(self._encoder.encode(hello))
 
     def hear(self) -> ToWorker:
-        """Wait for a message; until an `PrefetchThread` has taken the socket over."""
+        """Wait for a message, before a `PrefetchThread` takes the socket over."""
         message: ToWorker = self._decoder.decode(self.plans.recv())
         return message
 
