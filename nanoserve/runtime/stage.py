@@ -16,7 +16,7 @@ from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.host.hybrid_runner import Header, HybridRunner, HybridStep
+from nanoserve.runtime.host.hybrid_runner import HybridRunner
 from nanoserve.runtime.launch.memory import kv_bytes_per_block, memory_errors
 from nanoserve.runtime.moves.host_pool import HostPart
 from nanoserve.runtime.moves.swapping import BlockMover, LayerMarks, Swapper
@@ -120,12 +120,6 @@ class Stage:
         except (RuntimeError, MemoryError):
             with memory_errors(self.runner.device, problem(), "lower --max-num-batched-tokens"):
                 raise
-
-    def header_behind(self, step: PreparedStep) -> Header | None:
-        """The header of a computed step's hidden states; None where the plan alone says how many come."""
-        if self.hybrid is None or not isinstance(step, HybridStep):
-            return None
-        return self.hybrid.header_behind(step)
 
     def take_loss(self) -> str | None:
         """Why the CPU will not end what was under way here, if it was lost since the last call."""

@@ -98,7 +98,6 @@ class TorchrunProcess:
                 time.sleep(_POLL_SECONDS)
 
     def unreachable(self, reason: str) -> RuntimeFailure:
-        """What to say when the first machine cannot be spoken to."""
         store = f"{self.master_address} port {self.master_port}"
         return RuntimeFailure(f"cannot reach torchrun's store at {store}: {reason}; check --master-addr")
 
@@ -208,7 +207,6 @@ class SharedKeys:
         self._ask(self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
         return bytes(self._ask(self._store.get, key))
 
     def has(self, key: str) -> bool:

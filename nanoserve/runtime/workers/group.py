@@ -38,7 +38,7 @@ class SharedFiles:
         self._descriptors: dict[Path, int] = {}
 
     def make(self, path: Path) -> None:
-        """An empty file under a name that nothing has. Raises OSError if that cannot be."""
+        """Make an empty file under a new name. Raises OSError if that cannot be."""
         if not hasattr(os, "memfd_create"):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
             return

@@ -11,8 +11,6 @@ from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
-# ------------------------------------------------------------------------------------------------ to a worker
-
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """The first message to a worker: as one line of JSON on the stdin of one that the engine starts."""
@@ -78,8 +76,6 @@ class ForgetHost(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = Allocate | Prepare | RunPlan | Follow | ForgetHost
-
-# ---------------------------------------------------------------------------------------------- from a worker
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

@@ -23,22 +23,13 @@ that has only just let go of it, to send something, waits until the next plan is
 
 
 def main() -> None:
-    """Entry point of a worker that the engine starts; the first line of stdin is its WorkerStart."""
+    """Entry point of a worker: the first line of stdin is its WorkerStart. It works for the engine until its process is
+    ended, or cannot go on."""
     watchdog = ParentWatchdog.of_this_process()
     start = msgspec.json.decode(watchdog.read_line(), type=WorkerStart)
     watchdog.start()
     os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
-    run_worker(start)
-
-
-def start_worker(threads: int, directory: Path) -> TiedChild:
-    """Start a process that waits for its WorkerStart. Raises OSError if it cannot be started."""
-    return TiedChild(_PROGRAM, directory, {"OMP_NUM_THREADS": str(threads)})
-
-
-def run_worker(start: WorkerStart) -> None:
-    """Work for the engine until this process is ended, or cannot go on."""
-    from nanoserve.runtime.workers.building import build_worker
+    from nanoserve.runtime.workers.building import build_worker  # imports torch
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     endpoint = WorkerEndpoint(start)
@@ -54,6 +45,11 @@ def run_worker(start: WorkerStart) -> None:
     endpoint.report(failed)
     endpoint.close()
     os._exit(failed.exit_code)  # at once: torch would wait for the other workers
+
+
+def start_worker(threads: int, directory: Path) -> TiedChild:
+    """Start a process that waits for its WorkerStart. Raises OSError if it cannot be started."""
+    return TiedChild(_PROGRAM, directory, {"OMP_NUM_THREADS": str(threads)})
 
 
 class WorkerEndpoint:

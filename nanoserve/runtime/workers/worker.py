@@ -225,9 +225,10 @@ class Worker:
     def _compute(self, turn: PrefetchedStep, entering: Tensor | None) -> tuple[float, StepResult | None]:
         """Run its layers, and pass on or sample what comes of it; when the device was done, and what to answer."""
         shard, stage, activations = self._current.shard, self._current.stage, self._current.activations
-        step = turn.step
+        step, header = turn.step, None
         hidden = stage.runner.compute(step, entering)
-        header = stage.header_behind(step)  # which host sequences go on shows only now
+        if stage.hybrid is not None and isinstance(step, HybridStep):
+            header = stage.hybrid.header_behind(step)  # which host sequences go on shows only now
         if not shard.is_last:
             computed = time.monotonic()
             if header is not None:
