@@ -14,11 +14,8 @@ _LAST_BUSY_FIELD = 8  # behind it come guest times, which are counted in user ti
 class ForeignLoad:
     """Measures, from its creation or last reading on, how many cores other processes kept busy.
 
-    The work of a process that is the benchmark's own includes that of all its descendants.
-
-    Args:
-        own: process ids whose work is the benchmark's, beside this process.
-        proc: where the kernel shows its counters (tests put their own there).
+    The benchmark's own work is that of this process, of those with the ids in ``own``, and of all their descendants.
+    Tests put counters of their own into ``proc``.
     """
 
     def __init__(self, own: Sequence[int] = (), proc: Path = _PROC) -> None:
@@ -32,11 +29,8 @@ class ForeignLoad:
         before, self._before = self._before, self._read()
         if before is None or self._before is None:
             return None
-        seconds = self._before[0] - before[0]
-        if seconds <= 0:
-            return None
-        foreign = (self._before[1] - before[1]) - (self._before[2] - before[2])
-        return max(0.0, foreign / self._ticks / seconds)
+        seconds, busy, own = (now - then for now, then in zip(self._before, before, strict=True))
+        return max(0.0, (busy - own) / self._ticks / seconds) if seconds > 0 else None
 
     def _read(self) -> tuple[float, int, int] | None:
         """(time, busy ticks of all processes, busy ticks of ours)"""
@@ -44,25 +38,25 @@ class ForeignLoad:
             fields = (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:]
             counted = [int(field) for field in fields[:_LAST_BUSY_FIELD]]
             busy = sum(ticks for index, ticks in enumerate(counted) if index not in _IDLE_FIELDS)
-            own = sum(self._process_ticks(process) for process in self._own) + self._descendants_ticks()
+            own = sum(map(self._process_ticks, self._own))
         except (OSError, ValueError, IndexError):
             return None
+        for process in self._descendants():
+            with suppress(OSError):  # it has ended: its ticks now count with the process that waited for it
+                own += self._process_ticks(process)
         return time.monotonic(), busy, own
 
-    def _descendants_ticks(self) -> int:
-        found, pending, ticks = set(self._own), list(self._own), 0
+    def _descendants(self) -> set[int]:
+        found, pending = set(self._own), list(self._own)
         while pending:
             for file in (self._proc / str(pending.pop()) / "task").glob("*/children"):
                 with suppress(OSError):  # a thread that has just ended
-                    children = {int(child) for child in file.read_text().split()} - found
+                    children = set(map(int, file.read_text().split())) - found
                     found |= children
                     pending += children
-        for process in found - set(self._own):
-            with suppress(OSError):  # it has ended: its ticks now count with the process that waited for it
-                ticks += self._process_ticks(process)
-        return ticks
+        return found - set(self._own)
 
     def _process_ticks(self, process: int) -> int:
         # The name, in brackets, may hold blanks: the fields count from behind it.
         fields = (self._proc / str(process) / "stat").read_text().rpartition(")")[2].split()
-        return sum(int(field) for field in fields[11:15])  # its own time, and that of children it has waited for
+        return sum(map(int, fields[11:15]))  # its own time, and that of children it has waited for

@@ -5,17 +5,15 @@ values of the whole context once, multiply. Activations, norms and softmax are l
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import msgspec
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.counts import ModelCounts, Precision
-from nanoserve.costs.work import StepWork
+from nanoserve.costs.counts import ModelCounts, Operator, Precision
+from nanoserve.costs.work import StepWork, chunk_pairs
 from nanoserve.scheduler.plan import StepPlan
 
-StepKind = Literal["decode", "prefill", "mixed"]
-STEP_KINDS: tuple[StepKind, ...] = get_args(StepKind)
+STEP_KINDS = ("decode", "prefill", "mixed")
 
 
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,20 +34,18 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, plan: StepPlan) -> "StepShape":
-        lengths = [len(row.tokens) for row in plan.rows]
-        ends = [row.start + length for row, length in zip(plan.rows, lengths, strict=True)]
-        pairs = [(row.start + 1 + end) * length // 2 for row, length, end in zip(plan.rows, lengths, ends, strict=True)]
+        rows = [(row.start, len(row.tokens)) for row in plan.rows]
         return cls(
-            sequences=len(plan.rows),
-            tokens=sum(lengths),
-            decoding=lengths.count(1),
+            sequences=len(rows),
+            tokens=sum(length for _, length in rows),
+            decoding=sum(length == 1 for _, length in rows),
             sampled=sum(row.sample for row in plan.rows),
-            context=sum(ends),
-            attended=sum(pairs),
+            context=sum(start + length for start, length in rows),
+            attended=sum(chunk_pairs(start, length) for start, length in rows),
         )
 
     @property
-    def kind(self) -> StepKind:
+    def kind(self) -> str:
         """decode: every row is one token; prefill: none is; mixed: some are."""
         if self.decoding == self.sequences:
             return "decode"
@@ -75,37 +71,27 @@ class Limits:
 
 
 class ModelCost:
-    """Bytes and operations of steps of one model.
-
-    Args:
-        config: its shape.
-        weight_bytes: bytes of one weight, which is also what one key or value number takes.
-    """
+    """Bytes and operations of steps of a model, each of whose weights, keys and values takes ``weight_bytes`` bytes."""
 
     def __init__(self, config: ModelConfig, weight_bytes: int) -> None:
-        bits = 8 * weight_bytes
-        precision = Precision.of(bits)
-        self._counts, self._weight_bytes = ModelCounts(config, precision=precision), weight_bytes
+        self._counts = ModelCounts(config, precision=Precision.of(8 * weight_bytes))
 
     def step_bytes(self, step: StepShape) -> float:
         """Bytes that must be read."""
-        products = self._counts.products(_work(step), 0)
-        weights = sum(layers * matrix.weights_read(tokens) for matrix, tokens, layers in products)
-        embeddings = step.tokens * self._counts.model.hidden_size
-        keys_and_values = self._counts.kv_bytes_per_token(0) * step.context
-        return self._weight_bytes * (weights + embeddings) + keys_and_values
+        counts = self._counts
+        embeddings = step.tokens * counts.model.hidden_size * counts.precision.other_bytes
+        weights = sum(operator.weight_bytes for operator in self._products(step))
+        return weights + embeddings + counts.kv_bytes_per_token(0) * step.context
 
     def step_operations(self, step: StepShape) -> float:
         """Floating point operations of the matrix products."""
-        products = self._counts.products(_work(step), 0)
-        multiplied = sum(layers * matrix.per_token * tokens for matrix, tokens, layers in products)
-        return 2.0 * multiplied + self._counts.layer_flops_per_pair * self._counts.layers(0) * step.attended
+        pairs = self._counts.layer_flops_per_pair * self._counts.layers(0) * step.attended
+        return sum(operator.flops for operator in self._products(step)) + pairs
 
     def floor_seconds(self, step: StepShape, limits: Limits) -> float:
         """The least time this step can take."""
         return limits.seconds(self.step_bytes(step), self.step_operations(step))
 
-
-def _work(step: StepShape) -> StepWork:
-    """Sum a step up for its matrix products, which do not depend on token positions."""
-    return StepWork(decodes=step.tokens, sampled=step.sampled)
+    def _products(self, step: StepShape) -> list[Operator]:
+        """The step's matrix products, which do not depend on token positions."""
+        return list(self._counts.products(StepWork(decodes=step.tokens, sampled=step.sampled), 0))

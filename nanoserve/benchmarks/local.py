@@ -8,34 +8,30 @@ from typing import Any
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.driving import EngineDriver, EngineRun, summarize_steps
 from nanoserve.benchmarks.floors import ModelCost, StepShape
+from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates, mean_of_known, request_distributions
-from nanoserve.measures.workloads import RequestShape, random_prompts
+from nanoserve.measures.workloads import LocalCase, RequestShape, random_prompts
 from nanoserve.models.dtypes import DTYPES
 from nanoserve.models.hub import ProgressCallback
 
-_WARM_UP = RequestShape(8, 4)
 _STEP_TOKENS = 32
 """Reading all weights in a step takes about as long as computing this many tokens; progress counts both."""
 
 _TELL_SECONDS = 1.0
-"""To draw takes a millisecond or two, which the run has to bear."""
+"""Drawing takes a millisecond or two of the run's own time."""
 
 
 class LocalBench:
     """Measures open LLMs of one model. The machine's limits are measured once, its bandwidth around every measurement.
 
     Args:
-        llms: one, or an eager and a compiled one, whose runs are interleaved.
+        llms: one, or an eager and a compiled one, whose runs are interleaved; RuntimeFailure if both are eager.
         announce: takes a line that says what is waited for before anything is measured.
-        progress: is told how far that is, and then how far the runs are.
         probes: whether to measure the machine. Without, no figure is compared with its limits.
-
-    Raises:
-        RuntimeFailure: if two LLMs are given and the layers of both are eager.
     """
 
     def __init__(
@@ -48,44 +44,52 @@ class LocalBench:
         probes: bool,
     ) -> None:
         self._llm = llm = llms[0]
-        self._seed = seed
-        self._progress = progress
+        self._seed, self._announce, self._progress = seed, announce, progress
+        self.longest = llm.max_model_len
         self._done = self._expected = 0
         self._told = 0.0
         self.facts, *_ = [settle(each, announce) for each in llms]
         dtype = DTYPES[self.facts["dtype"]]
-        self._drivers = {_layers(each): EngineDriver(each.engine, self._count) for each in llms}
+        self._drivers = {
+            "compiled" if each.compiled else "eager": EngineDriver(each.engine, self._count) for each in llms
+        }
         if len(self._drivers) < len(llms):
             raise RuntimeFailure(
                 "layers cannot be compiled on this machine, so there is nothing to compare eager ones with"
             )
-        self._cost = ModelCost(llm.config, dtype.itemsize)
+        self.facts["layers"] = " and ".join(self._drivers)
+        self._cost, self._foreign = ModelCost(llm.config, dtype.itemsize), ForeignLoad()
         self._probe = self._limits = None
         if probes:
             announce(f"{STAGE} ...")
             self._probe = BandwidthProbe()
             self._limits = machine_limits(dtype, self._probe, progress=progress)
-        self._foreign = ForeignLoad()
-        self.facts["layers"] = " and ".join(self._drivers)
-        if self._limits is not None:
             self.facts["limit_read_gb_per_s"] = self._limits.bytes_per_second / 1e9
             self.facts["limit_gflops"] = self._limits.operations_per_second / 1e9
 
-    def check_fits(self, shapes: Sequence[RequestShape], what: str) -> None:
-        """Raise UsageError if a request is longer than the context."""
-        longest = max(shape.total_tokens for shape in shapes)
-        if longest > self._llm.max_model_len:
-            raise UsageError(
-                f"{what} needs a context of {longest} tokens, but it holds {self._llm.max_model_len}; "
-                "choose shorter requests, another --model or a larger --kv-cache-memory"
-            )
-
-    def expect(self, shapes: Sequence[RequestShape], *, runs: int) -> None:
-        """Count the work of these requests, run together `runs` times on each engine, for the progress display."""
-        steps = max(shape.output_tokens for shape in shapes)
-        self._expected += (
-            runs * len(self._drivers) * (_STEP_TOKENS * steps + sum(shape.total_tokens for shape in shapes))
-        )
+    def run(self, cases: Sequence[LocalCase], report: Report, *, repeats: int) -> None:
+        """Measure each case: a row for each engine, and with two engines their ratios. Raises UsageError if a request
+        is too long."""
+        for case in cases:
+            longest = max(shape.total_tokens for shape in case.shapes)
+            if longest > self.longest:
+                raise UsageError(
+                    f"{case.name} needs a context of {longest} tokens, but it holds {self.longest}; "
+                    "choose shorter requests, another --model or a larger --kv-cache-memory"
+                )
+            for shapes, runs in ((case.warm_up, 1), (case.shapes, repeats)):
+                steps = max(shape.output_tokens for shape in shapes)
+                tokens = _STEP_TOKENS * steps + sum(shape.total_tokens for shape in shapes)
+                self._expected += runs * len(self._drivers) * tokens
+        ratios: list[dict[str, Any]] = []
+        for case in cases:
+            self._announce(f"measuring {case.announced}")
+            rows = self._measure(case, repeats)
+            for row in rows:
+                report.add(row)
+            if len(rows) > 1:
+                ratios += compiled_ratios(case.name, rows)
+                report.put("ratios", ratios)
 
     def _count(self, step: StepShape) -> None:
         self._done += _STEP_TOKENS + step.tokens
@@ -93,38 +97,32 @@ class LocalBench:
             self._told = now
             self._progress("all runs", min(self._done, self._expected), self._expected)
 
-    def warm_up(self, shapes: Sequence[RequestShape]) -> None:
-        """Run these, unmeasured."""
+    def _measure(self, case: LocalCase, repeats: int) -> list[dict[str, Any]]:
+        """A report's row for each engine: warm up, then run the requests ``repeats`` times. With two engines a row's
+        case ends in its layers."""
         for driver in self._drivers.values():
-            self._run(driver, list(shapes) or [_WARM_UP], repeat=0)
-
-    def measure(self, case: str, shapes: Sequence[RequestShape], *, repeats: int) -> list[dict[str, Any]]:
-        """Run requests that are issued together, ``repeats`` times on each engine.
-
-        Returns:
-            A report's rows, one for each engine. With two engines a row's case ends in its layers.
-        """
-        before = self._bandwidth()
+            self._run(driver, case.warm_up, repeat=0)
+        readings = self._bandwidth()
         self._foreign.read()
         runs: dict[str, list[EngineRun]] = {layers: [] for layers in self._drivers}
         for repeat in range(1, repeats + 1):
             drivers = list(self._drivers.items())
             for layers, driver in drivers if repeat % 2 else reversed(drivers):
-                runs[layers].append(self._run(driver, shapes, repeat))
+                runs[layers].append(self._run(driver, case.shapes, repeat))
         foreign = self._foreign.read()
-        readings = [*before, *self._bandwidth()]
+        readings += self._bandwidth()
         beside = {"read_gb_per_s": [reading / 1e9 for reading in readings], "foreign_cores": foreign}
         # The machine may be faster now than it was ever seen.
         limits = None if self._limits is None else self._limits.at_least(*readings)
         rows = []
         for layers, done in runs.items():
-            facts = {"case": f"{case} {layers}" if len(runs) > 1 else case, "requests": len(shapes), "repeats": repeats}
+            name = f"{case.name} {layers}" if len(runs) > 1 else case.name
+            facts = {"case": name, "requests": len(case.shapes), "repeats": repeats}
             steps = summarize_steps([step for run in done for step in run.steps], self._cost, limits)
             rows.append(facts | timing_fields(done) | {"steps": steps} | beside)
         return rows
 
     def _bandwidth(self) -> list[float]:
-        """A reading, where the machine is looked at."""
         return [] if self._probe is None else [self._probe.read()]
 
     def _run(self, driver: EngineDriver, shapes: Sequence[RequestShape], repeat: int) -> EngineRun:
@@ -138,16 +136,18 @@ def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:
     rates = [BatchRates.of(run.timings) for run in runs]
     seconds = [max(timing.e2el for timing in run.timings) for run in runs]
     samples = {
-        "ttft_ms": [MILLISECONDS * mean_of_known([timing.ttft for timing in run.timings]) for run in runs],
-        "tpot_ms": [MILLISECONDS * mean_of_known([timing.tpot for timing in run.timings]) for run in runs],
+        "ttft_ms": [MILLISECONDS * mean_of_known(timing.ttft for timing in run.timings) for run in runs],
+        "tpot_ms": [MILLISECONDS * mean_of_known(timing.tpot for timing in run.timings) for run in runs],
         "output_tokens_per_s": [rate.output for rate in rates],
+    }
+    means = {
+        f"{name}_tokens_per_s": mean_of_known(getattr(rate, name) for rate in rates)
+        for name in ("prefill", "decode", "output", "total")
     }
     return {
         **request_distributions([timing for run in runs for timing in run.timings]),
-        "prefill_tokens_per_s": mean_of_known([rate.prefill for rate in rates]),
-        "decode_tokens_per_s": mean_of_known([rate.decode for rate in rates]) or None,
-        "output_tokens_per_s": mean_of_known([rate.output for rate in rates]),
-        "total_tokens_per_s": mean_of_known([rate.total for rate in rates]),
+        **means,
+        "decode_tokens_per_s": means["decode_tokens_per_s"] or None,
         "requests_per_s": mean_of_known(len(run.timings) / length for run, length in zip(runs, seconds, strict=True)),
         "seconds": mean_of_known(seconds),
         "samples": samples,
@@ -166,7 +166,3 @@ def compiled_ratios(case: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[s
             spread = {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
             found.append({"case": case, "metric": metric, "rounds": len(ratios), **spread})
     return found
-
-
-def _layers(llm: LLM) -> str:
-    return "compiled" if llm.compiled else "eager"

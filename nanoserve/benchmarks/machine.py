@@ -3,6 +3,7 @@
 import os
 import platform
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -66,10 +67,8 @@ def installed_versions() -> dict[str, str]:
     """Versions of the packages that matter to a benchmark, without importing them."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

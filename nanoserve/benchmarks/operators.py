@@ -7,11 +7,12 @@ cache. The shapes are those of Qwen3-0.6B.
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn import functional
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.attention import AttentionCall, PagedAttentionShape, decode_rows, make_batch
+from nanoserve.benchmarks.gpu.attention import decode_rows, make_batch
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, grouped, rotated, until_enough_count
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
@@ -70,46 +71,45 @@ class OperatorRound(Bracketed, frozen=True, kw_only=True):
     routes_us: dict[str, float]
 
 
-def attention_case(batch: int, context: int, dtype: torch.dtype) -> OperatorCase:
-    """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks."""
-    shape, call = _decode_call(batch, context, dtype)
-    pools = _copies(torch.stack((call.key_cache, call.value_cache)))
-    calls = cycle([replace(call, key_cache=keys, value_cache=values) for keys, values in pools])
-    query = call.query[:, :, None]
-
-    def gather_and_attend() -> Tensor:
-        """The obvious way: index the caches by the block tables, then torch's attention."""
-        key, value = next(calls).gathered(context)
-        return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).reshape(batch, -1)
-
-    return OperatorCase(
-        name=f"attention {batch} x {context}",
-        num_bytes=_bytes_read(shape, dtype),
-        operations=shape.operations,
-        routes={
-            OURS: Route(lambda: next(calls).attend()),
-            "gather + SDPA": Route(gather_and_attend),
-            "plain torch": Route(lambda: next(calls).attend(), reference_operators),
-        },
-    )
+def all_cases(cells: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
+    """Attention of these batches and contexts, then linear layers; each has its memory while it is looked at."""
+    for batch, context in cells:
+        yield from attention_cases(batch, context, dtype)
+    yield from linear_cases(rows, dtype)
 
 
-@contextmanager
-def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterator[OperatorCase]:
-    """Decode over the host tier: rows as in `attention_case` are handed to a thread of its own, with as many threads to
-    share the work as torch has here, and waited for. Beside it the operator that this thread calls, called directly.
+def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[OperatorCase]:
+    """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks.
+
+    Then the same over the host tier: rows are handed to a thread of its own, with as many threads to share the work as
+    torch has here, and waited for. Beside it the operator that this thread calls, called directly.
     """
-    shape, call = _decode_call(batch, context, dtype)
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    fused = torch.randn(batch, heads + 2 * kv_heads, shape.head_dim).to(dtype)  # as a layer's projection gives them
-    query, key, value = fused[:, :heads], fused[:, heads:-kv_heads], fused[:, -kv_heads:]
+    model = dummy_config(SHAPE)
+    heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
+    call = make_batch(decode_rows(batch, context), heads, kv_heads, size, block_size=BLOCK_SIZE, dtype=dtype)
+    fused = torch.randn(batch, heads + 2 * kv_heads, size).to(dtype)  # as a layer's projection gives them
+    query, key, value = torch.split(fused, [heads, kv_heads, kv_heads], dim=1)
     slots = call.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
     cache_write(key, value, call.key_cache, call.value_cache, slots)
     keys, values = zip(*_copies(torch.stack((call.key_cache, call.value_cache))), strict=True)
     pools = zip(keys, values, strict=True)
     calls = cycle([replace(call, query=query, key_cache=one, value_cache=other) for one, other in pools])
+    num_bytes = 2 * batch * context * kv_heads * size * dtype.itemsize
+
+    def attend() -> Tensor:
+        return next(calls).attend()
+
+    def gather_and_attend() -> Tensor:
+        """The obvious way: index the caches by the block tables, then torch's attention."""
+        gathered = next(calls).gathered()
+        return functional.scaled_dot_product_attention(query[:, :, None], *gathered, enable_gqa=True).reshape(batch, -1)
+
+    routes = {OURS: Route(attend), "gather + SDPA": Route(gather_and_attend)}
+    routes["plain torch"] = Route(attend, reference_operators)
+    yield OperatorCase(f"attention {batch} x {context}", num_bytes, call.operations, routes)
+
     rows = AttentionBatch(call.block_tables, call.query_starts, call.context_lengths, slots)
-    host = HostAttentionThread(dummy_config(SHAPE), keys, values, torch.device("cpu"), threads=torch.get_num_threads())
+    host = HostAttentionThread(model, keys, values, torch.device("cpu"), threads=torch.get_num_threads())
     layers = cycle(range(len(keys)))
 
     def hand_over_and_wait() -> Tensor:
@@ -118,38 +118,18 @@ def host_attention_case(batch: int, context: int, dtype: torch.dtype) -> Iterato
         return task.result()
 
     try:
-        yield OperatorCase(
-            name=f"host attention {batch} x {context}",
-            num_bytes=_bytes_read(shape, dtype),
-            operations=shape.operations,
-            routes={OURS: Route(hand_over_and_wait), "operator alone": Route(lambda: next(calls).attend())},
-        )
+        routes = {OURS: Route(hand_over_and_wait), "operator alone": Route(attend)}
+        yield OperatorCase(f"host attention {batch} x {context}", num_bytes, call.operations, routes)
     finally:
         host.close()
 
 
-def _decode_call(batch: int, context: int, dtype: torch.dtype) -> tuple[PagedAttentionShape, AttentionCall]:
-    model = dummy_config(SHAPE)
-    shape = PagedAttentionShape(
-        rows=decode_rows(batch, context),
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-    )
-    return shape, make_batch(shape, block_size=BLOCK_SIZE, dtype=dtype)
-
-
-def _bytes_read(shape: PagedAttentionShape, dtype: torch.dtype) -> int:
-    """Bytes of all keys and values."""
-    return 2 * sum(row.context for row in shape.rows) * shape.num_kv_heads * shape.head_dim * dtype.itemsize
-
-
 def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
     """Each matrix of the model with every number of rows; one matrix's memory is taken at a time."""
-    for name, columns, depth in _matrices():
+    for (name, columns, depth), counts in linear_sizes(rows, dtype):
         weight = torch.randn(columns, depth)
         weights, wide = cycle(_copies(weight.to(dtype))), cycle(_copies(weight))
-        for count in _rows_of(name, rows, dtype):
+        for count in counts:
             given = torch.randn(count, depth)
             routes = {
                 OURS: partial(_multiply, linear, given.to(dtype), weights),
@@ -168,14 +148,11 @@ def _multiply(multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weight
     return multiply(rows, next(weights))
 
 
-def count_linear_cases(rows: Sequence[int], dtype: torch.dtype) -> int:
-    """Number of cases that `linear_cases` yields."""
-    return sum(len(_rows_of(name, rows, dtype)) for name, *_ in _matrices())
-
-
-def _rows_of(matrix: str, rows: Sequence[int], dtype: torch.dtype) -> list[int]:
-    """Numbers of rows that this matrix is measured with; 32-bit weights have no operator of our own."""
-    return [] if dtype == torch.float32 else [count for count in rows if matrix != "head" or count <= HEAD_ROWS]
+def linear_sizes(rows: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple[str, int, int], list[int]]]:
+    """Each matrix with the numbers of rows that it is measured with; 32-bit weights have no operator of our own."""
+    if dtype == torch.float32:
+        return []
+    return [(one, [count for count in rows if one[0] != "head" or count <= HEAD_ROWS]) for one in _matrices()]
 
 
 def _matrices() -> list[tuple[str, int, int]]:
@@ -201,16 +178,19 @@ def measure_case(
 ) -> Iterator[OperatorRound]:
     """Rounds of one case as they are done, until enough count or too many were tried.
 
-    Args:
-        probe: reads the machine's bandwidth, in bytes per second.
-        peak: operations per second at best.
+    ``probe`` reads the machine's bandwidth in bytes per second; ``peak`` is operations per second at best.
     """
     calls = {name: _calls_in_a_turn(route) for name, route in case.routes.items()}
 
     def one_round(number: int) -> OperatorRound:
         before = probe() / GIGA
         foreign.read()
-        seconds = _take_turns(case.routes, calls)
+        seconds = {name: list[float]() for name in calls}
+        with torch.inference_mode():
+            for name in [name for turn in range(_TURNS) for name in rotated(calls, turn)]:
+                route = case.routes[name]
+                with route.context():
+                    seconds[name] += [_seconds(route.call) for _ in range(calls[name])]
         load, after = foreign.read(), probe() / GIGA
         floor = Limits(GIGA * (before + after) / 2, peak).seconds(case.num_bytes, case.operations)
         return OperatorRound(
@@ -235,17 +215,6 @@ def _calls_in_a_turn(route: Route) -> int:
         return min(_MOST_CALLS, max(1, round(_TURN_SECONDS / _seconds(route.call))))
 
 
-def _take_turns(routes: Mapping[str, Route], calls: Mapping[str, int]) -> dict[str, list[float]]:
-    """A B C, B C A, C A B ...: the seconds of every call."""
-    seconds = {name: list[float]() for name in routes}
-    with torch.inference_mode():
-        for turn in range(_TURNS):
-            for name in rotated(routes, turn):
-                with routes[name].context():
-                    seconds[name] += [_seconds(routes[name].call) for _ in range(calls[name])]
-    return seconds
-
-
 def _seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
@@ -268,22 +237,19 @@ def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
 def samples(rounds: Sequence[OperatorRound]) -> dict[str, dict[str, list[float]]]:
     """Our share of the floor in every counting round for ``bench diff``: it holds in any bandwidth state."""
     found: dict[str, dict[str, list[float]]] = {}
-    for done in rounds:
-        if done.counts:
-            found.setdefault(done.case, {"of_floor": []})["of_floor"].append(done.floor_us / done.routes_us[OURS])
+    for done in filter(attrgetter("counts"), rounds):
+        found.setdefault(done.case, {"of_floor": []})["of_floor"].append(done.floor_us / done.routes_us[OURS])
     return found
 
 
 def _route_fields(rounds: Sequence[OperatorRound], route: str) -> dict[str, Any]:
-    microseconds = statistics.median(one.routes_us[route] for one in rounds)
+    first, microseconds = rounds[0], statistics.median(one.routes_us[route] for one in rounds)
     slower = [one.routes_us[route] / one.routes_us[OURS] for one in rounds]
-    is_peer = route != OURS
+    spread = {"ours_is_faster": statistics.median(slower), "low": min(slower), "high": max(slower)}
     return {
         "us": microseconds,
-        "gb_per_s": rounds[0].num_bytes / microseconds / (GIGA / _MICROSECONDS),
-        "gflops": rounds[0].operations / microseconds / (GIGA / _MICROSECONDS),
+        "gb_per_s": first.num_bytes / microseconds / (GIGA / _MICROSECONDS),
+        "gflops": first.operations / microseconds / (GIGA / _MICROSECONDS),
         "of_floor": statistics.median(one.floor_us / one.routes_us[route] for one in rounds),
-        "ours_is_faster": statistics.median(slower) if is_peer else None,
-        "low": min(slower) if is_peer else None,
-        "high": max(slower) if is_peer else None,
+        **(dict.fromkeys(spread) if route == OURS else spread),
     }

@@ -9,33 +9,24 @@ import msgspec
 from nanoserve.benchmarks.machine import describe_run
 from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.errors import UsageError
-from nanoserve.processes.files import replace_file
+from nanoserve.processes.files import read_bytes, replace_file
 
 SCHEMA = "nanoserve-bench/1"
 
 
 class Report:
-    """Rows of one benchmark, with where and how they were measured.
+    """Rows of one benchmark of this kind and settings, with where and how they were measured.
 
-    Args:
-        kind: which benchmark.
-        settings: what it was asked for.
-        path: the JSON file, or None to keep it in memory.
-
-    Raises:
-        RuntimeFailure: if the file cannot be written; at once, before anything is measured.
+    They are kept in the JSON file at ``path``, or in memory alone. Raises RuntimeFailure at once if that file cannot be
+    written.
     """
 
     def __init__(self, kind: str, settings: dict[str, Any], path: Path | None) -> None:
         self.path = path
+        self.rows: list[dict[str, Any]] = []
         self.document: dict[str, Any] = {"schema": SCHEMA, "kind": kind, "complete": False, **describe_run()}
-        self.document |= {"settings": settings, "rows": [], "notes": []}
+        self.document |= {"settings": settings, "rows": self.rows, "notes": []}
         self._write()
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.document["rows"]
-        return rows
 
     @property
     def busy_note(self) -> str | None:
@@ -74,15 +65,9 @@ class Report:
 
 
 def read_report(path: Path, *, schema: str = SCHEMA, content: str = "a report of nanoserve bench") -> dict[str, Any]:
-    """A document of this schema, read from its file.
-
-    Raises:
-        UsageError: if the file is not one.
-    """
+    """A document of this schema, read from its file. Raises UsageError if the file is not one."""
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+        document: Any = json.loads(read_bytes(path, UsageError))
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     found: dict[str, Any] = document if isinstance(document, dict) else {}

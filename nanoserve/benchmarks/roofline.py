@@ -4,7 +4,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,27 +67,21 @@ def machine_limits(
     """
     path = path or cache_directory() / "limits.json"
     key = json.dumps([describe_machine(), torch.get_num_threads(), torch.__version__])
-    known = _read(path)
-    mine: dict[str, float] = known.setdefault(key, {})
     formats = {format_name(one): one for one in (torch.float32, dtype)}
-    for what, value in _fresh_limits(formats, probe, progress).items():
-        mine[what] = max(value, mine.get(what, 0.0))
-    _write(path, known)
-    return Limits(mine["read"], max(mine[name] for name in formats))
-
-
-def _fresh_limits(
-    formats: Mapping[str, torch.dtype], probe: BandwidthProbe, progress: ProgressCallback
-) -> dict[str, float]:
-    """Bytes per second under "read", and operations per second of a square matrix product in each number format."""
-    best: dict[str, float] = {}
+    known: dict[str, dict[str, float]] = {}
+    with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        known = msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]])
+    best = known.setdefault(key, {})
     for look in range(_LOOKS):
         progress(STAGE, look, _LOOKS)
         best["read"] = max(probe.best(), best.get("read", 0.0))
-        for name, dtype in formats.items():
-            best[name] = max(_product_speed(dtype), best.get(name, 0.0))
+        for name, one in formats.items():
+            best[name] = max(_product_speed(one), best.get(name, 0.0))
     progress(STAGE, _LOOKS, _LOOKS)
-    return best
+    with contextlib.suppress(OSError, RuntimeFailure):  # a cache that cannot be kept is measured again next time
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(known, indent=1))
+    return Limits(best["read"], max(best[name] for name in formats))
 
 
 def _product_speed(dtype: torch.dtype) -> float:
@@ -105,16 +99,3 @@ def _timed(action: Callable[[], Any]) -> float:
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
-
-
-def _read(path: Path) -> dict[str, dict[str, float]]:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]])
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return {}
-
-
-def _write(path: Path, known: dict[str, dict[str, float]]) -> None:
-    with contextlib.suppress(OSError, RuntimeFailure):  # a cache that cannot be kept is measured again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(known, indent=1))

@@ -73,27 +73,21 @@ def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[
             return
 
 
-def bandwidth_states(rounds: Sequence[Bracketed]) -> dict[int, str]:
-    """Which state each counting round (by its place in the sequence) was in, named by the bandwidths seen in it.
+def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
+    """The counting rounds in their order, each with its bandwidth state, named by the bandwidths seen in it.
 
     Memory bandwidth of a virtual machine may sit at one of two levels for minutes and then flip. Rounds beside a busy
     neighbour are states of their own.
     """
-    groups: list[list[int]] = []
-    counting = [place for place, done in enumerate(rounds) if done.counts]
-    for place in sorted(counting, key=lambda place: (rounds[place].is_busy, rounds[place].bandwidth)):
-        first = rounds[groups[-1][0]] if groups else None
-        here = rounds[place]
-        if first and here.is_busy == first.is_busy and here.bandwidth < STATE_WIDTH * first.bandwidth:
-            groups[-1].append(place)
+    groups: list[list[R]] = []
+    for done in sorted((one for one in rounds if one.counts), key=lambda one: (one.is_busy, one.bandwidth)):
+        first = groups[-1][0] if groups else None
+        if first and done.is_busy == first.is_busy and done.bandwidth < STATE_WIDTH * first.bandwidth:
+            groups[-1].append(done)
         else:
-            groups.append([place])
-    return {place: _state_name([rounds[member] for member in group]) for group in groups for place in group}
-
-
-def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
-    """The counting rounds, each with its bandwidth state, in the order in which they were made."""
-    return [(rounds[place], state) for place, state in sorted(bandwidth_states(rounds).items())]
+            groups.append([done])
+    names = {id(done): _state_name(group) for group in groups for done in group}
+    return [(done, names[id(done)]) for done in rounds if done.counts]
 
 
 def grouped(rounds: Sequence[R], values_of: Callable[[R], Mapping[Key, T]]) -> dict[Key, list[T]]:
@@ -113,6 +107,5 @@ def rotated(items: Iterable[T], number: int) -> list[T]:
 
 
 def _state_name(rounds: Sequence[Bracketed]) -> str:
-    low, high = f"{rounds[0].bandwidth:.0f}", f"{rounds[-1].bandwidth:.0f}"
-    extent = low if low == high else f"{low}-{high}"
-    return f"{extent} GB/s" + (", busy" if rounds[0].is_busy else "")
+    ends = dict.fromkeys(f"{one.bandwidth:.0f}" for one in (rounds[0], rounds[-1]))
+    return f"{'-'.join(ends)} GB/s" + (", busy" if rounds[0].is_busy else "")

@@ -20,10 +20,7 @@ from triton_ops.cpu import cpu_operators
 
 
 def settle_operators(announce: Callable[[str], None] = lambda _: None) -> str:
-    """Wait for the operators if they are being built, after saying so; which implementation the CPU runs from here on.
-
-    "C++", or "plain torch" with the reason in brackets.
-    """
+    """Wait for the operators, after saying so. Returns what the CPU runs: "C++", or "plain torch (REASON)"."""
     operators = cpu_operators()
     if operators.expected and not operators.loaded:
         announce("building the C++ operators, once on this machine ...")

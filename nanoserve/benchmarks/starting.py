@@ -13,7 +13,9 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +24,28 @@ from nanoserve.processes.children import run_module
 _TOKENS = ("first token", "second token", "third token")
 STAGES = ("python", "import torch", "import nanoserve", "load", *_TOKENS, "build operators", "compile layers")
 TO_FIRST_TOKEN = STAGES[: STAGES.index("first token") + 1]
+_PROMPT = tuple(range(5, 21))
+_PREPARATIONS = {"building operators": "build operators", "compiling layers": "compile layers"}
 
 
 def start_once(model: str | None, settings: dict[str, object], threads: int | None, cache: Path) -> dict[str, Any]:
     """Run one process that opens the model with these settings of LLM and generates; ``cache`` is where it builds.
 
-    Returns:
-        Seconds of each stage in order ("stages"), of all up to the first token ("to_first_token"), and what ran in the
-        end ("operators", "layers").
-
-    Raises:
-        RuntimeFailure: with its last line, if it fails.
+    Returns seconds of each stage in order ("stages"), of all up to the first token ("to_first_token"), and what ran in
+    the end ("operators", "layers"). Raises RuntimeFailure with the process's last line if it fails.
     """
     words = repr(time.monotonic()), json.dumps(model), json.dumps(settings)
     environment = {"XDG_CACHE_HOME": str(cache)} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-    said = run_module(
-        "nanoserve.benchmarks.starting", *words, environment=environment, failing="a process that was to start failed: "
-    )
+    failing = "a process that was to start failed: "
+    said = run_module("nanoserve.benchmarks.starting", *words, environment=environment, failing=failing)
     stages = stage_lengths(said.pop("marks"))
     return {"stages": stages, "to_first_token": sum(stages[name] for name in TO_FIRST_TOKEN), **said}
 
 
 def stage_lengths(marks: dict[str, float]) -> dict[str, float]:
     """Turn times since the start into the length of each stage, in order."""
-    ends = [marks[name] for name in STAGES]
-    return {name: end - before for name, before, end in zip(STAGES, [0.0, *ends], ends, strict=False)}
+    ends = [0.0, *(marks[name] for name in STAGES)]
+    return {name: end - before for name, (before, end) in zip(STAGES, pairwise(ends), strict=True)}
 
 
 def drop_from_page_cache(paths: Iterable[Path]) -> int:
@@ -54,26 +53,15 @@ def drop_from_page_cache(paths: Iterable[Path]) -> int:
 
     Returns how many files were named to it; pages that another process has mapped stay. 0 where it cannot be asked.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return 0
     count = 0
-    for path in paths:
+    for path in paths if hasattr(os, "posix_fadvise") else ():
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                count += _drop(file)
+            with suppress(OSError):
+                if file.is_file():
+                    with file.open("rb") as opened:
+                        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    count += 1
     return count
-
-
-def _drop(file: Path) -> int:
-    try:
-        descriptor = os.open(file, os.O_RDONLY)
-    except OSError:
-        return 0
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-    return 1
 
 
 def library_directories() -> list[Path]:
@@ -82,36 +70,30 @@ def library_directories() -> list[Path]:
     return [Path(spec.origin).parent for spec in found if spec is not None and spec.origin is not None]
 
 
-_PROMPT = tuple(range(5, 21))
-_PREPARATIONS = {"building operators": "build operators", "compiling layers": "compile layers"}
-
-
 def _start_here(began: float, model: str | None, settings: dict[str, object]) -> dict[str, Any]:
-    """The child: import, load, answer, and then wait for what was built meanwhile.
+    """The child: import, load, answer, and wait for what was built meanwhile; ``marks`` are the ends of the stages."""
+    marks: dict[str, float] = {}
 
-    Returns seconds since ``began`` at the end of each stage ("marks"), and what runs from then on ("operators",
-    "layers").
-    """
-    marks = {"python": time.monotonic() - began}
+    def mark(stage: str) -> None:
+        marks[stage] = time.monotonic() - began
 
+    mark("python")
     import torch  # noqa: F401  (importing it is what is timed)
 
-    marks["import torch"] = time.monotonic() - began
-
+    mark("import torch")
     from nanoserve.llm import LLM
     from nanoserve.request import SamplingParams
 
-    marks["import nanoserve"] = time.monotonic() - began
+    mark("import nanoserve")
     with LLM(model, **settings) as llm:
-        marks["load"] = time.monotonic() - began
+        mark("load")
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=len(_TOKENS))
         for name, _ in zip(_TOKENS, llm.stream(_PROMPT, params), strict=True):
-            marks[name] = time.monotonic() - began
+            mark(name)
         answered = time.monotonic() - began
-        llm.prepare(lambda stage, *_: marks.update({_PREPARATIONS[stage]: time.monotonic() - began}))
+        llm.prepare(lambda stage, *_: mark(_PREPARATIONS[stage]))
         for name in _PREPARATIONS.values():  # one that took no time was not spoken of
             answered = marks.setdefault(name, answered)
-
         from nanoserve.benchmarks.settling import settle
 
         facts = settle(llm)

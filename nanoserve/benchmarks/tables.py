@@ -46,47 +46,27 @@ def columns(*formats: tuple[str, *tuple[str | tuple[str, str], ...]]) -> list[Co
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """A column with its texts and its width: at least its longest word, for a cut number is none, and at best."""
-
-    column: Column
-    texts: Sequence[str]
-    least: int
-    best: int
-
-    @classmethod
-    def of(cls, column: Column, texts: Sequence[str], *, is_key: bool) -> "_Filled":
-        best = max(map(cell_len, (column.heading, *texts)))
-        words = [word for text in (column.heading, *texts) for word in text.split()]
-        return cls(column, texts, best if is_key else max(map(cell_len, words), default=1), best)
-
-
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], *, keys: int = 1) -> None:
     """To stdout; what is too wide for the terminal, or for a file's 200 characters, goes on in further tables.
 
-    Args:
-        title: above the first table.
-        columns: from left to right.
-        rows: from top to bottom.
-        keys: number of leftmost columns that identify a row; each further table begins with them, too.
+    ``keys`` is the number of leftmost columns that identify a row; each further table begins with them, too.
     """
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_OF_A_FILE)
     kept = list(rows)
-    filled = [
-        _Filled.of(column, [column.text(row) for row in kept], is_key=place == 0)
-        for place, column in enumerate(columns)
-    ]
-    for place, part in enumerate(_parts(filled, keys, console.width)):
+    texts = [[column.heading, *(column.text(row) for row in kept)] for column in columns]
+    best = [max(map(cell_len, several)) for several in texts]
+    # A column has room for its longest word at least, for a cut number is none. The first one is never wrapped.
+    least = [best[0], *(max(map(cell_len, " ".join(several).split()), default=1) for several in texts[1:])]
+    for number, part in enumerate(_parts(least, keys, console.width)):
         # A Text is shown as it is: a model's name may hold what rich would take for markup.
-        table = Table(title=None if place else Text(title, style="bold"), title_justify="left")
-        for one, width in zip(part, _widths(part, console.width), strict=True):
-            side = "left" if one is filled[0] else one.column.justify
-            table.add_column(one.column.heading, justify=side, no_wrap=one is filled[0], width=width)
-        for texts in zip(*(one.texts for one in part), strict=True):
-            table.add_row(*texts)
+        table = Table(title=None if number else Text(title, style="bold"), title_justify="left")
+        for place, width in _widths(part, least, best, console.width).items():
+            side: Literal["left", "right"] = columns[place].justify if place else "left"
+            table.add_column(texts[place][0], justify=side, no_wrap=place == 0, width=width)
+        for row in zip(*(texts[place][1:] for place in part), strict=True):
+            table.add_row(*row)
         console.print(table)
 
 
@@ -99,24 +79,24 @@ def markdown_table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]])
     return "\n".join("| " + " | ".join(text.replace("|", "/") for text in line) + " |" for line in lines)
 
 
-def _parts(filled: Sequence[_Filled], keys: int, width: int) -> list[list[_Filled]]:
-    """The columns of each table, the keys first."""
-    first, parts = list(filled[:keys]), [list(filled[:keys])]
-    for one in filled[keys:]:
-        if len(parts[-1]) > len(first) and _least_width([*parts[-1], one]) > width:
-            parts.append(list(first))
-        parts[-1].append(one)
+def _parts(least: Sequence[int], keys: int, width: int) -> list[list[int]]:
+    """The places of each table's columns, the keys first."""
+    parts = [[*range(keys)]]
+    for place in range(keys, len(least)):
+        if len(parts[-1]) > keys and _room([*parts[-1], place], least, width) < 0:
+            parts.append([*range(keys)])
+        parts[-1].append(place)
     return parts
 
 
-def _least_width(part: Sequence[_Filled]) -> int:
-    return 1 + sum(one.least + _FRAME for one in part)
+def _room(part: Sequence[int], least: Sequence[int], width: int) -> int:
+    return width - 1 - sum(least[place] + _FRAME for place in part)
 
 
-def _widths(part: Sequence[_Filled], width: int) -> list[int]:
+def _widths(part: Sequence[int], least: Sequence[int], best: Sequence[int], width: int) -> dict[int, int]:
     """Widths of the columns: the least ones, widened in turn by a character as long as there is room."""
-    widths, room = [one.least for one in part], width - _least_width(part)
-    while room > 0 and (narrow := [place for place, one in enumerate(part) if widths[place] < one.best]):
+    widths, room = {place: least[place] for place in part}, _room(part, least, width)
+    while room > 0 and (narrow := [place for place in part if widths[place] < best[place]]):
         for place in narrow[:room]:
             widths[place] += 1
         room -= len(narrow)

@@ -41,8 +41,7 @@ class ServerAddress:
 def parse_url(text: str) -> ServerAddress:
     """The address of ``http://host:port``, with or without /v1, or with a longer path that ends in /v1.
 
-    Raises:
-        UsageError: for any other text.
+    Raises UsageError for any other text.
     """
     wanted = f"--url takes http://HOST:PORT or https://HOST/PATH/v1, not {text!r:.200}"
     if not _ORDINARY.fullmatch(text):
@@ -62,11 +61,7 @@ def parse_url(text: str) -> ServerAddress:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """The header that carries a key; empty without a key.
-
-    Raises:
-        UsageError: for a key that a header cannot hold.
-    """
+    """The header that carries a key, empty without one. Raises UsageError for a key that a header cannot hold."""
     if not api_key:
         return {}
     if not _ORDINARY.fullmatch(api_key):

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from nanoserve.client.address import ServerAddress, key_headers
-from nanoserve.client.events import BrokenStream, Chunk, EventReader, error_facts, read_error
-from nanoserve.errors import RuntimeFailure
+from nanoserve.client.events import BrokenStream, Chunk, EventReader, error_facts, printable, read_error
+from nanoserve.errors import RuntimeFailure, UsageError
 
 _CONNECT_SECONDS = 10.0
 _SILENCE_SECONDS = 600.0
@@ -31,6 +31,8 @@ _HINTS = {
     401: "give a key with --api-key or NANOSERVE_API_KEY",
     403: "give another key with --api-key or NANOSERVE_API_KEY",
 }
+NO_SUCH_PATH = (404, 405)
+"""Statuses of a server that does not have a path."""
 
 
 class ServerRefused(RuntimeFailure):
@@ -56,48 +58,33 @@ class ApiClient:
         self.address = address
         self.headers = {"user-agent": "nanoserve"} | key_headers(api_key)  # of every request
 
-    def get(self, path: str) -> Any:
-        """The decoded JSON at a path.
-
-        Raises:
-            ServerRefused, ServerLost, BrokenStream: if the server does not answer with JSON.
-        """
-        return self._whole("GET", path, None)
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The decoded JSON of the answer to a body; raises as ``get`` does."""
-        return self._whole("POST", path, body)
-
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Chunk, None, None]:
         """The chunks of a streamed answer as they come; closing the generator closes the connection.
 
-        Raises:
-            ServerRefused: if the server answers with an error, at once or within the stream.
-            ServerLost: if the server cannot be reached or ends the answer half-way.
-            BrokenStream: if the answer is not a stream of chunks.
+        Raises ServerRefused for an error, at once or within the stream; ServerLost if the server cannot be reached or
+        ends the answer half-way; BrokenStream if the answer is not a stream of chunks.
         """
-        with self._response("POST", path, body) as response:
+        with self._response(path, body) as response:
             if "text/event-stream" not in response.getheader("content-type", ""):
                 raise BrokenStream(f"{self.address} did not answer with a stream: is it an OpenAI-compatible server?")
-            yield from self._chunks(response)
+            reader, finished = EventReader(), False
+            while not reader.done and (data := response.read1(_READ_BYTES)):
+                for chunk in reader.push(data):
+                    if chunk.error is not None:
+                        facts = error_facts(chunk.error)
+                        message = f"{self.address}: {facts.message if facts else 'an error'}"
+                        raise ServerRefused(message, response.status)
+                    finished = finished or any(choice.finish_reason for choice in chunk.choices or ())
+                    yield chunk
+            if not (reader.done or finished):
+                raise ServerLost(f"{self.address} ended the answer half-way")
 
-    def _chunks(self, response: http.client.HTTPResponse) -> Generator[Chunk, None, None]:
-        reader, finished = EventReader(), False
-        while not reader.done:
-            data = response.read1(_READ_BYTES)
-            if not data:
-                break
-            for chunk in reader.push(data):
-                if chunk.error is not None:
-                    facts = error_facts(chunk.error)
-                    raise ServerRefused(f"{self.address}: {facts.message if facts else 'an error'}", response.status)
-                finished = finished or any(choice.finish_reason for choice in chunk.choices or ())
-                yield chunk
-        if not (reader.done or finished):
-            raise ServerLost(f"{self.address} ended the answer half-way")
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The decoded JSON of the answer to a GET, or to a POST of the body.
 
-    def _whole(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        with self._response(method, path, body) as response:
+        Raises ServerRefused, ServerLost, or BrokenStream if the answer is no JSON.
+        """
+        with self._response(path, body) as response:
             content = response.read(_LONGEST_BODY)
         try:
             return msgspec.json.decode(content)
@@ -120,14 +107,11 @@ class ApiClient:
         return connection
 
     @contextmanager
-    def _response(
-        self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> Generator[http.client.HTTPResponse, None, None]:
+    def _response(self, path: str, body: Mapping[str, Any] | None) -> Generator[http.client.HTTPResponse, None, None]:
         """Send a request and wait for the head of the answer; raises ServerRefused for an error status."""
-        headers, content = dict(self.headers), None
+        method, content, headers = "GET", None, self.headers
         if body is not None:
-            content = json.dumps(body).encode()
-            headers["content-type"] = "application/json"
+            method, content, headers = "POST", json.dumps(body).encode(), headers | {"content-type": "application/json"}
         connection = self._connect()
         try:
             connection.request(method, path, content, headers)
@@ -160,3 +144,44 @@ def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "it does not answer in time"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """An entry of /v1/models. The length of the context is an extra of nanoserve and vLLM."""
+
+    id: str
+    max_model_len: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The id in a form that is safe to print."""
+        return printable(self.id)
+
+
+class _ModelList(msgspec.Struct, frozen=True):
+    data: tuple[ModelCard, ...]
+
+
+def served_model(client: ApiClient, wanted: str | None, notify: Callable[[str], None]) -> ModelCard:
+    """The wanted model, or the first that the server lists; ``notify`` gets a line if there are several.
+
+    A wanted model need not be listed: some servers have more models than they list. Raises NanoserveError if the server
+    cannot be reached or refuses, and if no model is wanted and none is listed.
+    """
+    try:
+        path = f"{client.address.api}/models"
+        found = msgspec.convert(client.ask(path), _ModelList).data
+    except msgspec.ValidationError as error:
+        raise RuntimeFailure(f"{client.address}{path} is no list of models: {error}") from None
+    except ServerRefused as error:
+        if wanted is None or error.status not in NO_SUCH_PATH:
+            raise
+        found = ()
+    if wanted is not None:
+        return next((card for card in found if card.id == wanted), ModelCard(wanted))
+    if not found:
+        raise UsageError("the server lists no model: name one with --model")
+    if len(found) > 1:
+        names = ", ".join(card.id for card in found)
+        notify(f"the server has {len(found)} models ({names}): this is {found[0].id}, --model takes another")
+    return found[0]

@@ -85,8 +85,7 @@ class EventReader:
     def push(self, data: bytes) -> Iterator[Chunk]:
         """Yield the chunks that are complete now, up to a bad one. The caller must exhaust the iterator.
 
-        Raises:
-            BrokenStream: for data that is not a JSON object of the right shape, and for lines without an end.
+        Raises BrokenStream for data that is not a JSON object of the right shape, and for lines without an end.
         """
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
@@ -98,16 +97,12 @@ class EventReader:
             if payload == _DONE:
                 self.done = True
             elif payload:
-                yield _decode(payload)
+                try:
+                    yield _CHUNKS.decode(payload)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                    raise BrokenStream(f"the server sent a chunk that makes no sense: {error}") from None
         if len(self._rest) > LONGEST_LINE:
             raise BrokenStream(f"the server sent a line of more than {LONGEST_LINE} bytes")
-
-
-def _decode(payload: bytes) -> Chunk:
-    try:
-        return _CHUNKS.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BrokenStream(f"the server sent a chunk that makes no sense: {error}") from None
 
 
 class ErrorFacts(msgspec.Struct, frozen=True):

@@ -3,36 +3,42 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoserve.benchmarks.analysis_plot import PANEL_SIZE, analysis_chart
+import msgspec
+
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import ResultOptions
 from nanoserve.commands.engine_options import MODEL_PANEL
 from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
-from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, OperatorRow
+from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, BatchRow, OperatorRow
 from nanoserve.costs.hardware import GIBI, GIGA
 from nanoserve.errors import UsageError
-from nanoserve.measures.charts import draw
+from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Chart, ChartCurve, Note, draw
 from nanoserve.measures.workloads import RequestShape, parse_lengths, parse_sizes
 
-_OPERATOR_COLUMNS = [
-    Column("operator", "operator"),
-    Column("GFLOP", "gflop", ",.1f"),
-    Column("MB", "megabytes", ",.1f"),
-    Column("FLOP/byte", "intensity", ",.1f"),
-    Column("bound", "bound"),
-    Column("ms", "milliseconds", ",.3f"),
-    Column("share", "share", ".1%"),
-]
-_BATCH_COLUMNS = [
-    Column("batch", "batch", ",d"),
-    Column("TPOT ms", "tpot_ms", ",.2f"),
-    Column("tok/s", "tokens_per_s", ",.0f"),
-    Column("with prefill", "tokens_per_s_with_prefill", ",.0f"),
-    Column("of KV memory", "kv_share", ".0%"),
-    Column("fits", "mark"),
-]
+Phases = Mapping[str, Sequence[OperatorRow]]
+Point = tuple[float, float]
+
+_OPERATOR_COLUMNS = columns(
+    ("", "operator"),
+    (",.1f", ("GFLOP", "gflop"), ("MB", "megabytes"), ("FLOP/byte", "intensity")),
+    ("", "bound"),
+    (",.3f", ("ms", "milliseconds")),
+    (".1%", "share"),
+)
+_BATCH_COLUMNS = columns(
+    (",d", "batch"),
+    (",.2f", ("TPOT ms", "tpot_ms")),
+    (",.0f", ("tok/s", "tokens_per_s"), ("with prefill", "tokens_per_s_with_prefill")),
+    (".0%", ("of KV memory", "kv_share")),
+    ("", ("fits", "mark")),
+)
+_PANEL_SIZE = (6.0, 4.6)
+_STYLES = (("o", 12), ("s", -30))
+"""Marker of prefill and decode, and by how many points their names are moved where the other phase has points."""
+_NEARBY = 1.6
+"""Points whose coordinates differ by less than this factor share a label."""
 
 
 def _parse_length(text: str, flag: str) -> RequestShape:
@@ -44,11 +50,8 @@ def _parse_length(text: str, flag: str) -> RequestShape:
 
 class AnalyzeOptions(
     ResultOptions,
-    renamed={
-        "--batch": "is now --batch-sizes",
-        "--input": "is now part of --lengths, as 1024+256",
-        "--output": "is now part of --lengths, as 1024+256",
-    },
+    renamed={"--batch": "is now --batch-sizes"}
+    | dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 1024+256"),
 ):
     """All options of the command."""
 
@@ -59,11 +62,7 @@ class AnalyzeOptions(
         "1024+256", "Tokens of a prompt and of its answer.", metavar="IN+OUT", parse=_parse_length
     )
     model: str = option(
-        "qwen3-8b",
-        "Published model, config.json, or directory with one.",
-        "-m",
-        metavar="MODEL",
-        panel=MODEL_PANEL,
+        "qwen3-8b", "Published model, config.json, or directory with one.", "-m", metavar="MODEL", panel=MODEL_PANEL
     )
     weight_bits: int = option(16, "Bits of a weight: 4, 8, 16 or 32.", panel=MODEL_PANEL)
     kv_bits: int = option(16, "Bits of a key or value number: 4, 8, 16 or 32.", panel=MODEL_PANEL)
@@ -114,39 +113,95 @@ def run(options: AnalyzeOptions) -> None:
     tokens = f"{shape.input_tokens:,} + {shape.output_tokens:,} tokens"
     title = f"{options.model} on {options.hardware}, layout {layout.name}, {tokens}"
     if options.plot is not None:
-        draw(analysis_chart(title, analysis, phases, rows), options.plot, panel_size=PANEL_SIZE)
+        draw(_chart(title, analysis, phases, rows), options.plot, panel_size=_PANEL_SIZE)
     _show(analysis, title, phases, report)
 
 
-def _operator_fields(row: OperatorRow) -> dict[str, Any]:
-    return {
-        "operator": row.operator,
-        "gflop": row.flops / 1e9 if row.flops else None,
-        "megabytes": row.bytes / 1e6 if row.bytes else None,
-        "intensity": row.intensity,
-        "bound": row.bound,
-        "milliseconds": row.seconds * 1e3,
-        "share": row.share,
-    }
-
-
-def _show(analysis: Analysis, title: str, phases: Mapping[str, Sequence[OperatorRow]], report: Report) -> None:
-    costs, memory = analysis.costs, analysis.costs.memory
+def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> None:
+    costs, weight_bytes = analysis.costs, analysis.costs.counts.stage_weight_bytes
     device = costs.machine.device
-    fullest = max(range(costs.num_stages), key=memory.weight_bytes)
-    left, tokens = memory.kv_bytes(fullest) / GIBI, analysis.blocks * BLOCK_SIZE
+    fullest = max(range(costs.num_stages), key=weight_bytes)
+    left, tokens = costs.memory.kv_bytes(fullest) / GIBI, analysis.blocks * BLOCK_SIZE
     print(title)
     print(
         f"{device.name}: {device.flops / 1e12:,.4g} TFLOPS, {device.memory_bandwidth / GIGA:,.4g} GB/s,"
         f" {device.intensity:.0f} FLOP/byte; {costs.machine.source}"
     )
     print(
-        f"each device: {memory.weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for keys and values:"
+        f"each device: {weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for keys and values:"
         f" {tokens:,} tokens, {analysis.largest_batch:,} sequences of"
         f" {analysis.input_tokens:,} + {analysis.output_tokens:,}"
     )
     for phase, rows in phases.items():
         total = sum(row.seconds for row in rows)
-        print_table(f"{phase}: {total * 1e3:,.2f} ms", _OPERATOR_COLUMNS, map(_operator_fields, rows))
+        print_table(f"{phase}: {total * 1e3:,.2f} ms", _OPERATOR_COLUMNS, map(_shown, rows))
     marked = [row | {"mark": "yes" if row["fits"] else "no"} for row in report.rows]
     print_table(f"decode at a context of {analysis.context:,} tokens", _BATCH_COLUMNS, marked)
+
+
+def _shown(row: OperatorRow) -> dict[str, Any]:
+    known = {"gflop": row.flops / 1e9 or None, "megabytes": row.bytes / 1e6 or None}
+    return {**msgspec.to_builtins(row), **known, "milliseconds": row.seconds * 1e3}
+
+
+def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[BatchRow]) -> Chart:
+    """Operators under the roofline; tokens per second and time per token against the sequences that decode."""
+    panels: list[AnyPanel] = [_roofline(analysis, phases)]
+    fits, xs = analysis.largest_batch, [row.batch for row in batches]
+    for y, heights in (
+        ("tokens per second", [row.tokens_per_second for row in batches]),
+        ("ms per token", [row.tpot * 1e3 for row in batches]),
+    ):
+        note = Note(f"KV cache full: {fits:,}", fits, max(heights) / 25, right=-4)
+        panels.append(
+            AnnotatedPanel(
+                title=f"decoding: {y}",
+                x="sequences decoding",
+                y=y,
+                curves=[ChartCurve("", xs, heights)],
+                log_x=True,
+                notes=[note] if fits else [],
+                vertical_marks=[fits] if fits else [],
+            )
+        )
+    return Chart(title, panels, columns=3)
+
+
+def _roofline(analysis: Analysis, phases: Phases) -> AnnotatedPanel:
+    """Operations per second against operations per byte: under a slope of bandwidth and a ceiling of peak."""
+    device = analysis.costs.machine.device
+    found = {
+        phase: [(row.operator, (row.intensity, row.flops / row.seconds)) for row in rows if row.intensity]
+        for phase, rows in phases.items()
+    }
+    everything = [point for named in found.values() for _, point in named]
+    intensities = [device.intensity, *(x for x, _ in everything)]
+    knees = (min(intensities) / 3, device.intensity, max(intensities) * 60)  # room for names at the right
+    ceiling = [min(device.flops, knee * device.memory_bandwidth) for knee in knees]
+    curves = [ChartCurve("", knees, ceiling, style="k-")]
+    notes = [Note(f"{device.name}: {device.intensity:.0f} FLOP/byte", device.intensity, device.flops, up=8)]
+    for number, ((phase, named), (marker, lower)) in enumerate(zip(found.items(), _STYLES, strict=True), start=1):
+        points = [point for _, point in named]
+        xs, ys = zip(*points, strict=True)
+        curves.append(ChartCurve(phase, xs, ys, style=marker))
+        groups: dict[Point, list[str]] = {}  # names of points that lie near each other, by the place of the first
+        for name, point in named:
+            place = next((place for place in groups if _are_near(point, place)), point)
+            groups.setdefault(place, []).append(name)
+        for place, names in groups.items():
+            # The rightmost of the points beside it, of whichever phase: names behind it hide none of them.
+            end = max(point for point in everything if _are_near(point, place))
+            notes.append(Note(", ".join(names), *end, right=8, up=-2 if end in points else lower, curve=number))
+    return AnnotatedPanel(
+        title="operators under the roofline",
+        x="FLOP per byte",
+        y="FLOP per second and device",
+        curves=curves,
+        log_x=True,
+        log_y=True,
+        notes=notes,
+    )
+
+
+def _are_near(one: Point, other: Point) -> bool:
+    return all(1 / _NEARBY < mine / theirs < _NEARBY for mine, theirs in zip(one, other, strict=True))

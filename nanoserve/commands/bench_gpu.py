@@ -1,10 +1,9 @@
 """``nanoserve bench gpu``: correctness, kernels and engine on one GPU, against what the same run measures."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from nanoserve.benchmarks.gpu.markdown import to_markdown
-from nanoserve.benchmarks.gpu.running import BUDGETS, PARTS, TUNED_FILE, TUNING, read_results, run_parts
+from nanoserve.benchmarks.gpu.running import BUDGETS, PARTS, TUNING, read_results, run_parts
 from nanoserve.commands.bench_options import RESULTS_PANEL, make_directory
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
@@ -13,11 +12,23 @@ from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
 
 
+def _parse_budgets(text: str, flag: str) -> dict[str, float]:
+    budgets = {}
+    for word in text.split(","):
+        name, _, seconds = word.partition("=")
+        if name not in BUDGETS or not (seconds.isascii() and seconds.isdigit()):
+            raise UsageError(f"{flag} takes PART=SECONDS such as kernels=60,engine=300, not {word!r}")
+        budgets[name] = float(seconds)
+    return budgets
+
+
 class GpuOptions(Options):
     """All options of the command."""
 
     part: list[str] | None = option(None, "correctness, kernels or engine; several times for several.", metavar="NAME")
-    budget: str | None = option(None, "Seconds of a part: kernels=60,engine=300.", metavar="PART=N,...")
+    budget: dict[str, float] | None = option(
+        None, "Seconds of a part: kernels=60,engine=300.", metavar="PART=N,...", parse=_parse_budgets
+    )
     dry_run: bool = option(False, "Run every part on the CPU, with a few tiny cases.")
     tune: bool = option(
         False, "Instead, try configurations of the attention programs and write the table of the best ones."
@@ -50,41 +61,25 @@ def run(options: GpuOptions) -> int | None:
         raise UsageError("--out DIR is needed: that is where the figures go")
     if options.tune and (options.dry_run or options.part):
         raise UsageError("--tune measures on a GPU, and nothing else: leave out --dry-run and --part")
-    parts = (TUNING,) if options.tune else _chosen(options.part, PARTS)
-    budgets = {**BUDGETS, **_budgets(options.budget, tuple(BUDGETS))}
+    for name in options.part or ():
+        if name not in PARTS:
+            raise UsageError(f"--part {name!r} is not one of {', '.join(PARTS)}")
+    parts = [TUNING] if options.tune else [name for name in PARTS if not options.part or name in options.part]
     prepare_threads()
     if not options.dry_run:
         with deferred_interrupts():  # torch goes on half imported, and fails later in its own words
-            from nanoserve.benchmarks.gpu.setting import check_gpu
+            from nanoserve.benchmarks.gpu.device import check_gpu
         check_gpu()
     make_directory(options.out)
     try:
-        together = run_parts(options.out, parts, budgets, dry_run=options.dry_run)
+        written = run_parts(options.out, parts, {**BUDGETS, **(options.budget or {})}, dry_run=options.dry_run)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{options.out} keeps what was measured; the same command goes on there") from None
-    if together is None:
-        remark(f"the new table is {options.out / TUNED_FILE}: it takes the place of triton_ops/gpu/{TUNED_FILE}")
+    if options.tune:
+        remark(f"the new table is {written}: it takes the place of triton_ops/gpu/{written.name}")
         return None
-    results = read_results(together)
+    results = read_results(written)
     print(to_markdown(results), end="")
-    remark(f"all of it is in {together}")
+    remark(f"all of it is in {written}")
     rows = results["parts"].get("correctness", {}).get("rows", ())
     return RuntimeFailure.exit_code if any(row.get("ok") is False or "error" in row for row in rows) else None
-
-
-def _chosen(names: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """In their own order, whatever order they were asked for in."""
-    for name in names or ():
-        if name not in known:
-            raise UsageError(f"--part {name!r} is not one of {', '.join(known)}")
-    return tuple(name for name in known if not names or name in names)
-
-
-def _budgets(text: str | None, known: tuple[str, ...]) -> Mapping[str, float]:
-    budgets = {}
-    for word in text.split(",") if text else ():
-        name, _, seconds = word.partition("=")
-        if name not in known or not (seconds.isascii() and seconds.isdigit()):
-            raise UsageError(f"--budget takes PART=SECONDS such as kernels=60,engine=300, not {word!r}")
-        budgets[name] = float(seconds)
-    return budgets

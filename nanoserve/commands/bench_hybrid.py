@@ -1,22 +1,20 @@
 """``nanoserve bench hybrid``: attention on the CPU beside the device, as several policies have it, and without."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from nanoserve.benchmarks.policies.cases import KvCase, KvCases, parse_shares
+from nanoserve.benchmarks.policies.cases import KvCases, parse_shares
 from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
-from nanoserve.benchmarks.policies.pictures import plot_throughputs
-from nanoserve.benchmarks.policies.rounds import Ratio, ratios_within
-from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
+from nanoserve.benchmarks.policies.pictures import throughputs_picture
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
 from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions
-from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
@@ -85,40 +83,6 @@ class HybridOptions(
         variables=(),
     )
 
-    def config(self) -> EngineConfig:
-        """How the engine runs on which all policies run; they are for each run's own scheduler.
-
-        Raises:
-            UsageError: for a setting out of range, for more than one device, and for memory that is for --kv-limits.
-        """
-        if self.kv_cache_memory is not None:
-            raise UsageError("--kv-cache-memory: how much there is, --kv-limits says; leave it out")
-        config = EngineConfig(**{**WorkersOptions.settings(self), "policy": _OPENED_WITH, "trace": None})
-        if config.num_workers * config.data_parallel > 1 or config.decode_layout is not None:
-            raise UsageError(
-                f"one device is measured: leave out --dp, --pp, --tp, {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}"
-            )
-        return config
-
-    def work(self) -> KvCases:
-        """All cases.
-
-        Raises:
-            UsageError: for what is no list of lengths or shares, and for shares that hold no request.
-        """
-        shapes = parse_lengths(self.lengths, "--lengths")
-        if len({shape.input_tokens for shape in shapes}) > 1:
-            raise UsageError(f"--lengths takes prompts of one length here, not {self.lengths!r:.60}")
-        work = KvCases(
-            input_tokens=shapes[0].input_tokens,
-            outputs=sorted(shape.output_tokens for shape in shapes),
-            requests=self.requests,
-            shares=parse_shares(self.kv_limits),
-            block_size=self.block_size,
-        )
-        list(work.cases())
-        return work
-
 
 def run(options: HybridOptions) -> None:
     """Answers get longer, as in APEX's figure 7, and the device's KV memory smaller; with the last limit it holds
@@ -137,25 +101,38 @@ def run(options: HybridOptions) -> None:
     TierComparison(options).run()
 
 
-class TierComparison(Comparison[HybridOptions]):
+class TierComparison(Comparison):
     """Policies with less and less KV memory on the device: rates, latencies by tier, predictions and gains."""
 
     kind = "hybrid"
     reported = ("requests", "host_kv_memory", "host_threads", "profile")
-    by_case = True
+    picture = staticmethod(throughputs_picture)
 
     def __init__(self, options: HybridOptions) -> None:
-        config, self.work = options.config(), options.work()
+        if options.kv_cache_memory is not None:
+            raise UsageError("--kv-cache-memory: how much there is, --kv-limits says; leave it out")
+        config = options.config(_OPENED_WITH)
+        if config.num_workers * config.data_parallel > 1 or config.decode_layout is not None:
+            raise UsageError(
+                f"one device is measured: leave out --dp, --pp, --tp, {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}"
+            )
+        shapes = parse_lengths(options.lengths, "--lengths")
+        if len({shape.input_tokens for shape in shapes}) > 1:
+            raise UsageError(f"--lengths takes prompts of one length here, not {options.lengths!r:.60}")
+        self.work = work = KvCases(
+            input_tokens=shapes[0].input_tokens,
+            outputs=sorted(shape.output_tokens for shape in shapes),
+            requests=options.requests,
+            shares=parse_shares(options.kv_limits),
+            block_size=options.block_size,
+        )
+        list(work.cases())  # a share that holds no request is refused
         self.policies = parse_contenders(options.policy, config.max_num_batched_tokens)
-        asked = {"work": self.work.name, "input": self.work.input_tokens, "outputs": self.work.outputs}
-        super().__init__(options, config, {**asked, "kv_limits": self.work.shares, "policies": options.policy})
+        asked = {"kv_limits": work.shares, "policies": options.policy}
+        super().__init__(options, config, work=work.name, input=work.input_tokens, outputs=work.outputs, **asked)
 
     def prepare(self) -> dict[str, Any]:
-        """One engine with memory for the largest case.
-
-        Raises:
-            UsageError: if the model's context is too short for the longest requests.
-        """
+        """One engine with memory for the largest case."""
         config, model, longest = self.config, self.model, self.work.longest
         context = config.max_model_len or model.max_position_embeddings
         if longest.total_tokens > context:
@@ -165,22 +142,18 @@ class TierComparison(Comparison[HybridOptions]):
             )
         from nanoserve.benchmarks.policies import engines
 
-        start = partial(engines.open_with_host, self.resolved, config, model, self.work)
-        engine = self.open("opening the engine", start)
-        measure = partial(tier_metrics, vocab_size=model.vocab_size)
-        scheduling = Scheduling.of([engine], config, model)
-        for case, variants in hybrid_variants(engine, self.policies, self.work, scheduling):
-            facts = {"share": case.share, "output": case.shape.output_tokens, "blocks": case.num_blocks}
-            self.compare(case.name, case.shapes, variants, measure, facts=facts)
+        engine = self.open("opening the engine", engines.open_with_host, self.resolved, config, model, self.work)
+        config = fitted(config, model, [engine])
+        self.benches += hybrid_benches(self.bench, engine, self.policies, self.work, config)
         host = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
         return {**host, "model_layers": model.num_layers}
 
+    @property
     def title(self) -> str:
-        facts = self.report.document["engine"]
-        return f"{self.work.name}; {facts['model']}, {facts['dtype']}"
+        return f"{self.work.name}; {self.facts['model']}, {self.facts['dtype']}"
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-        facts, first = self.report.document["engine"], self.policies[0]
+        facts, first = self.facts, self.policies[0]
         run_columns = columns(
             ("", *_KEYS, ("read", "state"), "rounds"),
             (",.2f", "seconds"),
@@ -192,7 +165,7 @@ class TierComparison(Comparison[HybridOptions]):
             (".2f", "foreign_cores"),
         )
         threads = f"{facts['threads']} threads for the device, {facts['host_threads']} for attention in host memory"
-        yield Table(f"{self.title()}, {operators_title(facts)}, {threads}", run_columns, summary)
+        yield Table(f"{self.title}, {operators_title(facts)}, {threads}", run_columns, summary)
         yield Table("steps, what was moved, and what the engine takes per step", _STEP_COLUMNS, summary)
         yield Table("latencies, in ms: tokens apart by where their KV was", _LATENCY_COLUMNS, summary)
         heading = "errors: of the predicted time of steps (median of their sizes), of the simulated output tok/s"
@@ -200,24 +173,22 @@ class TierComparison(Comparison[HybridOptions]):
         heading = f"steps without prompts: gain over {first} with the same rows, and the closed forms' bound"
         yield Table(heading, _GAIN_COLUMNS, _gain_rows(summary))
 
-    def plot(self, path: Path) -> None:
-        plot_throughputs(path, self.report.titled(self.title()), self.benches)
-
     def notes(self) -> Iterator[str]:
         """What was promised, and whether it holds; the figures go into the report."""
-        measured = [bench for bench in self.benches if bench.done]
-        fitting = [bench.case for bench in measured if bench.facts["share"] >= 1]
-        found = {bench.case: findings(bench.done, holds_everything=bench.case in fitting) for bench in measured}
+        found, fitting = {}, []
+        for bench in self.benches:
+            if bench.done:
+                everything = bench.facts["share"] >= 1
+                fitting += [bench.case] * everything
+                found[bench.case] = findings(bench.done, holds_everything=everything)
         means = self._means()
         self.report.put("findings", found)
         self.report.put("means", means)
-        broken = [f"{name} in {case}" for case in fitting for name in found[case]["hybrid_although_it_fits"]]
-        if broken:
+        if broken := [f"{name} in {case}" for case in found for name in found[case]["hybrid_although_it_fits"]]:
             yield f"HYBRID STEPS although the device holds everything: {'; '.join(broken)}"
         elif fitting:
             yield "where the device holds everything, no step was hybrid"
-        beyond = [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]
-        if beyond:
+        if beyond := [f"{name} in {case}" for case in found for name in found[case]["beyond_bound"]]:
             yield f"beyond the closed forms' bounds in some round: {'; '.join(beyond)}"
         for share, of in means.items():
             each = ", ".join(f"{name} {mean:.3f}" for name, mean in of.items())
@@ -239,8 +210,7 @@ class TierComparison(Comparison[HybridOptions]):
         for bench in self.benches:
             of_share = found.setdefault(f"KV {bench.facts['share']:.0%}", {})
             for done in filter(attrgetter("counts"), bench.done):
-                within = ratios_within(done.variants, self.pairs(bench.variants), list(self.ratios))
-                for (called, _), ratio in within.items():
+                for (called, _), ratio in ratios_within(done, self.pairs(bench.variants), list(self.ratios)).items():
                     of_share.setdefault(called, []).append(ratio)
         return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items() if of}
 
@@ -248,8 +218,7 @@ class TierComparison(Comparison[HybridOptions]):
 def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
     """Names separated by commas, the device alone before those that use the CPU: "sarathi,neo,overlap:cohorts=4".
 
-    Raises:
-        UsageError: for an unknown name or parameter, one out of its range, or another order.
+    Raises UsageError for an unknown name or parameter, one out of its range, or another order.
     """
     names = tuple(parse_policies(text, token_budget))
     if _attends_on_host(names[0]):
@@ -258,33 +227,26 @@ def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
 
 
 def _attends_on_host(policy: str) -> bool:
-    """Whether the policy of that name, perhaps with parameters, has the CPU attend."""
     return POLICIES[policy.partition(":")[0]].attends_on_host
 
 
-def hybrid_variants(
-    engine: OpenEngine, policies: Sequence[str], work: KvCases, scheduling: Scheduling
-) -> Iterator[tuple[KvCase, list[PolicyVariant]]]:
-    """Every policy with the KV memory of each case.
-
-    Each policy's predictor goes on learning from run to run, as that of a server does.
-    """
+def hybrid_benches(
+    make_bench: Callable[..., Bench], engine: OpenEngine, policies: Sequence[str], work: KvCases, config: EngineConfig
+) -> Iterator[Bench]:
+    """Every policy with the KV memory of each case; its predictor goes on learning from run to run, as in a server."""
+    host_blocks = {policy: engine.host_blocks if _attends_on_host(policy) else 0 for policy in policies}
     learning = {policy: CorrectedPredictor(engine.predictors[0]) for policy in policies}
-    for case in work.cases():
-        yield (
-            case,
-            [
-                scheduling.variant(
-                    policy,
-                    "",
-                    engine,
-                    [LayoutCapacity(case.num_blocks)],
-                    host_blocks=engine.host_blocks if _attends_on_host(policy) else 0,
-                    predictors=(predictor,),
-                    simulated_predictors=engine.predictors,
-                )
-                for policy, predictor in learning.items()
+    for shape, share, num_blocks in work.cases():
+        variant = partial(PolicyVariant, engine=engine, config=config, capacities=[LayoutCapacity(num_blocks)])
+        yield make_bench(
+            case=f"{shape.input_tokens}+{shape.output_tokens}, KV {share:.0%}",
+            facts={"share": share, "output": shape.output_tokens, "blocks": num_blocks},
+            variants=[
+                variant(policy=policy, host_blocks=host_blocks[policy], predictors=(learning[policy],))
+                for policy in policies
             ],
+            shapes=[shape] * work.requests,
+            measure=tier_metrics,
         )
 
 

@@ -4,44 +4,33 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import (
     GridOptions,
     ProbeOptions,
     ResultOptions,
     engine_title,
+    local_bench,
     print_results,
     print_steps,
 )
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
-from nanoserve.commands.progress import show_progress
-from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.measures.workloads import LocalCase, RequestShape
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 
-_RATES = [
-    Column("prefill tok/s", "prefill_tokens_per_s", ",.0f"),
-    Column("decode tok/s", "decode_tokens_per_s", ",.1f"),
-]
-_BARS = [Column("TTFT ms", "ttft_ms.p50", ".1f"), Column("TPOT ms", "tpot_ms.p50", ".2f"), *_RATES]
+_CASE = ("batch x in+out", "case")
+_RATES = columns((",.0f", ("prefill tok/s", "prefill_tokens_per_s")), (",.1f", ("decode tok/s", "decode_tokens_per_s")))
+_BARS = columns((".1f", ("TTFT ms", "ttft_ms.p50")), (".2f", ("TPOT ms", "tpot_ms.p50"))) + _RATES
 _COLUMNS = [
-    Column("batch x in+out", "case"),
-    Column("TTFT ms", "ttft_ms.p50", ",.1f"),
-    Column("p99", "ttft_ms.p99", ",.1f"),
-    Column("TPOT ms", "tpot_ms.p50", ",.2f"),
-    Column("p99", "tpot_ms.p99", ",.2f"),
+    *columns(("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50"), ("p99", "ttft_ms.p99"))),
+    *columns((",.2f", ("TPOT ms", "tpot_ms.p50"), ("p99", "tpot_ms.p99"))),
     *_RATES,
-    Column("foreign cores", "foreign_cores", ".2f"),
+    *columns((".2f", "foreign_cores")),
 ]
-_RATIO_COLUMNS = [
-    Column("batch x in+out", "case"),
-    Column("metric", "metric"),
-    Column("rounds", "rounds", "d"),
-    *(Column(name, name, ".2f") for name in ("median", "low", "high")),
-]
+_RATIO_COLUMNS = columns(("", _CASE, "metric", "rounds"), (".2f", "median", "low", "high"))
 
 
 class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions):
@@ -55,11 +44,7 @@ class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions):
     )
 
     def each(self) -> "list[LatencyOptions]":
-        """The options of each engine to open: as given, or one for each kind of layers.
-
-        Raises:
-            UsageError: for a kind that is none, --eager beside it, and two engines under torchrun.
-        """
+        """The options of each engine to open: as given, or one for each kind of layers. Raises UsageError."""
         if self.layers is None:
             return [self]
         kinds = dict.fromkeys(self.layers.split(","))
@@ -91,26 +76,10 @@ def run(options: LatencyOptions) -> None:
     cases, repeats = options.cases(), options.repeats
     settings = {"cases": [case.name for case in cases], "repeats": repeats}
     with options.reported("latency", settings, _show) as report, ExitStack() as opened:
-        llms = [opened.enter_context(engine.open_llm()) for engine in engines]
-        progress = opened.enter_context(show_progress())
-        # imports torch, for which opening sets the threads first
-        from nanoserve.benchmarks.local import LocalBench, compiled_ratios
-
-        seed, probes = options.seed or 0, not options.no_probe
-        bench = LocalBench(llms, seed=seed, announce=remark, progress=progress, probes=probes)
-        report.put("engine", bench.facts)
-        work = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
-        for name, shapes in work.items():
-            bench.check_fits(shapes, name)
-            bench.expect(shapes, runs=1 + repeats)
-        for name, shapes in work.items():
-            remark(f"measuring {name}")
-            bench.warm_up(shapes)
-            rows = bench.measure(name, shapes, repeats=repeats)
-            for row in rows:
-                report.add(row)
-            if len(rows) > 1:
-                report.put("ratios", [*report.document.get("ratios", []), *compiled_ratios(name, rows)])
+        bench = local_bench(engines, report, opened, probes=not options.no_probe)
+        shapes = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
+        work = [LocalCase(name, several, several, name) for name, several in shapes.items()]
+        bench.run(work, report, repeats=repeats)
 
 
 def _show(report: Report, options: ResultOptions) -> None:

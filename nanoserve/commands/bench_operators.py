@@ -1,13 +1,12 @@
 """``nanoserve bench operators``: the operators against the floor of the machine and against stock torch."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import ResultOptions, print_counting, print_head, settled_operators
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
@@ -16,20 +15,11 @@ from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.threads import MOST_THREADS
 
-_SHARE = Column("of floor", "of_floor", ".0%")
 _REACHED = Column("share of the floor that is reached, %", "of_floor", ".0%")
 _COLUMNS = [
-    Column("case", "case"),
-    Column("read", "state"),
-    Column("route", "route"),
-    Column("rounds", "rounds"),
-    Column("us", "us", ",.0f"),
-    Column("GB/s", "gb_per_s", ",.1f"),
-    Column("GFLOP/s", "gflops", ",.0f"),
-    _SHARE,
-    Column("x slower than ours", "ours_is_faster", ",.2f"),
-    Column("low", "low", ",.2f"),
-    Column("high", "high", ",.2f"),
+    *columns(("", "case", ("read", "state"), "route", "rounds"), (",.0f", "us"), (",.1f", ("GB/s", "gb_per_s"))),
+    *columns((",.0f", ("GFLOP/s", "gflops")), (".0%", "of_floor")),
+    *columns((",.2f", ("x slower than ours", "ours_is_faster"), "low", "high")),
 ]
 
 
@@ -79,34 +69,23 @@ def _measure(options: OperatorsOptions, report: Report) -> None:
     in_use = settled_operators(options.threads)
     import torch
 
-    from nanoserve.benchmarks.operators import count_linear_cases, measure_case
+    from nanoserve.benchmarks.operators import all_cases, linear_sizes, measure_case
     from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 
     remark(f"{STAGE} ...")
     probe, number_format = BandwidthProbe(), getattr(torch, options.dtype)
     with show_progress() as progress:
-        limits = machine_limits(number_format, probe, progress=progress)
+        peak = machine_limits(number_format, probe, progress=progress).operations_per_second
     facts = {"operators": in_use, "dtype": options.dtype, "threads": torch.get_num_threads()}
-    peak = limits.operations_per_second
     report.put("engine", facts | {"limit_gflops": peak / 1e9})
-    total = 2 * len(options.cells) + count_linear_cases(options.rows, number_format)
+    linear = sum(len(counts) for _, counts in linear_sizes(options.rows, number_format))
     with show_progress() as progress:
-        for place, case in enumerate(_cases(options.cells, options.rows, number_format)):
-            progress("cases", place, total)
+        for place, case in enumerate(all_cases(options.cells, options.rows, number_format)):
+            progress("cases", place, 2 * len(options.cells) + linear)
             remark(f"measuring {case.name}")
             foreign = ForeignLoad()
             for done in measure_case(case, rounds=options.rounds, probe=probe.read, foreign=foreign, peak=peak):
                 report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
-
-
-def _cases(cells: Sequence[tuple[int, int]], rows: Sequence[int], dtype: Any) -> Iterator[Any]:
-    from nanoserve.benchmarks.operators import attention_case, host_attention_case, linear_cases
-
-    for batch, context in cells:
-        yield attention_case(batch, context, dtype)
-        with host_attention_case(batch, context, dtype) as case:
-            yield case
-    yield from linear_cases(rows, dtype)
 
 
 def _show(report: Report, options: ResultOptions) -> None:

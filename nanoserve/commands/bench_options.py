@@ -2,19 +2,21 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from nanoserve.benchmarks.plots import plot_bars
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.rounds import Bracketed
 from nanoserve.benchmarks.serving.requests import Work
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import Column, columns, print_table
+from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import Options, option
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import check_plotting
@@ -30,7 +32,9 @@ from nanoserve.measures.workloads import (
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
 
-WORK_PANEL = "Work"
+if TYPE_CHECKING:
+    from nanoserve.benchmarks.local import LocalBench
+
 RESULTS_PANEL = "Results"
 MOST_REQUESTS = 1_000_000
 """The most requests of a run whose lengths or prompts are all in memory before it begins."""
@@ -46,10 +50,7 @@ class ProbeOptions(Options):
 
 class GridOptions(
     Options,
-    renamed={
-        "--input": "is now part of --lengths, as 128+32 or 128+32,512+32",
-        "--output": "is now part of --lengths, as 128+32 or 128+32,512+32",
-    },
+    renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32 or 128+32,512+32"),
 ):
     """Batches of equal requests: every combination of these sizes and lengths."""
 
@@ -66,11 +67,8 @@ class GridOptions(
 
 class LengthOptions(
     Options,
-    renamed={
-        "--preset": "is now --lengths",
-        "--input": "is now part of --lengths, as 128+32",
-        "--output": "is now part of --lengths, as 128+32",
-    },
+    renamed={"--preset": "is now --lengths"}
+    | dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32"),
 ):
     """How long requests are: by a name, by a trace, or all alike."""
 
@@ -80,11 +78,7 @@ class LengthOptions(
     requests: int | None = option(None, "Requests of a run.", minimum=1, maximum=MOST_REQUESTS)
 
     def read(self, seed: int, *, traced: bool = False) -> Work:
-        """The same requests for the same seed; with the times of the trace if they are wanted.
-
-        Raises:
-            UsageError: for options that contradict each other, and for traces that cannot be read.
-        """
+        """The same requests for the same seed; with the times of the trace if ``traced``. Raises UsageError."""
         if self.lengths is not None and self.trace is not None:
             raise UsageError("give --lengths or --trace, not both")
         if traced and self.trace is None:
@@ -107,11 +101,9 @@ class JsonOptions(Options, panel=RESULTS_PANEL):
     json: Path | None = option(None, "Write all figures to this file.", metavar="FILE")
 
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
-        """A new report; fails here, before anything is measured, if it cannot be written or drawn.
+        """A new report; fails before anything is measured if it cannot be written or drawn.
 
-        Raises:
-            UsageError: if matplotlib is missing.
-            RuntimeFailure: if the file cannot be written.
+        Raises UsageError if matplotlib is missing, RuntimeFailure if the file cannot be written.
         """
         return Report(kind, settings, self.json)
 
@@ -170,6 +162,17 @@ def fitting_work(work: Work, context: int | None, report: Report) -> Work:
     return Work(work.name, [work.shapes[place] for place in places], times)
 
 
+def local_bench(engines: Sequence[EngineOptions], report: Report, opened: ExitStack, *, probes: bool) -> "LocalBench":
+    """A bench of one or two engines of this process, which close with ``opened``; the report has its facts."""
+    llms = [opened.enter_context(engine.open_llm()) for engine in engines]
+    progress = opened.enter_context(show_progress())
+    from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
+
+    bench = LocalBench(llms, seed=engines[0].seed or 0, announce=remark, progress=progress, probes=probes)
+    report.put("engine", bench.facts)
+    return bench
+
+
 def settled_operators(threads: int | None) -> str:
     """Wait until it is known which operators run, and say which; for commands that open no LLM in this process."""
     prepare_threads(threads)
@@ -191,12 +194,11 @@ def operators_title(facts: Mapping[str, Any]) -> str:
 def print_head(report: Report) -> None:
     """Print machine and versions in a line or two, above the table."""
     document = report.document
-    machine, versions = document["machine"], document["versions"]
+    machine, versions = document["machine"], document["versions"].items()
     print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
-    print(", ".join(f"{name} {version}" for name, version in versions.items()) + f", commit {document['commit']}")
-    for note in (*document["notes"], report.busy_note):
-        if note is not None:
-            print(note)
+    print(", ".join(f"{name} {version}" for name, version in versions) + f", commit {document['commit']}")
+    for note in filter(None, (*document["notes"], report.busy_note)):
+        print(note)
 
 
 def print_results(report: Report, title: str, columns: Sequence[Column]) -> None:
@@ -210,22 +212,17 @@ def print_counting(rounds: Sequence[Bracketed]) -> None:
     print(f"{sum(one.counts for one in rounds)} of {len(rounds)} rounds count (read bandwidth drift below 10 %)")
 
 
-_STEP_COLUMNS = [
-    Column("steps of", "case"),
-    Column("kind", "kind"),
-    Column("steps", "steps", ",d"),
-    Column("ms", "step_ms.p50", ",.2f"),
-    Column("p99", "step_ms.p99", ",.2f"),
-    Column("GB/s", "read_gb_per_s", ",.1f"),
-    Column("GFLOP/s", "gflops", ",.0f"),
-    Column("of floor", "of_floor", ".0%"),
-    Column("engine ms", "engine_ms", ".3f"),
-    Column("engine share", "engine_share", ".1%"),
-]
-DISTRIBUTION_COLUMNS = [
-    Column("n", "n", ",d"),
-    *(Column(name, name, ",.1f") for name in ("mean", "p50", "p90", "p99", "max")),
-]
+_STEP_COLUMNS = columns(
+    ("", ("steps of", "case"), "kind"),
+    (",d", "steps"),
+    (",.2f", ("ms", "step_ms.p50"), ("p99", "step_ms.p99")),
+    (",.1f", ("GB/s", "read_gb_per_s")),
+    (",.0f", ("GFLOP/s", "gflops")),
+    (".0%", "of_floor"),
+    (".3f", "engine_ms"),
+    (".1%", "engine_share"),
+)
+DISTRIBUTION_COLUMNS = columns((",d", "n"), (",.1f", "mean", "p50", "p90", "p99", "max"))
 
 
 def print_steps(report: Report) -> None:
@@ -233,8 +230,8 @@ def print_steps(report: Report) -> None:
     facts = report.document["engine"]
     title = "steps"
     if "limit_gflops" in facts:
-        floor = f"{facts['limit_read_gb_per_s']:.1f} GB/s and {facts['limit_gflops']:,.0f} GFLOP/s"
-        title = f"steps, against the floor of their bytes and operations at {floor}"
+        limits = "{limit_read_gb_per_s:.1f} GB/s and {limit_gflops:,.0f} GFLOP/s"
+        title += f", against the floor of their bytes and operations at {limits.format(**facts)}"
     rows = [{"case": row["case"], "kind": kind, **steps} for row in report.rows for kind, steps in row["steps"].items()]
     print_table(title, _STEP_COLUMNS, rows)
 

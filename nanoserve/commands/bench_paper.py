@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions, make_directory, print_head
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
@@ -13,12 +13,9 @@ from nanoserve.papers.framework import Finding, Paper, Scale, load_paper
 from nanoserve.papers.running import Runner
 
 _CLAIM_COLUMNS = [
-    Column("figure", "figure"),
+    *columns(("", "figure")),
     Column("claim", "says", justify="left"),
-    Column("paper", "paper"),
-    Column("here", "ours_text"),
-    Column("asked", "bounds"),
-    Column("holds", "verdict"),
+    *columns(("", "paper", ("here", "ours_text"), ("asked", "bounds"), ("holds", "verdict"))),
     Column("what it hangs on", "assumption", justify="left"),
 ]
 

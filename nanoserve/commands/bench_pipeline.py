@@ -3,25 +3,23 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.policies.metrics import stage_metrics
-from nanoserve.benchmarks.policies.pictures import plot_stages
+from nanoserve.benchmarks.policies.pictures import stages_picture
 from nanoserve.benchmarks.policies.rounds import Ratio
-from nanoserve.benchmarks.policies.variants import Scheduling
+from nanoserve.benchmarks.policies.variants import PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.serving.requests import parse_rates
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
 from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table
-from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS, EngineConfig
+from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS
 from nanoserve.errors import UsageError
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 
@@ -69,19 +67,6 @@ class PipelineOptions(LengthOptions, RandomModelOptions, renamed={"--request-rat
     )
     pp: int = option(2, "Stages of the pipeline.", minimum=1, maximum=MOST_PARALLEL, variables=())
 
-    def config(self) -> EngineConfig:
-        """How the workers run; policies are for each run's own scheduler.
-
-        Raises:
-            UsageError: for a setting out of range, and for what only one policy of these can use.
-        """
-        if self.prefill_parallel or self.decode_parallel or self.host_kv_memory or self.dp > 1:
-            raise UsageError(
-                "policies are compared on one layout of one engine, without host memory: leave out --dp, "
-                f"{PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
-            )
-        return EngineConfig(**{**WorkersOptions.settings(self), "policy": None, "trace": None})
-
 
 @on_all_machines
 def run(options: PipelineOptions) -> None:
@@ -101,26 +86,33 @@ def run(options: PipelineOptions) -> None:
     StageComparison(options).run()
 
 
-class StageComparison(Comparison[PipelineOptions]):
+class StageComparison(Comparison):
     """Every policy on every engine: rates, latencies, and where the time of the stages went."""
 
     kind = "pipeline"
     reported = ("metadata", "pp", "tp", "pp_split")
+    picture = staticmethod(stages_picture)
     ratios = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}  # noqa: RUF012
 
     def __init__(self, options: PipelineOptions) -> None:
-        config, rates = options.config(), parse_rates(options.rate, "--rate")
-        if len(rates) > 1:
+        if options.prefill_parallel or options.decode_parallel or options.host_kv_memory or options.dp > 1:
+            raise UsageError(
+                "policies are compared on one layout of one engine, without host memory: leave out --dp, "
+                f"{PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
+            )
+        config, (self.rate, *others) = options.config(), parse_rates(options.rate, "--rate")
+        if others:
             raise UsageError(f"--rate takes one rate here, not {options.rate!r:.40}")
-        if options.metadata not in (*METADATA, "both"):
+        self.metadata = [one for one in METADATA if options.metadata in (one, "both")]
+        if not self.metadata:
             raise UsageError(f"--metadata {options.metadata!r:.40} is not one of {', '.join(METADATA)}, both")
-        if options.metadata == "both" and TorchrunProcess.from_environment() is not None:
+        if len(self.metadata) > 1 and TorchrunProcess.from_environment() is not None:
             raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
-        self.rate = rates[0]
         self.policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))
+        self.against_one_process = options.against_one_process
         self.work = work = options.read(options.seed or 0)
-        asked = {"work": work.name, "requests": len(work.shapes)}
-        super().__init__(options, config, {**asked, "request_rate": options.rate, "policies": options.policy})
+        asked = {"request_rate": options.rate, "policies": options.policy}
+        super().__init__(options, config, work=work.name, requests=len(work.shapes), **asked)
 
     def prepare(self) -> dict[str, Any]:
         """Engines with equally many KV blocks, and the requests that fit."""
@@ -131,22 +123,26 @@ class StageComparison(Comparison[PipelineOptions]):
         from nanoserve.models.dtypes import resolve_dtype
 
         config, model = self.config, self.model
-        for metadata in METADATA:
-            if self.options.metadata not in (metadata, "both"):
-                continue
-            degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
-            words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
+        degrees = [("pp", config.pipeline_parallel), ("tp", config.tensor_parallel)]
+        words = [f"{name}={degree}" for name, degree in degrees if degree > 1] or ["pp=1"]
+        for metadata in self.metadata:
             name = " ".join(words + ["coupled"] * (metadata == "coupled"))
             ahead = metadata == "decoupled" and config.pipeline_parallel > 1
-            start = partial(engines.open_workers, name, metadata=metadata, simulated=ahead)
-            self.open(f"starting {name}", partial(start, self.resolved, config, model))
-        if self.options.against_one_process:
-            self.open("opening one process", partial(engines.open_one_process, "one process", self.resolved, config))
-        scheduling = Scheduling.of(self.engines, config, model)
-        work = fitting_work(self.work, scheduling.max_model_len, self.report)
+            workers = (engines.open_workers, name, self.resolved, config, model)
+            self.open(f"starting {name}", *workers, metadata=metadata, simulated=ahead)
+        if self.against_one_process:
+            self.open("opening one process", engines.open_one_process, "one process", self.resolved, config)
+        config = fitted(config, model, self.engines)
+        work = fitting_work(self.work, config.max_model_len, self.report)
         blocks = min(engine.capacities[0].num_blocks for engine in self.engines)
         variants = [
-            scheduling.variant(policy, engine.name, engine, [replace(engine.capacities[0], num_blocks=blocks)])
+            PolicyVariant(
+                policy=policy,
+                place=engine.name,
+                engine=engine,
+                config=config,
+                capacities=[replace(engine.capacities[0], num_blocks=blocks)],
+            )
             for engine in self.engines
             for policy in self.policies
         ]
@@ -154,32 +150,31 @@ class StageComparison(Comparison[PipelineOptions]):
         remark(f"{STAGE} ...")
         with show_progress() as progress:
             limits = machine_limits(dtype, self.probe, progress=progress)
-        cost = ModelCost(model, dtype.itemsize)
-        measure = partial(stage_metrics, vocab_size=model.vocab_size, cost=cost, limits=limits)
-        self.compare(work.name, work.shapes, variants, measure, rate=self.rate)
+        measure = partial(stage_metrics, cost=ModelCost(model, dtype.itemsize), limits=limits)
+        self.benches.append(
+            self.bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, rate=self.rate)
+        )
         return {
             "kv_blocks": blocks,
             "limit_read_gb_per_s": limits.bytes_per_second / 1e9,
             "limit_gflops": limits.operations_per_second / 1e9,
         }
 
+    @property
     def title(self) -> str:
-        settings, facts = self.report.document["settings"], self.report.document["engine"]
-        together = "all at once" if settings["request_rate"] == "inf" else f"{settings['request_rate']} a second"
+        settings, facts, rate = self.settings, self.facts, self.settings["request_rate"]
+        together = "all at once" if rate == "inf" else f"{rate} a second"
         how = f"{facts['dtype']}, {operators_title(facts)}"
         threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
         return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-        yield Table(self.title(), _REQUEST_COLUMNS, summary)
+        yield Table(self.title, _REQUEST_COLUMNS, summary)
         heading = "micro-batches, and what the time of the stages went into"
         yield Table(heading, _STAGE_COLUMNS, _stage_rows(summary), keys=3)
         yield self.ratio_table("ratios within a round: median (lowest-highest)", compared)
         heading = "simulated, with the stage times of the real runs; ratios are simulated over real"
         yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
-
-    def plot(self, path: Path) -> None:
-        plot_stages(path, self.report.titled(f"{self.title()}, last round"), self.last)
 
 
 def _stage_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

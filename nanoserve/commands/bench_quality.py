@@ -1,45 +1,186 @@
-"""``nanoserve bench quality``: are the outputs as good as those of Hugging Face transformers?"""
+"""``nanoserve bench quality``: are the outputs as good as those of Hugging Face transformers?
 
-from collections.abc import Mapping, Sequence
+It compares the perplexity of a text, and right answers to questions. Both engines get the same token ids; nanoserve's
+tokenizer serves both, so only the computing is compared.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import eq
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import msgspec
 
 import nanoserve
 from nanoserve.benchmarks.peers.process import PEERS
-from nanoserve.benchmarks.quality import (
-    NanoserveReader,
-    Reader,
-    TransformersReader,
-    compare_answers,
-    extract_answer,
-    perplexity,
-    prompt_text,
-    read_questions,
-    read_text,
-    windows,
-)
+from nanoserve.benchmarks.plots import text_bars
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import Column, columns
 from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
-from nanoserve.measures.charts import Bars, Chart, draw
+from nanoserve.measures.charts import Chart, draw
 from nanoserve.models.hub import resolve_model
+from nanoserve.processes.files import read_text
+from nanoserve.request import SamplingParams
 
+STOP = "\nQuestion:"
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_GOLD_MARK = "####"
 _AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
 """What the bars of each measure are."""
 _VALUE = Column("value", "value", ".5f")
 _COLUMNS = [
-    Column("measure", "case"),
-    Column("engine", "engine"),
-    Column("tokens or questions", "count", ",d"),
+    *columns(("", ("measure", "case"), "engine"), (",d", ("tokens or questions", "count"))),
     _VALUE,
-    Column("same answer", "same_answer", ".0%"),
-    Column("same tokens", "same_tokens", ".0%"),
+    *columns((".0%", "same_answer", "same_tokens")),
 ]
+
+
+Tokens = tuple[int, ...]
+
+
+class Reader(NamedTuple):
+    """An engine as this benchmark uses it."""
+
+    name: str
+    log_likelihood: Callable[[Tokens], float]
+    """Sum of the natural log probabilities of all tokens but the first, each given those before it."""
+    answer: Callable[[Tokens, int], Tokens]
+    """The greedy continuation of at most so many tokens, without the end token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question in GSM8K's form: free text, and a worked answer that ends in "#### 18"."""
+
+    question: str
+    answer: str
+
+    @property
+    def gold(self) -> str:
+        return _normalized(self.answer.rpartition(_GOLD_MARK)[2])
+
+
+def read_questions(path: Path, limit: int) -> list[Question]:
+    """The first rows of a JSONL file of {"question": ..., "answer": "... #### 18"}.
+
+    Raises UsageError naming the file and the first row that is none.
+    """
+    lines = enumerate(read_text(path, UsageError).splitlines(), start=1)
+    rows = islice(((line, f"{path}, row {number}") for number, line in lines if line.strip()), limit)
+    questions = [_question(line, place) for line, place in rows]
+    if not questions:
+        raise UsageError(f"{path} holds no questions")
+    return questions
+
+
+def _question(line: str, place: str) -> Question:
+    try:
+        question = msgspec.json.decode(line, type=Question)
+    except msgspec.ValidationError as error:
+        raise UsageError(f'{place}: not an object with the texts "question" and "answer"') from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{place}: not JSON ({error})") from error
+    if not question.gold or _GOLD_MARK not in question.answer:
+        raise UsageError(f'{place}: the answer does not end in "{_GOLD_MARK}" and a number')
+    return question
+
+
+def prompt_text(question: Question, examples: Sequence[Question]) -> str:
+    """The examples with their answers, then the question without one."""
+    shown = "".join(f"Question: {example.question}\nAnswer: {example.answer}\n\n" for example in examples)
+    return f"{shown}Question: {question.question}\nAnswer:"
+
+
+def extract_answer(text: str) -> str | None:
+    """The number behind "####", or else the last number before a new question; None if there is no number."""
+    text = text.partition(STOP)[0]
+    marked = _NUMBER.search(text.partition(_GOLD_MARK)[2])
+    numbers = [marked[0]] if marked else _NUMBER.findall(text)
+    return _normalized(numbers[-1]) if numbers else None
+
+
+def _normalized(number: str) -> str:
+    plain = number.strip().replace(",", "").replace("$", "").rstrip(".")
+    try:
+        value = float(plain)
+    except ValueError:
+        return ""
+    return f"{value:g}" if abs(value) < 1e6 else plain
+
+
+def windows(tokens: Sequence[int], length: int, limit: int) -> list[Tokens]:
+    """The text in pieces of ``length`` tokens, the first ``limit`` of them; the last may be shorter.
+
+    Raises UsageError if the text has fewer than two tokens.
+    """
+    pieces = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
+    pieces = [piece for piece in pieces[:limit] if len(piece) > 1]
+    if not pieces:
+        raise UsageError("the text is too short: perplexity needs at least two tokens")
+    return pieces
+
+
+def perplexity(log_likelihood: Callable[[Tokens], float], pieces: Iterable[Tokens]) -> float:
+    """exp of the mean negative log probability of every token that has one before it in its window."""
+    found = [(log_likelihood(piece), len(piece) - 1) for piece in pieces]
+    likelihood, predicted = map(sum, zip(*found, strict=True))
+    return math.exp(-likelihood / predicted)
+
+
+def compare_answers(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    """Shares of the questions on which both gave the same number, and the same tokens."""
+    shares = {"same_answer": "answers", "same_tokens": "tokens"}
+    return {share: fmean(map(eq, ours[name], theirs[name])) for share, name in shares.items()}
+
+
+def own_reader(llm: "nanoserve.LLM") -> Reader:
+    """An open LLM."""
+
+    def log_likelihood(tokens: Tokens) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+        scored = llm.generate(list(tokens), params)[0].prompt_logprobs or ()
+        return sum(entry.logprob for entry in scored if entry is not None)
+
+    def answer(tokens: Tokens, max_tokens: int) -> Tokens:
+        output = llm.generate(list(tokens), SamplingParams(temperature=0.0, max_tokens=max_tokens))[0].outputs[0]
+        return output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
+
+    return Reader("nanoserve", log_likelihood, answer)
+
+
+def transformers_reader(directory: Path, dtype: str, end_tokens: Tokens) -> Reader:
+    """A checkpoint directory, read by transformers."""
+    import torch
+
+    from nanoserve.benchmarks.peers.engine_peers import open_transformers
+
+    model = open_transformers(directory, dtype, list(end_tokens) or None)
+
+    @torch.inference_mode()
+    def log_likelihood(tokens: Tokens) -> float:
+        ids = torch.tensor([tokens])
+        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+        return float(logprobs.gather(1, ids[0, 1:, None]).double().sum())
+
+    @torch.inference_mode()
+    def answer(tokens: Tokens, max_tokens: int) -> Tokens:
+        ids = torch.tensor([tokens])
+        settings = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0}
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        found = tuple(output[0, ids.shape[1] :].tolist())
+        return found[:-1] if found and found[-1] in end_tokens else found
+
+    return Reader("transformers", log_likelihood, answer)
 
 
 class QualityOptions(EngineOptions, ResultOptions):
@@ -66,39 +207,33 @@ def run(options: QualityOptions) -> None:
     shots, limit = options.shots, options.limit
     if options.text is None and options.questions is None:
         raise UsageError("give --text, --questions or both")
-    content = None if options.text is None else read_text(options.text)
+    content = None if options.text is None else read_text(options.text, UsageError)
     rows = None if options.questions is None else read_questions(options.questions, limit + shots)
     if rows is not None and len(rows) <= shots:
         raise UsageError(f"{options.questions} has {len(rows)} questions, all of them taken by --shots {shots}")
     settings = {"window": options.window, "windows": options.windows, "limit": limit, "shots": shots}
     with options.reported("quality", settings, _show) as report, options.open_llm() as llm:
+        readers = [own_reader(llm)]
         if missing := PEERS["transformers"].missing:
             report.note(f"{missing[0]} is not installed and left out: {PEERS['transformers'].install}")
-        readers = _readers(llm, options, with_reference=not missing)
+        else:
+            from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name
+
+            dtype = dtype_name(options.dtype, llm.config)
+            directory = checkpoint_directory(resolve_model(options.model, offline=options.offline), dtype)
+            readers.append(transformers_reader(directory, dtype, llm.end_tokens))
         if content is not None:
-            _measure_perplexity(readers, llm, content, options, report)
+            length = min(options.window, llm.max_model_len - 1)
+            _measure_perplexity(readers, windows(llm.tokenizer.encode(content), length, options.windows), report)
         if rows is not None:
             _measure_accuracy(readers, llm, rows[:shots], rows[shots:], options.max_tokens, report)
 
 
-def _readers(llm: "nanoserve.LLM", engine: EngineOptions, *, with_reference: bool) -> list[Reader]:
-    from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name
-
-    if not with_reference:
-        return [NanoserveReader(llm)]
-    dtype = dtype_name(engine.dtype, llm.config)
-    directory = checkpoint_directory(resolve_model(engine.model, offline=engine.offline), dtype)
-    return [NanoserveReader(llm), TransformersReader(directory, dtype, llm.end_tokens)]
-
-
-def _measure_perplexity(
-    readers: list[Reader], llm: "nanoserve.LLM", content: str, options: QualityOptions, report: Report
-) -> None:
-    pieces = windows(llm.tokenizer.encode(content), min(options.window, llm.max_model_len - 1), options.windows)
+def _measure_perplexity(readers: list[Reader], pieces: list[Tokens], report: Report) -> None:
+    tokens = sum(len(piece) - 1 for piece in pieces)
     for reader in readers:
         remark(f"perplexity with {reader.name}")
-        tokens = sum(len(piece) - 1 for piece in pieces)
-        value = perplexity(reader, watched(pieces, "texts"))
+        value = perplexity(reader.log_likelihood, watched(pieces, "texts"))
         report.add({"case": "perplexity", "engine": reader.name, "count": tokens, "value": value})
 
 
@@ -111,28 +246,24 @@ def _measure_accuracy(
             f"the longest prompt has {longest} tokens, with --max-tokens {max_tokens} more than the context of "
             f"{llm.max_model_len}; lower --shots or --max-tokens"
         )
-    found: list[dict[str, Any]] = []
+    ours: dict[str, Any] | None = None
     for reader in readers:
         remark(f"{len(rows)} questions with {reader.name}")
         tokens = [reader.answer(prompt, max_tokens) for prompt in watched(prompts, "questions")]
         answers = [extract_answer(llm.tokenizer.decode(answer)) for answer in tokens]
         right = sum(answer == question.gold for answer, question in zip(answers, rows, strict=True))
-        found.append({"answers": answers, "tokens": tokens})
-        report.add({"case": "accuracy", "engine": reader.name, "count": len(rows), "value": right / len(rows)})
-    for row, theirs in zip(report.rows[-len(readers) + 1 :], found[1:], strict=False):
-        row |= compare_answers(found[0], theirs)
+        found = {"answers": answers, "tokens": tokens}
+        row = {"case": "accuracy", "engine": reader.name, "count": len(rows), "value": right / len(rows)}
+        report.add(row | ({} if ours is None else compare_answers(ours, found)))
+        ours = ours or found
 
 
 def _show(report: Report, options: ResultOptions) -> None:
     print_results(report, "quality", _COLUMNS)
     if options.plot is not None:
-        rows_of = {case: [row for row in report.rows if row["case"] == case] for case in _AXES}
-        panels = [_bars(case, rows) for case, rows in rows_of.items() if rows]
-        chart = Chart(report.titled("quality"), panels, columns=1)
-        draw(chart, options.plot, panel_size=(7.0, 2.2))
-
-
-def _bars(case: str, rows: Sequence[Mapping[str, Any]]) -> Bars:
-    texts = [_VALUE.text(row) for row in rows]
-    heights = {"": [row["value"] for row in rows]}
-    return Bars(title=case, x=_AXES[case], names=[row["engine"] for row in rows], parts=heights, texts=texts)
+        panels = []
+        for case, axis in _AXES.items():
+            rows = [row for row in report.rows if row["case"] == case]
+            names, texts = [row["engine"] for row in rows], [_VALUE.text(row) for row in rows]
+            panels += [text_bars(axis, names, texts, case)] if rows else []
+        draw(Chart(report.titled("quality"), panels, columns=1), options.plot, panel_size=(7.0, 2.2))

@@ -4,17 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
+from nanoserve.benchmarks.policies.baselines import RESHARDING
 from nanoserve.benchmarks.policies.metrics import layout_metrics
-from nanoserve.benchmarks.policies.pictures import plot_phases
+from nanoserve.benchmarks.policies.pictures import phases_picture
 from nanoserve.benchmarks.policies.rounds import Pair, Ratio
-from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, PolicyVariant, Scheduling
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
 from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table
-from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
@@ -61,21 +60,6 @@ class ReshardOptions(LengthOptions, RandomModelOptions):
     prefill_parallel: str | None = option("p2", "Layout for prompts.", metavar="NAME", variables=())
     decode_parallel: str | None = option("t2", "Layout for decodes.", metavar="NAME", variables=())
 
-    def config(self) -> EngineConfig:
-        """How the workers run; policies are for each run's own scheduler.
-
-        Raises:
-            UsageError: for a setting out of range, a policy, and several engines; and for more groups of workers than
-                torchrun started.
-        """
-        if self.against_own_workers and TorchrunProcess.from_environment() is not None:
-            raise UsageError("--against-own-workers takes three groups of workers, but torchrun started one")
-        if self.policy is not None:
-            raise UsageError("--policy: this command compares those that it names; leave it out")
-        if self.layouts()[0].data_parallel > 1:
-            raise UsageError(f"{PAIR_OPTIONS[0]} {self.prefill_parallel}: one engine is measured; leave out the D")
-        return EngineConfig(**{**WorkersOptions.settings(self), "trace": None})
-
 
 @on_all_machines
 def run(options: ReshardOptions) -> None:
@@ -96,7 +80,7 @@ def run(options: ReshardOptions) -> None:
     LayoutComparison(options).run()
 
 
-def resharding_variants(engines: Sequence[OpenEngine], scheduling: Scheduling) -> Iterator[PolicyVariant]:
+def resharding_variants(engines: Sequence[OpenEngine], config: EngineConfig) -> Iterator[PolicyVariant]:
     """Each layout alone, on all workers that have it, before the ways of going from one to the other.
 
     Chunked prefill is the paper's baseline; where there is a pipeline, it also meets the policy made for pipelines.
@@ -104,18 +88,13 @@ def resharding_variants(engines: Sequence[OpenEngine], scheduling: Scheduling) -
     for engine in engines:
         for number, (layout, capacity) in enumerate(zip(engine.layouts, engine.capacities, strict=True)):
             place = layout.name if len(engine.layouts) == 2 else f"{layout.name}, {engine.name}"
+            alone = partial(PolicyVariant, place=place, engine=engine, config=config, capacities=[capacity])
             for policy in ("sarathi", "throttling") if layout.pipeline_parallel > 1 else ("sarathi",):
-                yield scheduling.variant(policy, place, engine, [capacity], first=number)
+                yield alone(policy=policy, first=number)
     for engine in engines:
+        in_turn = partial(PolicyVariant, place=engine.name, engine=engine, config=config, capacities=engine.capacities)
         for policy in RESHARDING if len(engine.layouts) == 2 else ():
-            yield scheduling.variant(
-                policy,
-                engine.name,
-                engine,
-                engine.capacities,
-                host_blocks=engine.host_blocks,
-                predictors=engine.predictors,
-            )
+            yield in_turn(policy=policy, host_blocks=engine.host_blocks, predictors=engine.predictors)
 
 
 def resharding_pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
@@ -127,17 +106,23 @@ def resharding_pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
     ]
 
 
-class LayoutComparison(Comparison[ReshardOptions]):
+class LayoutComparison(Comparison):
     """Each layout alone, and the ways of changing between the two: rates, phases, and what was moved."""
 
     kind = "reshard"
     reported = ("against_own_workers", "prefill_parallel", "decode_parallel", "host_kv_memory", "kv_cache_memory")
+    picture = staticmethod(phases_picture)
     pairs = staticmethod(resharding_pairs)
 
     def __init__(self, options: ReshardOptions) -> None:
-        config = options.config()
-        self.work = work = options.read(options.seed or 0)
-        super().__init__(options, config, {"work": work.name, "requests": len(work.shapes)})
+        if options.against_own_workers and TorchrunProcess.from_environment() is not None:
+            raise UsageError("--against-own-workers takes three groups of workers, but torchrun started one")
+        if options.policy is not None:
+            raise UsageError("--policy: this command compares those that it names; leave it out")
+        if options.layouts()[0].data_parallel > 1:
+            raise UsageError(f"{PAIR_OPTIONS[0]} {options.prefill_parallel}: one engine is measured; leave out the D")
+        config, self.work = options.config(), options.read(options.seed or 0)
+        super().__init__(options, config, work=self.work.name, requests=len(self.work.shapes))
 
     def prepare(self) -> dict[str, Any]:
         """Workers with both layouts, perhaps workers with each of them alone, and the requests that fit."""
@@ -145,9 +130,9 @@ class LayoutComparison(Comparison[ReshardOptions]):
 
         config, model = self.config, self.model
         names = [layout.name for layout in config.layouts]
-        start = partial(engines.open_workers, " -> ".join(names), self.resolved, config, model)
-        pair = self.open(f"starting workers for {' and '.join(names)}", start)
-        for layout in config.layouts if self.options.against_own_workers else ():
+        workers = (engines.open_workers, " -> ".join(names), self.resolved, config, model)
+        pair = self.open(f"starting workers for {' and '.join(names)}", *workers)
+        for layout in config.layouts if self.settings["against_own_workers"] else ():
             alone = replace(
                 config,
                 pipeline_parallel=layout.pipeline_parallel,
@@ -155,36 +140,34 @@ class LayoutComparison(Comparison[ReshardOptions]):
                 decode_layout=None,
                 host_kv_memory=None,
             )
-            start = partial(engines.open_workers, "own workers", self.resolved, alone, model)
-            self.open(f"starting workers for {layout.name} alone", start)
-        scheduling = Scheduling.of(self.engines, config, model)
-        work = fitting_work(self.work, scheduling.max_model_len, self.report)
-        variants = list(resharding_variants(self.engines, scheduling))
-        self.compare(work.name, work.shapes, variants, partial(layout_metrics, vocab_size=model.vocab_size))
+            workers = (engines.open_workers, "own workers", self.resolved, alone, model)
+            self.open(f"starting workers for {layout.name} alone", *workers)
+        config = fitted(config, model, self.engines)
+        work = fitting_work(self.work, config.max_model_len, self.report)
+        variants = list(resharding_variants(self.engines, config))
+        self.benches.append(self.bench(case=work.name, shapes=work.shapes, variants=variants, measure=layout_metrics))
         return {
             "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),
             "host_blocks": pair.host_blocks,
             "host_link_bandwidth": pair.host_link_bandwidth,
         }
 
+    @property
     def title(self) -> str:
-        settings, facts = self.report.document["settings"], self.report.document["engine"]
+        settings, facts = self.settings, self.facts
         return f"{settings['requests']} requests of {settings['work']}; {facts['model']}, {facts['dtype']}"
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-        facts = self.report.document["engine"]
+        facts = self.facts
         threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
         blocks = f"KV blocks: {facts['kv_blocks']} on the devices, {facts['host_blocks']:,} in the host pool"
         in_turn = [row for row in summary if row["phases"] is not None]
-        yield Table(f"{self.title()}, {operators_title(facts)}, {threads}; {blocks}", _RUN_COLUMNS, summary)
+        yield Table(f"{self.title}, {operators_title(facts)}, {threads}; {blocks}", _RUN_COLUMNS, summary)
         yield Table("where the time of re-sharding runs went, in seconds", _PHASE_COLUMNS, in_turn)
         yield Table("what was moved between device and host memory", _MOVE_COLUMNS, _move_rows(in_turn), keys=3)
         yield self.ratio_table("output tok/s within a round: median (lowest-highest)", compared)
         heading = "simulated, with what steps and moves of the real runs took; makespan is simulated over real"
         yield Table(heading, _SIMULATED_COLUMNS, [row for row in summary if row["simulated"]])
-
-    def plot(self, path: Path) -> None:
-        plot_phases(path, self.report.titled(f"{self.title()}, last round"), self.last)
 
 
 def _move_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

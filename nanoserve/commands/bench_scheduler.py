@@ -1,11 +1,12 @@
 """``nanoserve bench scheduler``: what deciding costs per step, in pure Python."""
 
-import msgspec
+from statistics import median
+from typing import Any
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
@@ -14,15 +15,11 @@ from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.scheduler import make_policy
 
 _PARTS = {"schedule": "schedule_ms", "apply": "apply_ms"}
-_COLUMNS = [
-    Column("sequences", "sequences", ",d"),
-    Column("schedule ms", "schedule_ms", ".3f"),
-    Column("apply ms", "apply_ms", ".3f"),
-    Column("both ms", "step_ms", ".3f"),
-    Column("slowest ms", "slowest_ms", ".3f"),
-    Column("us per sequence", "microseconds_per_sequence", ".2f"),
-    Column("foreign cores", "foreign_cores", ".2f"),
-]
+_COLUMNS = columns(
+    (",d", "sequences"),
+    (".3f", "schedule_ms", "apply_ms", ("both ms", "step_ms"), "slowest_ms"),
+    (".2f", ("us per sequence", "microseconds_per_sequence"), "foreign_cores"),
+)
 
 
 class SchedulerOptions(ResultOptions):
@@ -46,9 +43,13 @@ def run(options: SchedulerOptions) -> None:
     with options.reported("scheduler", settings, _show) as report:
         for size in watched(options.sequences, "sizes"):
             foreign = ForeignLoad()
-            cost = measure_scheduler(size, context=options.context, steps=options.steps, policy=options.policy)
-            facts = {"case": f"{size} sequences", **msgspec.to_builtins(cost), "foreign_cores": foreign.read()}
-            report.add(facts)
+            seconds = measure_scheduler(size, context=options.context, steps=options.steps, policy=options.policy)
+            load, both = foreign.read(), list(map(sum, seconds))
+            schedule, apply = map(median, zip(*seconds, strict=True))
+            times = {"schedule": schedule, "apply": apply, "step": median(both), "slowest": max(both)}
+            row: dict[str, Any] = {"case": f"{size} sequences", "sequences": size}
+            row |= {f"{name}_ms": 1e3 * value for name, value in times.items()}
+            report.add(row | {"microseconds_per_sequence": 1e6 * median(both) / size, "foreign_cores": load})
 
 
 def _show(report: Report, options: SchedulerOptions) -> None:

@@ -14,8 +14,7 @@ from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import warnings
 from nanoserve.benchmarks.serving.requests import Point, RequestStyle, parse_rates
 from nanoserve.benchmarks.tables import Column, columns, print_table
-from nanoserve.client.connection import ApiClient
-from nanoserve.client.models import ModelCard, served_model
+from nanoserve.client.connection import ApiClient, ModelCard, served_model
 from nanoserve.commands.bench_options import (
     DISTRIBUTION_COLUMNS,
     LengthOptions,
@@ -31,7 +30,7 @@ from nanoserve.commands.terminal import remark, say
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import Chart, draw, panel
-from nanoserve.measures.slo import parse_slo
+from nanoserve.measures.metrics import parse_slo
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.children import run_module
 from nanoserve.processes.installation import install_command

@@ -4,7 +4,7 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import Column, columns
 from nanoserve.commands.bench_options import ResultOptions, operators_title, print_results
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
@@ -13,8 +13,12 @@ from nanoserve.commands.terminal import remark
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.temporary import temporary_directory
 
-_STAGES = [Column(name, f"stages.{name}", ".2f") for name in STAGES]
-_TOTAL = Column("to first token", "to_first_token", ".2f")
+_STAGES = {name: f"stages.{name}" for name in STAGES}
+_COLUMNS = [
+    *columns(("", ("start", "case"))),
+    *(Column(name, path, ".2f") for name, path in _STAGES.items()),
+    *columns((".2f", "to_first_token")),
+]
 
 
 class StartupOptions(EngineOptions, ResultOptions):
@@ -44,8 +48,8 @@ def run(options: StartupOptions) -> None:
             foreign = ForeignLoad()
             start = start_once(model, settings, options.threads, cache)
             load = foreign.read()
-            report.put("operators", start.pop("operators"))
-            report.put("layers", start.pop("layers"))
+            for fact in ("operators", "layers"):
+                report.put(fact, start.pop(fact))
             report.add({"case": case, **start, "foreign_cores": load})
 
 
@@ -54,9 +58,8 @@ def _show(report: Report, options: ResultOptions) -> None:
     title = f"seconds to start {model}, {operators_title(report.document)}"
     warm = [row["to_first_token"] for row in report.rows if row["case"] == "warm"]
     report.put("samples", {"warm": {"to_first_token_s": warm}})
-    print_results(report, title, [Column("start", "case"), *_STAGES, _TOTAL])
+    print_results(report, title, _COLUMNS)
     if options.plot is not None:
-        parts = {name: f"stages.{name}" for name in STAGES}
-        first = {name: parts[name] for name in TO_FIRST_TOKEN}
-        stacks = {"to the first token": first, "until everything is built": parts}
+        first = {name: _STAGES[name] for name in TO_FIRST_TOKEN}
+        stacks = {"to the first token": first, "until everything is built": _STAGES}
         plot_stacks(options.plot, report.titled(title), "{case}", "time since the start, s", stacks, report.rows)

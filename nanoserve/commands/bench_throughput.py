@@ -1,7 +1,9 @@
 """``nanoserve bench throughput``: many requests of different lengths at once."""
 
+from contextlib import ExitStack
+
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import (
     DISTRIBUTION_COLUMNS,
     LengthOptions,
@@ -9,24 +11,22 @@ from nanoserve.commands.bench_options import (
     ResultOptions,
     engine_title,
     fitting_work,
+    local_bench,
     print_results,
     print_steps,
 )
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
-from nanoserve.commands.progress import show_progress
-from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.measures.workloads import LocalCase, RequestShape
 
-_RATES = [Column("output tok/s", "output_tokens_per_s", ",.1f"), Column("total tok/s", "total_tokens_per_s", ",.1f")]
+_RATES = columns((",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")))
 _COLUMNS = [
-    Column("work", "case"),
-    Column("requests", "requests", ",d"),
-    Column("seconds", "seconds", ",.1f"),
-    Column("requests/s", "requests_per_s", ",.2f"),
+    *columns(
+        ("", ("work", "case")), (",d", "requests"), (",.1f", "seconds"), (",.2f", ("requests/s", "requests_per_s"))
+    ),
     *_RATES,
-    Column("foreign cores", "foreign_cores", ".2f"),
+    *columns((".2f", "foreign_cores")),
 ]
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
@@ -57,24 +57,14 @@ def run(options: ThroughputOptions) -> None:
         --requests 100 --json azure.json
     """
     options.check_is_for_cpu()
-    seed, repeats = options.seed or 0, options.repeats
-    work = options.read(seed)
+    repeats, work = options.repeats, options.read(options.seed or 0)
     settings = {"work": work.name, "requests": len(work.shapes), "repeats": repeats}
-    reported = options.reported("throughput", settings, _show)
-    with reported as report, options.open_llm() as llm, show_progress() as progress:
-        from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
-
-        bench = LocalBench([llm], seed=seed, announce=remark, progress=progress, probes=not options.no_probe)
-        report.put("engine", bench.facts)
-        shapes = (work if options.trace is None else fitting_work(work, llm.max_model_len, report)).shapes
-        bench.check_fits(shapes, work.name)
+    with options.reported("throughput", settings, _show) as report, ExitStack() as opened:
+        bench = local_bench([options], report, opened, probes=not options.no_probe)
+        shapes = (work if options.trace is None else fitting_work(work, bench.longest, report)).shapes
         warm_up = [RequestShape(min(64, shape.input_tokens), 2) for shape in shapes]
-        bench.expect(warm_up, runs=1)
-        bench.expect(shapes, runs=repeats)
-        bench.warm_up(warm_up)
-        remark(f"measuring {len(shapes)} requests of {work.name}")
-        for row in bench.measure(work.name, shapes, repeats=repeats):
-            report.add(row)
+        announced = f"{len(shapes)} requests of {work.name}"
+        bench.run([LocalCase(work.name, shapes, warm_up, announced)], report, repeats=repeats)
 
 
 def _show(report: Report, options: ResultOptions) -> None:
@@ -82,6 +72,6 @@ def _show(report: Report, options: ResultOptions) -> None:
     title = f"throughput of {facts['model']}, {engine_title(facts)}"
     print_results(report, title, _COLUMNS)
     rows = [{"metric": name.removesuffix("_ms").upper(), **(report.rows[0][name] or {})} for name in _LATENCIES]
-    print_table("milliseconds", [Column("metric", "metric"), *DISTRIBUTION_COLUMNS], rows)
+    print_table("milliseconds", columns(("", "metric")) + DISTRIBUTION_COLUMNS, rows)
     print_steps(report)
     options.draw_bars(report, title, "{case}", _RATES, report.rows)

@@ -7,32 +7,26 @@ rounds, a report that is kept after each of them, ratios, and tables.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.policies.rounds import Bench, Measure, Ratio, Run, pairs, ratios, samples, summarize
-from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant
+from nanoserve.benchmarks.policies.pictures import Picture
+from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
+from nanoserve.benchmarks.policies.variants import OpenEngine
+from nanoserve.benchmarks.rounds import until_enough_count
 from nanoserve.benchmarks.tables import Column, columns, print_table
-from nanoserve.commands.bench_options import (
-    ResultOptions,
-    kept,
-    print_counting,
-    print_head,
-    settled_operators,
-)
+from nanoserve.commands.bench_options import ResultOptions, kept, print_counting, print_head, settled_operators
 from nanoserve.commands.engine_options import MODEL_PANEL, WorkersOptions
 from nanoserve.commands.options import option
-from nanoserve.commands.progress import Progress, show_progress
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import EngineConfig
+from nanoserve.measures.charts import Chart, draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.threads import threads_of_each
 from nanoserve.record.trace import RunTrace
-
-DEFAULT_MODEL = "dummy:qwen3-0.6b"
 
 
 class VariantsOptions(ResultOptions, WorkersOptions):
@@ -40,16 +34,17 @@ class VariantsOptions(ResultOptions, WorkersOptions):
 
     rounds: int = option(3, "Rounds that count.", minimum=1)
 
+    def config(self, policy: str | None = None) -> EngineConfig:
+        """How the engines run; each run's own scheduler has a policy of its own, and runs share one trace."""
+        return EngineConfig(**{**WorkersOptions.settings(self), "policy": policy, "trace": None})
+
 
 class RandomModelOptions(VariantsOptions):
     """The same, with random weights unless another model is named."""
 
     model: str | None = option(
-        DEFAULT_MODEL, "Directory, hub id or dummy:NAME.", "-m", metavar="MODEL", panel=MODEL_PANEL
+        "dummy:qwen3-0.6b", "Directory, hub id or dummy:NAME.", "-m", metavar="MODEL", panel=MODEL_PANEL
     )
-
-
-O = TypeVar("O", bound=VariantsOptions)  # noqa: E741  # options
 
 
 class Table(NamedTuple):
@@ -61,12 +56,10 @@ class Table(NamedTuple):
     keys: int = 2
 
 
-class Comparison(ABC, Generic[O]):
+class Comparison(ABC):
     """Variants side by side. A subclass opens engines, names variants and their metrics, and says what is shown.
 
-    Args:
-        config: how the engines run; policies are for each run's own scheduler.
-        settings: what the report says about the options, beside those of `reported`.
+    ``settings`` are what the report says about the options, beside those of `reported`.
     """
 
     kind: ClassVar[str]
@@ -77,16 +70,15 @@ class Comparison(ABC, Generic[O]):
     """Metrics that ratios are formed of, and what tables call them."""
     pairs = staticmethod(pairs)
     """The variants that ratios are formed of."""
-    by_case: ClassVar[bool] = False
-    """Whether there may be several cases, which summaries and ratios then name."""
 
-    def __init__(self, options: O, config: EngineConfig, settings: Mapping[str, Any]) -> None:
-        self.options, self.config, self.seed = options, config, options.seed or 0
+    def __init__(self, options: VariantsOptions, config: EngineConfig, **settings: Any) -> None:
+        self.config, self.seed, self._options = config, options.seed or 0, options
         chosen = {name: getattr(options, name) for name in ("rounds", "max_num_batched_tokens", *self.reported)}
-        self.report = options.open_report(self.kind, {**settings, **chosen, "seed": self.seed})
+        self.settings = {**settings, **chosen, "seed": self.seed}
+        self.report = options.open_report(self.kind, self.settings)
+        self.facts: dict[str, Any] = {}  # about the engines, in the report
         self.engines: list[OpenEngine] = []
         self.benches: list[Bench] = []
-        self.last: dict[str, Run] = {}  # the last run of each name
         self.opened = ExitStack()  # closes the engines and the trace
         self._trace: ChromeTraceFile | None = None
         self._began: float | None = None  # the first run, for the trace
@@ -95,6 +87,7 @@ class Comparison(ABC, Generic[O]):
     def prepare(self) -> dict[str, Any]:
         """Open the engines and add a bench for each case; returns facts about the engines for the report."""
 
+    @property
     @abstractmethod
     def title(self) -> str:
         """What was measured, for titles of tables and pictures."""
@@ -103,9 +96,10 @@ class Comparison(ABC, Generic[O]):
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterable[Table]:
         """The tables, from medians and ratios."""
 
+    @staticmethod
     @abstractmethod
-    def plot(self, path: Path) -> None:
-        """Draw the picture of --plot."""
+    def picture(benches: Sequence[Bench]) -> Picture:
+        """The panels of --plot."""
 
     def notes(self) -> Iterable[str]:
         """Sentences above the tables; their figures may be put into the report."""
@@ -113,7 +107,7 @@ class Comparison(ABC, Generic[O]):
 
     def run(self) -> None:
         """Measure, and show what was measured until the end, Ctrl-C or a failure."""
-        options = self.options
+        options = self._options
         operators = settled_operators(options.threads)
         with self.opened:
             if options.record is not None:
@@ -127,48 +121,30 @@ class Comparison(ABC, Generic[O]):
 
             with show_progress() as progress:
                 self.resolved = resolve_model(options.model, offline=options.offline, progress=progress)
-            self.model = read_config(self.resolved)
-            self.probe, self.foreign = BandwidthProbe(), ForeignLoad()
-            facts = self.prepare()
-            general = {
+            self.model, self.probe = read_config(self.resolved), BandwidthProbe()
+            self.bench = partial(Bench, seed=self.seed, probe=self.probe.read, keep=self._keep)
+            prepared = self.prepare()
+            self.facts = {
                 "model": self.resolved.name,
                 "dtype": dtype_name(self.config.dtype, self.model),
                 "operators": operators,
                 "layers": "compiled" if all(engine.compiled for engine in self.engines) else "eager",
                 "threads": torch.get_num_threads(),
                 "threads_of_a_worker": threads_of_each(self.config.num_workers),
+                **prepared,
             }
-            self.report.put("engine", {**general, **facts})
+            self.report.put("engine", self.facts)
             self._measure(options.rounds)
 
-    def open(self, announced: str, open_engine: Callable[[Progress], OpenEngine]) -> OpenEngine:
+    def open(self, announced: str, open_engine: Callable[..., OpenEngine], *arguments: Any, **facts: Any) -> OpenEngine:
         """Open an engine for all rounds while its progress is shown; the end of the comparison closes it."""
         remark(announced)
         with show_progress() as progress:
-            self.engines.append(open_engine(progress))
-        self.opened.callback(self.engines[-1].close)
+            self.engines.append(open_engine(self.opened, *arguments, progress, **facts))
         return self.engines[-1]
 
-    def compare(
-        self,
-        case: str,
-        shapes: Sequence[RequestShape],
-        variants: Sequence[PolicyVariant],
-        measure: Measure,
-        **others: Any,
-    ) -> None:
-        """Add a bench; `others` are further fields of it."""
-        others |= {"vocab_size": self.model.vocab_size, "seed": self.seed, "probe": self.probe.read}
-        settings = {**others, "foreign": self.foreign, "keep": self._keep}
-        self.benches.append(Bench(case=case, shapes=shapes, variants=variants, measure=measure, **settings))
-
     def _keep(self, name: str, run: Run) -> None:
-        """Keep the last run of each name, to be drawn, and write each into the trace, on tracks of its own.
-
-        Raises:
-            RuntimeFailure: if it cannot be written.
-        """
-        self.last[name] = run
+        """Write a run into the trace, on tracks of its own."""
         self._began = self._began or run.record.arrivals[0].arrival_time
         if self._trace is not None:
             trace = RunTrace(
@@ -188,12 +164,13 @@ class Comparison(ABC, Generic[O]):
         with show_progress() as progress:
             progress("rounds", 0, total)
             remark(f"warming up with {self.benches[0].case}")
-            self.benches[0].warm_up()
+            for variant in self.benches[0].variants:
+                variant.run(self.benches[0].requests(0))
             for place, bench in enumerate(self.benches):
                 remark(f"measuring {bench.case}")
                 counted = 1 + place * wanted
                 progress("rounds", counted, total)
-                for done in bench.rounds(wanted):
+                for done in until_enough_count(bench.round, wanted):
                     row = {"case": bench.case, **bench.facts, "round": done, "drift": done.drift, "counts": done.counts}
                     self.report.add(row)
                     counted += done.counts
@@ -209,8 +186,10 @@ class Comparison(ABC, Generic[O]):
         for table in self.tables(summary, compared):
             if rows := list(table.rows):
                 print_table(table.heading, table.columns, rows, keys=table.keys)
-        if self.options.plot is not None:
-            self.plot(self.options.plot)
+        if self._options.plot is not None:
+            panels, number, size = self.picture(self.benches)
+            title = self.title if self.benches[0].facts else f"{self.title}, last round"
+            draw(Chart(self.report.titled(title), panels, number), self._options.plot, panel_size=size)
 
     def _put_summary(self) -> tuple[list[dict[str, Any]], list[Ratio]]:
         """Medians, ratios and samples, which go into the report; where there are several cases, each with its case."""
@@ -222,13 +201,13 @@ class Comparison(ABC, Generic[O]):
             held = ratios(bench.done, self.pairs(bench.variants), list(self.ratios))
             found = samples(bench.done, list(self.ratios))
             rows = summarize(bench.done)
-            if self.by_case:
+            if bench.facts:
                 texts = {(one.variants.partition(" over ")[0], one.state): one.text for one in held}
                 rows = [{**row, "case": bench.case, "ratio": texts.get((row["variant"], row["state"]))} for row in rows]
                 found = {f"{bench.case}, {name}": figures for name, figures in found.items()}
             summary += rows
             compared += held
-            put += [{"case": bench.case, "ratio": one} for one in held] if self.by_case else held
+            put += [{"case": bench.case, "ratio": one} for one in held] if bench.facts else held
             sampled |= found
         for name, value in {"summary": summary, "ratios": put, "samples": sampled}.items():
             self.report.put(name, value)

@@ -1,41 +1,38 @@
 """``nanoserve profile``: what the parts of a step take on this machine, and how well that predicts a real run."""
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from nanoserve.benchmarks.profiling.prediction import prediction_rows, time_rows
 from nanoserve.benchmarks.rounds import busy_note
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.terminal import remark
-from nanoserve.costs.profile import Profile, check_writable, write_profile
+from nanoserve.costs.counts import ModelCounts, Operator, Precision
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
+from nanoserve.costs.hardware import Device
+from nanoserve.costs.profile import Prediction, Profile, check_writable, write_profile
+from nanoserve.costs.work import StepWork
 from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_threads
 
-_TIME_COLUMNS = [
-    Column("part", "part"),
-    Column("size", "size"),
-    Column("us", "us", ",.1f"),
-    Column("quartiles", "low", ",.1f"),
-    Column("", "high", ",.1f"),
-    Column("of floor", "of_floor", ".0%"),
-]
-_PREDICTION_COLUMNS = [
-    Column("workload", "workload"),
-    Column("", "route", justify="left"),
-    Column("seconds", "seconds", ",.2f"),
-    Column("+-", "seconds_range", ".0%"),
-    Column("error", "seconds_error", "+.0%"),
-    Column("TTFT ms", "ttft_ms", ",.0f"),
-    Column("+-", "ttft_ms_range", ".0%"),
-    Column("error", "ttft_ms_error", "+.0%"),
-    Column("TPOT ms", "tpot_ms", ",.2f"),
-    Column("+-", "tpot_ms_range", ".0%"),
-    Column("error", "tpot_ms_error", "+.0%"),
+Fields = Mapping[str, Any]
+_TIME_COLUMNS = columns(("", "part", "size"), (",.1f", "us", ("quartiles", "low"), ("", "high")), (".0%", "of_floor"))
+_FIGURES = (("seconds", "seconds", ",.2f"), ("TTFT ms", "ttft_ms", ",.0f"), ("TPOT ms", "tpot_ms", ",.2f"))
+_PREDICTION_COLUMNS = [Column("workload", "workload"), Column("", "route", justify="left")]
+_PREDICTION_COLUMNS += [
+    column
+    for heading, name, shown in _FIGURES
+    for column in columns(
+        (shown, (heading, name)), (".0%", ("+-", f"{name}_range")), ("+.0%", ("error", f"{name}_error"))
+    )
 ]
 
 
@@ -71,13 +68,9 @@ def run(options: ProfileOptions) -> None:
         check_writable(options.json)
     prepare_threads(options.threads)
     with closing(_set_apart(options.host_threads, options.device)) as processor, options.open_llm() as llm:
-        from nanoserve.benchmarks.profiling.measuring import measure_profile
-        from nanoserve.benchmarks.profiling.prediction import predict_and_run
+        from nanoserve.benchmarks.profiling import measure_profile  # torch: the threads are set
 
         measured = measure_profile(llm, processor, remark)
-        measured = msgspec.structs.replace(
-            measured, predictions=tuple(predict_and_run(llm.engine, llm.engine_config, measured, remark))
-        )
     if options.json is not None:
         write_profile(measured, options.json)
     _show(measured)
@@ -99,11 +92,11 @@ def _show(profile: Profile) -> None:
     print(
         f"{profile.name}: {settings['dtype']}, {str(settings['operators']).partition(' (')[0]} operators,"
         f" {settings['layers']} layers, {settings['threads']} threads and {settings['host_threads']} in host memory;"
-        f" at best {device.read_bytes_per_second / 1e9:,.1f} GB/s, {device.operations_per_second / 1e9:,.0f} GFLOP/s"
+        f" at best {device.memory_bandwidth / 1e9:,.1f} GB/s, {device.flops / 1e9:,.0f} GFLOP/s"
     )
     if note := busy_note(profile.foreign_cores):
         print(note)
-    print_table(f"medians of {settings['rounds']} rounds", _TIME_COLUMNS, time_rows(profile))
+    print_table(f"medians of {settings['rounds']} rounds", _TIME_COLUMNS, _time_rows(profile))
     factors = profile.efficiency
     print(
         f"factors: matrix {factors.matrix:.2f}, attention {factors.attention:.2f}, memory {factors.memory:.2f},"
@@ -111,4 +104,64 @@ def _show(profile: Profile) -> None:
         f" step_seconds {factors.step_seconds * 1e3:.2f} ms, row_seconds {factors.row_seconds * 1e6:.1f} us"
     )
     title = f"{len(profile.predictions[0].real)} real runs each, and the simulator over measured times and over factors"
-    print_table(title, _PREDICTION_COLUMNS, prediction_rows(profile.predictions))
+    print_table(title, _PREDICTION_COLUMNS, _prediction_rows(profile.predictions))
+
+
+def _time_rows(profile: Profile) -> Iterator[Fields]:
+    """Every measured time, and its share of the least time that its bytes and operations take, where these count."""
+    counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
+
+    def least(reached: Device, num_bytes: float, operations: float) -> float:
+        return max(num_bytes / reached.memory_bandwidth, operations / reached.flops)
+
+    def products(operators: Iterable[Operator]) -> float:
+        found = list(operators)
+        return least(profile.device, sum(one.weight_bytes for one in found), sum(one.flops for one in found))
+
+    def linear(tokens: int) -> float:
+        """A layer, the mean over all."""
+        return products(counts.products(StepWork(decodes=tokens), 0)) / counts.layers(0)
+
+    def head(rows: int) -> float:
+        return products([counts.product(counts.head, rows)])
+
+    def attention(reached: Device, keys: int, pairs: float) -> float:
+        return least(reached, keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
+
+    def prompt(tokens: int) -> float:
+        return attention(profile.device, tokens, tokens * (tokens + 1) / 2)
+
+    def decodes(reached: Device, batch: int, context: int) -> float:
+        return attention(reached, batch * context, batch * context)
+
+    measured: list[tuple[str, str, MeasuredCurve | MeasuredGrid, Callable[..., float] | None]] = [
+        ("layer without attention", "{:,} tokens", profile.linear, linear),
+        ("attention of a prompt", "{:,} tokens", profile.prefill_attention, prompt),
+        ("decode attention", "{} x {:,} keys", profile.decode_attention, partial(decodes, profile.device)),
+        ("attention in host memory", "{} x {:,} keys", profile.host_attention, partial(decodes, profile.host)),
+        ("head and sampling", "{} rows", profile.head, head),
+        ("inputs", "{} rows", profile.inputs, None),
+        ("engine", "{} rows", profile.engine, None),
+        ("exchange with host memory", "{} rows", profile.host_exchange, None),
+        ("copy", "{1:g} MiB", profile.copy, None),
+    ]
+    for part, written, times, floor in measured:
+        axes = (times.sizes,) if isinstance(times, MeasuredCurve) else (times.batches, times.contexts)
+        for size, seconds, low, high in zip(product(*axes), *map(np.ravel, times.times.values()), strict=True):
+            row = {"part": part, "size": written.format(*size, size[0] / 2**20)}
+            row |= {"us": seconds * 1e6, "low": low * 1e6, "high": high * 1e6}
+            yield row | {"of_floor": None if floor is None else floor(*size) / seconds}
+
+
+def _prediction_rows(predictions: tuple[Prediction, ...]) -> Iterator[Fields]:
+    """Three rows for each workload: what really was, with half of the range over its runs, and both predictions."""
+    for found in predictions:
+        runs = [msgspec.structs.asdict(run) for run in found.real]
+        values = {name: [run[name] for run in runs] for name in runs[0]}
+        mean = {name: sum(some) / len(some) for name, some in values.items()}
+        ranges = {f"{name}_range": (max(some) - min(some)) / 2 / mean[name] for name, some in values.items()}
+        yield {"workload": found.workload, "route": "real", **mean, **ranges}
+        for route, figures in (("measured times", found.by_profile), ("factors", found.by_factors)):
+            predicted = msgspec.structs.asdict(figures)
+            errors = {f"{name}_error": value / mean[name] - 1 for name, value in predicted.items()}
+            yield {"workload": "", "route": route, **predicted, **errors}

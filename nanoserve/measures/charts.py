@@ -6,13 +6,16 @@ A chart is a grid of panels: lines, bars and areas (Panel), horizontal bars (Bar
 
 import importlib.util
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from io import BytesIO
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
 
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Spread
@@ -61,6 +64,7 @@ _STRIP = 0.88
 """From which share of a panel's height on its bands are drawn in full colour."""
 _DIGIT_SHARE = 0.0095
 """Width that one digit of a step's number needs, as a share of the time shown. Narrower bars get no number."""
+_MARK: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1}
 _NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
 
 
@@ -85,12 +89,10 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """Axes with curves."""
 
     title: str
-    """What it shows."""
     x: str
     y: str
     """What the axes are, with units."""
     curves: Sequence[ChartCurve]
-    """What is drawn."""
     kind: Literal["line", "step", "bar", "stack", "area"] = "line"
     """"line"; "step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on
     top of one another, the first lowest; "area": steps on top of one another."""
@@ -181,7 +183,6 @@ class Chart(msgspec.Struct, frozen=True):
     """A picture: panels in rows."""
 
     title: str
-    """Title above all panels."""
     panels: Sequence[AnyPanel]
     """Panels from left to right, row by row; one that is alone in the last row has all of it."""
     columns: int = 4
@@ -200,10 +201,8 @@ def panel(
 ) -> Panel:
     """Axes whose curves share their places on the horizontal axis.
 
-    Args:
-        heights: of each curve, by its label; spreads are drawn with the range over seeds.
-        styles: of all curves, or by label where not "o-".
-        options: other fields of Panel.
+    ``heights`` has the values of each curve by its label; spreads are drawn with the range over seeds. ``styles`` is
+    for all curves, or by label where not "o-". The options are other fields of Panel.
     """
     curves = []
     for label, ys in heights.items():
@@ -216,35 +215,22 @@ def panel(
 
 
 def check_plotting(path: Path | None) -> None:
-    """Before anything is measured: can the picture be drawn?
-
-    Raises:
-        UsageError: if matplotlib is missing.
-    """
+    """Before anything is measured: raises UsageError if matplotlib is missing for this picture."""
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise UsageError(f"--plot needs matplotlib: {install_command('plot')}")
 
 
 def draw(chart: Chart, path: Path, *, panel_size: tuple[float, float] = (4.2, 3.4)) -> None:
-    """Write a PNG file. See ``draw_figure``.
-
-    Raises:
-        RuntimeFailure: if it cannot be written.
-    """
+    """Write a PNG file. See ``draw_figure``. Raises RuntimeFailure if it cannot be written."""
     drawn = BytesIO()
     draw_figure(chart, panel_size).savefig(drawn, format="png", dpi=150)
     replace_file(path, drawn.getvalue())
 
 
 def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "Figure":
-    """Draw a chart without a screen.
-
-    Args:
-        panel_size: width and height of a panel, in inches.
-    """
+    """Draw a chart without a screen; ``panel_size`` is the width and height of a panel, in inches."""
     from cycler import cycler
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns, (width, height) = min(chart.columns, len(chart.panels)), panel_size
@@ -254,7 +240,6 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
     size = (widest, _HEAD + (len(lines) - 1) * _FOOT + rows * height)
     with rc_context({"axes.prop_cycle": cycler(color=_CYCLE)}):  # "C0" in a style is the first of these colours
         figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
         figure.suptitle(chart.title)
         grid = figure.add_gridspec(rows, columns)
         drawn: list[tuple[Axes, dict[str, Any]]] = []
@@ -270,15 +255,15 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
 def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, Any]]]) -> None:
     """One legend below all panels with labels in common or many bars, and one in each of the others."""
     common: dict[str, Any] = {}
-    for number, (axes, handles) in enumerate(drawn):
-        others = {label for place, (_, several) in enumerate(drawn) if place != number for label in several}
-        if others & handles.keys() or (axes.containers and len(handles) > _MOST_OVER_BARS):
+    uses = Counter(label for _, handles in drawn for label in handles)
+    for axes, handles in drawn:
+        legend = partial(axes.legend, handles.values(), handles.keys(), fontsize="small")
+        if any(uses[label] > 1 for label in handles) or (axes.containers and len(handles) > _MOST_OVER_BARS):
             common = {**handles, **common}
         elif len(handles) > _MOST_LINES:
-            axes.legend(handles.values(), handles.keys(), fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+            legend(loc="upper left", bbox_to_anchor=(1, 1))
         elif handles:
-            ncols = len(handles) if axes.containers else 1
-            axes.legend(handles.values(), handles.keys(), fontsize="small", ncols=ncols)
+            legend(ncols=len(handles) if axes.containers else 1)
     if common:
         lines = math.ceil(len(common) / _MOST_LINES)
         figure.set_figheight(figure.get_figheight() + lines * _FOOT)
@@ -294,10 +279,10 @@ def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
         return _draw_horizontal_bars(axes, one)
     if isinstance(one, Gantt):
         return _draw_gantt(axes, one)
-    draw_curves = {"bar": _draw_bars, "stack": _draw_stacks, "area": _draw_areas}.get(one.kind, _draw_lines)
+    draw_curves = {"bar": _draw_bars, "stack": _draw_bars, "area": _draw_areas}.get(one.kind, _draw_lines)
     handles = draw_curves(axes, one)
     for mark in one.marks:
-        axes.axhline(mark, color="black", linestyle=":", linewidth=1)
+        axes.axhline(mark, **_MARK)
     axes.set_ylabel(one.y)
     if one.log_x:
         axes.set_xscale("log")
@@ -326,18 +311,12 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         handles[band.label] = axes.axvspan(band.left, band.right, ymin=_STRIP, color=colour, linewidth=0)
         axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
     for note in one.notes:
-        axes.annotate(
-            note.text,
-            (note.x, note.y),
-            xytext=(note.right, note.up),
-            textcoords="offset points",
-            fontsize=8,
-            va="center",
-            ha="left" if note.right > 0 else "right" if note.right < 0 else "center",
-            color="black" if note.curve is None else axes.get_lines()[note.curve].get_color(),
-        )
+        look: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points", "fontsize": 8}
+        look["ha"] = "left" if note.right > 0 else "right" if note.right < 0 else "center"
+        look["color"] = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
+        axes.annotate(note.text, (note.x, note.y), va="center", **look)
     for mark in one.vertical_marks:
-        axes.axvline(mark, color="black", linestyle=":", linewidth=1)
+        axes.axvline(mark, **_MARK)
     if one.top is not None:
         axes.set_ylim(top=one.top)
     if one.bands:
@@ -349,12 +328,12 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
 
 def _draw_lines(axes: "Axes", one: Panel) -> dict[str, Any]:
     handles = {}
+    where = "steps-post" if one.kind == "step" else "default"
     for curve in one.curves:
         named = isinstance(curve.xs[0], str)
         places = range(len(curve.xs)) if named else curve.xs
-        where: dict[str, Any] = {"drawstyle": "steps-post"} if one.kind == "step" else {}
         colour: dict[str, Any] = {"color": COLOURS[curve.label]} if curve.label in COLOURS else {}
-        (line,) = axes.plot(places, curve.ys, curve.style, markersize=4, **where, **colour)
+        (line,) = axes.plot(places, curve.ys, curve.style, markersize=4, drawstyle=where, **colour)
         if curve.lows:
             axes.fill_between(places, curve.lows, curve.highs, color=line.get_color(), alpha=0.2, linewidth=0)
         if named:
@@ -378,44 +357,29 @@ def _tick_few_points(axes: "Axes", one: Panel) -> None:
 
 
 def _draw_bars(axes: "Axes", one: Panel) -> dict[str, Any]:
-    """Groups stand at 0, 1, 2 ...; the bars of a group beside one another, in the order of the curves."""
+    """Groups stand at 0, 1, 2 ...: of bars beside one another in the order of the curves, or on top of one another."""
     handles: dict[str, Any] = {}
-    groups = one.curves[0].xs
-    width = _BAR_GROUP / len(one.curves)
+    groups, is_stack = one.curves[0].xs, one.kind == "stack"
+    width = _BAR_GROUP / (1 if is_stack else len(one.curves))
+    tops = highest = np.zeros(len(groups))
     for number, curve in enumerate(one.curves):
-        offset = (number - (len(one.curves) - 1) / 2) * width
-        spread = None
-        if curve.lows:
-            low = [y - below for y, below in zip(curve.ys, curve.lows, strict=True)]
-            high = [above - y for y, above in zip(curve.ys, curve.highs, strict=True)]
-            spread = [low, high]
-        places = [group + offset for group in range(len(groups))]
-        bars = axes.bar(places, curve.ys, width, yerr=spread, capsize=2, color=COLOURS.get(curve.label))
+        places = np.arange(len(groups)) + (0 if is_stack else (number - (len(one.curves) - 1) / 2) * width)
+        spread = np.abs(np.subtract([curve.lows, curve.highs], curve.ys)) if curve.lows else None
+        colour = COLOURS.get(curve.label)
+        bars = axes.bar(places, curve.ys, width, bottom=tops, yerr=spread, capsize=2, color=colour)
+        highest = np.maximum(highest, tops + curve.ys)
+        tops = highest if is_stack else tops
         handles |= {curve.label: bars} if curve.label else {}
     _name_groups(axes, groups)
     if handles:
-        axes.set_ylim(top=_ROOM_FOR_LEGEND * max(max(curve.ys) for curve in one.curves))
-    return handles
-
-
-def _draw_stacks(axes: "Axes", one: Panel) -> dict[str, Any]:
-    """One bar at 0, 1, 2 ..., made of what the curves have there."""
-    handles: dict[str, Any] = {}
-    groups = one.curves[0].xs
-    tops = [0.0] * len(groups)
-    for curve in one.curves:
-        colour = COLOURS.get(curve.label)
-        handles[curve.label] = axes.bar(range(len(groups)), curve.ys, _BAR_GROUP, bottom=tops, color=colour)
-        tops = [top + y for top, y in zip(tops, curve.ys, strict=True)]
-    _name_groups(axes, groups)
-    axes.set_ylim(top=_ROOM_FOR_LEGEND * max(tops))
+        axes.set_ylim(top=_ROOM_FOR_LEGEND * highest.max())
     return handles
 
 
 def _draw_areas(axes: "Axes", one: Panel) -> dict[str, Any]:
-    handles, tops = {}, [0.0] * len(one.curves[0].xs)
+    handles, tops = {}, np.zeros(len(one.curves[0].xs))
     for curve in one.curves:
-        below, tops = tops, [top + y for top, y in zip(tops, curve.ys, strict=True)]
+        below, tops = tops, tops + curve.ys
         colour = COLOURS.get(curve.label)
         handles[curve.label] = axes.fill_between(curve.xs, below, tops, step="post", color=colour, linewidth=0)
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -432,17 +396,15 @@ def _name_groups(axes: "Axes", groups: Sequence[float] | Sequence[str]) -> None:
 
 def _draw_horizontal_bars(axes: "Axes", one: Bars) -> dict[str, Any]:
     handles: dict[str, Any] = {}
-    places = range(len(one.texts))
-    ends = [0.0] * len(one.texts)
+    places, ends = range(len(one.texts)), np.zeros(len(one.texts))
     for label, values in one.parts.items():
         bars = axes.barh(places, values, _BAR_GROUP, left=ends, color=COLOURS.get(label))
         handles |= {label: bars} if label else {}
-        ends = [end + value for end, value in zip(ends, values, strict=True)]
-    for place, end, text in zip(places, ends, one.texts, strict=True):
-        axes.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize="small")
-    axes.set_yticks(places, one.names or [""] * len(one.texts))
-    axes.set_ylim(len(one.texts) - 0.5, -0.5)
-    axes.set_xlim(0, 1.25 * max(ends) or 1.0)
+        ends = ends + values
+    axes.bar_label(bars, one.texts, padding=4, fontsize="small")
+    axes.set_yticks(places, one.names or [""] * len(places))
+    axes.set_ylim(len(places) - 0.5, -0.5)
+    axes.set_xlim(0, 1.25 * ends.max() or 1.0)
     return handles
 
 
@@ -450,18 +412,18 @@ def _draw_gantt(axes: "Axes", one: Gantt) -> dict[str, Any]:
     from matplotlib.patches import Patch
 
     labels = dict.fromkeys((*(label for span in one.spans for label in span.parts), "idle"))
-    for row in range(len(one.rows)):
-        axes.broken_barh([(0, one.end)], (row - _BAR_GROUP / 2, _BAR_GROUP), color=COLOURS["idle"], zorder=0)
+    axes.barh(range(len(one.rows)), one.end, _BAR_GROUP, color=COLOURS["idle"], zorder=0)
     for span in one.spans:
-        tops = [span.row - _BAR_GROUP / 2 + _BAR_GROUP * part for part in accumulate(span.parts.values(), initial=0.0)]
-        place = [(span.left, span.right - span.left)]
-        for label, top, part in zip(span.parts, tops, span.parts.values(), strict=False):
-            axes.broken_barh(place, (top, _BAR_GROUP * part), color=COLOURS[label], linewidth=0)
-        axes.broken_barh(place, (tops[0], tops[-1] - tops[0]), facecolor="none", edgecolor="white", linewidth=1)
-        is_wide = span.right - span.left > _DIGIT_SHARE * len(span.text) * one.end
+        width, top = span.right - span.left, span.row - _BAR_GROUP / 2
+        for label, part in span.parts.items():
+            axes.barh(top, width, _BAR_GROUP * part, span.left, align="edge", color=COLOURS[label], linewidth=0)
+            top += _BAR_GROUP * part
+        axes.barh(span.row, width, _BAR_GROUP, span.left, facecolor="none", edgecolor="white", linewidth=1)
+        is_wide = width > _DIGIT_SHARE * len(span.text) * one.end
         if span.text and is_wide and span.left >= 0 and span.right <= one.end:
-            middle = ((span.left + span.right) / 2, span.row)
-            axes.annotate(span.text, middle, ha="center", va="center", fontsize=7, bbox=_NUMBER_BOX)
+            axes.text(
+                span.left + width / 2, span.row, span.text, ha="center", va="center", fontsize=7, bbox=_NUMBER_BOX
+            )
     axes.set_yticks(range(len(one.rows)), one.rows)
     axes.set(xlim=(0, one.end), ylim=(len(one.rows) - 0.5, -0.5))
     return {label: Patch(color=COLOURS[label]) for label in labels}

@@ -8,6 +8,7 @@ lines of JSON.
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -42,22 +43,6 @@ def python_command(program: str, *arguments: str, flags: Sequence[str] = ()) -> 
     return [sys.executable, *flags, "-c", prepare + program, json.dumps([_PACKAGES, *sys.path]), *arguments]
 
 
-def kill_group(leader: int) -> None:
-    """Kill a process and its children: a compiler, for example, would outlive it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
-        os.killpg(leader, signal.SIGKILL)
-
-
-def describe_exit(code: int) -> str:
-    """How a process ended, from its exit code."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
 def follow_parent(parent: int) -> None:
     """End this process when its parent, of this process id, is gone, however it ended."""
 
@@ -72,10 +57,8 @@ def follow_parent(parent: int) -> None:
 class FollowingChild:
     """A Python process that lives no longer than this one, however that ends. Its stderr is kept.
 
-    Args:
-        program: Python code; `words` are its sys.argv[3:].
-        environment: all of its variables.
-        descriptors: open files that it inherits.
+    `words` are sys.argv[3:] of the Python code `program`, `environment` is all of its variables, and `descriptors` are
+    open files that it inherits.
     """
 
     def __init__(
@@ -124,8 +107,7 @@ class FollowingChild:
 def run_module(module: str, *words: str, environment: Mapping[str, str], failing: str = "") -> dict[str, Any]:
     """Run a module with these arguments and variables; the JSON object on the last line of its stdout.
 
-    Raises:
-        RuntimeFailure: with the last line of its stderr, behind `failing`, if it fails.
+    Raises RuntimeFailure with the last line of its stderr, behind `failing`, if it fails.
     """
     command = [sys.executable, "-m", module, *words]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
@@ -143,10 +125,7 @@ class ProcessKilled(RuntimeFailure):
 class LimitedProcess:
     """A child that answers one line of JSON with another, one at a time. Safe to use from several threads.
 
-    Args:
-        module: the child runs the `main` of this module.
-        purpose: the child's name in messages.
-        greeting: the first line that the child reads.
+    It runs the `main` of ``module`` and first reads the line ``greeting``; ``purpose`` is its name in messages.
     """
 
     def __init__(self, module: str, purpose: str, greeting: dict[str, Any]) -> None:
@@ -163,10 +142,9 @@ class LimitedProcess:
             self._running()
 
     def ask(self, line: str) -> dict[str, Any] | None:
-        """The child's answer; None if it died over the question. The next question starts another child.
+        """The child's answer; None if it died over the question, and the next question starts another child.
 
-        Raises:
-            ProcessKilled: if it was killed from outside in every attempt.
+        Raises ProcessKilled if it was killed from outside in every attempt.
         """
         with self._lock:
             for _ in range(ATTEMPTS):
@@ -182,10 +160,8 @@ class LimitedProcess:
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None:
             return self._process
-        process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        self._process = process
+        pipe = subprocess.PIPE
+        process = self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         self._finalizer = weakref.finalize(self, _end, process)
         _send(process, self._greeting)
         return process
@@ -199,13 +175,8 @@ class LimitedProcess:
         process = self._running()
         assert process.stdout is not None
         _send(process, line)
-        silent = threading.Event()
-
-        def give_up() -> None:
-            silent.set()
-            process.kill()
-
-        watchdog = threading.Timer(SILENCE_SECONDS, give_up)
+        deadline = time.monotonic() + SILENCE_SECONDS
+        watchdog = threading.Timer(SILENCE_SECONDS, process.kill)
         watchdog.start()
         try:
             answer = process.stdout.readline()
@@ -216,10 +187,11 @@ class LimitedProcess:
         finally:
             watchdog.cancel()
         if not answer:
+            silent = time.monotonic() >= deadline
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
             self._discard()
-            if process.returncode in _KILLED_FROM_OUTSIDE and not silent.is_set():
+            if process.returncode in _KILLED_FROM_OUTSIDE and not silent:
                 raise ProcessKilled
             return None
         result: dict[str, Any] = json.loads(answer)
@@ -234,30 +206,22 @@ def _send(process: subprocess.Popen[bytes], line: str) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+    with contextlib.suppress(BrokenPipeError), process:  # which closes its pipes and waits
+        process.kill()
 
 
 def limit_resources(memory: int, stack: int | None = None) -> None:
     """Bound this process's memory and stack, in bytes. Ctrl-C at the terminal then reaches the parent alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform != "win32":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if stack is not None:
-            resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if stack is not None:
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
 
 
 def limit_time(seconds: float) -> None:
     """End this process when it has computed for `seconds`; 0 lifts the limit. Waiting does not count."""
-    if sys.platform != "win32":
-        signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def answer_requests(answer: Callable[[dict[str, Any]], dict[str, str]]) -> None:

@@ -6,7 +6,6 @@ time while all others wait. A request that kills alone fails alone. Everything f
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 SUSPICIOUS_DEATHS = 2
 """A request that was in flight at this many deaths is suspected."""
@@ -19,22 +18,15 @@ Starting does not count: a large model takes so long that workers which die at o
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Death:
-    """When it was: on the clock, and in seconds that workers had run until then."""
-
-    now: float
-    running: float
-
-
 class Quarantine:
     """Counts deaths, and for each request at how many it was in flight."""
 
     def __init__(self) -> None:
         self._times_in_flight: dict[str, int] = {}
         self._running = 0.0
-        self._deaths: list[_Death] = []  # without a culprit
-        self._lone_deaths: list[_Death] = []  # of culprits, one after the other
+        # Each death is a time on the clock, and the seconds that workers had run until then.
+        self._deaths: list[tuple[float, float]] = []  # without a culprit
+        self._lone_deaths: list[tuple[float, float]] = []  # of culprits, one after the other
 
     @property
     def suspect(self) -> str | None:
@@ -49,7 +41,7 @@ class Quarantine:
     def on_death(self, in_flight: Iterable[str], now: float, *, ran: float) -> str | None:
         """Workers died after running for ``ran`` seconds; returns the request at fault, if a suspect ran alone."""
         self._running += ran
-        death, suspect = _Death(now, self._running), self.suspect
+        death, suspect = (now, self._running), self.suspect
         requests = list(in_flight)
         if suspect is not None and requests == [suspect]:
             self._lone_deaths = [*self._lone_deaths, death][-MAX_CULPRITS:]
@@ -65,10 +57,10 @@ class Quarantine:
         """How often the workers died and in which time, once that is too often."""
         if len(self._deaths) < MAX_DEATHS:
             return None
-        first, last = self._deaths[0], self._deaths[-1]
-        if last.running - first.running >= DEATHS_SECONDS:
+        (first, ran_before), (last, ran) = self._deaths[0], self._deaths[-1]
+        if ran - ran_before >= DEATHS_SECONDS:
             return None
-        return f"{MAX_DEATHS} times within {max(1, math.ceil(last.now - first.now))} s"
+        return f"{MAX_DEATHS} times within {max(1, math.ceil(last - first))} s"
 
     def on_answer(self) -> None:
         """A request has received its whole answer: the machine works."""

@@ -16,8 +16,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE | re
 def parse_size(size: str | int) -> int:
     """The bytes that "512MiB", "2GB" (10^9 each), "1g" (2^30, as in docker), "1.5 GiB" or a plain number mean.
 
-    Raises:
-        UsageError: if it is not a size, or less than one byte.
+    Raises UsageError if it is not a size, or less than one byte.
     """
     match = _SIZE.fullmatch(str(size))
     unit = _UNITS.get(match[2].lower()) if match else None

@@ -33,9 +33,7 @@ def local_address(directory: Path) -> str:
     """A new address to listen on for processes of this machine.
 
     On Linux it is an abstract socket, which leaves no file behind; elsewhere it is a file in a private directory.
-
-    Raises:
-        RuntimeFailure: if the file's path is longer than the system allows for sockets.
+    Raises RuntimeFailure if the file's path is longer than the system allows for sockets.
     """
     name = secrets.token_hex(8)
     if sys.platform == "linux":
@@ -50,11 +48,7 @@ def local_address(directory: Path) -> str:
 
 
 def listen(socket: "zmq.Socket[bytes]", address: str, keys: SocketKeys) -> None:
-    """Listen at an address for senders that know the public key.
-
-    Raises:
-        RuntimeFailure: if the address is in use, or cannot be used.
-    """
+    """Listen at an address for senders that know the public key. Raises RuntimeFailure if it cannot be used."""
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
     try:

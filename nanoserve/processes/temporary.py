@@ -25,13 +25,8 @@ def choose_directory(parent: Path | None = None) -> Path:
     """A new name for a directory of a process and its children. Removes the directories of dead processes.
 
     Children are started with the name before the directory is made. So whichever process is killed, and whenever,
-    another one knows what to remove.
-
-    Args:
-        parent: the directory to make it in; None takes the system's directory for temporary files.
-
-    Raises:
-        RuntimeFailure: if the system has no such directory.
+    another one knows what to remove. `parent` is the directory to make it in, by default the system's for temporary
+    files. Raises RuntimeFailure if the system has none.
     """
     try:
         parent = Path(tempfile.gettempdir()) if parent is None else parent
@@ -44,8 +39,7 @@ def choose_directory(parent: Path | None = None) -> Path:
 def make_directory(path: Path) -> None:
     """A new directory that only this user may enter, until `remove_directory` or the end of this process.
 
-    Raises:
-        RuntimeFailure: if it cannot be made, or the name is taken.
+    Raises RuntimeFailure if it cannot be made, or the name is taken.
     """
     try:
         while True:
@@ -74,11 +68,7 @@ def remove_directory(directory: Path) -> None:
 
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """A directory for this process alone.
-
-    Raises:
-        RuntimeFailure: if it cannot be made.
-    """
+    """A directory for this process alone. Raises RuntimeFailure if it cannot be made."""
     make_directory(directory := choose_directory())
     try:
         yield directory

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-from nanoserve.processes.children import describe_exit, kill_group, python_command
+from nanoserve.processes.children import python_command
 from nanoserve.processes.temporary import remove_directory
 
 HEARTBEAT_SECONDS = 0.5
@@ -29,13 +29,8 @@ GRACE_SECONDS = 2.0
 class TiedChild:
     """The parent's side: a process that lives as long as this process holds its pipes, and no longer.
 
-    Args:
-        program: Python code, which begins with a `ParentWatchdog`.
-        directory: a name from `choose_directory`; the child removes it when this process is gone.
-        variables: for its environment, in addition to this process's own.
-
-    Raises:
-        OSError: if it cannot be started.
+    `program` is Python code that begins with a `ParentWatchdog`, `directory` a name from `choose_directory`; the child
+    removes it when this process is gone. `variables` are added to its environment. Raises OSError if it cannot start.
     """
 
     def __init__(self, program: str, directory: Path, variables: Mapping[str, str] | None = None) -> None:
@@ -67,11 +62,15 @@ class TiedChild:
     def killed(self) -> str | None:
         """The signal by which it died, in words; None if it lives or ended by itself."""
         code = self._process.poll()
-        return None if code is None or code >= 0 else describe_exit(code)
+        return None if code is None or code >= 0 else self.ending()
 
     def ending(self) -> str:
         """How it ended, in words; waits for the end."""
-        return describe_exit(self._process.wait())
+        code = self._process.wait()
+        if code >= 0:
+            return f"ended with exit code {code}"
+        names = {number.value: number.name for number in signal.Signals}
+        return f"was killed by {names.get(-code, f'signal {-code}')}"
 
     def let_go(self) -> None:
         """Close its pipes: it ends itself and all that it has started, or is killed."""
@@ -84,19 +83,17 @@ class TiedChild:
         """Wait for its end until that monotonic time, then kill it and all that it has started."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, until - time.monotonic()))
-        kill_group(self._process.pid)
+        # With the group: a compiler, for example, would outlive it.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 class ParentWatchdog:
     """The child's side: a thread that ends this process when its parent is gone, and writes heartbeats.
 
-    The process must lead a process group: the whole group ends with the parent.
-
-    Args:
-        parent: descriptor that reads end-of-file when the parent is gone.
-        pulse: descriptor for the heartbeats.
-        directory: removed with its content when the parent is gone.
+    The descriptor `parent` reads end-of-file when the parent is gone; `directory` is then removed with its content. The
+    process must lead a process group: the whole group ends with the parent.
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path) -> None:

@@ -3,8 +3,7 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,35 +15,15 @@ from nanoserve.text.tokenizer import Tokenizer
 _REMEMBERED_TEXTS = 65536
 
 
-class TokenTexts:
-    """The texts of single tokens."""
+def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
+    """The texts of single tokens within a longer text: at the beginning, some tokenizers drop a token's blank."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.text = lru_cache(_REMEMBERED_TEXTS)(self._text)
+    @lru_cache(_REMEMBERED_TEXTS)
+    def text(token: int) -> str:
+        once = tokenizer.decode([token], skip_special_tokens=False)
+        return tokenizer.decode([token, token], skip_special_tokens=False)[len(once) :]
 
-    def _text(self, token: int) -> str:
-        """The token's text within a longer text: at the beginning, some tokenizers drop its blank."""
-        once = self._tokenizer.decode([token], skip_special_tokens=False)
-        twice = self._tokenizer.decode([token, token], skip_special_tokens=False)
-        return twice[len(once) :]
-
-
-@dataclass(slots=True)
-class CompletionUsage:
-    """Tokens of one answer, summed over all its prompts and samples."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    return text
 
 
 class CompletionFormat(ABC):
@@ -56,27 +35,23 @@ class CompletionFormat(ABC):
     chunk_kind: str
     """The field ``object`` of the whole answer and of its chunks."""
 
-    def __init__(self, model: str, texts: TokenTexts) -> None:
+    def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
         self.answer_id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._model = model
-        self._texts = texts
+        self._text_of = text_of
         self._created = int(time.time())
 
     @abstractmethod
-    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        """One whole choice."""
+    def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
+        """One choice, or what is new of it; a chat has its text in the field ``name``."""
 
-    @abstractmethod
-    def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        """A chunk with a delta of one choice."""
+    def chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        """A chunk with new parts of choices."""
+        return self._object(self.chunk_kind, choices)
 
-    def usage_chunk(self, usage: CompletionUsage) -> dict[str, Any]:
-        """The last chunk for a client that asked for the usage."""
-        return self._object(self.chunk_kind, []) | {"usage": usage.as_json()}
-
-    def whole(self, choices: Sequence[msgspec.Raw], usage: CompletionUsage) -> dict[str, Any]:
-        """The whole answer; the choices in order, as JSON."""
-        return self._object(self.kind, choices) | {"usage": usage.as_json()}
+    def whole(self, choices: Sequence[msgspec.Raw]) -> dict[str, Any]:
+        """The whole answer, with its choices in order as JSON."""
+        return self._object(self.kind, choices)
 
     def _object(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
         return {
@@ -93,21 +68,15 @@ class ChatFormat(CompletionFormat):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, texts: TokenTexts) -> None:
-        super().__init__(model, texts)
+    def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
+        super().__init__(model, text_of)
         self._begun: set[int] = set()
 
-    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        return self._choice(index, output, "message", {"role": "assistant", "content": output.text})
-
-    def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        delta = {"content": output.text} if output.text else {}
-        if index not in self._begun:  # the role comes with the first text: clients time the first chunk
-            self._begun.add(index)
-            delta = {"role": "assistant", "content": output.text}
-        return self._object(self.chunk_kind, [self._choice(index, output, "delta", delta)])
-
-    def _choice(self, index: int, output: CompletionOutput, name: str, content: dict[str, str]) -> dict[str, Any]:
+    def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
+        content = {"role": "assistant", "content": output.text}
+        if index in self._begun:  # the role comes with the first text: clients time the first chunk
+            content = {"content": output.text} if output.text else {}
+        self._begun.add(index)
         logprobs = None
         if output.logprobs is not None:
             entries = [
@@ -118,7 +87,7 @@ class ChatFormat(CompletionFormat):
         return {"index": index, name: content, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._texts.text(token)
+        text = self._text_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
@@ -127,25 +96,22 @@ class TextFormat(CompletionFormat):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, texts: TokenTexts) -> None:
-        super().__init__(model, texts)
+    def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
+        super().__init__(model, text_of)
         self._offsets: dict[int, int] = {}
 
-    def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+    def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
         logprobs = None if output.logprobs is None else self._logprobs(index, output.logprobs)
         return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
-
-    def chunk(self, index: int, output: CompletionOutput) -> dict[str, Any]:
-        return self._object(self.chunk_kind, [self.choice(index, output)])
 
     def _logprobs(self, index: int, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
         """Parallel lists; ``text_offset`` says where each token's text begins in the choice."""
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         offset = self._offsets.get(index, 0)
         for one in logprobs:
-            text = self._texts.text(one.token)
+            text = self._text_of(one.token)
             # The sampled token is listed too, even if it is not among the likeliest.
-            top = {self._texts.text(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
+            top = {self._text_of(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
             for name, value in zip(lists, (text, one.logprob, top, offset), strict=True):
                 lists[name].append(value)
             offset += len(text)

@@ -3,19 +3,21 @@
 import hmac
 import logging
 import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoserve.errors import NanoserveError
 from nanoserve.server import endpoints
-from nanoserve.server.api_errors import ApiError, ClientGone, as_api_error
 from nanoserve.server.hosts import AllowedHosts
+from nanoserve.server.http_bodies import ApiError, as_api_error
 from nanoserve.server.service import Service
 
 OPEN_PATHS = frozenset({"/health"})
@@ -38,56 +40,43 @@ def make_app(service: Service) -> Starlette:
         Route("/version", endpoints.version),
         Route("/metrics", endpoints.metrics),
     ]
-    handlers = {
-        ApiError: _answer_error,
-        NanoserveError: _answer_error,
-        HTTPException: _answer_http_error,
-        ClientGone: _answer_no_one,
-        Exception: _answer_bug,
-    }
-    middleware = [Middleware(_Gate, keys=service.api_keys, allowed_hosts=service.allowed_hosts)]
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)  # type: ignore[arg-type]
+    handlers = dict.fromkeys((NanoserveError, HTTPException, ClientDisconnect, Exception), _answer_error)
+    middleware = [Middleware(_Gate, keys=[key.encode() for key in service.api_keys], hosts=service.allowed_hosts)]
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
     app.router.redirect_slashes = False
     app.state.service = service
     return app
 
 
-async def _answer_error(request: Request, error: ApiError | NanoserveError) -> Response:
-    return as_api_error(error).response()
-
-
-async def _answer_http_error(request: Request, error: HTTPException) -> Response:
-    """The router's error: no such path, or not with this method."""
-    if error.status_code == 404:
-        return ApiError(404, "there is no such path", code="unknown_url").response()
-    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
-
-
-async def _answer_bug(request: Request, error: Exception) -> Response:
-    """A fixed message with a number. Starlette raises the error again, so its traceback goes to the log too."""
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, NanoserveError):
+        return as_api_error(error).response()
+    if isinstance(error, HTTPException):  # from the router: no such path, or not with this method
+        known = error.status_code != 404
+        message, code = (str(error.detail), None) if known else ("there is no such path", "unknown_url")
+        return ApiError(error.status_code, message, code=code, headers=error.headers).response()
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # only for a log; the connection is closed
+    # A bug: Starlette raises the error again, so that its traceback goes to the log too.
     number = secrets.token_hex(4)
     _LOG.error("error %s while answering %s", number, request.scope["path"])
     return ApiError(500, f"internal error {number}; the server's log has the details", code="internal_error").response()
 
 
-async def _answer_no_one(request: Request, error: ClientGone) -> Response:
-    return Response(status_code=499)  # only for a log; the connection is closed
-
-
+@dataclass(frozen=True)
 class _Gate:
     """Refuses requests that are ambiguous, that address the server by a wrong name, or that show no valid key.
 
-    The open paths need no key. With ``allowed_hosts`` None, every name is allowed.
+    The open paths need no key. With ``hosts`` None, every name is allowed.
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...], allowed_hosts: AllowedHosts | None) -> None:
-        self._app = app
-        self._keys = keys
-        self._allowed_hosts = allowed_hosts
+    app: ASGIApp
+    keys: Sequence[bytes]
+    hosts: AllowedHosts | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope, dict(scope["headers"])) if scope["type"] == "http" else None
-        await (refusal.response() if refusal else self._app)(scope, receive, send)
+        await (refusal.response() if refusal else self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
         if b"content-length" in headers and b"transfer-encoding" in headers:
@@ -95,11 +84,11 @@ class _Gate:
             message = "the request has both Content-Length and Transfer-Encoding: send one of them"
             return ApiError(400, message, code="invalid_http", headers={"connection": "close"})
         host = headers.get(b"host")  # HTTP/1.0 may omit it; no browser does
-        if self._allowed_hosts is not None and host is not None and host not in self._allowed_hosts:
+        if self.hosts is not None and host is not None and host not in self.hosts:
             shown = host.decode("latin-1")
             message = f"the host {shown!r:.100} is none of this server's names: use localhost, or start it with "
             return ApiError(403, message + "--allowed-hosts NAME", code="host_not_allowed", param="Host")
-        if self._keys and scope["path"] not in OPEN_PATHS:
+        if self.keys and scope["path"] not in OPEN_PATHS:
             key = scope["api_key"] = self._shown_key(headers.get(b"authorization", b""))
             if key is None:
                 message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
@@ -110,5 +99,5 @@ class _Gate:
     def _shown_key(self, authorization: bytes) -> bytes | None:
         """The key that the client shows, if it is valid. Comparisons take the same time, right or wrong."""
         scheme, _, shown = authorization.partition(b" ")
-        matches = [key for key in self._keys if hmac.compare_digest(key, shown.strip())]
+        matches = [key for key in self.keys if hmac.compare_digest(key, shown.strip())]
         return matches[0] if matches and scheme.lower() == b"bearer" else None

@@ -1,36 +1,49 @@
 """What each path of the API does."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from nanoserve import __version__
 from nanoserve.errors import NanoserveError, RuntimeFailure
-from nanoserve.request import CompletionOutput, Request
-from nanoserve.server.answers import ChatFormat, CompletionFormat, CompletionUsage, TextFormat
-from nanoserve.server.api_errors import ApiError, JsonResponse, as_api_error
+from nanoserve.request import CompletionOutput, SamplingParams
+from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat
 from nanoserve.server.engine_client import EngineState
-from nanoserve.server.http_bodies import Emit, EventStream, read_json_body, until_client_goes
-from nanoserve.server.sampling import chat_params, check_token_ids, completion_params
+from nanoserve.server.http_bodies import ApiError, JsonResponse, as_api_error, read_json_body, until_client_goes
 from nanoserve.server.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     ModelField,
     SamplingFields,
+    StreamOptions,
     TokenizeRequest,
+    chat_params,
+    check_token_ids,
+    completion_params,
     parse,
 )
-from nanoserve.server.service import Service, cache_salt
+from nanoserve.server.service import Service
 from nanoserve.server.streams import RequestStream, deltas, wholes
 
 Fields = TypeVar("Fields", bound=ModelField)
+T = TypeVar("T")
+Event = dict[str, Any]
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # a proxy must pass each event on at once
+]
+_DONE = b"data: [DONE]\n\n"
 
 
 def _service(http: HttpRequest) -> Service:
@@ -41,7 +54,7 @@ def _service(http: HttpRequest) -> Service:
 async def _asked(http: HttpRequest, schema: type[Fields]) -> Fields:
     """The request in the body, which names this server's model or none."""
     service = _service(http)
-    asked = parse(await read_json_body(http, service.limits), schema)
+    asked = parse(await read_json_body(http, service.limits.body_bytes, service.limits.client_seconds), schema)
     service.check_model(asked.model)
     return asked
 
@@ -49,37 +62,7 @@ async def _asked(http: HttpRequest, schema: type[Fields]) -> Fields:
 # ---- generating text ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Completion:
-    """A client's request, checked and tokenized: the engine's requests, and the format of the answer."""
-
-    asked: SamplingFields
-    answer: CompletionFormat
-    requests: list[Request]
-
-    @property
-    def samples(self) -> int:
-        """Samples of each prompt; the choices of prompt p are p * samples, p * samples + 1, ..."""
-        return self.requests[0].params.n
-
-    @property
-    def wants_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.asked.stream_options is not None and self.asked.stream_options.include_usage
-
-    def usage(self) -> CompletionUsage:
-        """The usage before any answer: the prompts are counted."""
-        return CompletionUsage(prompt_tokens=sum(len(request.prompt) for request in self.requests))
-
-    def usage_so_far(self, usage: CompletionUsage) -> dict[str, Any]:
-        """The usage in a chunk: as OpenAI has it null in all but the last, or as vLLM has it the counts so far."""
-        options = self.asked.stream_options
-        if options is None or not options.include_usage:
-            return {}
-        return {"usage": usage.as_json() if options.continuous_usage_stats else None}
-
-
-async def chat_completions(http: HttpRequest) -> Response:
+async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     """``POST /v1/chat/completions``"""
     service, asked = _service(http), await _asked(http, ChatRequest)
     facts = service.facts()
@@ -87,17 +70,13 @@ async def chat_completions(http: HttpRequest) -> Response:
     params = chat_params(asked, facts, len(prompt))
     if params.json_schema is not None:
         await service.check_json_schema(params.json_schema)
-    answer = ChatFormat(service.model_name, service.texts)
-    request = service.request(answer.answer_id, prompt, params, cache_salt(http.scope.get("api_key")))
-    return await _respond(http, service, _Completion(asked, answer, [request]))
+    return _begin(http, asked, ChatFormat(service.model_name, service.text_of), [prompt], [params])
 
 
-async def completions(http: HttpRequest) -> Response:
+async def completions(http: HttpRequest) -> "CompletionAnswer":
     """``POST /v1/completions``"""
     service, asked = _service(http), await _asked(http, CompletionRequest)
     facts = service.facts()
-    answer = TextFormat(service.model_name, service.texts)
-    salt = cache_salt(http.scope.get("api_key"))
     prompts = []
     for given in _prompts(asked.prompt, service.limits.prompts):
         if isinstance(given, str):
@@ -106,10 +85,7 @@ async def completions(http: HttpRequest) -> Response:
             check_token_ids(given, facts, "prompt")
             prompts.append(given)
     each = completion_params(asked, facts, [len(prompt) for prompt in prompts])
-    requests = [
-        service.request(answer.answer_id, prompt, params, salt) for prompt, params in zip(prompts, each, strict=True)
-    ]
-    return await _respond(http, service, _Completion(asked, answer, requests))
+    return _begin(http, asked, TextFormat(service.model_name, service.text_of), prompts, each)
 
 
 def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | list[int]]:
@@ -125,70 +101,112 @@ def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | 
     return cast(list[str | list[int]], prompts)
 
 
-async def _respond(http: HttpRequest, service: Service, completion: _Completion) -> Response:
-    headers = {"x-request-id": completion.answer.answer_id}
-    streams = service.begin(completion.requests)
-    if completion.asked.stream:
-        return EventStream(partial(_stream, service, completion, streams), partial(service.end, streams), headers)
-    try:
-        content = await until_client_goes(http.receive, _whole(service, completion, streams))
-    finally:
-        service.end(streams)
-    return JsonResponse(content, headers=headers)
+def _begin(
+    http: HttpRequest,
+    asked: SamplingFields,
+    answer: CompletionFormat,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+) -> "CompletionAnswer":
+    service, key = _service(http), http.scope.get("api_key")
+    requests = [
+        service.request(answer.answer_id, prompt, each, key) for prompt, each in zip(prompts, params, strict=True)
+    ]
+    return CompletionAnswer(service, asked, answer, service.begin(requests))
 
 
-async def _whole(service: Service, completion: _Completion, streams: Sequence[RequestStream]) -> object:
-    """The answer at once."""
-    try:
-        async with asyncio.timeout(service.limits.request_seconds):
-            outputs = await wholes(streams)
-    except TimeoutError:
-        raise _timed_out(service) from None
-    usage = completion.usage()
-    choices = []
-    for place, sample in enumerate(sample for output in outputs for sample in output.outputs):
-        _check(sample)
-        usage.completion_tokens += len(sample.token_ids)
-        # One at a time: thousands of samples with log probabilities take long, and other requests run in between.
-        choices.append(msgspec.Raw(msgspec.json.encode(completion.answer.choice(place, sample))))
-        await asyncio.sleep(0)
-    usage.cached_tokens = sum(output.cached_tokens for output in outputs)
-    return completion.answer.whole(choices, usage)
+@dataclass(frozen=True)
+class CompletionAnswer:
+    """The response to a completion request, whole or in chunks. Its requests end when the client goes."""
 
+    service: Service
+    asked: SamplingFields
+    answer: CompletionFormat
+    streams: Sequence[RequestStream]
 
-async def _stream(service: Service, completion: _Completion, streams: Sequence[RequestStream], emit: Emit) -> None:
-    """The answer in chunks; an error on the way is a chunk too."""
-    try:
-        async with asyncio.timeout(service.limits.request_seconds):
-            await _emit_chunks(completion, streams, emit)
-    except TimeoutError:
-        await emit(_timed_out(service).body())
-    except (ApiError, NanoserveError) as error:
-        await emit(as_api_error(error).body())
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self.asked.stream:
+                with suppress(ClientDisconnect):
+                    await until_client_goes(receive, self._send_events(send))
+                return
+            content = await until_client_goes(receive, self._in_time(self.whole()))
+        finally:
+            self.service.end(self.streams)
+        await JsonResponse(content, headers={"x-request-id": self.answer.answer_id})(scope, receive, send)
 
+    async def _send_events(self, send: Send) -> None:
+        """The answer as server-sent events; an error on the way is an event too."""
 
-async def _emit_chunks(completion: _Completion, streams: Sequence[RequestStream], emit: Emit) -> None:
-    answer, usage = completion.answer, completion.usage()
-    async for place, output in deltas(streams):
-        for sample in output.outputs:
+        async def emit(event: object) -> None:
+            data = b"data: " + msgspec.json.encode(event) + b"\n\n"
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        async def emit_chunks() -> None:
+            async for chunk in self.chunks():
+                await emit(chunk)
+
+        headers = [*_EVENT_HEADERS, (b"x-request-id", self.answer.answer_id.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            await self._in_time(emit_chunks())
+        except NanoserveError as error:
+            await emit(as_api_error(error).body())
+        await send({"type": "http.response.body", "body": _DONE})
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        seconds = self.service.limits.request_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await work
+        except TimeoutError:
+            message = f"the answer was not complete within {seconds:g} s (--request-timeout)"
+            raise ApiError(504, message, code="timeout") from None
+
+    async def whole(self) -> Event:
+        """The answer at once."""
+        outputs = await wholes(self.streams)
+        choices, tokens = [], 0
+        for place, sample in enumerate(sample for output in outputs for sample in output.outputs):
             _check(sample)
-            usage.completion_tokens += len(sample.token_ids)
-            if sample.text or sample.finish_reason or sample.logprobs:
-                chunk = answer.chunk(place * completion.samples + sample.index, sample)
-                await emit(chunk | completion.usage_so_far(usage))
-    if completion.wants_usage:
-        usage.cached_tokens = sum(stream.cached_tokens for stream in streams)
-        await emit(answer.usage_chunk(usage))
+            tokens += len(sample.token_ids)
+            # One at a time: thousands of samples with log probabilities take long, and other requests run in between.
+            choices.append(msgspec.Raw(msgspec.json.encode(self.answer.choice(place, sample))))
+            await asyncio.sleep(0)
+        usage = self._usage(tokens, sum(output.cached_tokens for output in outputs))
+        return self.answer.whole(choices) | {"usage": usage}
+
+    async def chunks(self) -> AsyncIterator[Event]:
+        """The answer in chunks; if the client asks, with a usage: null as OpenAI's, or as vLLM's the counts so far."""
+        options, tokens, cached = self.asked.stream_options or StreamOptions(), 0, {}
+        async for place, output in deltas(self.streams):
+            cached[place] = output.cached_tokens
+            for sample in output.outputs:
+                _check(sample)
+                tokens += len(sample.token_ids)
+                if sample.text or sample.finish_reason or sample.logprobs:
+                    index = place * self.streams[0].request.params.n + sample.index
+                    chunk = self.answer.chunk(self.answer.choice(index, sample, name="delta"))
+                    if options.include_usage:
+                        chunk["usage"] = self._usage(tokens, 0) if options.continuous_usage_stats else None
+                    yield chunk
+        if options.include_usage:
+            yield self.answer.chunk() | {"usage": self._usage(tokens, sum(cached.values()))}
+
+    def _usage(self, completion_tokens: int, cached_tokens: int) -> Event:
+        """Tokens of the answer, summed over all its prompts and samples."""
+        prompt_tokens = sum(len(stream.request.prompt) for stream in self.streams)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
 
 
 def _check(sample: CompletionOutput) -> None:
     if sample.error is not None:
         raise RuntimeFailure(sample.error)
-
-
-def _timed_out(service: Service) -> ApiError:
-    message = f"the answer was not complete within {service.limits.request_seconds:g} s (--request-timeout)"
-    return ApiError(504, message, code="timeout")
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------

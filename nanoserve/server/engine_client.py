@@ -1,43 +1,57 @@
-"""The front end's side of the engine: it sends requests, feeds streams, and starts a new engine when one dies."""
+"""The front end's side of the engine: it sends requests, feeds streams, and starts a new process when one dies."""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
+from pathlib import Path
 from typing import NoReturn
+
+import msgspec
+import zmq.asyncio
 
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
-from nanoserve.record.counters import RecentStep
+from nanoserve.processes.sockets import SocketKeys, listen, local_address
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
+from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request
-from nanoserve.server.engine_child import ENGINE_PROGRAM, EngineChild
 from nanoserve.server.messages import (
     Add,
     Command,
     EngineFacts,
     EngineMessage,
     EngineStart,
-    EngineStopped,
+    Failed,
     LoadProgress,
+    Mailbox,
     Refused,
     SampleUpdate,
-    StartFailed,
     StepReport,
     Stop,
 )
 from nanoserve.server.streams import RequestStream
 
+START_SECONDS = 60.0
+"""Time to the first heartbeat: Python starts and imports ZeroMQ, nothing more."""
+LOADING_SILENCE_SECONDS = 120.0
+"""Importing torch can hold the interpreter for a while."""
+SILENCE_SECONDS = 10.0
+"""Twenty missed heartbeats: the process is stopped, or its machine is."""
+
+ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
+"""The Python code of the process."""
 RETRY_SECONDS = 15.0
 """Time to the next attempt when engines keep dying."""
 
 _LAST_MESSAGES_SECONDS = 0.2
 _LOGGED_STEPS = 8
 """Steps before the death of an engine that the log names."""
-_COUNTERS = ("preemptions", "steps", "losses", "host_losses")
 
 _LOG = logging.getLogger("nanoserve.server")
 
@@ -56,20 +70,78 @@ class EngineUnavailable(NanoserveError):
     """No engine can take or finish a request."""
 
 
-class EngineFailed(NanoserveError):
-    """The engine reported that it gave up."""
-
-
 class QueueFull(NanoserveError):
     """More requests are waiting than the server allows."""
+
+
+class EngineChild:
+    """A process that runs the engine. Make it with ``start``, and ``end`` it in any case."""
+
+    def __init__(self, process: TiedChild, directory: Path) -> None:
+        self._process = process
+        self._directory = directory
+        self.mailbox: Mailbox[EngineMessage] = Mailbox(zmq.asyncio.Context(io_threads=1), EngineMessage)
+        self.ready = False  # set by the owner when the engine is ready; from then on less silence is tolerated
+
+    @classmethod
+    async def start(cls, start: EngineStart, program: str = ENGINE_PROGRAM) -> "EngineChild":
+        """Start the process; the model is loaded while its messages are read.
+
+        Raises RuntimeFailure if it does not come up.
+        """
+        directory = choose_directory()
+        child = cls(TiedChild(program, directory), directory)
+        try:
+            make_directory(directory)
+            address, keys = local_address(directory), SocketKeys.random()
+            listen(child.mailbox.socket, address, keys)
+            child._process.tell(msgspec.json.encode(msgspec.structs.replace(start, address=address, key=keys.public)))
+            if not await child._beats(START_SECONDS):
+                raise RuntimeFailure("the engine process died at once; its own words are above")
+            return child
+        except BaseException as error:
+            await child.end(GRACE_SECONDS)
+            if isinstance(error, TimeoutError):
+                raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
+            raise
+
+    async def death(self) -> str:
+        """Wait until the process is dead, or kill it after too long a silence; returns what happened."""
+        silence = 0.0
+        while silence < (SILENCE_SECONDS if self.ready else LOADING_SILENCE_SECONDS):
+            try:
+                # Second by second: if the machine was suspended for a minute, that counts as one second of silence.
+                if not await self._beats(1.0):
+                    return await asyncio.to_thread(self._process.ending)
+                silence = 0.0
+            except TimeoutError:
+                silence += 1.0
+        await asyncio.to_thread(self._process.end)
+        return f"gave no sign of life for {silence:g} s and was killed"
+
+    async def end(self, grace_seconds: float = 0.0) -> None:
+        """Kill the process if it lives after this time, and remove its socket and directory."""
+        self._process.let_go()
+        await asyncio.to_thread(self._process.end, time.monotonic() + grace_seconds)
+        self.mailbox.close(linger=0)
+        remove_directory(self._directory)
+
+    async def _beats(self, seconds: float) -> bool:
+        """Whether the process gives a sign of life, or is dead; raises TimeoutError if it does neither in time."""
+        readable, loop = asyncio.Event(), asyncio.get_running_loop()
+        loop.add_reader(self._process.pulse, readable.set)
+        try:
+            async with asyncio.timeout(seconds):
+                await readable.wait()
+        finally:
+            loop.remove_reader(self._process.pulse)
+        return self._process.beats()
 
 
 class EngineClient:
     """Requests and their streams, over the lives of any number of engine processes.
 
     Args:
-        start: settings of the engine process.
-        tokenizer: turns tokens to text, in this process.
         max_queue: requests that may wait for a place in the engine.
         on_progress: called with (stage, done, total) while the model is loaded.
         program: the Python code of an engine process.
@@ -102,7 +174,7 @@ class EngineClient:
         self.last = StepReport()  # what the current engine said last
         self.restarts = 0  # number of engines started after the first
         self.generated_tokens = 0  # tokens sampled by all engines
-        self._counts = Counter[str]()
+        self._past: list[EngineStatus] = []  # what engines before the current one said last
         self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -120,19 +192,16 @@ class EngineClient:
     @property
     def dropped(self) -> int:
         """Undecodable messages to and from the current engine."""
-        return self.last.dropped + (self._child.dropped if self._child else 0)
+        return self.last.dropped + (self._child.mailbox.dropped if self._child else 0)
 
     def total(self, counter: str) -> int:
         """The sum of a counter of EngineStatus over all engines so far."""
-        count: int = getattr(self.last.status, counter)
-        return self._counts[counter] + count
+        return sum(getattr(status, counter) for status in (*self._past, self.last.status))
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take all of the requests or none; one reader follows their streams.
 
-        Raises:
-            EngineUnavailable: if there is no engine, and none will be there soon.
-            QueueFull: if too many requests are waiting.
+        Raises EngineUnavailable if no engine will be there soon, QueueFull if too many requests are waiting.
         """
         if self.state not in (EngineState.READY, EngineState.RESTARTING):
             raise EngineUnavailable(self.describe_state())
@@ -190,7 +259,7 @@ class EngineClient:
             return  # the next engine gets all unfinished requests
         if isinstance(command, Add):
             self._sent += 1
-        self._child.send(command)
+        self._child.mailbox.send(command)
 
     # ---- engines ----------------------------------------------------------------------------------------------
 
@@ -201,11 +270,7 @@ class EngineClient:
         return self.facts
 
     async def run(self) -> NoReturn:
-        """Keep an engine alive until cancelled.
-
-        Raises:
-            NanoserveError: if the very first engine cannot start.
-        """
+        """Keep an engine alive until cancelled. Raises NanoserveError if the very first engine cannot start."""
         try:
             while True:
                 self._ready_since = None
@@ -214,7 +279,7 @@ class EngineClient:
                 except NanoserveError as error:
                     if self.facts is None:
                         raise
-                    if isinstance(error, EngineFailed):
+                    if self._ready_since is not None:
                         _LOG.warning("the engine gave up: %s; the next one is started in %g s", error, RETRY_SECONDS)
                         await self._rest(str(error))
                         continue
@@ -249,7 +314,7 @@ class EngineClient:
             _LOG.warning("its last steps: %s", "; ".join(map(str, self._recent)))
         self.state, self.reason = state, reason
         self.restarts += 1
-        self._counts = Counter({name: self.total(name) for name in _COUNTERS})
+        self._past.append(self.last.status)
         self.last = StepReport()
         self._recent.clear()
         self._sent = 0
@@ -278,8 +343,9 @@ class EngineClient:
             await child.end()
 
     async def _listen(self, child: EngineChild) -> None:
-        async for message in child.messages():
-            self._take(message, child)
+        while True:
+            for message in child.mailbox.decoded(await child.mailbox.socket.recv()):
+                self._take(message, child)
             await asyncio.sleep(0)  # with many messages queued, recv never yields to other tasks
 
     def _take(self, message: EngineMessage, child: EngineChild) -> None:
@@ -296,9 +362,7 @@ class EngineClient:
         elif isinstance(message, LoadProgress):
             if self._on_progress is not None:
                 self._on_progress(message.stage, message.done, message.total)
-        elif isinstance(message, EngineStopped):
-            raise EngineFailed(message.message)
-        elif isinstance(message, StartFailed):
+        elif isinstance(message, Failed):
             raise error_of(message.exit_code, message.message)
         else:
             child.ready = True
@@ -317,7 +381,7 @@ class EngineClient:
             self._send(Stop(update.request_id, update.index, FinishReason.STOP))
         if stream.finished:
             self._take_out(update.request_id)
-            if FinishReason.ERROR.value not in stream.finish_reasons():
+            if all(sample.finish_reason != FinishReason.ERROR.value for sample in stream.tracker.whole().outputs):
                 self._quarantine.on_answer()
 
     def _fail_all(self, error: NanoserveError) -> None:

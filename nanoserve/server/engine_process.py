@@ -1,6 +1,6 @@
 """The engine process: it takes commands between two steps, and reports the updates of each step.
 
-It never waits for the front end: commands and reports queue in the sockets. It loads torch; the front end does not.
+It never waits for the front end: commands and reports queue in the socket. It loads torch; the front end does not.
 """
 
 import os
@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,21 +16,19 @@ import zmq
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
+from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.record.counters import RecentStep
 from nanoserve.request import Sequence, SequenceUpdate
 from nanoserve.server.messages import (
     Command,
-    Ending,
     EngineFacts,
-    EngineSockets,
     EngineStart,
-    EngineStopped,
+    Failed,
     LoadProgress,
     Mailbox,
     Refused,
     SampleUpdate,
-    StartFailed,
     StepReport,
     Stop,
 )
@@ -48,31 +45,23 @@ def receive(mailbox: Mailbox[Command], seconds: float) -> list[Command]:
     """The commands that are there, up to COMMAND_BYTES; waits up to `seconds` for the first one."""
     commands: list[Command] = []
     size = 0
-    mailbox.incoming.poll(int(1000 * seconds))
+    mailbox.socket.poll(int(1000 * seconds))
     with suppress(zmq.Again):
         while size < COMMAND_BYTES:
-            data = mailbox.incoming.recv(zmq.NOBLOCK)
+            data = mailbox.socket.recv(zmq.NOBLOCK)
             size += len(data)
             commands += mailbox.decoded(data)
     return commands
 
 
-@dataclass(slots=True)
-class _Reported:
-    """The part of a sequence that was reported: the number of log probabilities, and whether the prompt's were."""
-
-    logprobs: int = 0
-    prompt: bool = False
-
-
 class EngineLoop:
-    """Runs the engine between its two sockets."""
+    """Runs the engine, and exchanges messages with the front end."""
 
     def __init__(self, engine: Engine | Dispatcher, mailbox: Mailbox[Command]) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._added = 0
-        self._reported: dict[Sequence, _Reported] = {}
+        self._reported: dict[Sequence, int] = {}  # log probabilities that were reported of each sequence
         self._workers = (True, 0)  # readiness and deaths as last reported
 
     def run(self) -> None:
@@ -80,7 +69,7 @@ class EngineLoop:
         while self._engine.failure is None:
             self.turn()
         self._report([], [])  # the last death counts too
-        self._mailbox.send(EngineStopped(self._engine.failure))
+        self._mailbox.send(Failed(self._engine.failure, WorkersFailed.exit_code))
 
     def turn(self) -> None:
         """Take commands, waiting for one if there is nothing to do; then make a step."""
@@ -120,24 +109,23 @@ class EngineLoop:
     def _as_message(self, update: SequenceUpdate) -> SampleUpdate:
         """The update with everything of its sequence that was not reported yet."""
         sequence = update.sequence
-        reported = self._reported.setdefault(sequence, _Reported())
-        logprobs = tuple(sequence.logprobs[reported.logprobs :])
-        prompt_logprobs = () if reported.prompt else tuple(sequence.prompt_logprobs)
-        reported.logprobs += len(logprobs)
-        reported.prompt = True
-        ending = None
-        if sequence.finished and sequence.finish_reason is not None:
-            ending = Ending(sequence.finish_reason, sequence.stop_token, sequence.error)
-            del self._reported[sequence]
+        reported = self._reported.get(sequence)
+        logprobs = tuple(sequence.logprobs[reported or 0 :])
+        if sequence.finished:
+            self._reported.pop(sequence, None)
+        else:
+            self._reported[sequence] = len(sequence.logprobs)
         return SampleUpdate(
             request_id=update.request_id,
             index=update.index,
             tokens=update.new_tokens,
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if reported is None else (),
             cached_tokens=sequence.cached_tokens,
             started=sequence.first_scheduled_time,
-            ending=ending,
+            finish_reason=sequence.finish_reason if sequence.finished else None,
+            stop_token=sequence.stop_token,
+            error=sequence.error,
         )
 
 
@@ -147,22 +135,19 @@ Build = Callable[[EngineStart, Mailbox[Command]], Engine | Dispatcher]
 def main(build: Build | None = None) -> None:
     """Entry point; ``build`` makes the engine, by default from a model.
 
-    The first two lines of stdin are EngineSockets and EngineStart.
+    The first line of stdin is an EngineStart.
     """
     watchdog = ParentWatchdog.of_this_process()
-    sockets = msgspec.json.decode(watchdog.read_line(), type=EngineSockets)
     start = msgspec.json.decode(watchdog.read_line(), type=EngineStart)
-    try:
-        mailbox: Mailbox[Command] = Mailbox(sockets, Command)
-    except RuntimeFailure as error:
-        sys.exit(f"nanoserve: {error}")
+    mailbox: Mailbox[Command] = Mailbox(zmq.Context(io_threads=1), Command)
+    connect(mailbox.socket, start.address, start.key)
     tempfile.gettempdir()  # remembered before TMPDIR changes: files of workers must outlive the directory
     os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
     watchdog.start()
     try:
         engine = (build or build_from_model)(start, mailbox)
     except NanoserveError as error:
-        mailbox.send(StartFailed(str(error), error.exit_code))
+        mailbox.send(Failed(str(error), error.exit_code))
         mailbox.close()
         sys.exit(error.exit_code)
     EngineLoop(engine, mailbox).run()

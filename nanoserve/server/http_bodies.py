@@ -1,109 +1,124 @@
-"""Bodies over HTTP: JSON that is read within limits, and answers of server-sent events."""
+"""Bodies over HTTP: JSON that is read within limits, and JSON answers, of which errors have OpenAI's form."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
-from nanoserve.server.api_errors import ApiError, ClientGone
-from nanoserve.server.service import ClientLimits
+from nanoserve.errors import ModelError, NanoserveError, UsageError
+from nanoserve.processes.children import ProcessKilled
+from nanoserve.server.engine_client import EngineUnavailable, QueueFull
 
+_LONGEST_MESSAGE = 1000
 _CLOSE = {"connection": "close"}
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy must pass each event on at once
-]
-_DONE = b"data: [DONE]\n\n"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_ERRORS: tuple[tuple[type[NanoserveError], int, str], ...] = (
+    (QueueFull, 429, "queue_full"),
+    (ProcessKilled, 503, "process_killed"),
+    (EngineUnavailable, 503, "engine_unavailable"),
+    (UsageError, 400, "invalid_value"),
+    (ModelError, 400, "invalid_value"),  # a template that passed its check at loading: these messages make it fail
+    (NanoserveError, 500, "engine_error"),
+)
+"""Status and code of each error of the request or of nanoserve; the first that fits counts."""
+_RETRY_STATUSES, _RETRY_SECONDS = (429, 503), "1"
 
 T = TypeVar("T")
-Emit = Callable[[object], Awaitable[None]]
 
 
-async def read_json_body(request: Request, limits: ClientLimits) -> bytes:
+class ApiError(NanoserveError):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status  # the HTTP status
+        self.message = message[:_LONGEST_MESSAGE]  # one line that says what to change
+        self.code = code  # for programs, such as ``context_length_exceeded``
+        self.param = param  # the wrong field of the request
+        self.headers = dict(headers or {})  # in addition to those of every answer
+
+    def body(self) -> dict[str, object]:
+        """The JSON object that OpenAI's clients expect."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The answer as HTTP."""
+        return JsonResponse(self.body(), status_code=self.status, headers=self.headers)
+
+
+class JsonResponse(Response):
+    """A JSON answer, encoded by msgspec."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return msgspec.json.encode(content)
+
+
+def as_api_error(error: NanoserveError) -> ApiError:
+    """The answer to a client for an error of the request or of nanoserve."""
+    if isinstance(error, ApiError):
+        return error
+    status, code = next((status, code) for kind, status, code in _ERRORS if isinstance(error, kind))
+    headers = {"retry-after": _RETRY_SECONDS} if status in _RETRY_STATUSES else None
+    return ApiError(status, str(error), code=code, headers=headers)
+
+
+async def read_json_body(request: Request, longest: int, seconds: float) -> bytes:
     """The body, undecoded.
 
-    Raises:
-        ApiError: 413 if it is too long, 408 if it is too slow, 415 if it is not declared as JSON.
-        ClientGone: if the client hung up.
+    Raises ApiError: 413 for more than ``longest`` bytes, 408 if it is too slow, 415 if it is not declared as JSON.
     """
     # A web page can make a browser post forms and plain text anywhere, but JSON only where that is allowed.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
-    message = f"the body is longer than {limits.body_bytes} bytes (--max-body-size)"
+    message = f"the body is longer than {longest} bytes (--max-body-size)"
     too_long = ApiError(413, message, code="request_too_large", headers=_CLOSE)
-    if int(request.headers.get("content-length", "0")) > limits.body_bytes:
+    if int(request.headers.get("content-length", "0")) > longest:
         raise too_long
     body = bytearray()
     try:
-        async with asyncio.timeout(limits.client_seconds):
+        async with asyncio.timeout(seconds):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > limits.body_bytes:
+                if len(body) > longest:
                     raise too_long
     except TimeoutError:
-        message = f"the body did not arrive within {limits.client_seconds:g} s"
+        message = f"the body did not arrive within {seconds:g} s"
         raise ApiError(408, message, code="request_timeout", headers=_CLOSE) from None
-    except ClientDisconnect:
-        raise ClientGone from None
     return bytes(body)
 
 
-class EventStream(Response):
-    """An answer of server-sent events.
-
-    Args:
-        produce: sends the events one by one with the function it is given; cancelled when the client goes.
-        close: called at the end in any case.
-    """
-
-    def __init__(
-        self,
-        produce: Callable[[Emit], Coroutine[Any, Any, None]],
-        close: Callable[[], None],
-        headers: Mapping[str, str],
-    ) -> None:
-        super().__init__()
-        self._produce = produce
-        self._close = close
-        self._own_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            with suppress(ClientGone):
-                await until_client_goes(receive, self._send_all(send))
-        finally:
-            self._close()
-
-    async def _send_all(self, send: Send) -> None:
-        async def emit(event: object) -> None:
-            data = b"data: " + msgspec.json.encode(event) + b"\n\n"
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-
-        headers = _EVENT_HEADERS + self._own_headers
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._produce(emit)
-        await send({"type": "http.response.body", "body": _DONE, "more_body": False})
-
-
 async def until_client_goes(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of the work, which is cancelled when the client goes.
-
-    Raises:
-        ClientGone: if it went.
-    """
+    """The result of the work, which is cancelled when the client goes. Raises ClientDisconnect if it went."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnect
         return task.result()
     finally:
         for future in (task, gone):

@@ -1,6 +1,6 @@
-"""The messages between the front end and the engine process, and their sockets: typed msgpack, never pickle.
+"""The messages between the front end and the engine process, and their socket: typed msgpack, never pickle.
 
-Commands go to the engine and reports come back, over one authenticated socket each. A message that does not decode to
+Commands go to the engine and reports come back, over one authenticated socket. A message that does not decode to
 exactly one of these types is dropped and counted.
 """
 
@@ -12,7 +12,6 @@ import zmq
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError
-from nanoserve.processes.sockets import SocketKeys, connect, listen
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams, TokenLogprob
 
@@ -21,33 +20,27 @@ M = TypeVar("M")
 MAX_COMMAND_BYTES = 64 << 20
 _LINGER_MILLISECONDS = 1000
 
-# ---------------------------------------------------------------------------------------------- to the engine
-
-
-class EngineSockets(msgspec.Struct, frozen=True):
-    """The first line of JSON on the engine process's stdin."""
-
-    commands: str
-    """ZeroMQ address at which the engine listens."""
-    reports: str
-    """ZeroMQ address at which the front end listens."""
-    keys: SocketKeys
-    """Keys of both sockets, which no other process has."""
-
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """The second line of JSON on the engine process's stdin."""
+    """The line of JSON on the engine process's stdin."""
 
     name: str
     """The model's name for people; a dummy's name also contains its shape."""
     directory: str | None
     """The model's directory; None for a dummy."""
     tokenizer_directory: str
-    """Directory of the model's tokenizer."""
     config: EngineConfig
+    address: str = ""
+    """ZeroMQ address at which the front end listens."""
+    key: str = ""
+    """Public key of that socket, which no other process has."""
 
 
-class Add(msgspec.Struct, frozen=True, tag=True):
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    """A message whose type is told by its name."""
+
+
+class Add(_Message, frozen=True):
     """Run a request."""
 
     request: Request
@@ -55,7 +48,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     """Samples that ended in an earlier engine."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class Stop(_Message, frozen=True):
     """End a request, or one of its samples: an abort, or a stop string that its text has met."""
 
     request_id: str
@@ -65,10 +58,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 Command = Add | Stop
 
-# ------------------------------------------------------------------------------------------- from the engine
 
-
-class LoadProgress(msgspec.Struct, frozen=True, tag=True):
+class LoadProgress(_Message, frozen=True):
     """Progress of loading the model."""
 
     stage: str
@@ -76,7 +67,7 @@ class LoadProgress(msgspec.Struct, frozen=True, tag=True):
     total: int
 
 
-class EngineFacts(msgspec.Struct, frozen=True, tag=True):
+class EngineFacts(_Message, frozen=True):
     """The engine takes requests from now on, for this model."""
 
     max_model_len: int
@@ -91,19 +82,11 @@ class EngineFacts(msgspec.Struct, frozen=True, tag=True):
     """Sequences that run at a time."""
 
 
-class StartFailed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start, and its process ends. ``exit_code`` belongs to the error's class."""
+class Failed(_Message, frozen=True):
+    """The engine cannot start or has given up, and its process ends. ``exit_code`` belongs to the error's class."""
 
     message: str
     exit_code: int
-
-
-class Ending(msgspec.Struct, frozen=True):
-    """How a sample ended."""
-
-    reason: FinishReason
-    stop_token: int | None = None
-    error: str | None = None
 
 
 class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -113,19 +96,21 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
     index: int
     """Which of the request's samples."""
     tokens: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, if the request asks for them."""
-    prompt_logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Those of the whole prompt, once, if the request asks for them."""
-    cached_tokens: int
+    cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
-    started: float | None
+    started: float | None = None
     """Time of the first plan with the sample, in seconds of the machine's monotonic clock."""
-    ending: Ending | None
+    finish_reason: FinishReason | None = None
     """None while the sample runs."""
+    stop_token: int | None = None
+    error: str | None = None
 
 
-class StepReport(msgspec.Struct, frozen=True, tag=True):
+class StepReport(_Message, frozen=True):
     """The updates of a step, and the state after it or after new commands."""
 
     updates: tuple[SampleUpdate, ...] = ()
@@ -140,54 +125,36 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
     """Whether a step would run at once; false while workers are stopped or being restarted."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class Refused(_Message, frozen=True):
     """A request that can never run here."""
 
     request_id: str
     message: str
 
 
-class EngineStopped(msgspec.Struct, frozen=True, tag=True):
-    """The engine gave up for this reason, and its process ends."""
-
-    message: str
-
-
-EngineMessage = LoadProgress | EngineFacts | StartFailed | StepReport | Refused | EngineStopped
-
-# ------------------------------------------------------------------------------------------------ both sockets
+EngineMessage = LoadProgress | EngineFacts | Failed | StepReport | Refused
 
 
 class Mailbox(Generic[M]):
-    """One end of the two sockets; ``M`` are the messages that it receives. Messages queue without bound.
+    """One end of the socket; ``M`` are the messages that it receives. Messages queue without bound.
 
     Args:
-        sockets: addresses and keys.
+        context: the socket's own; asynchronous in the front end, which listens. The engine process connects.
         receives: `Command` in the engine process, `EngineMessage` in the front end.
-
-    Raises:
-        RuntimeFailure: if it cannot listen.
     """
 
-    def __init__(self, sockets: EngineSockets, receives: Any) -> None:
-        in_engine = receives is Command
-        own, other = (sockets.commands, sockets.reports) if in_engine else (sockets.reports, sockets.commands)
-        self._context = zmq.Context(io_threads=1)
-        self.incoming, self._outgoing = self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH)
-        self.incoming.set(zmq.RCVHWM, 0)
-        self._outgoing.set(zmq.SNDHWM, 0)
-        self._outgoing.set(zmq.LINGER, _LINGER_MILLISECONDS)
-        if in_engine:
-            self.incoming.set(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES)
-        listen(self.incoming, own, sockets.keys)
-        connect(self._outgoing, other, sockets.keys.public)
+    def __init__(self, context: "zmq.Context[Any]", receives: Any) -> None:
+        self._context = context
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.set(zmq.SNDHWM, 0)
+        self.socket.set(zmq.RCVHWM, 0)
+        self.socket.set(zmq.MAXMSGSIZE, MAX_COMMAND_BYTES if receives is Command else -1)
         self._decoder = msgspec.msgpack.Decoder(receives)
-        self._encoder = msgspec.msgpack.Encoder()
         self.dropped = 0  # messages that could not be decoded
 
     def send(self, message: Command | EngineMessage) -> None:
         """Queue a message; never waits."""
-        self._outgoing.send(self._encoder.encode(message), zmq.NOBLOCK)
+        self.socket.send(msgspec.msgpack.encode(message))
 
     def decoded(self, data: bytes) -> Iterator[M]:
         """The message, or nothing if it cannot be decoded."""

@@ -1,20 +1,19 @@
 """Metrics for Prometheus, under vLLM's names where it has them."""
 
 import math
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from nanoserve.record.counters import RecentStep
-from nanoserve.request import Sequence
+from nanoserve.request import FinishReason, RequestMetrics
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.streams import RequestStream
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-
-
 _COUNTERS = {
     "vllm:prompt_tokens": "Prompt tokens of ended requests.",
     "vllm:prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
@@ -40,57 +39,51 @@ class Metrics(Collector):
     """Counts how requests ended; the engine's gauges are read at each scrape."""
 
     def __init__(self, model_name: str, engine: EngineClient) -> None:
-        self._registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
         self._model, self._engine = model_name, engine
         labels = ("model_name",)
         self._counters = {
-            name: Counter(name, text, labels, registry=self._registry).labels(model_name)
-            for name, text in _COUNTERS.items()
+            name: Counter(name, text, labels, registry=registry).labels(model_name) for name, text in _COUNTERS.items()
         }
         self._histograms = {
-            name: Histogram(name, text, labels, registry=self._registry, buckets=(*bounds, math.inf)).labels(model_name)
+            name: Histogram(name, text, labels, registry=registry, buckets=(*bounds, math.inf)).labels(model_name)
             for name, (text, bounds) in _HISTOGRAMS.items()
         }
         self._ended = Counter(
-            "vllm:request_success",
-            "Ended samples by the reason.",
-            ("model_name", "finished_reason"),
-            registry=self._registry,
+            "vllm:request_success", "Ended samples by the reason.", (*labels, "finished_reason"), registry=registry
         )
         engine.on_step = self._on_step
-        self._registry.register(self)
+        registry.register(self)
 
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
+    def _observe(self, name: str, value: float | None) -> None:
+        if value is not None:
+            self._histograms[name].observe(max(0.0, value))
 
     def ended(self, stream: RequestStream) -> None:
-        """Count a request that has ended, for any reason."""
-        prompt_tokens = len(stream.request.prompt)
+        """Count a request that has ended, for any reason; a sample that never ended counts as aborted."""
+        output = stream.tracker.whole()
+        prompt_tokens = len(output.prompt_token_ids)
         self._counters["vllm:prompt_tokens"].inc(prompt_tokens)
         self._observe("vllm:request_prompt_tokens", prompt_tokens)
         self._counters["vllm:prefix_cache_queries"].inc(prompt_tokens)
-        self._counters["vllm:prefix_cache_hits"].inc(stream.cached_tokens)
+        self._counters["vllm:prefix_cache_hits"].inc(output.cached_tokens)
         for gap in stream.gaps:
             self._observe("vllm:inter_token_latency_seconds", gap)
-        for index, (sample, reason) in enumerate(zip(stream.samples, stream.finish_reasons(), strict=True)):
-            self._ended.labels(self._model, reason).inc()
-            self._observe("vllm:request_generation_tokens", sample.output_length)
-            self._observe_times(sample, stream.request.arrival_time, stream.last_token_times.get(index))
+        for sample in output.outputs:
+            self._ended.labels(self._model, sample.finish_reason or FinishReason.ABORT.value).inc()
+            self._observe("vllm:request_generation_tokens", len(sample.token_ids))
+            self._observe_times(sample.metrics)
 
-    def _observe_times(self, sample: Sequence, arrival: float, last_token: float | None) -> None:
+    def _observe_times(self, times: RequestMetrics) -> None:
         """Observe the times of the phases that the sample has reached."""
-        scheduled, first_token = sample.first_scheduled_time, sample.first_token_time
-        if scheduled is not None:
-            self._observe("vllm:request_queue_time_seconds", max(0.0, scheduled - arrival))
-        if scheduled is None or first_token is None or last_token is None:
-            return
-        self._observe("vllm:time_to_first_token_seconds", first_token - arrival)
-        self._observe("vllm:request_prefill_time_seconds", max(0.0, first_token - scheduled))
-        self._observe("vllm:request_decode_time_seconds", last_token - first_token)
-        self._observe("vllm:e2e_request_latency_seconds", last_token - arrival)
-        if sample.output_length > 1:
-            mean = (last_token - first_token) / (sample.output_length - 1)
-            self._observe("vllm:request_time_per_output_token_seconds", mean)
+        self._observe("vllm:request_queue_time_seconds", times.queue_time)
+        scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
+        if scheduled is not None and first is not None and last is not None:
+            self._observe("vllm:time_to_first_token_seconds", times.time_to_first_token)
+            self._observe("vllm:request_prefill_time_seconds", first - scheduled)
+            self._observe("vllm:request_decode_time_seconds", last - first)
+            self._observe("vllm:e2e_request_latency_seconds", last - times.arrival_time)
+            self._observe("vllm:request_time_per_output_token_seconds", times.time_per_output_token)
 
     def _on_step(self, step: RecentStep) -> None:
         self._observe("vllm:iteration_tokens_total", step.decodes + step.prompt_tokens)
@@ -104,36 +97,31 @@ class Metrics(Collector):
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def collect(self) -> list[Metric]:
+    def collect(self) -> Iterator[Metric]:
         """The engine's metrics, from its last report."""
-        engine = self._engine
+        engine, gauge, counter = self._engine, GaugeMetricFamily, CounterMetricFamily
         status, total = engine.last.status, engine.total
         used = _share_in_use(status.free_blocks, status.total_blocks)
         used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
-        gauges = (
-            ("vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
-            ("vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),
-            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
-            ("nanoserve:num_sequences_on_host", "Sequences whose KV is in host memory.", status.on_host),
-            ("nanoserve:host_kv_cache_usage_perc", "Share of KV blocks there in use.", used_on_host),
-            ("nanoserve:engine_ready", "1 if requests run at once.", engine.serving),
+        rows: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, float], ...] = (
+            (gauge, "vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
+            (gauge, "vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),
+            (gauge, "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used),
+            (gauge, "nanoserve:num_sequences_on_host", "Sequences whose KV is in host memory.", status.on_host),
+            (gauge, "nanoserve:host_kv_cache_usage_perc", "Share of KV blocks there in use.", used_on_host),
+            (gauge, "nanoserve:engine_ready", "1 if requests run at once.", engine.serving),
+            (counter, "vllm:generation_tokens", "Generated tokens.", engine.generated_tokens),
+            (counter, "vllm:num_preemptions", "Preemptions.", total("preemptions")),
+            (counter, "nanoserve:worker_losses", "Times that workers died.", total("losses")),
+            (counter, "nanoserve:host_losses", "Times that attention on the CPU was lost.", total("host_losses")),
+            (counter, "nanoserve:engine_steps", "Steps.", total("steps")),
+            (counter, "nanoserve:engine_restarts", "Engines started after the first.", engine.restarts),
+            (counter, "nanoserve:dropped_messages", "Messages that made no sense.", engine.dropped),
         )
-        counters = (
-            ("vllm:generation_tokens", "Generated tokens.", engine.generated_tokens),
-            ("vllm:num_preemptions", "Preemptions.", total("preemptions")),
-            ("nanoserve:worker_losses", "Times that workers died.", total("losses")),
-            ("nanoserve:host_losses", "Times that attention on the CPU was lost.", total("host_losses")),
-            ("nanoserve:engine_steps", "Steps.", total("steps")),
-            ("nanoserve:engine_restarts", "Engines started after the first.", engine.restarts),
-            ("nanoserve:dropped_messages", "Messages that made no sense.", engine.dropped),
-        )
-        families: list[Metric] = []
-        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, help_text, value in rows:
-                family = kind(name, help_text, labels=("model_name",))
-                family.add_metric((self._model,), value)
-                families.append(family)
-        return families
+        for kind, name, text, value in rows:
+            family = kind(name, text, labels=("model_name",))
+            family.add_metric((self._model,), value)
+            yield family
 
 
 def _share_in_use(free: int, blocks: int) -> float:

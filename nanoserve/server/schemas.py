@@ -1,22 +1,33 @@
-"""What clients may ask for: the OpenAI fields that nanoserve carries out, and vLLM's extras, each with one type.
+"""What clients may ask for, and the sampling parameters that follow within the limits of the model.
+
+The OpenAI fields that nanoserve carries out and vLLM's extras have one type each.
 
 A field that is not listed is refused, never ignored; so is a value of another type. OpenAI and vLLM document some
 fields that nanoserve does not support. Their values that ask for nothing are accepted, because clients send those too.
 """
 
 import re
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import msgspec
 
-from nanoserve.server.api_errors import ApiError
+from nanoserve.errors import UsageError
+from nanoserve.request import SamplingParams
+from nanoserve.server.http_bodies import ApiError
+from nanoserve.server.messages import EngineFacts
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for /v1/completions; a chat's answer may fill the context."""
+
+MAX_LOGPROBS_PER_REQUEST = 1 << 22
+"""Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
+
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
-_MISSING = re.compile(r"Object missing required field `([^`]*)`")
+_UNKNOWN_OR_MISSING = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 
 
 def _nothing(*values: str) -> msgspec.Meta:
@@ -66,11 +77,8 @@ class SamplingFields(ModelField, frozen=True, kw_only=True):
     skip_special_tokens: Annotated[Any, _nothing("true")] = None
 
 
-SAMPLING_NAMES = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
-)
-"""Fields that are passed to SamplingParams unchanged."""
+SAMPLING_NAMES = tuple(name for name in SamplingFields.__struct_fields__ if hasattr(SamplingParams, name))
+"""Fields that are passed to SamplingParams, all but max_tokens unchanged."""
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -141,11 +149,7 @@ class DetokenizeRequest(ModelField, frozen=True, kw_only=True):
 
 
 def parse(body: bytes, schema: type[T]) -> T:
-    """The request in a body of JSON.
-
-    Raises:
-        ApiError: 400, naming the field that is wrong.
-    """
+    """The request in a body of JSON. Raises ApiError (400), which names the field that is wrong."""
     try:
         asked = msgspec.json.decode(body, type=schema)
         _refuse_unsupported(asked)
@@ -186,11 +190,110 @@ def _explained(message: str) -> ApiError:
     named = f"a key of {param}" if path and path.group(1) else param
     if message.startswith("Invalid enum value"):
         return ApiError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
-    if unknown := _UNKNOWN.search(message):
-        name = within + unknown.group(1)
+    if field := _UNKNOWN_OR_MISSING.search(message):
+        name = within + field[2]
+        if field[1] == "missing required":
+            return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
         return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)
-    if missing := _MISSING.search(message):
-        name = within + missing.group(1)
-        return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
     text = _PATH.sub("", message).replace("`", "")
     return ApiError(400, f"{named}: {text}" if named else text, code="invalid_type", param=param)
+
+
+# ---- sampling parameters ----------------------------------------------------------------------------------------
+
+_ANY_OBJECT = '{"type":"object"}'
+_FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "logprobs")) + r")\b")
+
+
+def chat_params(asked: ChatRequest, facts: EngineFacts, prompt_length: int) -> SamplingParams:
+    """The parameters of a chat completion. Raises ApiError (400) for values out of range and prompts too long."""
+    if asked.top_logprobs and not asked.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", code="invalid_value", param="top_logprobs")
+    if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
+        raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+    wanted = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
+    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    schema = _json_schema(asked.response_format)
+    return _params(asked, facts, [prompt_length], wanted, None, logprobs=logprobs, json_schema=schema)[0]
+
+
+def _json_schema(asked: ResponseFormat | None) -> str | None:
+    """The text of the JSON schema that the answer has to follow, if any."""
+    if asked is None:
+        return None
+    field = "response_format.json_schema"
+    if asked.type != "json_schema":
+        if asked.json_schema is not None:
+            raise ApiError(400, f"{field} needs response_format.type to be json_schema", param=field)
+        return _ANY_OBJECT if asked.type == "json_object" else None
+    if asked.json_schema is None:
+        raise ApiError(400, f"{field} is missing", code="missing_required_parameter", param=field)
+    try:
+        return msgspec.json.encode(asked.json_schema.schema).decode()
+    except RecursionError:
+        raise ApiError(400, f"{field}.schema is nested too deeply", code="invalid_value", param=field) from None
+
+
+def completion_params(
+    asked: CompletionRequest, facts: EngineFacts, prompt_lengths: Sequence[int]
+) -> Sequence[SamplingParams]:
+    """The parameters of each prompt; prompts with the same max_tokens share theirs. Raises as ``chat_params`` does."""
+    return _params(asked, facts, prompt_lengths, asked.max_tokens, DEFAULT_COMPLETION_TOKENS, logprobs=asked.logprobs)
+
+
+def _params(
+    asked: SamplingFields,
+    facts: EngineFacts,
+    prompt_lengths: Sequence[int],
+    max_tokens: int | None,
+    default: int | None,
+    *,
+    logprobs: int | None,
+    json_schema: str | None = None,
+) -> Sequence[SamplingParams]:
+    if asked.stream_options is not None and not asked.stream:
+        raise ApiError(400, "stream_options needs stream to be true", code="invalid_value", param="stream_options")
+    check_token_ids(asked.stop_token_ids or (), facts, "stop_token_ids")
+    check_token_ids(asked.logit_bias or (), facts, "logit_bias")
+    given = {name: value for name in SAMPLING_NAMES if (value := getattr(asked, name)) is not None}
+    settings = msgspec.structs.asdict(facts.default_params) | given
+    settings |= {"logprobs": logprobs, "json_schema": json_schema}
+    tokens = [_max_tokens(max_tokens, default, facts.max_model_len, length) for length in prompt_lengths]
+    try:
+        shared = {most: SamplingParams.from_mapping(settings | {"max_tokens": most}) for most in dict.fromkeys(tokens)}
+    except UsageError as error:
+        message = str(error).removeprefix("sampling settings: ")
+        named = _FIELD.search(message)
+        param = "response_format" if message.startswith("json_schema") else named and named.group()
+        raise ApiError(400, message, code="invalid_value", param=param) from None
+    samples = shared[tokens[0]].n
+    if logprobs is not None and (logprobs + 1) * samples * sum(tokens) > MAX_LOGPROBS_PER_REQUEST:
+        message = (
+            f"logprobs: {samples * sum(tokens)} tokens with {logprobs + 1} log probabilities each are more than "
+            f"{MAX_LOGPROBS_PER_REQUEST} in one request; ask for a smaller max_tokens, n or logprobs, or fewer prompts"
+        )
+        raise ApiError(400, message, code="invalid_value", param="logprobs")
+    return [shared[most] for most in tokens]
+
+
+def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_length: int) -> int:
+    room = context - prompt_length
+    has, param = f"the prompt has {prompt_length} tokens", "max_tokens"
+    if room < 1:
+        message = f"{has}, but the context holds {context} with at least one for the answer"
+        param = "messages" if default is None else "prompt"
+    elif wanted is not None and wanted > room:
+        message = f"{has}, which leaves {room} of the context of {context}, but max_tokens asks for {wanted}"
+    elif wanted is not None:
+        return wanted
+    else:
+        return room if default is None else min(default, room)
+    raise ApiError(400, message, code="context_length_exceeded", param=param)
+
+
+def check_token_ids(tokens: Collection[int], facts: EngineFacts, name: str) -> None:
+    """Raise ApiError (400) for an id beyond the width of the logits, which would read outside the embedding."""
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < facts.vocab_size:
+            message = f"{name}: token id {token} is not in the vocabulary of {facts.vocab_size}"
+            raise ApiError(400, message, code="invalid_value", param=name)

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,10 @@ import msgspec
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
-from nanoserve.server.answers import TokenTexts
-from nanoserve.server.api_errors import ApiError
+from nanoserve.server.answers import token_texts
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
 from nanoserve.server.hosts import AllowedHosts
+from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
@@ -50,44 +50,32 @@ class ClientLimits:
     """Messages in one conversation."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Service:
-    """The object that every endpoint works with.
+    """The object that every endpoint works with."""
 
-    Args:
-        model_name: the name under which the model is served.
-        root: the model's own name.
-        api_keys: every client must show one of them; empty if no key is needed.
-        allowed_hosts: names by which clients may address the server; None allows every name.
-        seed: makes repeatable the seeds of requests that come without one.
-    """
+    model_name: str
+    """The name under which the model is served."""
+    root: str
+    """The model's own name."""
+    tokenizer: Tokenizer
+    engine: EngineClient
+    grammars: GrammarChecker
+    limits: ClientLimits
+    api_keys: Sequence[str] = ()
+    """Every client must show one of them; empty if no key is needed."""
+    allowed_hosts: AllowedHosts | None = None
+    """Names by which clients may address the server; None allows every name."""
+    seed: InitVar[int | None] = None
+    """Makes repeatable the seeds of requests that come without one."""
 
-    def __init__(
-        self,
-        *,
-        model_name: str,
-        root: str,
-        tokenizer: Tokenizer,
-        engine: EngineClient,
-        grammars: GrammarChecker,
-        limits: ClientLimits,
-        api_keys: Sequence[str] = (),
-        allowed_hosts: AllowedHosts | None = None,
-        seed: int | None = None,
-    ) -> None:
-        self.model_name = model_name
-        self.root = root
-        self.tokenizer = tokenizer
-        self.engine = engine
-        self.limits = limits
-        self.api_keys = tuple(key.encode() for key in api_keys)
-        self.allowed_hosts = allowed_hosts
-        self.texts = TokenTexts(tokenizer)
-        self.metrics = Metrics(model_name, engine)
+    def __post_init__(self, seed: int | None) -> None:
+        self.text_of = token_texts(self.tokenizer)
+        self.metrics = Metrics(self.model_name, self.engine)
         self.started = int(time.time())
         self.draining = False  # true once the server takes no new requests
         self._counting: set[asyncio.Task[None]] = set()
         self._random = random.Random(seed)
-        self._grammars = grammars
         self._grammar_thread = ThreadPoolExecutor(1, "grammar")
         self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
         self._unbounded_thread = ThreadPoolExecutor(1, "tokenize-only")
@@ -95,11 +83,7 @@ class Service:
     # ---- asking -----------------------------------------------------------------------------------------------
 
     def facts(self) -> EngineFacts:
-        """The facts about the model that the engine reported.
-
-        Raises:
-            EngineUnavailable: before the engine was ready, and while the server stops.
-        """
+        """What the engine reported of the model; raises EngineUnavailable before that, and while the server stops."""
         if self.draining:
             raise EngineUnavailable("the server is stopping")
         if self.engine.facts is None:
@@ -118,11 +102,9 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
-        """Token ids of a text. A text that is far longer than ``context`` tokens is refused early.
+        """Token ids of a text.
 
-        Raises:
-            UsageError: for a text that is not valid Unicode.
-            ApiError: 400, for a text that is far too long.
+        Raises UsageError if it is not valid Unicode, and early ApiError (400) if it is far longer than ``context``.
         """
         check_text(text)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
@@ -137,22 +119,19 @@ class Service:
     ) -> list[int]:
         """Token ids of a conversation. Null fields of a message count as absent; ``context`` as for ``encode``.
 
-        Raises:
-            UsageError, ModelError: for messages that are malformed or that the template refuses.
-            ApiError: 400, for too many messages, and for a conversation that is far too long.
+        Raises UsageError or ModelError for messages that are malformed or that the template refuses, and ApiError (400)
+        if there are too many of them or they are far too long.
         """
         if len(messages) > self.limits.messages:
             message = f"{len(messages)} messages in one conversation; at most {self.limits.messages} are taken"
             raise ApiError(400, message, code="invalid_value", param="messages")
-        present = [
+        given = [
             {name: value for name, value in message.items() if value is not None and (name, value) != _NO_ANNOTATIONS}
             for message in messages
         ]
-        encode = partial(
-            self.tokenizer.encode_chat, present, add_generation_prompt=add_generation_prompt, limit=context
-        )
+        encode = partial(self.tokenizer.encode_chat, given, add_generation_prompt=add_generation_prompt, limit=context)
         # Rendering waits for another process, so it always runs in a thread.
-        characters = max(_INLINE_CHARACTERS + 1, len(msgspec.json.encode(present)))
+        characters = max(_INLINE_CHARACTERS + 1, len(msgspec.json.encode(given)))
         return await self._tokenize(encode, "messages", context, characters=characters)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
@@ -162,11 +141,11 @@ class Service:
 
     async def check_json_schema(self, schema: str) -> None:
         """Raise ApiError (400) for a JSON schema that cannot become a grammar."""
-        if self._grammars.knows(schema):
+        if self.grammars.knows(schema):
             return
         try:
             # One at a time, and not in the threads that tokenize: a check may take a quarter of a second.
-            await asyncio.get_running_loop().run_in_executor(self._grammar_thread, self._grammars.check, schema)
+            await asyncio.get_running_loop().run_in_executor(self._grammar_thread, self.grammars.check, schema)
         except UsageError as error:
             raise ApiError(400, str(error), code="invalid_value", param="response_format") from None
 
@@ -184,25 +163,25 @@ class Service:
             message = f"the prompt has far more tokens than the context holds: {context}"
             raise ApiError(400, message, code="context_length_exceeded", param=param) from None
 
-    def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, salt: str) -> Request:
-        """One request for the engine."""
-        facts = self.facts()
+    def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, key: bytes | None) -> Request:
+        """One request for the engine, from a client with this API key."""
         own_end = self.tokenizer.eos_token_id
+        end_tokens = (*self.facts().end_tokens, *(() if own_end is None else (own_end,)))
         return Request(
             request_id=f"{answer_id}-{secrets.token_hex(4)}",
             prompt=tuple(prompt),
             params=params,
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
-            end_tokens=tuple(dict.fromkeys((*facts.end_tokens, *(() if own_end is None else (own_end,))))),
+            end_tokens=tuple(dict.fromkeys(end_tokens)),
             arrival_time=time.monotonic(),
-            cache_salt=salt,
+            # A salt for each API key, so that response times reveal nothing about the prompts of other keys.
+            cache_salt="" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest(),
         )
 
     def begin(self, requests: list[Request]) -> list[RequestStream]:
-        """Give requests to the engine. The caller must ``end`` their streams in any case.
+        """Give requests to the engine; raises EngineUnavailable or QueueFull if they cannot be taken now.
 
-        Raises:
-            EngineUnavailable, QueueFull: if they cannot be taken now.
+        The caller must ``end`` their streams in any case.
         """
         try:
             return self.engine.add(requests)
@@ -210,14 +189,14 @@ class Service:
             self.metrics.rejected()
             raise
 
-    def end(self, streams: list[RequestStream]) -> None:
+    def end(self, streams: Sequence[RequestStream]) -> None:
         """Drop streams whose reader is done, and abort those that still run."""
         for stream in streams:
             self.engine.forget(stream)
         self._counting = {task for task in self._counting if not task.done()}
         self._counting.add(asyncio.ensure_future(self._count(streams)))
 
-    async def _count(self, streams: list[RequestStream]) -> None:
+    async def _count(self, streams: Sequence[RequestStream]) -> None:
         for stream in streams:
             self.metrics.ended(stream)
             await asyncio.sleep(0)  # there is an entry for each token; other requests run in between
@@ -227,9 +206,4 @@ class Service:
         for threads in (self._threads, self._unbounded_thread, self._grammar_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         self.tokenizer.close()
-        self._grammars.close()
-
-
-def cache_salt(key: bytes | None) -> str:
-    """A salt for each API key, so that response times reveal nothing about the prompts of other keys."""
-    return "" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest()
+        self.grammars.close()

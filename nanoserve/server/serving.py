@@ -2,16 +2,21 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+import h11
+import msgspec
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanoserve.errors import RuntimeFailure
 from nanoserve.server.app import make_app
-from nanoserve.server.http_protocol import BoundedProtocol
+from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.service import Service
 from nanoserve.text.tokenizer import check_vocabulary
 
@@ -24,32 +29,88 @@ _BACKLOG = 2048
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free port.
-
-    Raises:
-        RuntimeFailure: if the address cannot be used.
-    """
+    """A socket that listens; port 0 takes a free port. Raises RuntimeFailure if the address cannot be used."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise RuntimeFailure(f"cannot listen on {host}: {error.strerror or error}") from None
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" takes IPv4 too
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise RuntimeFailure(f"cannot listen on {host} port {port}: {reason}; choose another --port") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
     return listener
 
 
+class BoundedProtocol(H11Protocol):
+    """One connection of HTTP/1.1, with additional time limits.
+
+    A client that takes longer than ``client_seconds`` to send its headers, or to read a full buffer of its answer, is
+    disconnected. Malformed HTTP is answered in the form of every other error.
+    """
+
+    def __init__(self, *arguments: Any, client_seconds: float, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._client_seconds = client_seconds
+        self._headers_due: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            _cancel(self._headers_due)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:
+            self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        _cancel(self._headers_due)
+        _cancel(self._stalled)
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self._client_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        _cancel(self._stalled)
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer malformed HTTP with the usual error body, and close the connection."""
+        body = msgspec.json.encode(ApiError(400, msg, code="invalid_http").body())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        try:
+            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        except h11.LocalProtocolError:
+            pass  # it followed a request whose answer has begun, so no other answer can be sent
+        self.transport.close()
+
+    def _expect_headers(self) -> None:
+        _cancel(self._headers_due)
+        self._headers_due = self.loop.call_later(self._client_seconds, self.transport.abort)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
 class _Server(uvicorn.Server):
-    """uvicorn's server without its handling of signals, which `_Signals` does."""
+    """uvicorn's server without its handling of signals, which `run_server` does."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -64,35 +125,37 @@ async def run_server(
     on_ready: Callable[[], None],
     say: Callable[[str], None],
 ) -> None:
-    """Serve until a signal says to stop and the running requests have ended.
+    """Serve until SIGTERM or SIGINT (Ctrl-C) and the end of the running requests; a second signal does not wait.
 
-    Args:
-        service: what the endpoints work with.
-        listener: the socket that clients connect to.
-        drain_seconds: longest time for running requests to end.
-        on_ready: called when the engine takes requests.
-        say: called with lines for the user.
-
-    Raises:
-        NanoserveError: if the engine cannot start.
+    ``on_ready`` is called when the engine takes requests, ``say`` with lines for the user. Raises NanoserveError if the
+    engine cannot start.
     """
-    signals = _Signals()
+    stop, stop_now = asyncio.Event(), asyncio.Event()
+
+    def count_signal() -> None:
+        (stop_now if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, count_signal)
     server = _Server(_http_config(service))
     http = asyncio.create_task(server.serve(sockets=[listener]))
     engine = asyncio.create_task(service.engine.run())
     started = asyncio.create_task(_announce(service, on_ready, say))
-    first = asyncio.create_task(signals.first.wait())
+    stopping = asyncio.create_task(stop.wait())
     try:
-        await _first_of(engine, started, first)
-        await _first_of(engine, first)  # once it is ready, only a signal ends the wait
-        await _drain(service, signals, drain_seconds, say)
+        await _first_of(engine, started, stopping)
+        await _first_of(engine, stopping)  # once it is ready, only a signal ends the wait
+        service.draining = True
+        if running := service.engine.running:
+            say(f"stopping: {running} requests may end within {drain_seconds:g} s; a second signal ends all")
+            await _drain(service, stop_now, drain_seconds)
     finally:
         # HTTP still runs here, so that the streams of a failed engine can end with an error.
-        for task in (started, first, engine):
+        for task in (started, stopping, engine):
             task.cancel()
-        await asyncio.gather(started, first, engine, return_exceptions=True)
+        await asyncio.gather(started, stopping, engine, return_exceptions=True)
         server.should_exit = True
-        server.force_exit = signals.second.is_set()
+        server.force_exit = stop_now.is_set()
         await http
         service.close()
 
@@ -111,29 +174,12 @@ async def _announce(service: Service, on_ready: Callable[[], None], say: Callabl
     say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
 
 
-async def _drain(service: Service, signals: "_Signals", seconds: float, say: Callable[[str], None]) -> None:
-    """Take no new requests, and wait for the running ones."""
-    service.draining = True
-    if not service.engine.running:
-        return
-    say(f"stopping: {service.engine.running} requests may end within {seconds:g} s; a second signal ends all")
+async def _drain(service: Service, stop_now: asyncio.Event, seconds: float) -> None:
+    """Wait for the running requests."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while service.engine.running and not signals.second.is_set():
+            while service.engine.running and not stop_now.is_set():
                 await asyncio.sleep(0.02)
-
-
-class _Signals:
-    """Counts SIGTERM and SIGINT (Ctrl-C)."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._count)
-
-    def _count(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
 
 
 def _http_config(service: Service) -> uvicorn.Config:

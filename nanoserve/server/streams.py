@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from nanoserve.errors import NanoserveError
 from nanoserve.outputs import RequestTracker, TokenDecoder
-from nanoserve.request import FinishReason, Request, RequestOutput, Sequence, SequenceUpdate, Status
+from nanoserve.request import Request, RequestOutput, Sequence, SequenceUpdate, Status
 from nanoserve.server.messages import Add, SampleUpdate
 
 
@@ -17,44 +17,27 @@ class RequestStream:
 
     def __init__(self, request: Request, tokenizer: TokenDecoder, news: asyncio.Event) -> None:
         self.request = request  # as it was given to the first engine
+        self.request_id = request.request_id
         self.sent = False  # whether the current engine has it
         self.gaps: list[float] = []  # seconds from one token to the next, in all samples
-        self.last_token_times: dict[int, float] = {}  # by sample, in seconds of the monotonic clock
-        self._tracker = RequestTracker(request, tokenizer)
-        # A copy of the engine's sequences, as of its last update.
-        self.samples = [Sequence(index, request, index, list(request.prompt)) for index in range(request.params.n)]
-        self._ended: set[int] = set()
-        self._failure: NanoserveError | None = None
         self.news = news  # set at each update; the streams of one reader share it
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
+        self.tracker = RequestTracker(request, tokenizer)
+        # A copy of the engine's sequences, as of its last update.
+        self._samples = [Sequence(index, request, index, list(request.prompt)) for index in range(request.params.n)]
+        self._last_token_times: dict[int, float] = {}  # by sample, in seconds of the monotonic clock
+        self._ended: set[int] = set()
+        self.failure: NanoserveError | None = None
 
     @property
     def finished(self) -> bool:
         """Whether no more updates will come."""
-        return self._tracker.finished or self._failure is not None
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache."""
-        return self.samples[0].cached_tokens
-
-    def finish_reasons(self) -> list[str]:
-        """The reason of each sample, for the metrics; a sample that never ended counts as aborted."""
-        met_stop_string = FinishReason.STOP.value
-        reasons = [sample.finish_reason for sample in self.samples]
-        return [
-            reason.value if reason else met_stop_string if index in self._ended else FinishReason.ABORT.value
-            for index, reason in enumerate(reasons)
-        ]
+        return self.tracker.finished or self.failure is not None
 
     def take(self, update: SampleUpdate) -> bool:
         """Add an update; true if the sample's text met a stop string, so that the engine must end it."""
         if update.index in self._ended:
             return False
-        sample, now = self.samples[update.index], time.monotonic()
+        sample, now = self._samples[update.index], time.monotonic()
         sample.tokens += update.tokens
         sample.logprobs += update.logprobs
         if not sample.prompt_logprobs:
@@ -62,74 +45,57 @@ class RequestStream:
         if sample.first_scheduled_time is None:
             sample.first_scheduled_time = update.started
             sample.cached_tokens = update.cached_tokens
-        if (ending := update.ending) is not None:
+        if update.finish_reason is not None:
             sample.move_to(Status.FINISHED)
-            sample.finish_reason, sample.stop_token, sample.error = ending.reason, ending.stop_token, ending.error
+            sample.finish_reason, sample.stop_token, sample.error = (
+                update.finish_reason,
+                update.stop_token,
+                update.error,
+            )
             sample.finished_time = now
         if update.tokens:
             if sample.first_token_time is None:
                 sample.first_token_time = now
-            if update.index in self.last_token_times:
-                self.gaps.append(now - self.last_token_times[update.index])
-            self.last_token_times[update.index] = now
-        news = SequenceUpdate(self.request_id, update.index, update.tokens, sample)
-        met_stop_string = self._tracker.take(news, now)
-        if met_stop_string or ending is not None:
+            else:
+                self.gaps.append(now - self._last_token_times[update.index])
+            self._last_token_times[update.index] = now
+        met_stop_string = self.tracker.take(SequenceUpdate(self.request_id, update.index, update.tokens, sample), now)
+        if met_stop_string or sample.finished:
             self._ended.add(update.index)
         self.news.set()
         return met_stop_string
 
     def fail(self, error: NanoserveError) -> None:
         """End the stream: the reader gets the updates so far, then the error."""
-        self._failure = self._failure or error
+        self.failure = self.failure or error
         self.news.set()
 
     def resumed(self) -> Add:
         """The command that makes a new engine continue the request where the last one died."""
-        outputs = tuple(tuple(sample.output_tokens) for sample in self.samples)
+        outputs = tuple(tuple(sample.output_tokens) for sample in self._samples)
         return Add(replace(self.request, resumed=outputs), tuple(sorted(self._ended)))
 
-    def pending(self) -> RequestOutput | None:
-        """The oldest unread update, if any.
-
-        Raises:
-            NanoserveError: after the last update, if the request failed.
-        """
-        if self._tracker.has_news:
-            return self._tracker.delta()
-        if self._failure is not None:
-            raise self._failure
-        return None
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether ``pending`` will return nothing, now and later."""
-        return self._tracker.finished and not self._tracker.has_news
-
     def whole(self) -> RequestOutput:
-        """Everything so far.
-
-        Raises:
-            NanoserveError: if the request failed.
-        """
-        if self._failure is not None:
-            raise self._failure
-        return self._tracker.whole()
+        """Everything so far. Raises NanoserveError if the request failed."""
+        if self.failure is not None:
+            raise self.failure
+        return self.tracker.whole()
 
 
 async def deltas(streams: SequenceOf[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """Yield (place of the stream, its next update) until all streams have ended.
+    """Yield (place of the stream, its oldest unread update) until all have ended.
 
-    Raises:
-        NanoserveError: if one of them fails.
+    Raises NanoserveError after the last update of a stream whose request failed.
     """
     news = streams[0].news
-    while not all(stream.exhausted for stream in streams):
+    while any(stream.tracker.has_news or not stream.tracker.finished for stream in streams):
         news.clear()
         for place, stream in enumerate(streams):
-            if (output := stream.pending()) is not None:
+            if stream.tracker.has_news:
                 news.set()  # there may be another update
-                yield place, output
+                yield place, stream.tracker.delta()
+            elif stream.failure is not None:
+                raise stream.failure
         await news.wait()
 
 

@@ -27,11 +27,10 @@ def simulation_chart(title: str, runs: Sequence[PlottedRun]) -> Chart:
     counts = [[counts for _, *counts in run.result.tokens_series] for run in runs]
     tokens = token_panels([f"{run.policy}: tokens of each step" for run in runs], "step", counts)
     panels: list[AnyPanel] = []
-    for run, panel in zip(runs, tokens, strict=True):
+    curves = []
+    for number, (run, panel) in enumerate(zip(runs, tokens, strict=True)):
         idle = f"stages idle for {run.result.bubble_share:.0%} of the whole run"
         panels += [run.window.gantt(f"{run.policy}: which step is where; {idle}"), panel]
-    curves = []
-    for number, run in enumerate(runs):
         tiers = run.result.occupancies
         for (tier, points), style in zip(tiers.items(), _TIER_STYLES, strict=False):
             times, shares = zip(*points, strict=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.policies import running
+from nanoserve.benchmarks.policies import variants
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.commands.main import main
 from triton_ops.cpu import cpu_operators
@@ -51,7 +51,7 @@ def run_undisturbed(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
     """Somebody presses Ctrl-C when that run of requests begins."""
-    run_requests, runs = running.run_requests, 0
+    run_requests, runs = variants.run_requests, 0
 
     def interrupted(*arguments: Any, **settings: Any) -> Any:
         nonlocal runs
@@ -60,4 +60,4 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, *, at: int) -> None:
             raise KeyboardInterrupt
         return run_requests(*arguments, **settings)
 
-    monkeypatch.setattr(running, "run_requests", interrupted)
+    monkeypatch.setattr(variants, "run_requests", interrupted)

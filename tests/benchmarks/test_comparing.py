@@ -8,7 +8,7 @@ import pytest
 
 from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.rounds import bandwidth_states
+from nanoserve.benchmarks.rounds import in_states
 from nanoserve.measures.workloads import BatchCase
 from tests.benchmarks.fakes import FakePeer
 
@@ -60,7 +60,7 @@ def test_samples_are_the_ratios_of_the_rounds_that_count(tmp_path: Path) -> None
 
 def test_bandwidth_states_are_told_apart(tmp_path: Path) -> None:
     done = compared([FakePeer("nanoserve", 1.0)], [36, 36, 60, 60, 38, 38, 58, 61, 36, 60], 4, tmp_path)
-    assert bandwidth_states(done) == {0: "36-38 GB/s", 2: "36-38 GB/s", 1: "60 GB/s", 3: "60 GB/s"}
+    assert in_states(done) == list(zip(done, ["36-38 GB/s", "60 GB/s"] * 2, strict=True))
 
 
 def test_engines_that_agree_on_first_tokens(tmp_path: Path) -> None:
@@ -73,4 +73,4 @@ def test_busy_rounds_are_a_state_of_their_own(tmp_path: Path) -> None:
 
     quiet = compared([FakePeer("nanoserve", 1.0)], [10.0] * 2, 1, tmp_path)[0]
     busy = msgspec.structs.replace(quiet, foreign_cores=0.8)
-    assert bandwidth_states([quiet, busy]) == {0: "10 GB/s", 1: "10 GB/s, busy"}
+    assert in_states([quiet, busy]) == [(quiet, "10 GB/s"), (busy, "10 GB/s, busy")]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.diffing import compare_reports
+from nanoserve.commands.bench_diff import compare_reports
 from nanoserve.errors import UsageError
 
 

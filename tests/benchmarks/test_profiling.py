@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.profiling.measuring import SIZES
+from nanoserve.benchmarks.profiling import SIZES
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.costs.profile import read_profile
 from nanoserve.runtime.profiling.parts import Effort, beside_host, curve_of, difference_of, grid_of, take_rounds
@@ -21,12 +21,12 @@ BRIEFLY = Effort(seconds=0.0, fewest_rounds=FEWEST_ROUNDS, most_rounds=FEWEST_RO
 def run(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs ``nanoserve ARGUMENTS`` here, with few sizes."""
     monkeypatch.setattr("nanoserve.benchmarks.roofline._PRODUCT_SIZES", (64,))
-    measuring = "nanoserve.benchmarks.profiling.measuring"
+    measuring = "nanoserve.benchmarks.profiling"
     monkeypatch.setattr(f"{measuring}.BandwidthProbe", lambda: BandwidthProbe(2**20))
     monkeypatch.setattr(f"{measuring}.EFFORT", BRIEFLY)
     few = replace(SIZES, tokens=(1, 4, 40, 64), batches=(1, 4), contexts=(16, 32), copies=(2**10, 2**12))
     monkeypatch.setattr(f"{measuring}.SIZES", replace(few, kv_bytes=2**20))
-    monkeypatch.setattr("nanoserve.benchmarks.profiling.prediction.MOST_REQUESTS", 4)
+    monkeypatch.setattr("nanoserve.benchmarks.profiling.MOST_REQUESTS", 4)
     return run_command
 
 

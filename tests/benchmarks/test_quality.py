@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.quality import (
+from nanoserve.commands.bench_quality import (
     Question,
     compare_answers,
     extract_answer,
@@ -17,20 +17,13 @@ from nanoserve.benchmarks.quality import (
 from nanoserve.errors import UsageError
 
 
-class EvenReader:
+def even_odds(tokens: tuple[int, ...]) -> float:
     """Every token has probability one quarter."""
-
-    name = "even"
-
-    def log_likelihood(self, tokens: tuple[int, ...]) -> float:
-        return (len(tokens) - 1) * math.log(0.25)
-
-    def answer(self, tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        return tokens[:max_tokens]
+    return (len(tokens) - 1) * math.log(0.25)
 
 
 def test_perplexity_of_even_odds_is_their_number() -> None:
-    assert perplexity(EvenReader(), [(1, 2, 3), (4, 5)]) == pytest.approx(4.0)
+    assert perplexity(even_odds, [(1, 2, 3), (4, 5)]) == pytest.approx(4.0)
 
 
 def test_windows() -> None:

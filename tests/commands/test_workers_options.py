@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from nanoserve.commands.application import application
-from nanoserve.commands.bench_pipeline import PipelineOptions
+from nanoserve.commands.bench_pipeline import PipelineOptions, StageComparison
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
@@ -201,7 +201,7 @@ def test_policies_are_compared_on_one_layout() -> None:
     assert isinstance(engine, PipelineOptions)
 
     with pytest.raises(UsageError, match="policies are compared on one layout"):
-        engine.config()
+        StageComparison(engine)
 
 
 @pytest.mark.parametrize(

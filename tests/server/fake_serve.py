@@ -5,11 +5,11 @@ import sys
 
 from nanoserve.commands.main import main
 from nanoserve.processes import quarantine
-from nanoserve.server import engine_child, engine_client
+from nanoserve.server import engine_client
 from tests.server.fake_engine import PROGRAM
 
 if __name__ == "__main__":
-    engine_child.SILENCE_SECONDS = 2.0  # a stopped engine is given up sooner
+    engine_client.SILENCE_SECONDS = 2.0  # a stopped engine is given up sooner
     engine_client.RETRY_SECONDS = float(os.environ.get("RETRY_SECONDS", "0.5"))
     quarantine.DEATHS_SECONDS = 0.5
     engine_client.EngineClient.__init__.__kwdefaults__["program"] = PROGRAM  # type: ignore[attr-defined,index]

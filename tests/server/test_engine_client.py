@@ -13,13 +13,11 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.server import endpoints
-from nanoserve.server.api_errors import ApiError
-from nanoserve.server.engine_child import EngineChild
-from nanoserve.server.engine_client import EngineClient, EngineState, EngineUnavailable, QueueFull
+from nanoserve.server.engine_client import EngineChild, EngineClient, EngineState, EngineUnavailable, QueueFull
+from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import (
     Add,
     Command,
-    Ending,
     EngineFacts,
     EngineStart,
     SampleUpdate,
@@ -40,6 +38,7 @@ class FakeChild:
 
     def __init__(self) -> None:
         self.ready = False
+        self.mailbox = self
         self.sent: list[Command] = []
 
     def send(self, command: Command) -> None:
@@ -77,8 +76,8 @@ class Front:
 
     def answer(self, name: str, *, ends: bool = True) -> None:
         """The engine tells of a token, and perhaps of the end."""
-        ending = Ending(FinishReason.LENGTH) if ends else None
-        update = SampleUpdate(name, 0, (5,), (), (), 0, 0.0, ending)
+        reason = FinishReason.LENGTH if ends else None
+        update = SampleUpdate(name, 0, (5,), started=0.0, finish_reason=reason)
         self.client._take(StepReport((update,)), cast(EngineChild, self.child))
 
     def got(self) -> list[str]:

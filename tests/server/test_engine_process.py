@@ -22,8 +22,7 @@ from nanoserve.server.messages import (
     Add,
     Command,
     EngineMessage,
-    EngineSockets,
-    EngineStopped,
+    Failed,
     Mailbox,
     Refused,
     StepReport,
@@ -39,16 +38,15 @@ WAIT_MILLISECONDS = 120_000
 
 
 class Wire:
-    """A loop, and the front end's ends of its sockets."""
+    """A loop, and the front end's end of its socket."""
 
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context()
-        self.reports = self._context.socket(zmq.PULL)
-        sockets = EngineSockets(local_address(directory), local_address(directory), SocketKeys.random())
-        listen(self.reports, sockets.reports, sockets.keys)
-        self.mailbox: Mailbox[Command] = Mailbox(sockets, Command)
-        self.commands = self._context.socket(zmq.PUSH)
-        connect(self.commands, sockets.commands, sockets.keys.public)
+        self.socket = self._context.socket(zmq.PAIR)
+        address, keys = local_address(directory), SocketKeys.random()
+        listen(self.socket, address, keys)
+        self.mailbox: Mailbox[Command] = Mailbox(zmq.Context(), Command)
+        connect(self.mailbox.socket, address, keys.public)
         self.run(MemoryCheckingExecutor(32, 4))
 
     def run(self, executor: Executor, vocab_size: int = 1000) -> None:
@@ -57,11 +55,11 @@ class Wire:
         self.loop = EngineLoop(self.engine, self.mailbox)
 
     def send(self, command: Command) -> None:
-        self.commands.send(msgspec.msgpack.encode(command))
+        self.socket.send(msgspec.msgpack.encode(command))
 
     def hear(self) -> EngineMessage:
-        assert self.reports.poll(WAIT_MILLISECONDS), "the engine said nothing"
-        return msgspec.msgpack.decode(self.reports.recv(), type=EngineMessage)
+        assert self.socket.poll(WAIT_MILLISECONDS), "the engine said nothing"
+        return msgspec.msgpack.decode(self.socket.recv(), type=EngineMessage)
 
     def report(self) -> StepReport:
         message = self.hear()
@@ -107,8 +105,8 @@ def test_a_request_comes_back_token_by_token(wire: Wire) -> None:
         mine = [update for update in updates if update.index == index]
         tokens = [token for update in mine for token in update.tokens]
         assert tokens == expected_tokens(request, index=index, max_model_len=CONTEXT)[0]
-        assert [update.ending is not None for update in mine] == [False] * 4 + [True]
-        assert mine[-1].ending is not None and mine[-1].ending.reason is FinishReason.LENGTH
+        assert [update.finish_reason is not None for update in mine] == [False] * 4 + [True]
+        assert mine[-1].finish_reason is FinishReason.LENGTH
     status = reports[-1].status
     assert (reports[-1].added, status.running, status.waiting) == (1, 0, 0)
     assert status.free_blocks == status.total_blocks == 32
@@ -119,13 +117,13 @@ def test_a_stopped_request_gives_its_blocks_back_at_the_next_turn(wire: Wire) ->
     wire.loop.turn()
     assert wire.report().status.running == 1
     wire.send(Stop("r"))
-    assert wire.mailbox.incoming.poll(WAIT_MILLISECONDS), "it has arrived"
+    assert wire.mailbox.socket.poll(WAIT_MILLISECONDS), "it has arrived"
     while wire.engine.has_work:
         wire.loop.turn()
     last = wire.report()
-    while wire.reports.poll(100):
+    while wire.socket.poll(100):
         last = wire.report()
-    assert last.updates[-1].ending is not None and last.updates[-1].ending.reason is FinishReason.ABORT
+    assert last.updates[-1].finish_reason is FinishReason.ABORT
     assert last.status.free_blocks == 32
 
 
@@ -136,7 +134,7 @@ def test_a_request_that_can_never_run_is_refused_and_the_next_one_runs(wire: Wir
     assert isinstance(refused, Refused) and "token id 2000" in refused.message
     assert wire.report() == StepReport(status=EngineStatus(free_blocks=32, total_blocks=32), added=1)
     wire.send(Add(_request(max_tokens=2)))
-    assert wire.finish()[-1].updates[-1].ending is not None
+    assert wire.finish()[-1].updates[-1].finish_reason is not None
 
 
 def test_a_sample_that_ended_before_is_not_run_again(wire: Wire) -> None:
@@ -158,7 +156,7 @@ def test_several_engines_are_served_as_one_is(wire: Wire) -> None:
     report = StepReport()
     while report.added < 3 or dispatcher.has_work:
         wire.loop.turn()
-        while wire.reports.poll(50):
+        while wire.socket.poll(50):
             report = wire.report()
             for update in report.updates:
                 got[update.request_id] += update.tokens
@@ -184,9 +182,9 @@ def test_commands_are_taken_while_no_step_ends(wire: Wire) -> None:
     wire.send(Stop("r"))
     while True:
         wire.loop.turn()
-        if wire.reports.poll(0):
+        if wire.socket.poll(0):
             (update,) = wire.report().updates
-            assert update.ending is not None and update.ending.reason is FinishReason.ABORT
+            assert update.finish_reason is FinishReason.ABORT
             return
 
 
@@ -195,7 +193,7 @@ def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> No
     wire.send(Add(Request("r", (WORKER_POISON_TOKEN, 3), SamplingParams(), seed=0)))
     wire.loop.run()
     messages = [wire.hear()]
-    while not isinstance(messages[-1], EngineStopped):
+    while not isinstance(messages[-1], Failed):
         messages.append(wire.hear())
     assert messages[-1].message.startswith("the workers died 3 times")
     reports = [message for message in messages if isinstance(message, StepReport)]
@@ -230,7 +228,7 @@ def test_the_last_death_is_told_before_the_last_word(wire: Wire) -> None:
     wire.send(Add(_request(max_tokens=50)))
     wire.loop.run()
     messages = [wire.hear()]
-    while not isinstance(messages[-1], EngineStopped):
+    while not isinstance(messages[-1], Failed):
         messages.append(wire.hear())
     assert isinstance(messages[-2], StepReport) and messages[-2].status.losses == 3
     assert messages[-1].message.startswith("the workers died 3 times within ")
@@ -263,7 +261,7 @@ RUBBISH = [
 
 def test_rubbish_is_dropped_and_counted(wire: Wire) -> None:
     for rubbish in RUBBISH:
-        wire.commands.send(rubbish)
+        wire.socket.send(rubbish)
     wire.send(Add(_request(max_tokens=2)))
     while not wire.engine.has_work:
         wire.loop.turn()

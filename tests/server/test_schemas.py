@@ -8,10 +8,9 @@ import pytest
 
 from nanoserve.errors import UsageError
 from nanoserve.request import SamplingParams
-from nanoserve.server.api_errors import ApiError
+from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
-from nanoserve.server.sampling import chat_params, completion_params
-from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
+from nanoserve.server.schemas import ChatRequest, CompletionRequest, chat_params, completion_params, parse
 from nanoserve.text.chat_template import check_messages
 
 FACTS = EngineFacts(1024, 4096, (0,), SamplingParams(), 256)

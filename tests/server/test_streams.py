@@ -11,7 +11,7 @@ from nanoserve.outputs import MAX_DELTAS
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.server import endpoints
 from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat
-from nanoserve.server.messages import Ending, SampleUpdate
+from nanoserve.server.messages import SampleUpdate
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, SamplingFields, parse
 from nanoserve.server.streams import RequestStream
 
@@ -41,22 +41,23 @@ class Client:
         answer: CompletionFormat = (ChatFormat if asked is CHAT else TextFormat)("letters", texts)
         request = Request("r", (1, 2), SamplingParams(**params), seed=0)
         self.stream = RequestStream(request, letters, asyncio.Event())
-        self._job = endpoints._Completion(asked, answer, [request])
+        service: Any = None
+        self._answer = endpoints.CompletionAnswer(service, asked, answer, [self.stream])
         self.chunks: list[Any] = []
 
     def step(self, *tokens: int, index: int = 0, ending: FinishReason | None = None, error: str | None = None) -> None:
         """The engine tells of a step."""
-        end = None if ending is None else Ending(ending, error=error)
-        self.stream.take(SampleUpdate("r", index, tokens, (), (), 0, 0.0, end))
+        self.stream.take(SampleUpdate("r", index, tokens, started=0.0, finish_reason=ending, error=error))
 
-    async def emit(self, chunk: object) -> None:
-        self.chunks.append(chunk)
+    async def _read(self) -> None:
+        async for chunk in self._answer.chunks():
+            self.chunks.append(chunk)
 
     def read(self, script: Callable[[], Any]) -> list[dict[str, Any]]:
         """What the client has when it has all, while the script tells the engine's part."""
 
         async def both() -> None:
-            reading = asyncio.create_task(endpoints._emit_chunks(self._job, [self.stream], self.emit))
+            reading = asyncio.create_task(self._read())
             await script()
             await reading
 

@@ -21,11 +21,17 @@ from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server import endpoints
 from nanoserve.server.answers import TextFormat
-from nanoserve.server.api_errors import ApiError
 from nanoserve.server.engine_process import COMMAND_BYTES, receive
-from nanoserve.server.messages import Add, Command, EngineFacts, EngineSockets, Mailbox
-from nanoserve.server.sampling import MAX_LOGPROBS_PER_REQUEST, chat_params, completion_params
-from nanoserve.server.schemas import ChatRequest, CompletionRequest, parse
+from nanoserve.server.http_bodies import ApiError
+from nanoserve.server.messages import Add, Command, EngineFacts, Mailbox
+from nanoserve.server.schemas import (
+    MAX_LOGPROBS_PER_REQUEST,
+    ChatRequest,
+    CompletionRequest,
+    chat_params,
+    completion_params,
+    parse,
+)
 from nanoserve.server.service import ClientLimits, Service
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.building import make_byte_level
@@ -76,10 +82,10 @@ def test_samples_and_prompts_share_stop_tokens_and_stop_strings(monkeypatch: pyt
 
 def test_the_engine_takes_commands_in_slices(tmp_path: Path) -> None:
     context = zmq.Context()
-    sockets = EngineSockets(local_address(tmp_path), local_address(tmp_path), SocketKeys.random())
-    listen(context.socket(zmq.PULL), sockets.reports, sockets.keys)
-    mailbox: Mailbox[Command] = Mailbox(sockets, Command)
-    connect(commands := context.socket(zmq.PUSH), sockets.commands, sockets.keys.public)
+    address, keys = local_address(tmp_path), SocketKeys.random()
+    listen(commands := context.socket(zmq.PAIR), address, keys)
+    mailbox: Mailbox[Command] = Mailbox(zmq.Context(), Command)
+    connect(mailbox.socket, address, keys.public)
     params = completion_params(_asked(**LARGEST), FACTS, [1])[0]
     sent = [msgspec.msgpack.encode(Add(Request(str(number), (5,), params, 0))) for number in range(128)]
     for command in sent:
@@ -111,9 +117,9 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
     seen: list[int] = []
 
     class Counting(TextFormat):
-        def choice(self, index: int, output: CompletionOutput) -> dict[str, Any]:
+        def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
             made.append(index)
-            return super().choice(index, output)
+            return super().choice(index, output, name)
 
     async def outputs(_streams: object) -> list[RequestOutput]:
         return [RequestOutput(str(number), None, (1,), samples, True, 0, None) for number in range(128)]
@@ -125,9 +131,9 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
 
     async def both() -> dict[str, Any]:
         monkeypatch.setattr(endpoints, "wholes", outputs)
-        requests = [Request("a", (1,), SamplingParams(n=16), 0)] * 128
-        job = endpoints._Completion(_asked(), Counting("m", cast(Any, None)), requests)
-        whole = endpoints._whole(cast(Service, SimpleNamespace(limits=ClientLimits())), job, [])
+        streams: Any = [SimpleNamespace(request=Request("a", (1,), SamplingParams(n=16), 0))] * 128
+        service = cast(Service, SimpleNamespace(limits=ClientLimits()))
+        whole = endpoints.CompletionAnswer(service, _asked(), Counting("m", cast(Any, None)), streams).whole()
         answer, _ = await asyncio.gather(whole, other())
         return cast(dict[str, Any], msgspec.json.decode(msgspec.json.encode(answer)))
 

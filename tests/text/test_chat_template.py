@@ -9,7 +9,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.processes.children import ProcessKilled
-from nanoserve.server.api_errors import as_api_error
+from nanoserve.server.http_bodies import as_api_error
 from nanoserve.text.chat_template import ChatTemplate, check_messages, load_chat_template
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.text.building import make_byte_level

@@ -1,11 +1,9 @@
 """The product's poisoned batches for paged attention, as the tests of its implementations build them."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.attention import AttentionCall, AttentionRow, PagedAttentionShape, make_batch
+from nanoserve.benchmarks.gpu.attention import AttentionCall, AttentionRow, make_batch
 
 
 def build(
@@ -20,8 +18,8 @@ def build(
     dtype: torch.dtype = torch.float32,
 ) -> AttentionCall:
     """Rows on shuffled blocks; the first `shared` full blocks of all rows are the same ones."""
-    shape = PagedAttentionShape(rows=tuple(rows), num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    return make_batch(shape, block_size=block_size, dtype=dtype, poisoned=True, shared_blocks=shared, seed=seed)
+    sizes = (num_heads, num_kv_heads, head_dim)
+    return make_batch(rows, *sizes, block_size=block_size, dtype=dtype, poisoned=True, shared_blocks=shared, seed=seed)
 
 
 def inputs(batch: AttentionCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -36,5 +34,20 @@ def poisoned_out(batch: AttentionCall) -> Tensor:
 
 
 def reference(batch: AttentionCall, scale: float, window: int) -> Tensor:
-    """Attention by its definition, in float64."""
-    return replace(batch, scale=scale, sliding_window=window).by_definition()
+    """Attention by its definition, in float64, one query after another: [tokens, num_heads * head_dim]."""
+    query, block_size = batch.query.double(), batch.key_cache.shape[2]
+    group = query.shape[1] // batch.key_cache.shape[1]
+    results = torch.empty_like(query)
+    for row, context in enumerate(batch.context_lengths.tolist()):
+        start, end = batch.query_starts[row : row + 2].tolist()
+        for token in range(start, end):
+            position = context - (end - token)
+            first = max(0, position - window + 1) if window else 0
+            seen = torch.arange(first, position + 1)
+            places = batch.block_tables[row, seen // block_size].long(), slice(None), seen % block_size
+            keys, values = (
+                cache[places].double().repeat_interleave(group, dim=1) for cache in (batch.key_cache, batch.value_cache)
+            )
+            weights = torch.einsum("hd,khd->hk", query[token], keys).mul(scale).softmax(-1)
+            results[token] = torch.einsum("hk,khd->hd", weights, values)
+    return results.flatten(1)

@@ -1,87 +1,82 @@
-"""The kernels against the floor of the same run and against their peers, in turns."""
+"""The kernels against the floor of the same run and against their peers, in turns.
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+Peers are others that compute the same attention. torch's attention knows no paged cache: it is given keys and values
+that lie gathered in one piece, and the gathering is timed apart. That flatters it; FlashInfer reads the same paged
+cache as our kernels.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, decode_rows, make_batch, moved_bytes
-from nanoserve.benchmarks.gpu.peers import AttentionWork, find_peers
-from nanoserve.benchmarks.gpu.running import GpuCase
-from nanoserve.benchmarks.gpu.setting import GpuSetting
-from nanoserve.benchmarks.gpu.timing import DeviceTimer, TimeSpread
-from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.gpu.attention import AttentionCall, AttentionRow, decode_rows, make_batch
+from nanoserve.benchmarks.gpu.device import Call, GpuBench, TimeSpread
+from nanoserve.benchmarks.gpu.running import CannotRun, GpuCase, Row, reason
 from triton_ops import cache_write, copy_blocks, gather_blocks, scatter_blocks
 
 OURS = "nanoserve"
-GATHER = "gathering alone"
-INDEXING = "torch indexing"
 BLOCK_SIZE = 16
 HEAD_DIM = 128
 KV_HEADS = 8
 GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}
 """Query heads of one key-value head: how many heads of each kind there are."""
-DECODES = ((64, 4096, 4), (64, 4096, 8), (1, 32768, 4), (1, 2048, 4), (16, 2048, 4))
-"""Batch, context and group."""
-PREFILLS = (8192, 2048)
-MIXED = (*decode_rows(32, 2048), AttentionRow(512, 2048), AttentionRow(1024, 1024))
-MOVED_TOKENS = 8192
-MOVED_BLOCKS = 2048
-STAGED_BLOCKS, STAGED_LAYERS = 256, 8
+BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
+    ("prefill 8192", 4, [AttentionRow(8192, 8192)]),
+    ("prefill 2048", 4, [AttentionRow(2048, 2048)]),
+    ("decode 64 x 4096", 4, decode_rows(64, 4096)),
+    ("decode 64 x 4096", 8, decode_rows(64, 4096)),
+    ("decode 1 x 32768", 4, decode_rows(1, 32768)),
+    ("decode 1 x 2048", 4, decode_rows(1, 2048)),
+    ("decode 16 x 2048", 4, decode_rows(16, 2048)),
+    (
+        "mixed 32 x 2048 + 512 of 2048 + 1024",
+        4,
+        [*decode_rows(32, 2048), AttentionRow(512, 2048), AttentionRow(1024, 1024)],
+    ),
+)
+"""Name, group and rows of each."""
+STAGED_LAYERS = 8
 _SMALLER_BY = 64
 """Sizes are divided by this in a dry run."""
 
 
-def attention_name(kind: str, size: str, group: int) -> str:
-    """How a row of attention is called, here and where its target is looked up."""
-    return f"{kind} {size}, GQA {group}, head_dim {HEAD_DIM}"
-
-
-def part_cases(setting: GpuSetting, report: Report, stack: ExitStack) -> Iterator[GpuCase]:
-    """Each kernel against the limits of the device."""
-    return kernel_cases(DeviceTimer.on(setting, report))
-
-
-def kernel_cases(timer: DeviceTimer) -> Iterator[GpuCase]:
+def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
     """The moves, then attention as in prompts, in decoding, and mixed.
 
     The moves take a moment. For each shape of prompts and of decoding torch recompiles a peer (flex_attention),
     which may use up the budget, so what has a target comes before what has none.
     """
-    scale = _SMALLER_BY if timer.setting.dry_run else 1
-    for name, make in _moves(scale).items():
-        yield GpuCase(name, partial(_measure_move, timer, make))
-    batches: dict[tuple[str, str, int], tuple[AttentionRow, ...]] = {}
-    for length in PREFILLS:
-        batches["prefill", str(length), 4] = (AttentionRow(length // scale, length // scale),)
-    for batch, context, group in DECODES:
-        batches["decode", f"{batch} x {context}", group] = decode_rows(max(1, batch // scale), context // scale)
-    batches["mixed", "32 x 2048 + 512 of 2048 + 1024", 4] = tuple(
-        AttentionRow(max(1, row.queries // scale), max(1, row.context // scale)) for row in MIXED
-    )
-    for (kind, size, group), rows in batches.items():
-        heads, kv_heads = GROUPS[group]
-        shape = PagedAttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM)
-        yield GpuCase(attention_name(kind, size, group), partial(_measure_attention, timer, shape))
+    scale = _SMALLER_BY if bench.dry_run else 1
+    staged = f"256 blocks of {STAGED_LAYERS} layers"
+    yield GpuCase("cache_write 8192 tokens", partial(_measure_cache_write, bench, 8192 // scale))
+    yield GpuCase("cache_write 64 tokens", partial(_measure_cache_write, bench, 64))
+    yield GpuCase("copy_blocks 2048 blocks", partial(_measure_copy_blocks, bench, 2048 // scale))
+    yield GpuCase(f"gather_blocks {staged}", partial(_measure_staging, bench, 256 // scale, back=False))
+    yield GpuCase(f"scatter_blocks {staged}", partial(_measure_staging, bench, 256 // scale, back=True))
+    for size, group, full in BATCHES:
+        small = tuple(AttentionRow(max(1, row.queries // scale), max(1, row.context // scale)) for row in full)
+        name = f"{size}, GQA {group}, head_dim {HEAD_DIM}"
+        yield GpuCase(name, partial(_measure_attention, bench, small, *GROUPS[group]))
 
 
 @torch.inference_mode()
-def _measure_attention(timer: DeviceTimer, shape: PagedAttentionShape) -> dict[str, Any]:
-    batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=timer.setting.dtype, device=timer.setting.device)
-    work = AttentionWork.of(shape, batch)
-    peers, absent = find_peers(work)
+def _measure_attention(bench: GpuBench, rows: Sequence[AttentionRow], heads: int, kv_heads: int) -> Row:
+    sizes = (heads, kv_heads, HEAD_DIM)
+    batch = make_batch(rows, *sizes, block_size=BLOCK_SIZE, dtype=bench.dtype, device=bench.device)
+    peers, absent = find_peers(batch)
     expected = batch.attend().clone()
     differences = {name: _difference(call(), expected) for name, call in peers.items()}
-    routes: dict[str, Callable[[], object]] = {OURS: batch.attend, **peers}
-    if work.gathered is not None:  # what torch's attention would have to be preceded by
-        routes[GATHER] = partial(batch.gathered, shape.rows[0].context)
-    fields = measured_fields(
-        timer.times(routes), timer.limits, shape.num_bytes(timer.setting.dtype.itemsize), shape.operations
-    )
+    routes: dict[str, Call] = {OURS: batch.attend, **peers}
+    if not batch.is_ragged:  # what torch's attention would have to be preceded by
+        routes["gathering alone"] = batch.gathered
+    fields = measured_fields(bench.times(routes), bench.limits, batch.num_bytes, batch.operations)
     return fields | {"differences": differences, "absent": absent}
 
 
@@ -91,7 +86,7 @@ def _difference(found: Tensor, expected: Tensor) -> float | None:
     return float(largest) if bool(largest.isfinite()) else None
 
 
-def measured_fields(times: Mapping[str, TimeSpread], limits: Limits, num_bytes: int, operations: int) -> dict[str, Any]:
+def measured_fields(times: Mapping[str, TimeSpread], limits: Limits, num_bytes: int, operations: int) -> Row:
     """A row: each route's times, ours against the limits, and how many times as long the others take.
 
     `of_copy_bandwidth` and `of_matmul_peak` are the rates that our time makes of the counted bytes and operations,
@@ -111,69 +106,55 @@ def measured_fields(times: Mapping[str, TimeSpread], limits: Limits, num_bytes: 
     }
 
 
-_Routes = Mapping[str, Callable[[], object]]
-_Move = Callable[[GpuSetting], tuple[_Routes, int]]
-"""Ours and torch's own indexing, and of how many tokens they move the keys and values."""
+def moved_fields(bench: GpuBench, tokens: int, ours: Call, indexing: Call) -> Row:
+    """A row for the keys and values of ``tokens`` tokens, each read once and written once, against torch's indexing."""
+    num_bytes = 2 * 2 * tokens * KV_HEADS * HEAD_DIM * bench.dtype.itemsize
+    return measured_fields(bench.times({OURS: ours, "torch indexing": indexing}), bench.limits, num_bytes, 0)
 
 
-def _moves(scale: int) -> Mapping[str, _Move]:
-    staged = f"{STAGED_BLOCKS} blocks of {STAGED_LAYERS} layers"
-    return {
-        f"cache_write {MOVED_TOKENS} tokens": partial(_cache_write_routes, MOVED_TOKENS // scale),
-        "cache_write 64 tokens": partial(_cache_write_routes, 64),
-        f"copy_blocks {MOVED_BLOCKS} blocks": partial(_copy_blocks_routes, MOVED_BLOCKS // scale),
-        f"gather_blocks {staged}": partial(_staging_routes, STAGED_BLOCKS // scale, back=False),
-        f"scatter_blocks {staged}": partial(_staging_routes, STAGED_BLOCKS // scale, back=True),
-    }
-
-
-@torch.inference_mode()
-def _measure_move(timer: DeviceTimer, make: _Move) -> dict[str, Any]:
-    routes, tokens = make(timer.setting)
-    num_bytes = moved_bytes(tokens, KV_HEADS, HEAD_DIM, timer.setting.dtype.itemsize)
-    return measured_fields(timer.times(routes), timer.limits, num_bytes, 0)
-
-
-def _caches(setting: GpuSetting, num_blocks: int) -> tuple[Tensor, Tensor]:
+def _caches(bench: GpuBench, num_blocks: int) -> tuple[Tensor, Tensor]:
     shape = (num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    key, value = (torch.randn(shape, device=setting.device).to(setting.dtype) for _ in range(2))
+    key, value = (torch.randn(shape, device=bench.device).to(bench.dtype) for _ in range(2))
     return key, value
 
 
-def _cache_write_routes(tokens: int, setting: GpuSetting) -> tuple[_Routes, int]:
-    key_cache, value_cache = _caches(setting, 2 * -(-tokens // BLOCK_SIZE))
-    key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=setting.device).to(setting.dtype).unbind()
-    slots = torch.randperm(key_cache.shape[0] * BLOCK_SIZE, device=setting.device)[:tokens]
+@torch.inference_mode()
+def _measure_cache_write(bench: GpuBench, tokens: int) -> Row:
+    keys, values = _caches(bench, 2 * -(-tokens // BLOCK_SIZE))
+    key, value = torch.randn(2, tokens, KV_HEADS, HEAD_DIM, device=bench.device).to(bench.dtype).unbind()
+    slots = torch.randperm(len(keys) * BLOCK_SIZE, device=bench.device)[:tokens]
     blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
 
-    def assign() -> None:
-        key_cache[blocks, :, offsets] = key
-        value_cache[blocks, :, offsets] = value
+    def index() -> None:
+        keys[blocks, :, offsets] = key
+        values[blocks, :, offsets] = value
 
-    return {OURS: lambda: cache_write(key, value, key_cache, value_cache, slots), INDEXING: assign}, tokens
+    return moved_fields(bench, tokens, lambda: cache_write(key, value, keys, values, slots), index)
 
 
-def _copy_blocks_routes(blocks: int, setting: GpuSetting) -> tuple[_Routes, int]:
-    key_cache, value_cache = _caches(setting, 2 * blocks)
-    pairs = torch.randperm(2 * blocks, device=setting.device).view(2, blocks).t().contiguous()
+@torch.inference_mode()
+def _measure_copy_blocks(bench: GpuBench, blocks: int) -> Row:
+    keys, values = _caches(bench, 2 * blocks)
+    pairs = torch.randperm(2 * blocks, device=bench.device).view(2, blocks).t().contiguous()
     sources, targets = pairs.unbind(1)
 
     def index() -> None:
-        key_cache[targets] = key_cache[sources]
-        value_cache[targets] = value_cache[sources]
+        keys[targets] = keys[sources]
+        values[targets] = values[sources]
 
-    return {OURS: lambda: copy_blocks(key_cache, value_cache, pairs), INDEXING: index}, blocks * BLOCK_SIZE
+    return moved_fields(bench, blocks * BLOCK_SIZE, lambda: copy_blocks(keys, values, pairs), index)
 
 
-def _staging_routes(blocks: int, setting: GpuSetting, *, back: bool) -> tuple[_Routes, int]:
+@torch.inference_mode()
+def _measure_staging(bench: GpuBench, blocks: int, *, back: bool) -> Row:
     """Blocks of several layers into one buffer on the device, or back; torch indexes layer by layer."""
-    caches = [_caches(setting, 2 * blocks) for _ in range(STAGED_LAYERS)]
-    keys, values = [key for key, _ in caches], [value for _, value in caches]
-    chosen = torch.randperm(2 * blocks, device=setting.device)[:blocks]
-    staged = torch.stack([torch.stack((key[chosen], value[chosen])) for key, value in caches])
+    layers = [_caches(bench, 2 * blocks) for _ in range(STAGED_LAYERS)]
+    keys, values = [key for key, _ in layers], [value for _, value in layers]
+    chosen = torch.randperm(2 * blocks, device=bench.device)[:blocks]
+    staged = torch.stack([torch.stack((key[chosen], value[chosen])) for key, value in layers])
 
     def index() -> None:
-        for buffer, layer in zip(staged, caches, strict=True):
+        for buffer, layer in zip(staged, layers, strict=True):
             for part, cache in zip(buffer, layer, strict=True):
                 if back:
                     cache[chosen] = part
@@ -186,4 +167,120 @@ def _staging_routes(blocks: int, setting: GpuSetting, *, back: bool) -> tuple[_R
         else:
             gather_blocks(staged, keys, values, chosen)
 
-    return {OURS: ours, INDEXING: index}, STAGED_LAYERS * blocks * BLOCK_SIZE
+    return moved_fields(bench, STAGED_LAYERS * blocks * BLOCK_SIZE, ours, index)
+
+
+FLASHINFER_WORKSPACE = 256 * 2**20
+
+
+def find_peers(batch: AttentionCall) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
+    """Those that gave a result once, each as a call that returns it as our operator does; and why others did not."""
+    ready: dict[str, Callable[[], Tensor]] = {}
+    absent: dict[str, str] = {}
+    for name, make in _MAKERS.items():
+        try:
+            call = make(batch)
+            with torch.inference_mode():
+                call()
+            if batch.query.is_cuda:
+                torch.cuda.synchronize(batch.query.device)
+        except CannotRun as error:
+            absent[name] = str(error)
+        except Exception as error:  # a peer's failure is its own: torch says no kernel, a package misses its compiler
+            absent[name] = reason(error)
+        else:
+            ready[name] = call
+    return ready, absent
+
+
+def _dense(batch: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [rows, num_heads, queries, head_dim], and key and value [rows, num_kv_heads, context, head_dim]."""
+    if batch.is_ragged:
+        raise CannotRun("takes no rows of different lengths")
+    query = batch.query.view(len(batch.rows), -1, *batch.query.shape[1:])
+    return (query.transpose(1, 2).contiguous(), *batch.gathered())
+
+
+def _flat(attended: Tensor) -> Tensor:
+    """[rows, num_heads, queries, head_dim] as our operator gives it: [tokens, num_heads * head_dim]."""
+    return attended.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _sdpa(backend: SDPBackend, batch: AttentionCall) -> Callable[[], Tensor]:
+    query, key, value = _dense(batch)
+    if not query.is_cuda:
+        backend = SDPBackend.MATH
+    given = query
+    settings: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+    if batch.is_decode:  # the heads of a key-value head as its queries: faster than repeating keys, and without a mask
+        given, settings = query.view(len(query), key.shape[1], -1, query.shape[-1]), {}
+
+    def attend() -> Tensor:
+        with sdpa_kernel(backend):
+            return _flat(scaled_dot_product_attention(given, key, value, **settings).reshape(query.shape))
+
+    return attend
+
+
+def _is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
+def _flex(batch: AttentionCall) -> Callable[[], Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    query, key, value = _dense(batch)
+    if not query.is_cuda:
+        raise CannotRun("is compiled for GPUs only")
+    sizes = (None, None, query.shape[2], key.shape[2])
+    mask = None if batch.is_decode else create_block_mask(_is_seen, *sizes, device=str(query.device))
+    attend: Any = torch.compile(flex_attention, dynamic=False)
+    return lambda: _flat(attend(query, key, value, block_mask=mask, enable_gqa=True))
+
+
+def _flashinfer(batch: AttentionCall) -> Callable[[], Tensor]:
+    library = _import("flashinfer", batch)
+    dtype, device = batch.query.dtype, batch.query.device
+    _, num_kv_heads, block_size, head_dim = batch.key_cache.shape
+    counts = [-(-row.context // block_size) for row in batch.rows]
+    indices = torch.cat([batch.block_tables[row, :count] for row, count in enumerate(counts)])
+    ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    last = (batch.context_lengths - 1) % block_size + 1
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
+    heads = (batch.query.shape[1], num_kv_heads, head_dim, block_size)
+    pages = (ends.to(device), indices, last)
+    if batch.is_decode:
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+        wrapper.plan(*pages, *heads, q_data_type=dtype, kv_data_type=dtype)
+    else:
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+        wrapper.plan(batch.query_starts, *pages, *heads, causal=True, q_data_type=dtype, kv_data_type=dtype)
+    return lambda: wrapper.run(batch.query, (batch.key_cache, batch.value_cache)).flatten(1)
+
+
+def _flash_attention(batch: AttentionCall) -> Callable[[], Tensor]:
+    library = _import("flash_attn", batch)
+    query, key, value = (one.transpose(1, 2).contiguous() for one in _dense(batch))
+    if batch.is_decode:
+        attend = partial(library.flash_attn_with_kvcache, query, key, value, cache_seqlens=batch.context_lengths)
+    else:
+        attend = partial(library.flash_attn_func, query, key, value, causal=True)
+    return lambda: attend().flatten(2).flatten(0, 1)
+
+
+def _import(name: str, batch: AttentionCall) -> Any:
+    if not batch.query.is_cuda:
+        raise CannotRun("needs a GPU")
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise CannotRun(f"is not importable ({error})") from error
+
+
+_MAKERS: Mapping[str, Callable[[AttentionCall], Callable[[], Tensor]]] = {
+    "SDPA flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    "SDPA cuDNN": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "flex_attention": _flex,
+    "FlashInfer": _flashinfer,
+    "flash-attn": _flash_attention,
+}

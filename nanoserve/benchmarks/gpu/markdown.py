@@ -3,13 +3,13 @@
 Targets are ratios to what the same run measures. They are never asserted.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.gpu.running import Document
-from nanoserve.benchmarks.tables import Column, markdown_table
+from nanoserve.benchmarks.gpu.running import BUDGET_SPENT, Document
+from nanoserve.benchmarks.tables import Column, columns, markdown_table
 
 TARGET_DEVICE = "H200"
 Row = Mapping[str, Any]
@@ -28,10 +28,8 @@ class Target(msgspec.Struct, frozen=True):
     aim: float | None = None
     over: str | None = None
     """Case whose figure of that name this one is divided by."""
-    beside: str | None = None
-    """Case whose row the remark tells of."""
-    remark: Callable[[Row], str] = lambda row: ""
-    """Text that is shown beside the verdict."""
+    beside: tuple[str, str] | None = None
+    """A case, and what to tell of its row beside the verdict."""
 
     def outcome(self, rows: Mapping[str, Row]) -> dict[str, Any]:
         """The row of the target, from the rows of all parts by the name of their case.
@@ -53,24 +51,22 @@ class Target(msgspec.Struct, frozen=True):
         measured = float(figures[0] / figures[1] if self.over else figures[0])
         share = self.bound / max(measured, 1e-9) if self.most else measured / self.bound
         found |= {"measured": measured, "share": share, "verdict": "met" if share >= 1 else "missed"}
+        case, remark = self.beside or ("", "")
+        row = rows.get(case, {})
+        remark += "; cut off after {requests_done} requests, so the ratio is too high" if row.get("cut") else ""
         try:
-            return found | {"remark": self.remark(rows[self.beside]) if self.beside else None}
-        except (KeyError, TypeError):  # the other case is missing, or failed
+            return found | {"remark": remark.format_map(row)}
+        except KeyError:  # the other case is missing, or failed
             return found
-
-
-def _kernels_of(row: Row) -> str:
-    return f"{row['kernels_per_step']:.0f} kernels per step, {row['kernel_us']:.1f} us each on average"
-
-
-def _transformers_of(row: Row) -> str:
-    cut = f"; cut off after {row['requests_done']} requests, so the ratio is too high" if row["cut"] else ""
-    return f"transformers attends by {row['attention']}{cut}"
 
 
 _PREFILL = "prefill 8192, GQA 4, head_dim 128"
 _PRESET = "qwen3-0.6b: preset"
 _PROMPT = "prefill attention, 8192 tokens"
+_BATCH_1 = "decode at batch 1: share of the bandwidth floor"
+_KERNELS = "{kernels_per_step:.0f} kernels per step, {kernel_us:.1f} us each on average"
+_OVER = "256-request preset, Qwen3-0.6B: output tokens/s over transformers' continuous batching"
+_ATTENTION = (f"{_PRESET}, transformers", "transformers attends by {attention}")
 
 TARGETS = (
     *(
@@ -85,25 +81,16 @@ TARGETS = (
     Target(f"{_PROMPT}: time of SDPA's flash back end over ours", _PREFILL, "slower.SDPA flash", 1.0),
     *(
         Target(
-            f"{name}, decode at batch 1: share of the bandwidth floor",
+            f"{name}, {_BATCH_1}",
             f"{name.lower()}: decode, batch 1",
             "of_floor",
             least,
             aim=aim,
-            beside=f"{name.lower()}: steps of batch 1",
-            remark=_kernels_of,
+            beside=(f"{name.lower()}: steps of batch 1", _KERNELS),
         )
         for name, least, aim in (("Llama-3.1-8B", 0.80, 0.90), ("Qwen3-0.6B", 0.35, 0.50))
     ),
-    Target(
-        "256-request preset, Qwen3-0.6B: output tokens/s over transformers' continuous batching",
-        _PRESET,
-        "output_tokens_per_s",
-        4.0,
-        over=f"{_PRESET}, transformers",
-        beside=f"{_PRESET}, transformers",
-        remark=_transformers_of,
-    ),
+    Target(_OVER, _PRESET, "output_tokens_per_s", 4.0, over=f"{_PRESET}, transformers", beside=_ATTENTION),
     *(
         Target(
             f"host overhead, Qwen3-0.6B, {batch}: device idle between two steps, share of a step",
@@ -125,76 +112,51 @@ def outcomes(results: Document) -> Sequence[dict[str, Any]]:
 
 
 _DIFFERENCES = (
-    "unwanted_nans",
-    "largest_difference",
-    "median_difference",
-    "tolerance",
-    "different_requests",
-    "different_rows",
+    *("unwanted_nans", "largest_difference", "median_difference", "tolerance"),
+    *("different_requests", "different_rows"),
 )
 """What a row of a failed check may tell."""
-_CHECKS = [
-    Column("check", "check"),
-    Column("right", "right"),
-    Column("wrong", "wrong"),
-    Column("not run", "not_run"),
-    Column("largest share of the tolerance", "share", ".2f"),
-]
-_KERNELS = [
-    Column("kernel", "case"),
-    Column("us (low-high)", "spread"),
-    Column("of copy bandwidth", "of_copy_bandwidth", ".0%"),
-    Column("of matmul peak", "of_matmul_peak", ".0%"),
-    Column("of floor", "of_floor", ".0%"),
-]
-_ENGINE = {
-    "decode, batch 1": [
-        Column("decoding at batch 1", "case"),
-        Column("tokens/s", "tokens_per_s", ",.1f"),
-        Column("of floor", "of_floor", ".0%"),
-    ],
-    "prefill": [
-        Column("prefill", "case"),
-        Column("tokens/s", "tokens_per_s", ",.0f"),
-        Column("of floor", "of_floor", ".0%"),
-    ],
-    "steps of": [
-        Column("steps", "case"),
-        Column("us per step, unprofiled", "unprofiled_step_us.us", ",.0f"),
-        Column("kernels per step", "kernels_per_step", ".0f"),
-        Column("us per kernel", "kernel_us", ".1f"),
-        Column("device idle between steps", "idle_between_steps", ".1%"),
-        Column("idle within steps", "idle_within_steps", ".1%"),
-        Column("idle, without the profiler", "idle_without_profiler", ".1%"),
-    ],
-    "preset": [
-        Column("preset", "case"),
-        Column("output tok/s", "output_tokens_per_s", ",.0f"),
-        Column("seconds", "run_seconds", ",.1f"),
-    ],
-    "opening": [
-        Column("opening", "case"),
-        Column("seconds", "open_seconds", ",.1f"),
-        Column("of them until warm", "warm_up_seconds", ",.1f"),
-        Column("graphs", "graphs", "d"),
-        Column("seconds to capture", "graph_seconds", ",.1f"),
-        Column("bytes of graphs", "graph_memory", ",d"),
-        Column("GiB free after", "free_gib", ",.1f"),
-    ],
+_CHECK_COLUMNS = columns(
+    ("", "check", "right", "wrong", "not_run"), (".2f", ("largest share of the tolerance", "share"))
+)
+_KERNEL_COLUMNS = columns(
+    ("", ("kernel", "case"), ("us (low-high)", "spread")),
+    (".0%", "of_copy_bandwidth", "of_matmul_peak", "of_floor"),
+)
+_ENGINE_COLUMNS = {
+    "decode, batch 1": columns(
+        ("", ("decoding at batch 1", "case")), (",.1f", ("tokens/s", "tokens_per_s")), (".0%", "of_floor")
+    ),
+    "prefill": columns(("", ("prefill", "case")), (",.0f", ("tokens/s", "tokens_per_s")), (".0%", "of_floor")),
+    "steps of": columns(
+        ("", ("steps", "case")),
+        (",.0f", ("us per step, unprofiled", "unprofiled_step_us.us")),
+        (".0f", "kernels_per_step"),
+        (".1f", ("us per kernel", "kernel_us")),
+        (".1%", ("device idle between steps", "idle_between_steps"), "idle_within_steps"),
+        (".1%", ("idle, without the profiler", "idle_without_profiler")),
+    ),
+    "preset": columns(
+        ("", ("preset", "case")),
+        (",.0f", ("output tok/s", "output_tokens_per_s")),
+        (",.1f", ("seconds", "run_seconds")),
+    ),
+    "opening": columns(
+        ("", ("opening", "case")),
+        (",.1f", ("seconds", "open_seconds"), ("of them until warm", "warm_up_seconds")),
+        ("d", "graphs"),
+        (",.1f", ("seconds to capture", "graph_seconds")),
+        (",d", ("bytes of graphs", "graph_memory")),
+        (",.1f", ("GiB free after", "free_gib")),
+    ),
 }
 """The columns for each kind of case, by the words behind the model's name."""
-_TARGETS = [
-    Column("target", "target"),
-    Column("wanted", "wanted"),
-    Column("measured", "measured", ".2f"),
-    Column("verdict", "verdict"),
-    Column("beside it", "remark"),
-]
+_TARGET_COLUMNS = columns(("", "target", "wanted"), (".2f", "measured"), ("", "verdict", ("beside it", "remark")))
 
 
 def to_markdown(results: Document) -> str:
     """Head, checks, kernels, engine and targets, as far as they were run."""
-    parts: Mapping[str, Mapping[str, Any]] = results["parts"]
+    parts: Mapping[str, Row] = results["parts"]
     blocks = [*_head(results)]
     for part, tables in {"correctness": _correctness, "kernels": _kernels, "engine": _engine}.items():
         blocks += tables(parts[part]) if part in parts else ()
@@ -204,70 +166,57 @@ def to_markdown(results: Document) -> str:
         one | {"verdict": one["verdict"] + (f" ({one['share']:.0%} of it)" if one["share"] is not None else "")}
         for one in outcomes(results)
     ]
-    return "\n\n".join([*blocks, markdown_table(_TARGETS, targets)]) + "\n"
+    return "\n\n".join([*blocks, markdown_table(_TARGET_COLUMNS, targets)]) + "\n"
 
 
 def _head(results: Document) -> Iterator[str]:
     if results["dry_run"]:
         yield "**Dry run on a CPU with tiny shapes: no figure below says anything about any GPU.**"
-    device, versions = results["device"], results["versions"]
-    size = "".join(
-        f", {device[key]} {unit}"
-        for key, unit in (("multiprocessors", "multiprocessors"), ("memory_gib", "GiB"), ("l2_mib", "MiB of L2"))
-        if key in device
-    )
-    software = ", ".join(f"{name} {version}" for name, version in versions.items())
-    command = next(iter(results["parts"].values()))["command"]
+    device = results["device"]
+    sizes = {"multiprocessors": "multiprocessors", "memory_gib": "GiB", "l2_mib": "MiB of L2"}
+    size = "".join(f", {device[key]} {unit}" for key, unit in sizes.items() if key in device)
+    software = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     yield f"{device.get('name', 'unknown device')}{size}; {software}; commit {results['commit']}; {results['date']}."
-    yield f"`{command}`"
-    unfinished = [name for name, part in results["parts"].items() if not part["complete"]]
-    if unfinished:
+    yield f"`{next(iter(results['parts'].values()))['command']}`"
+    if unfinished := [name for name, part in results["parts"].items() if not part["complete"]]:
         yield f"Interrupted, and not complete: {', '.join(unfinished)}."
-    notes = [f"* {note}" for part in results["parts"].values() for note in part.get("notes", ())]
-    if notes:
-        yield "\n".join(notes)
 
 
 def _correctness(part: Row) -> Iterator[str]:
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    kinds: dict[str, list[Row]] = {}
     for row in part["rows"]:  # a failed row has no fields but its name, whose first words say what it was
         kinds.setdefault(row.get("check") or row["case"].partition(",")[0], []).append(row)
     table = [
         {
             "check": kind,
             "right": sum(row.get("ok") is True for row in some),
-            "wrong": sum(map(_is_wrong, some)),
+            "wrong": sum(row.get("ok") is False or "error" in row for row in some),
             "not_run": sum("skipped" in row for row in some),
             "share": max((row["of_tolerance"] for row in some if row.get("of_tolerance") is not None), default=None),
         }
         for kind, some in kinds.items()
     ]
     yield "Correctness"
-    yield markdown_table(_CHECKS, table)
-    if wrong := [f"* {row['case']}: {_complaint(row)}" for row in part["rows"] if _is_wrong(row)]:
-        yield "\n".join(wrong)
-
-
-def _is_wrong(row: Row) -> bool:
-    return row.get("ok") is False or "error" in row
+    yield markdown_table(_CHECK_COLUMNS, table)
+    told = [row for row in part["rows"] if not row.get("ok") and row.get("skipped") != BUDGET_SPENT]
+    if told:
+        yield "\n".join(f"* {row['case']}: {_complaint(row)}" for row in told)
 
 
 def _complaint(row: Row) -> str:
-    if "error" in row:
-        return str(row["error"])
-    told = [f"{name.replace('_', ' ')} {row[name]}" for name in _DIFFERENCES if row.get(name) not in (None, 0, [])]
-    return ", ".join([*told, row["problem"]] if row.get("problem") else told)
+    found = [f"{name.replace('_', ' ')} {row[name]}" for name in _DIFFERENCES if row.get(name) not in (None, 0, [])]
+    return ", ".join([*found, *(row[name] for name in ("problem", "error", "skipped") if row.get(name))])
 
 
 def _kernels(part: Row) -> Iterator[str]:
-    rows = [_with_failure(row) for row in part["rows"]]
+    rows = _with_failures(part["rows"])
     peers = dict.fromkeys(name for row in rows for name in row.get("slower", {}))
     for row in rows:
         if "us" in row:
             ours = row["routes"]["nanoserve"]
             row["spread"] = f"{row['us']:,.1f} ({ours['low']:,.1f}-{ours['high']:,.1f})"
     yield f"Kernels{_limits(part)}; times of others over ours"
-    yield markdown_table([*_KERNELS, *(Column(peer, f"slower.{peer}", ".2f") for peer in peers)], rows)
+    yield markdown_table([*_KERNEL_COLUMNS, *(Column(peer, f"slower.{peer}", ".2f") for peer in peers)], rows)
     absent = {f"* {name}: {why}" for row in rows for name, why in row.get("absent", {}).items()}
     if absent:
         yield "Not compared with:\n\n" + "\n".join(sorted(absent))
@@ -275,14 +224,15 @@ def _kernels(part: Row) -> Iterator[str]:
 
 def _engine(part: Row) -> Iterator[str]:
     yield f"Engine{_limits(part)}"
-    for words, columns in _ENGINE.items():
-        rows = [_with_failure(row) for row in part["rows"] if row["case"].partition(": ")[2].startswith(words)]
-        if rows:
-            yield markdown_table(columns, rows)
+    rows = _with_failures(part["rows"])
+    for words, shown in _ENGINE_COLUMNS.items():
+        if some := [row for row in rows if row["case"].partition(": ")[2].startswith(words)]:
+            yield markdown_table(shown, some)
 
 
-def _with_failure(row: Row) -> dict[str, Any]:
-    return {**row, "failed": next((f"{word}: {row[word]}" for word in ("error", "skipped") if word in row), None)}
+def _with_failures(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    failures = [[f"{word}: {row[word]}" for word in ("error", "skipped") if word in row] for row in rows]
+    return [{**row, "failed": failed[0] if failed else None} for row, failed in zip(rows, failures, strict=True)]
 
 
 def _limits(part: Row) -> str:

@@ -4,29 +4,20 @@ run time (`triton_ops/gpu/configurations.py`)."""
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from nanoserve.benchmarks.gpu.attention import (
-    TOLERANCES,
-    AttentionRow,
-    PagedAttentionShape,
-    compared,
-    decode_rows,
-    make_batch,
-)
+from nanoserve.benchmarks.gpu.attention import TOLERANCES, AttentionRow, compared, decode_rows, make_batch
+from nanoserve.benchmarks.gpu.device import GpuBench, TimeSpread
 from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS
-from nanoserve.benchmarks.gpu.running import TUNED_FILE, GpuCase
-from nanoserve.benchmarks.gpu.setting import GpuSetting
-from nanoserve.benchmarks.gpu.timing import DeviceTimer
-from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.gpu.running import GpuCase, Row
 from nanoserve.errors import UsageError
 from nanoserve.processes.files import replace_file
 from triton_ops.gpu import configurations
@@ -47,28 +38,20 @@ WORK: Mapping[str, Mapping[str, tuple[AttentionRow, ...]]] = {
     },
     PREFILL: {"8192": (AttentionRow(8192, 8192),), "512 of 4096": (AttentionRow(512, 4096),) * 4},
 }
-_LINE_LENGTH = 120
 
 Key = tuple[int, int, int]
 """Generation, bytes of a number, head_dim."""
-Rows = Sequence[Mapping[str, Any]]
 Configuration = DecodeConfiguration | PrefillConfiguration
 
 
-def part_cases(setting: GpuSetting, report: Report, stack: ExitStack) -> Iterator[GpuCase]:
-    """Every candidate; the table is written at the end, whatever has been measured until then."""
-    stack.callback(write_table, report)
-    return tuning_cases(DeviceTimer.on(setting, report), report.rows)
-
-
 def decode_tiles(now: DecodeConfiguration) -> list[DecodeConfiguration]:
-    """What is tried first: how a row's keys are read. The present configuration is among what is tried."""
+    """What is tried first: the present one, and other ways to read a row's keys."""
     tried = [
-        replace(now, keys_per_tile=tile, num_warps=warps, num_stages=stages)
-        for tile, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4))
-        if now.keys_per_split % tile == 0
+        replace(now, keys_per_tile=keys, num_warps=warps, num_stages=stages)
+        for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4))
+        if now.keys_per_split % keys == 0
     ]
-    return list(dict.fromkeys([now, *tried]))
+    return [now, *tried]
 
 
 def decode_splits(best: DecodeConfiguration) -> list[DecodeConfiguration]:
@@ -83,24 +66,16 @@ def decode_splits(best: DecodeConfiguration) -> list[DecodeConfiguration]:
 
 def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
     """The present one, and tiles of 16 rows for each warp: more spill registers."""
-    tried = [
-        PrefillConfiguration(16 * warps, keys, warps, stages)
-        for warps, keys, stages in product((4, 8), (32, 64, 128), (2, 3, 4))
-    ]
-    return list(dict.fromkeys([now, *tried]))
+    tried = product((4, 8), (32, 64, 128), (2, 3, 4))
+    return [now, *(PrefillConfiguration(16 * warps, keys, warps, stages) for warps, keys, stages in tried)]
 
 
-def tuning_cases(timer: DeviceTimer, rows: Rows) -> Iterator[GpuCase]:
-    """Every candidate, for each head_dim. What is tried later may depend on what was best until then.
+def part_cases(bench: GpuBench, rows: Sequence[Row]) -> Iterator[GpuCase]:
+    """Every candidate, for each head_dim. What is tried later may depend on the rows that were measured until then.
 
-    Args:
-        timer: measures on the device that is tuned for.
-        rows: what was measured, as it comes.
-
-    Raises:
-        UsageError: for a GPU that takes the lines of another generation.
+    Raises UsageError for a GPU that takes the lines of another generation.
     """
-    generation = gpu_of(timer.setting.device).generation
+    generation = gpu_of(bench.device).generation
     known = sorted({generation for generation, _, _ in ATTENTION})
     if generation not in known:
         generations = ", ".join(map(str, known))
@@ -108,8 +83,8 @@ def tuning_cases(timer: DeviceTimer, rows: Rows) -> Iterator[GpuCase]:
 
     def cases(key: Key, program: str, candidates: Sequence[Configuration]) -> Iterator[GpuCase]:
         for candidate in dict.fromkeys(candidates):
-            fields = list(msgspec.to_builtins(candidate).values())
-            yield GpuCase(f"{program}, head_dim {key[2]}, {fields}", partial(_try, timer, key, program, candidate))
+            name = f"{program}, head_dim {key[2]}, {list(astuple(candidate))}"
+            yield GpuCase(name, partial(_try, bench, key, program, candidate))
 
     for head_dim in HEAD_DIMS:
         key = (generation, WIDTH, head_dim)
@@ -122,66 +97,52 @@ def tuning_cases(timer: DeviceTimer, rows: Rows) -> Iterator[GpuCase]:
 
 
 @torch.inference_mode()
-def _try(timer: DeviceTimer, key: Key, program: str, candidate: Configuration) -> dict[str, Any]:
+def _try(bench: GpuBench, key: Key, program: str, candidate: Configuration) -> Row:
     programs: dict[str, Any] = {program: candidate}
-    tried, setting = replace(ATTENTION[key], **programs), timer.setting
-    heads, kv_heads = GROUPS[4]
-    processors, times, ok = gpu_of(setting.device).multiprocessors, {}, True
+    tried, processors = replace(ATTENTION[key], **programs), gpu_of(bench.device).multiprocessors
+    times, ok = dict[str, TimeSpread](), True
     for name, rows in WORK[program].items():
-        shape = PagedAttentionShape(rows=rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=key[2])
-        batch = make_batch(shape, block_size=BLOCK_SIZE, dtype=setting.dtype, device=setting.device)
+        batch = make_batch(rows, *GROUPS[4], key[2], block_size=BLOCK_SIZE, dtype=bench.dtype, device=bench.device)
         expected = batch.attend().clone()
         call = partial(attend, tried, processors, batch.tensors, scale=batch.scale, sliding_window=0)
         batch.out.fill_(torch.nan)  # so that what the candidate leaves unwritten shows
         call()
-        ok = ok and compared(program, batch.out, expected, TOLERANCES[setting.dtype])["ok"]
-        times[name] = timer.times({name: call})[name]
+        ok = ok and compared(program, batch.out, expected, TOLERANCES[bench.dtype])["ok"]
+        times |= bench.times({name: call})
     return {"key": key, "program": program, "candidate": candidate, "times": times, "ok": ok}
 
 
-def best_configurations(rows: Rows) -> dict[tuple[Key, str], Configuration]:
+def best_configurations(rows: Sequence[Row]) -> dict[tuple[Key, str], Configuration]:
     """The fastest candidate of each table entry and program, by the geometric mean of its times over all work, among
     those that ran everything and computed rightly."""
     kinds: dict[str, type[Any]] = {DECODE: DecodeConfiguration, PREFILL: PrefillConfiguration}
     best: dict[tuple[Key, str], Configuration] = {}
-    for row in sorted((row for row in rows if row.get("ok")), key=_geometric_mean):
+    right = [row for row in rows if row.get("ok")]
+    means = [statistics.geometric_mean(spread["us"] for spread in row["times"].values()) for row in right]
+    for _, row in sorted(zip(means, right, strict=True), key=itemgetter(0)):
         generation, width, head_dim = row["key"]
         candidate = msgspec.convert(row["candidate"], kinds[row["program"]])
         best.setdefault(((generation, width, head_dim), row["program"]), candidate)
     return best
 
 
-def _geometric_mean(row: Mapping[str, Any]) -> float:
-    return statistics.geometric_mean(spread["us"] for spread in row["times"].values())
-
-
-def tuned_source(source: str, rows: Rows) -> str:
+def tuned_source(source: str, rows: Sequence[Row]) -> str:
     """The text of configurations.py with the entries replaced for which something was measured."""
     best = best_configurations(rows)
     for key in dict.fromkeys(key for key, _ in best):
         found = [best.get((key, program), getattr(ATTENTION[key], program)) for program in (DECODE, PREFILL)]
-        inner = ", ".join(
-            f"{type(one).__name__}({', '.join(map(str, msgspec.to_builtins(one).values()))})" for one in found
-        )
-        text = f"    {key}: AttentionConfiguration({inner}),"  # in the formatter's layout
-        if len(text) > _LINE_LENGTH:
-            text = f"    {key}: AttentionConfiguration(\n        {inner}\n    ),"
-        entry = re.compile(
-            rf"^    {re.escape(str(key))}: AttentionConfiguration\((?:[^\n]+\),|\n(?: {{8}}[^\n]*\n)+ {{4}}\),)$",
-            re.MULTILINE,
-        )
-        source, replaced = entry.subn(text, source)
+        # In the formatter's layout, with the fields by their place.
+        lines = "".join(f"        {type(one).__name__}{astuple(one)},\n" for one in found)
+        name = f"    {key}: AttentionConfiguration("
+        entry = re.compile(rf"^{re.escape(name)}(?:[^\n]+\),|\n(?: {{8}}[^\n]*\n)+ {{4}}\),)$", re.MULTILINE)
+        source, replaced = entry.subn(f"{name}\n{lines}    ),", source)
         if replaced != 1:
             raise ValueError(f"configurations.py has {replaced} entries for {key}")
     return source
 
 
-def write_table(report: Report) -> None:
-    """Put the whole of configurations.py, with what was measured until now, beside the report.
-
-    Raises:
-        RuntimeFailure: if it cannot be written.
-    """
+def write_table(directory: Path, rows: Sequence[Row]) -> Path:
+    """Write the whole of configurations.py, with what was measured until now, into the directory."""
     source = Path(configurations.__file__).read_text(encoding="utf-8")
-    if report.path is not None:
-        replace_file(report.path.with_name(TUNED_FILE), tuned_source(source, report.rows))
+    replace_file(path := directory / "configurations.py", tuned_source(source, rows))
+    return path

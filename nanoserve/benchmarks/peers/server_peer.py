@@ -8,8 +8,7 @@ from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord
 from nanoserve.benchmarks.serving.requests import RequestStyle
 from nanoserve.benchmarks.serving.sending import Sender, send_all
-from nanoserve.client.connection import ApiClient
-from nanoserve.client.models import served_model
+from nanoserve.client.connection import ApiClient, served_model
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 

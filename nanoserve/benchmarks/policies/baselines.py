@@ -40,3 +40,11 @@ def _device_room(load: Load) -> int:
     """Blocks left for further prompts once the device holds all parked sequences, each with a block to grow into."""
     held = load.host_blocks - load.host_free_blocks + load.host_decodes + load.moving
     return min(load.host_free_blocks, load.total_blocks - held)
+
+
+RESHARDING: dict[str, type[TransitionMinimizing]] = {
+    "prefill-prioritizing": PrefillPrioritizing,
+    "decode-prioritizing": DecodePrioritizing,
+    "transition-minimizing": TransitionMinimizing,
+}
+"""Ways of changing between two layouts (Seesaw, figures 2 and 6)."""

@@ -3,34 +3,18 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 
 
-@dataclass(frozen=True, slots=True)
-class KvCase:
-    """Equal requests, and the KV blocks that the device has for them."""
+class KvCase(NamedTuple):
+    """Equal requests, the KV blocks that the device has for them, and their share of those that hold everything."""
 
     shape: RequestShape
-    requests: int
-    """Number of requests, which arrive all at once."""
     share: float
-    """Share of the blocks that would hold everything."""
     num_blocks: int
-    """KV blocks on the device."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.shape.input_tokens}+{self.shape.output_tokens}, KV {self.share:.0%}"
-
-    @property
-    def shapes(self) -> list[RequestShape]:
-        return [self.shape] * self.requests
-
-    @property
-    def holds_everything(self) -> bool:
-        return self.share >= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +25,13 @@ class KvCases:
     outputs: Sequence[int]
     """The lengths of the answers, ascending."""
     requests: int
+    """Number of requests in each case, which arrive all at once."""
     shares: Sequence[float]
     """Shares of the blocks that would hold everything, ascending."""
     block_size: int
 
     @property
     def name(self) -> str:
-        """Name for titles."""
         return f"{self.requests} requests of {self.input_tokens}+{','.join(map(str, self.outputs))}"
 
     @property
@@ -58,25 +42,20 @@ class KvCases:
         """Blocks of a sequence at its end."""
         return -(-shape.total_tokens // self.block_size)
 
+    def host_blocks(self, shape: RequestShape) -> int:
+        """Blocks of host memory that hold every sequence to its end."""
+        return self.requests * self.sequence_blocks(shape)
+
     def device_blocks(self, shape: RequestShape) -> int:
         """Blocks with which no KV has to leave the device.
 
         They hold every sequence to its end. Policies keep more free than is ever filled: one block for each sequence to
         grow into, and room for a prompt that only passes through to host memory.
         """
-        prompt = -(-self.input_tokens // self.block_size)
-        return self.requests * (self.sequence_blocks(shape) + 1) + prompt
-
-    def host_blocks(self, shape: RequestShape) -> int:
-        """Blocks of host memory that hold every sequence to its end."""
-        return self.requests * self.sequence_blocks(shape)
+        return self.host_blocks(shape) + self.requests - (-self.input_tokens // self.block_size)
 
     def cases(self) -> Iterator[KvCase]:
-        """Yield the cases by output length, and within one length by share.
-
-        Raises:
-            UsageError: for a share that does not hold one request.
-        """
+        """Yield the cases by output length, then by share. Raises UsageError for a share that holds no request."""
         for output in self.outputs:
             shape = RequestShape(self.input_tokens, output)
             everything, needed = self.device_blocks(shape), self.sequence_blocks(shape)
@@ -87,15 +66,11 @@ class KvCases:
                         f"--kv-limits {share:g}: {blocks} of {everything} KV blocks do not hold one request of "
                         f"{shape.input_tokens}+{shape.output_tokens}; give at least {needed / everything:.3f}"
                     )
-                yield KvCase(shape, self.requests, share, blocks)
+                yield KvCase(shape, share, blocks)
 
 
 def parse_shares(text: str) -> tuple[float, ...]:
-    """Shares above 0 and up to 1, separated by commas: "0.3,0.6,1"; ascending, each once.
-
-    Raises:
-        UsageError: for anything else.
-    """
+    """Shares above 0 and up to 1, separated by commas: "0.3,0.6,1"; ascending, each once. Raises UsageError."""
     try:
         shares = set(map(float, text.split(",")))
     except ValueError:

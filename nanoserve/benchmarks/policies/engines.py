@@ -1,5 +1,9 @@
-"""The engines that comparisons open: groups of workers, and processes that compute alone."""
+"""The engines that comparisons open: groups of workers, and processes that compute alone.
 
+The end of ``opened`` closes them. All raise NanoserveError where they cannot run.
+"""
+
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Literal
 
@@ -9,7 +13,8 @@ from nanoserve.assembly import make_predictors
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.config import ModelConfig
-from nanoserve.costs.measured_times import MeasuredPredictor, MeasuredTimes
+from nanoserve.costs.predictor import MeasuredPredictor
+from nanoserve.costs.profile import MeasuredTimes
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.llm import LLM
@@ -26,6 +31,7 @@ from nanoserve.scheduler.plan import LayoutCapacity
 
 
 def open_workers(
+    opened: ExitStack,
     name: str,
     resolved: ResolvedModel,
     config: EngineConfig,
@@ -35,11 +41,7 @@ def open_workers(
     metadata: Literal["decoupled", "coupled"] = "decoupled",
     simulated: bool = True,
 ) -> OpenEngine:
-    """Start workers of one layout or two, and wait until their layers are compiled.
-
-    Raises:
-        NanoserveError: if they cannot run.
-    """
+    """Start workers of one layout or two, and wait until their layers are compiled."""
     host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
         resolved,
@@ -50,16 +52,14 @@ def open_workers(
         metadata=metadata,
         observe_times=True,
     )
-    try:
-        if not config.eager:
-            executor.layers.start(waited=True)
-            executor.layers.wait()
-    except BaseException:
-        executor.close()
-        raise
+    opened.callback(executor.close)
+    if not config.eager:
+        executor.layers.start(waited=True)
+        executor.layers.wait()
     return OpenEngine(
         name=name,
         executor=executor,
+        vocab_size=model.vocab_size,
         layouts=config.layouts,
         capacities=executor.capacities,
         predictors=tuple(make_predictors(executor.speeds, model, config)),
@@ -68,31 +68,19 @@ def open_workers(
         host_link_bandwidth=None if executor.speeds is None else executor.speeds.host_link_bandwidth,
         compiled=executor.layers.loaded,
         simulated=simulated,
-        close=executor.close,
     )
 
 
 def open_one_process(
-    name: str, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
+    opened: ExitStack, name: str, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
 ) -> OpenEngine:
-    """Open the model undivided in this process, with all of its threads.
-
-    Raises:
-        NanoserveError: if it cannot run.
-    """
+    """Open the model undivided in this process, with all of its threads."""
     alone = replace(config, pipeline_parallel=1, tensor_parallel=1, pipeline_split=None, trace=None)
-    llm = _prepared_llm(resolved, alone, progress)
-    return OpenEngine(
-        name=name,
-        executor=llm.engine.executor,
-        capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
-        compiled=llm.compiled,
-        simulated=False,
-        close=llm.close,
-    )
+    return _of_llm(name, _open_llm(opened, resolved, alone, progress), simulated=False)
 
 
 def open_with_host(
+    opened: ExitStack,
     resolved: ResolvedModel,
     config: EngineConfig,
     model: ModelConfig,
@@ -101,48 +89,26 @@ def open_with_host(
 ) -> OpenEngine:
     """Open a profiled engine of one device and a CPU that attends in host memory; both hold the largest case.
 
-    Raises:
-        NanoserveError: if it cannot run, or this machine cannot be profiled.
+    It has the profile that it makes at its start; its layers run now as they run in the benchmark.
     """
-    size = kv_bytes_per_block(
-        model, config.block_size, resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    )
+    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
+    size = kv_bytes_per_block(model, config.block_size, dtype)
     sized = replace(
         config,
         kv_cache_memory=work.device_blocks(work.longest) * size,
         host_kv_memory=config.host_kv_memory or work.host_blocks(work.longest) * size,
     )
-    llm = _prepared_llm(resolved, sized, progress)
-    try:
-        return _profiled(llm, sized, progress)
-    except BaseException:
-        llm.close()
-        raise
-
-
-def _prepared_llm(resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None) -> LLM:
-    source = resolved.name if resolved.directory is None else resolved.directory  # found once, not looked up again
-    llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
-    try:
-        llm.prepare(progress)
-    except BaseException:
-        llm.close()
-        raise
-    return llm
-
-
-def _profiled(llm: LLM, config: EngineConfig, progress: ProgressCallback | None) -> OpenEngine:
-    """An engine with the profile that it makes at its start; its layers run now as they run in the benchmark."""
+    llm = _open_llm(opened, resolved, sized, progress)
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
-    runner, processor = executor.runner, executor.stage.processor
+    processor = executor.stage.processor
     assert processor is not None, "the policy that it was opened with attends on the host"
     starting = StartingEngine(
-        runner=runner,
+        runner=executor.runner,
         processor=processor,
-        config=config,
+        config=sized,
         model=llm.config,
-        speeds=measure_speeds(runner.device, runner.decoder.dtype),
+        speeds=measure_speeds(executor.runner.device, executor.runner.decoder.dtype),
         compiled=llm.compiled,
     )
     profile = hybrid_profile(starting, progress)
@@ -157,14 +123,32 @@ def _profiled(llm: LLM, config: EngineConfig, progress: ProgressCallback | None)
         except HostAttentionLost as reason:
             raise RuntimeFailure(f"nothing can be measured: attention on the CPU is lost: {reason}") from reason
 
-    return OpenEngine(
-        name="device and CPU",
-        executor=executor,
-        capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
+    return replace(
+        _of_llm("device and CPU", llm),
         predictors=(MeasuredPredictor(profile),),
         host_blocks=llm.engine.scheduler.host_pool.num_blocks,
         host_threads=processor.threads,
-        compiled=llm.compiled,
         measure_times=measure_times,
-        close=llm.close,
+    )
+
+
+def _open_llm(
+    opened: ExitStack, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
+) -> LLM:
+    """An LLM whose layers are compiled."""
+    source = resolved.name if resolved.directory is None else resolved.directory  # found once, not looked up again
+    llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
+    opened.callback(llm.close)
+    llm.prepare(progress)
+    return llm
+
+
+def _of_llm(name: str, llm: LLM, *, simulated: bool = True) -> OpenEngine:
+    return OpenEngine(
+        name=name,
+        executor=llm.engine.executor,
+        vocab_size=llm.config.vocab_size,
+        capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
+        compiled=llm.compiled,
+        simulated=simulated,
     )

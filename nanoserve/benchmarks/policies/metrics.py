@@ -4,27 +4,24 @@ Each function returns `Metrics`: the names are those of the JSON reports. No tor
 """
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, Self, get_args
+from functools import partial
+from typing import get_args
 
-import msgspec
 import numpy as np
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Metrics, PolicyRound, Run
-from nanoserve.benchmarks.policies.simulated import SimulatedRatios, compare_with_simulator, rerun
+from nanoserve.benchmarks.policies.simulated import compare_with_simulator, rerun
 from nanoserve.costs.work import Strategy
-from nanoserve.measures.metrics import MILLISECONDS, Distribution, request_distributions
+from nanoserve.measures.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
 from nanoserve.record.forecasts import Forecast
-from nanoserve.record.phases import Phase
-from nanoserve.record.run_record import RunRecord
-from nanoserve.record.shares import engine_seconds, reshard_metrics, stage_shares, swap_metrics, working_seconds
+from nanoserve.record.phases import Phase, PhaseTurn
+from nanoserve.record.run_record import RunRecord, engine_seconds, move_metrics, stage_shares, working_seconds
 from nanoserve.scheduler.plan import StepPlan, Tier
 
-_PREFILL, _DECODE = 0, 1
-"""Numbers of the two layouts."""
 _STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 _TOLERANCE = 0.02
 """A gain may exceed its bound by this share of the device's tokens per second and count as at it: step times scatter,
@@ -44,25 +41,20 @@ def _request_metrics(record: RunRecord) -> Metrics:
     }
 
 
-def _compared(run: Run, vocab_size: int) -> SimulatedRatios | None:
+def _simulated(run: Run) -> Metrics | None:
     """What the simulator makes of a run; None if it has no model of the engine."""
-    if not run.variant.engine.simulated:
+    variant = run.variant
+    if not variant.engine.simulated:
         return None
-    make, layouts = run.variant.make_simulated, run.variant.layouts
-    return compare_with_simulator(run.record, make, vocab_size=vocab_size, layouts=layouts)
+    make, vocab_size = partial(variant.scheduler, simulated=True), variant.engine.vocab_size
+    return compare_with_simulator(run.record, make, vocab_size=vocab_size, layouts=variant.layouts)
 
 
-# ---- stages of a pipeline -------------------------------------------------------------------------------------
+def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> Metrics:
+    """Of a pipeline: latencies, micro-batches, and where the time of the stages went.
 
-
-def stage_metrics(run: Run, first: Run, *, vocab_size: int, cost: ModelCost, limits: Limits) -> Metrics:
-    """Latencies, micro-batches, and where the time of the stages went.
-
-    Args:
-        cost, limits: of the model and of this machine, for the floor of the run.
-
-    Raises:
-        ValueError: if a replay of the run makes other plans.
+    The floor of the run is that of the model's ``cost`` and the machine's ``limits``. Raises ValueError if a replay of
+    the run makes other plans.
     """
     record = run.record
     shapes, engine = [StepShape.of(plan) for plan in record.plans], engine_seconds(record)
@@ -79,18 +71,14 @@ def stage_metrics(run: Run, first: Run, *, vocab_size: int, cost: ModelCost, lim
         "engine_ms": statistics.median(engine) * MILLISECONDS,  # to make a plan
         "engine_share": sum(engine) / working_seconds(record),
         "floor_seconds": sum(cost.floor_seconds(shape, limits) for shape in shapes),  # on the whole machine
-        "simulated": _compared(run, vocab_size),
+        "simulated": _simulated(run),
     }
 
 
-# ---- parallel layouts -----------------------------------------------------------------------------------------
-
-
-def layout_metrics(run: Run, first: Run, *, vocab_size: int) -> Metrics:
+def layout_metrics(run: Run, first: Run) -> Metrics:
     """Changes of layout, where the time went, and what was moved; None for these with a single layout.
 
-    Raises:
-        ValueError: if a replay of the run makes other plans.
+    Raises ValueError if a replay of the run makes other plans.
     """
     record, link = run.record, run.variant.engine.host_link_bandwidth
     two = len(run.variant.layouts) == 2
@@ -100,54 +88,54 @@ def layout_metrics(run: Run, first: Run, *, vocab_size: int) -> Metrics:
         "steps": sum(bool(plan.rows) for plan in record.plans),
         "transitions": sum(plan.transition is not None for plan in record.plans),
         "phases": _phase_metrics(record.phases) if two else None,
-        "reshards": reshard_metrics(record, link) if two else None,
-        "swaps_out": swap_metrics(record, "out", link) if two else None,
-        "swaps_in": swap_metrics(record, "in", link) if two else None,
+        "reshards": move_metrics(record, "reshard", link) if two else None,
+        "swaps_out": move_metrics(record, "out", link) if two else None,
+        "swaps_in": move_metrics(record, "in", link) if two else None,
         "pool_peak": max(used, default=None),  # largest share of the host pool in use
-        "simulated": _compared(run, vocab_size),
+        "simulated": _simulated(run),
     }
+
+
+def phase_label(phase: Phase) -> str:
+    """What an engine does in a phase, without the layout's name."""
+    return {"drain": "draining", "reshard": "re-sharding"}.get(phase.kind) or ("decode" if phase.layout else "prefill")
 
 
 def _phase_metrics(phases: Sequence[Phase]) -> Metrics:
     """Seconds and token rates of each kind of phase, and what became of sequences at the ends of decode phases."""
-    computing = [[one for one in phases if one.kind == "compute" and one.layout == which] for which in (0, 1)]
-    turns = [phase.turn for phase in phases if phase.turn is not None and phase.layout == _DECODE]
+    seconds, tokens = defaultdict[str, float](float), Counter[str]()
+    for phase in phases:
+        seconds[phase_label(phase)] += phase.seconds
+        tokens[phase_label(phase)] += phase.prompt_tokens + phase.decodes
+    turns = [phase.turn for phase in phases if phase.turn is not None and phase.layout]
     return {
-        "prefill": _seconds(computing[_PREFILL]),
-        "decode": _seconds(computing[_DECODE]),
-        "draining": _seconds(phase for phase in phases if phase.kind == "drain"),
-        "resharding": _seconds(phase for phase in phases if phase.kind == "reshard"),
-        "prefill_tokens_per_s": _rate(computing[_PREFILL]),
-        "decode_tokens_per_s": _rate(computing[_DECODE]),
-        "through_pool": sum(turn.through_pool for turn in turns),
-        "finished": sum(turn.finished for turn in turns),
-        "recomputed": sum(turn.recomputed for turn in turns),
+        **{label.replace("-", ""): seconds[label] for label in ("prefill", "decode", "draining", "re-sharding")},
+        **{
+            f"{label}_tokens_per_s": tokens[label] / seconds[label] if seconds[label] > 0 else None
+            for label in ("prefill", "decode")
+        },
+        **{name: sum(getattr(turn, name) for turn in turns) for name in PhaseTurn._fields},
     }
 
 
-def _seconds(phases: Iterable[Phase]) -> float:
-    return sum(phase.seconds for phase in phases)
-
-
-def _rate(phases: Sequence[Phase]) -> float | None:
-    seconds = _seconds(phases)
-    return sum(phase.prompt_tokens + phase.decodes for phase in phases) / seconds if seconds > 0 else None
-
-
-# ---- device and host memory -----------------------------------------------------------------------------------
-
-
-def tier_metrics(run: Run, first: Run, *, vocab_size: int) -> Metrics:
+def tier_metrics(run: Run, first: Run) -> Metrics:
     """Latencies by where the KV was, steps by strategy, errors of predictions, and gains over the first variant."""
-    record = run.record
+    record, variant = run.record, run.variant
     seconds, plans, results = record.makespan, record.plans, list(record.results)
     directions = Counter(swap.direction for plan in plans for swap in plan.swaps)
     assert run.times is not None, "the engine measures times"
-    simulated = rerun(record, [run.times], run.variant.make_simulated, vocab_size=vocab_size)
+    make = partial(variant.scheduler, simulated=True)
+    simulated = rerun(record, [run.times], make, vocab_size=variant.engine.vocab_size)
     decided = (planned.time - planned.clock for planned in record.planned.values())
     return {
         **_request_metrics(record),
-        "latencies": _latencies(record),
+        "latencies": {
+            "ttft_ms": in_milliseconds(timing.ttft for timing in record.timings),
+            # A request's whole latency over its output tokens (APEX, figure 6).
+            "token_ms": in_milliseconds(timing.e2el / timing.output_tokens for timing in record.timings),
+            "device": _tier_latencies(record, "device"),
+            "host": _tier_latencies(record, "host"),
+        },
         "steps": step_counts(plans),
         # Shares of the time in which a step was under way, and in which the CPU computed attention.
         "device_share": sum(result.seconds for result in results) / seconds,
@@ -155,8 +143,11 @@ def tier_metrics(run: Run, first: Run, *, vocab_size: int) -> Metrics:
         "engine_ms": MILLISECONDS * statistics.median(decided),  # from known results to the next plan
         "swaps_out": directions["out"],
         "swaps_in": directions["in"],
-        "errors": prediction_errors(record.forecasts),
-        "gains": gains_of_run(record, first.record, run.variant.engine.predictors[0]),
+        "errors": {
+            name: _errors(one for one in record.forecasts if name in ("all", one.work.strategy))
+            for name in ("all", *_STRATEGIES)
+        },
+        "gains": gains_of_run(record, first.record, variant.engine.predictors[0]),
         "simulated": {"seconds": simulated.makespan, "steps": step_counts(simulated.plans)},
         "simulation_error": seconds / simulated.makespan - 1,  # of output tokens per second
     }
@@ -168,73 +159,44 @@ def step_counts(plans: Sequence[StepPlan]) -> dict[Strategy, int]:
     return {strategy: counts[strategy] for strategy in _STRATEGIES}
 
 
-def _latencies(record: RunRecord) -> Metrics:
-    """TTFT; a request's whole latency over its output tokens (APEX, figure 6); and ITL by tier."""
-    timings = record.timings
-    return {
-        "ttft_ms": Distribution.of(timing.ttft * MILLISECONDS for timing in timings),
-        "token_ms": Distribution.of(timing.e2el / timing.output_tokens * MILLISECONDS for timing in timings),
-        "device": _tier_latencies(record, "device"),
-        "host": _tier_latencies(record, "host"),
-    }
-
-
 def _tier_latencies(record: RunRecord, tier: Tier) -> Metrics:
     """Tokens that were computed with their KV in this tier, without the first of each request, and their ITL."""
     gaps = [
-        gap * MILLISECONDS
+        gap
         for timing, tiers in zip(record.timings, record.tiers, strict=True)
         for gap, where in zip(timing.itls, tiers[1:], strict=True)
         if where == tier
     ]
-    return {"tokens": len(gaps), "itl_ms": Distribution.of(gaps)}
+    return {"tokens": len(gaps), "itl_ms": in_milliseconds(gaps)}
 
 
-class ErrorFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors of predicted step times, as shares of the measured times."""
+def _errors(forecasts: Iterable[Forecast]) -> dict[str, float] | None:
+    """Errors of predicted step times as shares of the measured times; None without measured steps.
 
-    steps: int
-    """Number of steps."""
-    median: float
-    p90: float
-    """Percentiles of the absolute errors."""
-    bias: float
-    """The median with its sign; above 0, too much is predicted."""
-
-    @classmethod
-    def of(cls, forecasts: Iterable[Forecast]) -> Self | None:
-        """Summarize the errors of these forecasts; None without measured steps."""
-        errors = np.array([one.predicted / one.measured - 1 for one in forecasts if one.measured])
-        if not errors.size:
-            return None
-        median, p90 = np.percentile(np.abs(errors), (50, 90))
-        return cls(steps=int(errors.size), median=float(median), p90=float(p90), bias=float(np.median(errors)))
+    "median" and "p90" are of their sizes. "bias" is the median with its sign: above 0, too much is predicted.
+    """
+    errors = np.array([one.predicted / one.measured - 1 for one in forecasts if one.measured])
+    if not errors.size:
+        return None
+    median, p90 = np.percentile(np.abs(errors), (50, 90))
+    return {"steps": errors.size, "median": float(median), "p90": float(p90), "bias": float(np.median(errors))}
 
 
-def prediction_errors(forecasts: Sequence[Forecast]) -> dict[str, ErrorFigures | None]:
-    """Errors of all steps and of those of each strategy; None where none were measured."""
-    return {
-        name: ErrorFigures.of(one for one in forecasts if name in ("all", one.work.strategy))
-        for name in ("all", *_STRATEGIES)
-    }
-
-
-def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[str, Any]:
+def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[str, tuple[str, ...]]:
     """Where a promise of the paper or the policies did not hold in a case; rounds that do not count are included.
 
-    Args:
-        holds_everything: whether the device does in this case; no step is to be hybrid then.
-
-    Returns:
-        names of variants: with hybrid steps although everything fits, and with a gain beyond the closed form's bound.
+    Returns names of variants: with hybrid steps although the device holds everything, if it does in this case, and with
+    a gain beyond the closed form's bound.
     """
-    hybrid: dict[str, None] = {}
-    beyond: dict[str, None] = {}
-    for done in rounds:
-        for name, figures in done.variants.items():
-            parts = [part for part in (figures["gains"] or {}).values() if part is not None]
-            if holds_everything and any(figures["steps"][strategy] for strategy in HYBRID):
-                hybrid[name] = None
-            if any(part.gain > part.bound + _TOLERANCE for part in parts):
-                beyond[name] = None
-    return {"hybrid_although_it_fits": tuple(hybrid), "beyond_bound": tuple(beyond)}
+    runs = [run for done in rounds for run in done.variants.items()]
+    hybrid = [name for name, figures in runs if any(figures["steps"][strategy] for strategy in HYBRID)]
+    beyond = [
+        name
+        for name, figures in runs
+        for part in (figures["gains"] or {}).values()
+        if part is not None and part["gain"] > part["bound"] + _TOLERANCE
+    ]
+    return {
+        "hybrid_although_it_fits": tuple(dict.fromkeys(hybrid if holds_everything else ())),
+        "beyond_bound": tuple(dict.fromkeys(beyond)),
+    }

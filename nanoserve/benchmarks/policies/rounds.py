@@ -1,7 +1,7 @@
 """Several variants in interleaved rounds: running them, and medians and ratios of their metrics. No torch."""
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.policies.running import make_requests, run_variant
-from nanoserve.benchmarks.policies.variants import PolicyVariant
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated, until_enough_count
+from nanoserve.benchmarks.policies.variants import PolicyVariant, make_requests
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.workloads import RequestShape
@@ -54,67 +53,55 @@ class Bench:
     """What a report says about the case beside its name; nothing if there is only one case."""
     variants: Sequence[PolicyVariant]
     shapes: Sequence[RequestShape]
-    vocab_size: int
     seed: int = 0
     rate: float = float("inf")
     """Requests per second; if infinite, all come at once."""
     measure: Measure
     probe: Callable[[], float]
     """A reading of the machine's read bandwidth, in bytes per second."""
-    foreign: ForeignLoad
-    keep: Callable[[str, Run], None]
+    keep: Callable[[str, Run], None] = lambda name, run: None
     """Receives each measured run as it ends, with its name among those of all cases."""
+    foreign: ForeignLoad = field(default_factory=ForeignLoad)
     done: list[PolicyRound] = field(default_factory=list)
     """The rounds so far."""
+    last: dict[str, Run] = field(default_factory=dict)
+    """The last run of each variant, by its name."""
 
     def requests(self, number: int) -> list[Request]:
         """The requests of a round, whose number gives the seed of their prompts and arrivals; 0 is the warm-up."""
-        seed = 1000 * self.seed + number
-        return make_requests(self.shapes, poisson_arrivals(self.rate, len(self.shapes), seed), self.vocab_size, seed)
+        seed, vocab_size = 1000 * self.seed + number, self.variants[0].engine.vocab_size
+        return make_requests(self.shapes, poisson_arrivals(self.rate, len(self.shapes), seed), vocab_size, seed)
 
-    def warm_up(self) -> None:
-        """Run every variant once, unmeasured."""
-        for variant in self.variants:
-            run_variant(variant, self.requests(0), vocab_size=self.vocab_size)
-
-    def rounds(self, wanted: int) -> Iterator[PolicyRound]:
-        """Yield rounds until enough count or too many were tried; each begins with another variant."""
-        return until_enough_count(self._round, wanted)
-
-    def _round(self, number: int) -> PolicyRound:
+    def round(self, number: int) -> PolicyRound:
+        """Run and measure every variant; each round begins with another one."""
         # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
         measure_times = self.variants[0].engine.measure_times
         times = None if measure_times is None else measure_times()
         before = self.probe() / GIGA
-        runs: dict[str, Run] = {}
         loads: dict[str, float | None] = {}
         for variant in rotated(self.variants, number - 1):
             self.foreign.read()
-            record = run_variant(variant, self.requests(number), vocab_size=self.vocab_size)
+            run = self.last[variant.name] = Run(variant, variant.run(self.requests(number)), times)
             loads[variant.name] = self.foreign.read()
-            runs[variant.name] = Run(variant, record, times)
-            self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, runs[variant.name])
-        after, first = self.probe() / GIGA, runs[self.variants[0].name]
-        metrics = {one.name: self.measure(runs[one.name], first) for one in self.variants}
-        self.done.append(
-            PolicyRound(
-                case=self.case,
-                number=number,
-                bandwidth_before=before,
-                bandwidth_after=after,
-                foreign_cores=max((load for load in loads.values() if load is not None), default=None),
-                variants={name: {**found, "foreign_cores": loads[name]} for name, found in metrics.items()},
-            )
+            self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, run)
+        after, names = self.probe() / GIGA, [variant.name for variant in self.variants]
+        done = PolicyRound(
+            case=self.case,
+            number=number,
+            bandwidth_before=before,
+            bandwidth_after=after,
+            foreign_cores=max((load for load in loads.values() if load is not None), default=None),
+            variants={
+                name: {**self.measure(self.last[name], self.last[names[0]]), "foreign_cores": loads[name]}
+                for name in names
+            },
         )
-        return self.done[-1]
+        self.done.append(done)
+        return done
 
 
 def pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
-    """Variants that differ in one thing alone.
-
-    They are other policies over the first one on the same engine, and the first engine over others under the same
-    policy.
-    """
+    """Other policies over the first one on the same engine, and the first engine over others under the same policy."""
     found, first = [], variants[0]
     for one, other in combinations(variants, 2):
         if one.place == other.place and one.policy == first.policy:
@@ -143,22 +130,22 @@ class Ratio(msgspec.Struct, frozen=True):
 
 def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequence[str]) -> list[Ratio]:
     """Medians and extremes of each pair, metric and bandwidth state; formed within a round, never across rounds."""
-    values = grouped(rounds, lambda done: ratios_within(done.variants, pairs, metrics))
+    values = grouped(rounds, lambda done: ratios_within(done, pairs, metrics))
     return [
         Ratio(called, metric, state, len(found), statistics.median(found), min(found), max(found))
         for (called, metric, state), found in values.items()
     ]
 
 
-def ratios_within(variants: Mapping[str, Metrics], pairs: Sequence[Pair], metrics: Sequence[str]) -> dict[Key, float]:
+def ratios_within(done: PolicyRound, pairs: Sequence[Pair], metrics: Sequence[str]) -> dict[Key, float]:
     """Ratios of one round, by the pair's name and metric; metrics that one of the two lacks are left out."""
-    found: dict[Key, float] = {}
-    for called, over, under in pairs:
-        for metric in metrics:
-            above, below = _number(variants[over][metric]), _number(variants[under][metric])
-            if above is not None and below is not None:
-                found[called, metric] = above / below
-    return found
+    known = {name: _numbers(figures, metrics) for name, figures in done.variants.items()}
+    return {
+        (called, metric): value / known[under][metric]
+        for called, over, under in pairs
+        for metric, value in known[over].items()
+        if metric in known[under]
+    }
 
 
 def samples(rounds: Sequence[PolicyRound], metrics: Sequence[str]) -> dict[str, dict[str, list[float]]]:
@@ -166,15 +153,15 @@ def samples(rounds: Sequence[PolicyRound], metrics: Sequence[str]) -> dict[str, 
     found: dict[str, dict[str, list[float]]] = {}
     for done in rounds:
         for name, figures in done.variants.items() if done.counts else ():
-            for metric in metrics:
-                if (value := _number(figures[metric])) is not None:
-                    found.setdefault(name, {}).setdefault(metric, []).append(value)
+            for metric, value in _numbers(figures, metrics).items():
+                found.setdefault(name, {}).setdefault(metric, []).append(value)
     return found
 
 
-def _number(value: Distribution | float | None) -> float | None:
-    """The mean of a distribution."""
-    return value.mean if isinstance(value, Distribution) else value
+def _numbers(figures: Metrics, metrics: Sequence[str]) -> dict[str, float]:
+    """Those of the metrics that are known; of a distribution, its mean."""
+    known = {metric: figures[metric] for metric in metrics if figures[metric] is not None}
+    return {metric: value.mean if isinstance(value, Distribution) else value for metric, value in known.items()}
 
 
 def summarize(rounds: Sequence[PolicyRound]) -> list[dict[str, Any]]:

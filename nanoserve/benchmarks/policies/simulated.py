@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import fmean, median
-
-import msgspec
+from typing import Any
 
 from nanoserve.engine import Engine
 from nanoserve.layout import ParallelLayout
@@ -13,35 +12,10 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, work_of
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.fleet import drive
-from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
 from nanoserve.simulator.pipeline import MovingTimes
-from nanoserve.simulator.replay import replay
-from nanoserve.simulator.tiered_executor import TieredExecutor
-
-_TOKEN = 0
-"""Answered to every row: lengths are fixed, so that no token ends a request."""
-
-
-class SimulatedRatios(msgspec.Struct, frozen=True, kw_only=True):
-    """Simulated metrics of a run's requests over the real ones."""
-
-    makespan: float
-    ttft: float
-    tpot: float | None
-    """Ratios of the whole time and of the means; None where no request has a second token."""
-    simulated_seconds: float
-    simulated_ttft_ms: float
-    simulated_tpot_ms: float | None
-    """Simulated values that the ratios come from."""
-    simulated_transitions: int
-    """Changes of the layout in the simulation."""
-    plans: int
-    """Plans of the real run."""
-    replayed: int
-    """Plans that a replay of the record made again: all of them."""
-    others: int
-    """Micro-batches of the simulation that were not those of the real run."""
+from nanoserve.simulator.replay import MeasuredStages, MeasuredStep, replay
 
 
 def compare_with_simulator(
@@ -50,38 +24,34 @@ def compare_with_simulator(
     *,
     vocab_size: int,
     layouts: Sequence[ParallelLayout] = (ParallelLayout(),),
-) -> SimulatedRatios | None:
+) -> dict[str, Any] | None:
     """Replay the record, and simulate the requests in the times that steps and moves of the run took.
 
-    Args:
-        record: of workers that reported their times, with plans sent ahead.
-        make_scheduler: makes one as the run had.
-        layouts: the parallel layouts, by the scheduler's numbers.
-
-    Returns:
-        None if a layout computed nothing: its step times are unknown.
-
-    Raises:
-        ValueError: if the replay makes other plans.
+    The record is of workers that reported their times, with plans sent ahead; the schedulers know these ``layouts``.
+    Returns simulated metrics over the real ones, the simulated values, and the numbers of plans; None if a layout
+    computed nothing, whose step times are then unknown. TPOT is None where no request has a second token. Raises
+    ValueError if the replay makes other plans.
     """
     replayed = replay(record, make_scheduler, vocab_size=vocab_size)
-    times = measured_layouts(record, layouts, make_scheduler().pool.block_size)
-    if len(times) < len(layouts):
+    block_size = make_scheduler().pool.block_size
+    times = [_measured(record, number, layout, block_size) for number, layout in enumerate(layouts)]
+    known = [one for one in times if one is not None]
+    if len(known) < len(layouts):
         return None
-    simulated = rerun(record, times, make_scheduler, vocab_size=vocab_size)
+    simulated = rerun(record, known, make_scheduler, vocab_size=vocab_size)
     (ttft, tpot), (real_ttft, real_tpot) = _means(simulated), _means(record)
-    return SimulatedRatios(
-        makespan=simulated.makespan / record.makespan,
-        ttft=ttft / real_ttft,
-        tpot=None if tpot is None or real_tpot is None else tpot / real_tpot,
-        simulated_seconds=simulated.makespan,
-        simulated_ttft_ms=ttft * MILLISECONDS,
-        simulated_tpot_ms=None if tpot is None else tpot * MILLISECONDS,
-        simulated_transitions=sum(plan.transition is not None for plan in simulated.plans),
-        plans=len(record.plans),
-        replayed=len(replayed),
-        others=sum(layout.others for layout in times),
-    )
+    return {
+        "makespan": simulated.makespan / record.makespan,
+        "ttft": ttft / real_ttft,
+        "tpot": None if tpot is None or real_tpot is None else tpot / real_tpot,
+        "simulated_seconds": simulated.makespan,
+        "simulated_ttft_ms": ttft * MILLISECONDS,
+        "simulated_tpot_ms": None if tpot is None else tpot * MILLISECONDS,
+        "simulated_transitions": sum(plan.transition is not None for plan in simulated.plans),
+        "plans": len(record.plans),
+        "replayed": len(replayed),
+        "others": sum(one.others for one in known),  # micro-batches that were not those of the real run
+    }
 
 
 def rerun(
@@ -89,7 +59,7 @@ def rerun(
 ) -> RunRecord:
     """Simulate a run's requests, which come from time 0 on, in these times; only their lengths matter."""
     scheduler = make_scheduler()
-    executor = TieredExecutor(layouts, block_size=scheduler.pool.block_size, answer=_answers)
+    executor = SimulatedExecutor(*layouts, block_size=scheduler.pool.block_size, answer=_answers)
     again = RunRecord(executor.max_in_flight)
     engine = Engine(scheduler, executor, vocab_size=vocab_size)
     engine.recorder.add(again)
@@ -98,8 +68,8 @@ def rerun(
 
 
 def _answers(plan: StepPlan) -> tuple[Answer, ...]:
-    """A token that means nothing for every row that is sampled."""
-    return tuple(Answer(row.sequence, (_TOKEN,)) for row in plan.rows if row.sample)
+    """A token for every row that is sampled; which one does not matter, because lengths are fixed."""
+    return tuple(Answer(row.sequence, (0,)) for row in plan.rows if row.sample)
 
 
 def _means(record: RunRecord) -> tuple[float, float | None]:
@@ -108,40 +78,16 @@ def _means(record: RunRecord) -> tuple[float, float | None]:
     return fmean(timing.ttft for timing in record.timings), fmean(tpots) if tpots else None
 
 
-class MeasuredMoves(MeasuredStages):
-    """MovingTimes of one layout: moves take what they took in the real run, in the mean.
-
-    Args:
-        steps: of the plans that ran in this layout.
-        token_seconds: of a swap begun in this layout, for each token that its blocks hold.
-        transition_seconds: of a change to this layout.
-    """
-
-    def __init__(self, steps: Sequence[MeasuredStep], token_seconds: float, transition_seconds: float) -> None:
-        super().__init__(steps)
-        self._token_seconds = token_seconds
-        self._transition_seconds = transition_seconds
-
-    def swap_seconds(self, tokens: int, stage: int) -> float:
-        """Time for all stages at once: a swap is answered when the last worker has done its part."""
-        return self._token_seconds * tokens
-
-    def reload_seconds(self, stage: int) -> float:
-        """Time for all stages at once, including the messages to and from the workers."""
-        return self._transition_seconds
-
-
-def measured_layouts(record: RunRecord, layouts: Sequence[ParallelLayout], block_size: int) -> list[MeasuredMoves]:
-    """The times of each layout that computed anything."""
-    found = []
-    for number, layout in enumerate(layouts):
-        plans = [plan for plan in record.plans if plan.rows and plan.layout == number]
-        if not plans:
-            continue
-        steps = measured_steps(record, plans, layout.tensor_parallel)
-        seconds = _swap_token_seconds(record, number, block_size)
-        found.append(MeasuredMoves(steps, seconds, _transition_seconds(record, number)))
-    return found
+def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size: int) -> MeasuredStages | None:
+    """The times of a layout; None if it computed nothing."""
+    plans = [plan for plan in record.plans if plan.rows and plan.layout == number]
+    if not plans:
+        return None
+    changes = [plan.step for plan in record.plans if plan.transition == number]
+    reload = fmean(record.known[step] - record.planned[step].time for step in changes) if changes else 0.0
+    swaps = _swap_token_seconds(record, number, block_size)
+    steps = _measured_steps(record, plans, layout.tensor_parallel)
+    return MeasuredStages(steps, swap_token_seconds=swaps, reload_seconds=reload)
 
 
 def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> float:
@@ -173,13 +119,7 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
     return seconds / tokens if tokens else 0.0
 
 
-def _transition_seconds(record: RunRecord, layout: int) -> float:
-    """Mean seconds from plan to answer of the changes to this layout."""
-    changes = [plan.step for plan in record.plans if plan.transition == layout]
-    return fmean(record.known[step] - record.planned[step].time for step in changes) if changes else 0.0
-
-
-def measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int) -> list[MeasuredStep]:
+def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int) -> list[MeasuredStep]:
     """What each of these plans of one layout took on each stage and on each link, and the host's part in it.
 
     A stage's time is the simulator's: from the moment at which the plan before was computed, its own inputs were
@@ -222,9 +162,8 @@ def _could_be_made(record: RunRecord, last_stage: list[StageTimes]) -> dict[int,
     The real engine hears of that a little later, takes the result in and decides; the simulator counts all this as the
     host's part. A plan that waited for no result could be made when a request came.
     """
-    ended = {times.step: times.computed for times in last_stage}
     ended_at: dict[float, float] = {}
-    for step, known in record.known.items():
-        if step in ended:
-            ended_at[known] = max(ended_at.get(known, 0.0), ended[step])
+    for times in last_stage:
+        known = record.known[times.step]
+        ended_at[known] = max(ended_at.get(known, 0.0), times.computed)
     return {step: ended_at.get(planned.clock, planned.clock) for step, planned in record.planned.items()}

@@ -1,26 +1,33 @@
-"""What is compared: policies on engines that are open. No torch."""
+"""What is compared: policies on engines that are open, and how requests run under them. No torch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import cast
 
-from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
+import msgspec
+
+from nanoserve.benchmarks.policies.baselines import RESHARDING
 from nanoserve.benchmarks.policy_names import named_policy
 from nanoserve.config import ModelConfig
 from nanoserve.costs.predictor import Predictor
+from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
-from nanoserve.scheduler.plan import Executor, LayoutCapacity
-from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
+from nanoserve.measures.workloads import RequestShape, random_prompts
+from nanoserve.record.events import Worked
+from nanoserve.record.recorder import Telling
+from nanoserve.record.run_record import RunRecord
+from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler.plan import Executor, LayoutCapacity, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import TieredTimes
+from nanoserve.simulator.replay import record_run
 
-RESHARDING: dict[str, type[TransitionMinimizing]] = {
-    "prefill-prioritizing": PrefillPrioritizing,
-    "decode-prioritizing": DecodePrioritizing,
-    "transition-minimizing": TransitionMinimizing,
-}
-"""Ways of changing between two layouts (Seesaw, figures 2 and 6)."""
+_PATIENCE, _LOOK = 5.0, 0.01
+"""Seconds within which workers report what they did for the last plan (they need milliseconds), and between looks."""
+_EXECUTOR = ("max_in_flight", "feeds_tokens", "ready", "collect", "now", "close", "take_times")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +35,8 @@ class OpenEngine:
     """An engine that is ready; it is started once for all runs."""
 
     name: str
-    """Name that tells it from the others."""
     executor: Executor
+    vocab_size: int
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
     capacities: tuple[LayoutCapacity, ...]
     """One entry per layout."""
@@ -49,7 +56,6 @@ class OpenEngine:
     """Whether the simulator has a model of it."""
     measure_times: Callable[[], TieredTimes] | None = None
     """Measures what things take now, for the simulator; None if the simulator takes the times of each run's record."""
-    close: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,97 +63,131 @@ class PolicyVariant:
     """A policy on an engine."""
 
     policy: str
-    place: str
+    """Name, perhaps with parameters."""
+    place: str = ""
     """Name of the engine or the layouts; empty if all variants share them."""
     engine: OpenEngine
-    first: int
+    config: EngineConfig
+    """Settings that all schedulers share, with a longest sequence. Prompts are random, so no prefixes are cached."""
+    capacities: Sequence[LayoutCapacity]
+    """Of the layouts that the scheduler knows, which are the engine's from ``first`` on."""
+    first: int = 0
     """The engine's number of the layout in which runs begin."""
-    layouts: tuple[ParallelLayout, ...]
-    """Layouts by the scheduler's numbers: one, or those of prompts and of decodes."""
-    make_scheduler: Callable[[], Scheduler]
-    make_simulated: Callable[[], Scheduler]
-    """Makes a scheduler for the simulator, whose predictors never learn."""
+    host_blocks: int = 0
+    predictors: Sequence[Predictor] = ()
+    """Of the real scheduler; the simulator's has the engine's, which never learn."""
 
     @property
     def name(self) -> str:
-        """Name that its metrics are filed under."""
         return ", ".join(filter(None, (self.policy, self.place)))
 
+    @property
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """Layouts by the scheduler's numbers: one, or those of prompts and of decodes."""
+        return self.engine.layouts[self.first : self.first + len(self.capacities)]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduling:
-    """Settings that all schedulers share. Prompts are random, so no prefixes are cached."""
-
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
-    token_budget: int
-    """Most tokens of a step."""
-
-    @classmethod
-    def of(cls, engines: Sequence[OpenEngine], config: EngineConfig, model: ModelConfig) -> "Scheduling":
-        """The settings of these engines; the longest sequence is one that all of them hold."""
-        blocks = [capacity.num_blocks for engine in engines for capacity in engine.capacities]
-        blocks += [engine.host_blocks for engine in engines if len(engine.layouts) > 1]
-        longest = config.max_model_len or model.max_position_embeddings
-        return cls(
-            block_size=config.block_size,
-            max_model_len=min(longest, min(blocks) * config.block_size),
-            max_num_seqs=config.max_num_seqs,
-            token_budget=config.max_num_batched_tokens,
-        )
-
-    def variant(
-        self,
-        policy: str,
-        place: str,
-        engine: OpenEngine,
-        capacities: Sequence[LayoutCapacity],
-        *,
-        first: int = 0,
-        host_blocks: int = 0,
-        predictors: Sequence[Predictor] = (),
-        simulated_predictors: Sequence[Predictor] | None = None,
-    ) -> PolicyVariant:
-        """A policy on an engine.
-
-        Args:
-            policy: name, perhaps with parameters.
-            place: what its name says beside the policy.
-            capacities: of the layouts that the scheduler knows, which are the engine's from ``first`` on.
-            simulated_predictors: for the scheduler of the simulator, if they are others.
-        """
-        make = partial(self._scheduler, policy, capacities, host_blocks)
-        return PolicyVariant(
-            policy=policy,
-            place=place,
-            engine=engine,
-            first=first,
-            layouts=engine.layouts[first : first + len(capacities)],
-            make_scheduler=partial(make, predictors, feeds_tokens=engine.executor.feeds_tokens),
-            make_simulated=partial(make, predictors if simulated_predictors is None else simulated_predictors),
-        )
-
-    def _scheduler(
-        self,
-        policy: str,
-        capacities: Sequence[LayoutCapacity],
-        host_blocks: int,
-        predictors: Sequence[Predictor],
-        *,
-        feeds_tokens: bool = False,
-    ) -> Scheduler:
-        kind, (first, *others) = RESHARDING.get(policy), capacities
+    def scheduler(self, *, simulated: bool = False) -> Scheduler:
+        """A new scheduler, for the engine or for the simulator."""
+        config, kind, (first, *others) = self.config, RESHARDING.get(self.policy), self.capacities
+        assert config.max_model_len is not None, "known since the engines are open"
+        budget = config.max_num_batched_tokens
         return Scheduler(
-            kind(self.token_budget) if kind else named_policy(policy, self.token_budget),
+            kind(budget) if kind else named_policy(self.policy, budget),
             num_blocks=first.num_blocks,
-            block_size=self.block_size,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
             prefix_caching=False,
             pipeline_depth=first.pipeline_depth,
-            host_blocks=host_blocks,
+            host_blocks=self.host_blocks,
             other_layouts=others,
-            predictors=predictors,
-            feeds_tokens=feeds_tokens,
+            predictors=self.engine.predictors if simulated and self.predictors else self.predictors,
+            feeds_tokens=not simulated and self.engine.executor.feeds_tokens,
         )
+
+    def run(self, requests: Sequence[Request]) -> RunRecord:
+        """Run requests to their ends, beginning in the first layout. Raises as `run_requests`."""
+        engine, vocab_size = self.engine, self.engine.vocab_size
+        executor = enter_layout(engine.executor, self.first)
+        return run_requests(executor, self.scheduler, requests, vocab_size=vocab_size, workers=engine.workers)
+
+
+def fitted(config: EngineConfig, model: ModelConfig, engines: Sequence[OpenEngine]) -> EngineConfig:
+    """The settings with the longest sequence that all of these engines hold."""
+    blocks = [capacity.num_blocks for engine in engines for capacity in engine.capacities]
+    blocks += [engine.host_blocks for engine in engines if len(engine.layouts) > 1]
+    longest = config.max_model_len or model.max_position_embeddings
+    return replace(config, max_model_len=min(longest, min(blocks) * config.block_size))
+
+
+def make_requests(
+    shapes: Sequence[RequestShape], arrivals: Sequence[float], vocab_size: int, seed: int
+) -> list[Request]:
+    """Random prompts with answers of exactly the wanted lengths, taken greedily; equal for equal seeds.
+
+    ``arrivals`` are seconds from the beginning of the run, ascending.
+    """
+    prompts = random_prompts([shape.input_tokens for shape in shapes], vocab_size, seed)
+    return [
+        Request(
+            f"request-{number}",
+            prompt,
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=shape.output_tokens),
+            seed=0,
+            arrival_time=arrival,
+        )
+        for number, (prompt, shape, arrival) in enumerate(zip(prompts, shapes, arrivals, strict=True))
+    ]
+
+
+def run_requests(
+    executor: Executor,
+    make_scheduler: Callable[[], Scheduler],
+    requests: Sequence[Request],
+    *,
+    vocab_size: int,
+    workers: int = 0,
+) -> RunRecord:
+    """Run requests to their ends under a new scheduler; the record has the times that the ``workers`` report.
+
+    The executor has nothing in flight and is not closed. Arrival times are from the beginning of the run on, in order.
+    Raises UsageError if a request can never run, and RuntimeFailure if one fails, workers die, attention on the CPU is
+    lost, or a worker does not report its times.
+    """
+    if isinstance(executor, Telling):
+        executor.take_times()  # discard the times of earlier runs
+    began = executor.now()
+    moved = [replace(request, arrival_time=began + request.arrival_time) for request in requests]
+    engine = Engine(make_scheduler(), executor, vocab_size=vocab_size)
+    record = record_run(engine, moved)
+    record.check()
+    wanted, until = workers * sum(bool(plan.rows) for plan in record.plans), executor.now() + _PATIENCE
+    # Reports of the last plans may come behind the results.
+    while sum(len(event.stages) for event in record.of(Worked)) < wanted:
+        if executor.now() > until:
+            raise RuntimeFailure("the workers did not report what they did for every plan")
+        engine.recorder.collect(executor.now() + _LOOK)
+    return record
+
+
+def enter_layout(executor: Executor, layout: int) -> Executor:
+    """Have the workers in that layout, whatever layout the run before has left them in; nothing is in flight.
+
+    Returns an executor whose plans run there: the scheduler knows no other layout than the first. Raises RuntimeFailure
+    if the workers die.
+    """
+    current: int = getattr(executor, "layout", 0)  # only workers may have several
+    if current != layout:
+        executor.submit(StepPlan(0, layout=current, transition=layout))
+        while not (results := executor.collect(None)):
+            pass
+        if results[0].lost is not None:
+            raise RuntimeFailure(f"the workers died when they changed their layout: {results[0].lost}")
+    if layout == 0:
+        return executor
+
+    def submit(plan: StepPlan) -> None:
+        executor.submit(msgspec.structs.replace(plan, layout=layout))
+
+    same = {name: getattr(executor, name) for name in _EXECUTOR if hasattr(executor, name)}
+    return cast(Executor, SimpleNamespace(**same, submit=submit))

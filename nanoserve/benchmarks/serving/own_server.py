@@ -48,7 +48,7 @@ class OwnServer:
                 if _LISTENING in line:
                     client = ApiClient(parse_url(line.split()[-1]))
                     with suppress(ServerRefused, ServerLost):
-                        client.get(f"{client.address.root}/ready")
+                        client.ask(f"{client.address.root}/ready")
                         return client.address
             time.sleep(_POLL_SECONDS)
         raise RuntimeFailure(f"the server did not start: {self._child.last_words().removeprefix(_PREFIX)}")

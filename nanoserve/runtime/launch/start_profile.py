@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import torch
 
 from nanoserve import __version__
 from nanoserve.config import ModelConfig, SamplingDefaults
-from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.curves import MeasuredCurve
-from nanoserve.costs.measured_machine import MachineSpeeds
-from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached, read_profile, write_profile
+from nanoserve.costs.hardware import Device, MachineSpeeds
+from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, calibrate, read_profile, write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
@@ -26,7 +26,7 @@ from nanoserve.processes.threads import physical_cores, processor_name_and_flags
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import memory_errors
-from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, cache_limits, fields_of, open_probes, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, fields_of, open_probes, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.runtime.profiling.timers import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner
@@ -131,14 +131,9 @@ class StartingEngine:
 
     def sizes(self) -> ProfileSizes:
         """The sizes at which it is measured. Raises UsageError if its steps are too small to be measured."""
-        config, shape = self.config, self.runner.config
-        tokens, rows = cache_limits(self.runner, config.block_size)
-        return SIZES.within(
-            step_tokens=min(config.max_num_batched_tokens, tokens),
-            step_rows=min(config.max_num_seqs, rows),
-            context=min(config.max_model_len or self.model.max_position_embeddings, tokens),
-            kv_token_bytes=2 * shape.num_kv_heads * shape.head_dim * self.runner.decoder.dtype.itemsize,
-        )
+        config, cached = self.config, len(self.runner.caches.keys[0]) * self.config.block_size
+        context = min(config.max_model_len or self.model.max_position_embeddings, cached)
+        return SIZES.within(self.runner, config, rows=config.max_num_seqs, context=context)
 
 
 def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile | None:
@@ -176,11 +171,10 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
             kept = read_profile(path)
             if engine.setting.difference(kept) is None:
                 return kept
-    if progress is not None:
-        progress(STAGE, 0, 1)
+    tell = progress or (lambda *_: None)
+    tell(STAGE, 0, 1)
     profile = measure_shortly(engine, sizes)
-    if progress is not None:
-        progress(STAGE, 1, 1)
+    tell(STAGE, 1, 1)
     if path is not None and profile.about["undisturbed"] >= _MOSTLY:
         with suppress(RuntimeFailure):  # the next start measures again
             write_profile(profile, path)
@@ -191,7 +185,6 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
     """Measure now, without looking for a kept profile. Raises RuntimeFailure if there is no memory for it;
     HostAttentionLost if attention in host memory fails."""
     runner, setting, speeds = engine.runner, engine.setting, engine.speeds
-    cache_tokens, _ = cache_limits(runner, engine.config.block_size)
     began, computed = time.perf_counter(), time.thread_time()
     with (
         memory_errors(runner.device, "measuring this machine does not fit", "lower --kv-cache-memory"),
@@ -199,11 +192,11 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
     ):
         found = take_rounds(probes, lambda _: None, EFFORT)
     seconds, computed = time.perf_counter() - began, time.thread_time() - computed
-    reached = Reached(
+    device = Device(
         name=setting.device,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        read_bytes_per_second=speeds.memory_bandwidth,
-        operations_per_second=speeds.flops,
+        memory_bandwidth=speeds.memory_bandwidth,
+        flops=speeds.flops,
     )
     profile = Profile(
         schema=SCHEMA,
@@ -225,14 +218,14 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         },
         model=runner.config,
         bits=8 * runner.decoder.dtype.itemsize,
-        device=reached,
-        host=msgspec.structs.replace(reached, name=setting.host),
-        memory=KvMemory(kv_tokens=cache_tokens),
+        device=device,
+        host=msgspec.structs.replace(device, name=setting.host),
+        memory=KvMemory(kv_tokens=len(runner.caches.keys[0]) * engine.config.block_size),
         engine=_scheduling(runner.decoder),
         **fields_of(found, engine.processor),
     )
     profile = profile.undisturbed()
-    return msgspec.structs.replace(profile.with_factors(calibrate(profile)), model=engine.model)
+    return msgspec.structs.replace(profile, efficiency=calibrate(profile), model=engine.model)
 
 
 def _scheduling(decoder: Decoder) -> MeasuredCurve:
@@ -244,7 +237,7 @@ def _scheduling(decoder: Decoder) -> MeasuredCurve:
             compute_piece()
 
     seconds = tuple(
-        measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute).step_ms / 1000
+        median(map(sum, measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)))
         for rows in _SCHEDULED_ROWS
     )
     return MeasuredCurve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)

@@ -1,27 +1,28 @@
 """Probes for all parts of a step, samples taken round by round, and curves made of them (as APEX's profiler)."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.profiling.timers import (
-    AttentionSize,
-    AttentionTimer,
     HostAttentionTimer,
     KvRegions,
     StepTimer,
+    Stopwatch,
+    attention_seconds,
     copy_probe,
     linear_pieces,
-    seconds_of,
 )
 from nanoserve.runtime.step.model_runner import ModelRunner
 
@@ -29,6 +30,7 @@ Point = tuple[int, ...]
 """The size or sizes at which something is timed."""
 Probes = Mapping[str, Mapping[Point, Callable[[], float]]]
 """Functions that take one sample in seconds, by what they time and by point."""
+Sampled = Mapping[Point, Sequence[float]]
 Samples = dict[str, dict[Point, list[float]]]
 
 _MOST_REPEATS = 8
@@ -54,9 +56,7 @@ class Effort:
 def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:
     """Sample every point once a round, so that a busy moment spoils one sample of many points and no point as a whole.
 
-    Args:
-        probes: the first call of each is a warm-up and does not count, unless there is no time for a second.
-        announce: takes a line about each round.
+    The first call of each probe is a warm-up, which does not count unless there is no time for a second.
     """
     announce("warming up ...")
     began = time.perf_counter()
@@ -90,49 +90,40 @@ def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) 
     for point, probe in points.items():
         began = time.perf_counter()
         kept[point] = probe()
-        if len(point) == 1 and len(kept) > 1 and time.perf_counter() - began > longest:
+        if len(point) == 1 < len(kept) and time.perf_counter() - began > longest:
             break
     return kept
 
 
-def curve_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredCurve:
+def curve_of(samples: Sampled) -> MeasuredCurve:
     """Medians and quartiles over one size."""
-    low, seconds, high = zip(*(quartiles(found) for found in samples.values()), strict=True)
+    low, seconds, high = zip(*map(_quartiles, samples.values()), strict=True)
     return MeasuredCurve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
 
 
-def difference_of(samples: Mapping[Point, Sequence[float]], less: Mapping[Point, Sequence[float]]) -> MeasuredCurve:
+def difference_of(samples: Sampled, less: Sampled) -> MeasuredCurve:
     """The curve of ``samples`` minus ``less``, a small part of them. The least of ``less`` counts: it has no noise."""
     curve = curve_of(samples)
     part = [min(less[size,]) for size in curve.sizes]
-
-    def without(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(max(_SMALLEST, value - own) for value, own in zip(values, part, strict=True))
-
-    return MeasuredCurve(
-        sizes=curve.sizes, seconds=without(curve.seconds), low=without(curve.low), high=without(curve.high)
-    )
+    times = {name: np.maximum(_SMALLEST, np.subtract(one, part)) for name, one in curve.times.items()}
+    return MeasuredCurve(sizes=curve.sizes, **{name: tuple(one.tolist()) for name, one in times.items()})
 
 
-def grid_of(samples: Mapping[Point, Sequence[float]]) -> MeasuredGrid:
+def grid_of(samples: Sampled) -> MeasuredGrid:
     """Medians and quartiles over batch and context."""
-    batches = tuple(dict.fromkeys(batch for batch, _ in samples))
-    contexts = tuple(dict.fromkeys(context for _, context in samples))
-    rows = [tuple(zip(*(quartiles(samples[batch, context]) for context in contexts), strict=True)) for batch in batches]
-    low, seconds, high = zip(*rows, strict=True)
+    batches, contexts = (tuple(dict.fromkeys(sizes)) for sizes in zip(*samples, strict=True))
+    found = zip(*map(_quartiles, samples.values()), strict=True)
+    low, seconds, high = (tuple(zip(*[iter(values)] * len(contexts), strict=True)) for values in found)
     return MeasuredGrid(batches=batches, contexts=contexts, seconds=seconds, low=low, high=high)
 
 
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+def _quartiles(samples: Sequence[float]) -> list[float]:
     """Low, median, high; one sample is all three."""
-    if len(samples) == 1:
-        return (samples[0],) * 3
-    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return low, median, high
+    quartiles: list[float] = np.percentile(samples, (25, 50, 75)).tolist()
+    return quartiles
 
 
 _PAUSE = 1e-4
-Sampling = dict[Point, Callable[[], float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,22 +144,22 @@ class ProfileSizes:
     kv_bytes: int
     """Bytes of keys and values that attention is timed over, on the device and in host memory each."""
 
-    def within(self, *, step_tokens: int, step_rows: int, context: int, kv_token_bytes: int) -> "ProfileSizes":
-        """The sizes that an engine with these limits reaches; UsageError if one does not allow two sizes.
+    def within(self, runner: ModelRunner, config: EngineConfig, *, rows: int, context: int) -> "ProfileSizes":
+        """The sizes that an engine with at most these rows in a step and this context reaches, with the KV cache of its
+        runner; UsageError if it does not allow two of each.
 
-        Args:
-            step_tokens, step_rows: the most of a step.
-            context: the longest sequence.
-            kv_token_bytes: size of one token's keys and values in one layer. Contexts with which the largest batch
-                takes more than ``kv_bytes`` are left out.
+        Contexts with which the largest batch takes more than ``kv_bytes`` are left out.
         """
-        fitting = self.kv_bytes // (self.batches[-1] * kv_token_bytes)
+        shape, blocks = runner.config, len(runner.caches.keys[0])
+        step_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * runner.decoder.dtype.itemsize
+        fitting = self.kv_bytes // (self.batches[-1] * token_bytes)
         return replace(
             self,
             tokens=_up_to(self.tokens, step_tokens),
             prompts=_up_to(self.prompts, min(context, step_tokens)),
             contexts=_up_to(self.contexts, max(2, min(context, fitting))),
-            rows=_up_to(self.rows, min(step_rows, step_tokens)),
+            rows=_up_to(self.rows, min(rows, blocks, step_tokens)),
         )
 
 
@@ -183,44 +174,41 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
 @contextmanager
 def open_probes(
     runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
-) -> Iterator[dict[str, Sampling]]:
+) -> Iterator[dict[str, Mapping[Point, Callable[[], float]]]]:
     """Probes for an idle runner, and for the part of the CPU that attends in host memory. Of the runner only the
-    content of the KV cache changes. The sizes are within this cache: see ``cache_limits``."""
+    content of the KV cache changes. See ``ProfileSizes.within``."""
     config, device = runner.config, runner.device
     steps = StepTimer(runner, block_size=block_size)
-    shapes = [AttentionSize(sizes.batches[-1], 1, sizes.contexts[-1]), AttentionSize(1, 1, sizes.prompts[-1])]
-    shapes += [steps.attention_shape(tokens) for tokens in sizes.tokens]
+    cells, largest = (sizes.batches, sizes.contexts), (sizes.batches[-1], sizes.contexts[-1])
+    calls = [(rows, keys) for rows, _, keys in map(steps.attention_shape, sizes.tokens)]
     regions = partial(
         KvRegions,
         config,
-        largest=max(shape.blocks(block_size) for shape in shapes),
+        [largest, (1, sizes.prompts[-1]), *calls],
         block_size=block_size,
         dtype=runner.decoder.dtype,
         most_bytes=sizes.kv_bytes,
     )
-    attention = AttentionTimer(config, regions(device=device))
+    attention = partial(attention_seconds, config, regions(device=device))
     shares_memory = processor.confines_device
     keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(_PAUSE)
     host = HostAttentionTimer(
         config, regions(device=torch.device("cpu")), processor, device=device, keep_busy=keep_busy
     )
-    largest = sizes.batches[-1], sizes.contexts[-1]
     try:
-        probes: dict[str, Sampling] = {
-            "layer": _over(sizes.tokens, steps.layer_seconds),
-            "its attention": _over(sizes.tokens, lambda size: attention.seconds(steps.attention_shape(size))),
-            "decode attention": _cells(
-                sizes, lambda batch, context: attention.seconds(AttentionSize(batch, 1, context))
-            ),
-            "prefill attention": _over(sizes.prompts, lambda size: attention.seconds(AttentionSize(1, size, size))),
-            "host attention": _cells(sizes, host.seconds),
-            "host exchange": _over(sizes.batches, lambda batch: host.seconds(batch, 1)),
-            "inputs": _over(sizes.rows, steps.inputs_seconds),
-            "head": _over(sizes.rows, steps.head_seconds),
+        probes: dict[str, Mapping[Point, Callable[[], float]]] = {
+            "layer": _over(steps.layer_seconds, sizes.tokens),
+            "its attention": _over(lambda tokens: attention(*steps.attention_shape(tokens)), sizes.tokens),
+            "decode_attention": _over(lambda batch, context: attention(batch, 1, context), *cells),
+            "prefill_attention": _over(lambda tokens: attention(1, tokens, tokens), sizes.prompts),
+            "host_attention": _over(host.seconds, *cells),
+            "host_exchange": _over(lambda batch: host.seconds(batch, 1), sizes.batches),
+            "inputs": _over(steps.inputs_seconds, sizes.rows),
+            "head": _over(steps.head_seconds, sizes.rows),
             "copy": {(size,): copy_probe(size, device) for size in sizes.copies},
         }
         if shares_memory:
-            probes["alone"] = {largest: partial(seconds_of, keep_busy)}
+            probes["alone"] = {largest: partial(Stopwatch(torch.device("cpu")).seconds, keep_busy)}
             probes["beside host"] = {largest: partial(host.device_seconds, *largest)}
         yield probes
     finally:
@@ -228,43 +216,29 @@ def open_probes(
         steps.close()
 
 
-def cache_limits(runner: ModelRunner, block_size: int) -> tuple[int, int]:
-    """Tokens, and rows of one block each, that fit into the runner's cache."""
-    blocks = len(runner.caches.keys[0])
-    return blocks * block_size, blocks
-
-
 def fields_of(found: Samples, processor: HostProcessor) -> dict[str, Any]:
     """Fields of a Profile by name. Call it from the thread that computes."""
+    curves = ("host_exchange", "prefill_attention", "copy", "inputs", "head", "engine")
     return {
         "beside_host": beside_host(found, processor.threads / torch.get_num_threads() + 1),
         "linear": difference_of(found["layer"], found["its attention"]),
-        "decode_attention": grid_of(found["decode attention"]),
-        "host_attention": grid_of(found["host attention"]),
-        "host_exchange": curve_of(found["host exchange"]),
-        "prefill_attention": curve_of(found["prefill attention"]),
-        "copy": curve_of(found["copy"]),
-        "inputs": curve_of(found["inputs"]),
-        "head": curve_of(found["head"]),
+        **{name: curve_of(found[name]) for name in curves if name in found},
+        **{name: grid_of(found[name]) for name in ("decode_attention", "host_attention")},
     }
 
 
 def beside_host(found: Samples, most: float) -> float:
     """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory.
 
-    Args:
-        most: threads of both over those of the device. Both share the memory's bandwidth by threads, so a larger factor
-            comes from other programs.
+    Both share the memory's bandwidth by threads: a factor above ``most``, threads of both over those of the device,
+    comes from other programs.
     """
     if "beside host" not in found:
         return 1.0
     (beside,), (alone,) = found["beside host"].values(), found["alone"].values()
-    return min(max(1.0, quartiles(beside)[0] / quartiles(alone)[0]), most)
+    return min(max(1.0, _quartiles(beside)[0] / _quartiles(alone)[0]), most)
 
 
-def _over(sizes: Sequence[int], sample: Callable[[int], float]) -> Sampling:
-    return {(size,): partial(sample, size) for size in sizes}
-
-
-def _cells(sizes: ProfileSizes, sample: Callable[[int, int], float]) -> Sampling:
-    return {(batch, context): partial(sample, batch, context) for batch in sizes.batches for context in sizes.contexts}
+def _over(sample: Callable[..., float], *axes: Sequence[int]) -> dict[Point, Callable[[], float]]:
+    """The sample at every combination of sizes."""
+    return {point: partial(sample, *point) for point in product(*axes)}

@@ -1,10 +1,8 @@
 """The cost of scheduling: pure Python time per step with many running sequences and nothing computed. No torch."""
 
 import gc
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
@@ -17,18 +15,6 @@ _WARM_UP_STEPS = 5
 _SOME_TOKEN = 7
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerCost:
-    """Milliseconds per decode step, as medians over the steps; ``slowest_ms`` is the worst step of all."""
-
-    sequences: int
-    schedule_ms: float
-    apply_ms: float
-    step_ms: float
-    slowest_ms: float
-    microseconds_per_sequence: float
-
-
 def measure_scheduler(
     sequences: int,
     *,
@@ -36,15 +22,16 @@ def measure_scheduler(
     steps: int,
     policy: str = "sarathi",
     compute: Callable[[], object] = lambda: None,
-) -> SchedulerCost:
-    """Time ``schedule`` and ``apply`` with this many decoding sequences, each of ``context`` tokens at the start.
-    ``compute`` runs before each step and is not timed: as in an engine, it displaces data from the processor's caches.
+) -> list[tuple[float, float]]:
+    """Seconds of ``schedule`` and of ``apply``, step by step, with this many decoding sequences, each of ``context``
+    tokens at the start. ``compute`` runs before each step and is not timed: as in an engine, it displaces data from the
+    processor's caches.
     """
     scheduler = _running_scheduler(sequences, context, steps, policy)
-    schedule_times, apply_times = [], []
+    seconds = []
     was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()  # a collection belongs to whoever made the garbage; `slowest_ms` would show little else
+    gc.disable()  # a collection belongs to whoever made the garbage; the slowest step would show little else
     try:
         for _ in range(steps):
             compute()
@@ -55,21 +42,11 @@ def measure_scheduler(
             result = _answered(plan)
             answered = time.perf_counter()
             scheduler.apply(result, 0.0)
-            apply_times.append(time.perf_counter() - answered)
-            schedule_times.append(planned - began)
+            seconds.append((planned - began, time.perf_counter() - answered))
     finally:
         if was_enabled:
             gc.enable()
-    both = [first + second for first, second in zip(schedule_times, apply_times, strict=True)]
-    step = statistics.median(both)
-    return SchedulerCost(
-        sequences,
-        schedule_ms=1000 * statistics.median(schedule_times),
-        apply_ms=1000 * statistics.median(apply_times),
-        step_ms=1000 * step,
-        slowest_ms=1000 * max(both),
-        microseconds_per_sequence=1e6 * step / sequences,
-    )
+    return seconds
 
 
 def _running_scheduler(sequences: int, context: int, steps: int, policy: str) -> Scheduler:

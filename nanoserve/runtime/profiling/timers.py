@@ -2,8 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import cast
 
@@ -30,13 +30,6 @@ _MOST_DECODES = 64
 _BUSY_ROWS = 8
 
 
-def seconds_of(action: Callable[[], object]) -> float:
-    """Wall time of an action."""
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
-
-
 class Stopwatch:
     """Wall time, with the device's queue empty at both ends."""
 
@@ -48,18 +41,20 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
+    def seconds(self, action: Callable[[], object]) -> float:
+        """Seconds that an action takes."""
+        began = self.now()
+        action()
+        return self.now() - began
 
-@dataclass(frozen=True, slots=True)
-class AttentionSize:
-    """The size of one call: rows of equal length, each at the end of the same number of keys."""
 
-    rows: int
-    queries: int
-    keys: int
-
-    def blocks(self, block_size: int) -> int:
-        """Blocks that the keys fill."""
-        return self.rows * -(-self.keys // block_size)
+@torch.inference_mode()
+def _mean_seconds(sample: Callable[[], Iterable[float]]) -> float:
+    """The mean over a few milliseconds of samples."""
+    found: list[float] = []
+    while len(found) < _MOST_CALLS and sum(found) < _SAMPLE_SECONDS:
+        found += sample()
+    return sum(found) / len(found)
 
 
 class KvRegions:
@@ -68,80 +63,62 @@ class KvRegions:
     In a step each call reads another layer's cache, so the processor's caches help only if the data of all layers fits.
     So there is one region for each layer of the model, or as many as there is room for.
 
-    Args:
-        largest: blocks that a call reads at most; these always have room.
-        most_bytes: limit for keys and values.
+    The largest of ``calls`` (rows, keys of each) always has room; otherwise ``most_bytes`` limits keys and values.
     """
 
     def __init__(
         self,
         config: ModelConfig,
+        calls: Iterable[tuple[int, int]],
         *,
-        largest: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
         most_bytes: int,
     ) -> None:
         self._block_size, self._layers = block_size, config.num_layers
+        largest = max(self._num_blocks(rows, keys) for rows, keys in calls)
         block = torch.randn(2, 1, config.num_kv_heads, block_size, config.head_dim, device=device).to(dtype)
         num_blocks = max(largest, min(config.num_layers * largest, most_bytes // block.nbytes))
         # [2, num_blocks, num_kv_heads, block_size, head_dim], keys first.
         self.blocks = block.expand(-1, num_blocks, -1, -1, -1).contiguous()
         self._order = torch.randperm(num_blocks, dtype=torch.int32)
 
-    def tables(self, shape: AttentionSize) -> list[Tensor]:
-        """Block tables, int32 [rows, width] each, of one region after the other."""
-        each = shape.blocks(self._block_size)
+    def tables(self, rows: int, keys: int) -> list[Tensor]:
+        """Block tables for rows of `keys` keys, int32 [rows, width] each, of one region after the other."""
+        each = self._num_blocks(rows, keys)
         regions = min(self._layers, len(self._order) // each)
-        return [table.view(shape.rows, -1) for table in self._order[: regions * each].chunk(regions)]
+        return [table.view(rows, -1) for table in self._order[: regions * each].chunk(regions)]
+
+    def _num_blocks(self, rows: int, keys: int) -> int:
+        return rows * -(-keys // self._block_size)
 
 
-class AttentionTimer:
-    """Attention on the device, where the regions are. Sliding windows are not applied."""
+def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, queries: int, keys: int) -> float:
+    """Seconds of one layer's attention on the device where the regions are. Sliding windows are not applied.
 
-    def __init__(self, config: ModelConfig, regions: KvRegions) -> None:
-        self._config, self._regions = config, regions
-        self._keys, self._values = regions.blocks.unbind()
-        self._watch = Stopwatch(regions.blocks.device)
+    Each row has ``queries`` queries, at the end of ``keys`` keys.
+    """
+    (key_cache, value_cache), device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
+    tokens, dtype, watch = rows * queries, regions.blocks.dtype, Stopwatch(device)
+    out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
+    query = torch.randn(tokens, config.num_heads, size, device=device).to(dtype)
+    starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device)
+    contexts = torch.full((rows,), keys, dtype=torch.int32, device=device)
+    tables = cycle([table.to(device) for table in regions.tables(rows, keys)])
 
-    def seconds(self, shape: AttentionSize) -> float:
-        """Seconds of one layer: the mean over a few milliseconds of calls."""
-        calls = self._calls(shape)
-        with torch.inference_mode():
-            count, began = 0, self._watch.now()
-            while count < _MOST_CALLS:
-                next(calls)()
-                count += 1
-                passed = self._watch.now() - began
-                if passed > _SAMPLE_SECONDS:
-                    break
-        return passed / count
+    def attend() -> None:
+        at = next(tables), starts, contexts
+        paged_attention(out, query, key_cache, value_cache, *at, scale=size**-0.5, sliding_window=0)
 
-    def _calls(self, shape: AttentionSize) -> Iterator[Callable[[], None]]:
-        config, device, dtype = self._config, self._keys.device, self._keys.dtype
-        tokens, size = shape.rows * shape.queries, config.head_dim
-        out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
-        query = torch.randn(tokens, config.num_heads, size, device=device).to(dtype)
-        starts = torch.arange(0, tokens + 1, shape.queries, dtype=torch.int32, device=device)
-        contexts = torch.full((shape.rows,), shape.keys, dtype=torch.int32, device=device)
-
-        def attend(tables: Tensor) -> None:
-            keys, values = self._keys, self._values
-            paged_attention(out, query, keys, values, tables, starts, contexts, scale=size**-0.5, sliding_window=0)
-
-        tables = [table.to(device) for table in self._regions.tables(shape)]
-        return cycle([lambda table=table: attend(table) for table in tables])
+    return _mean_seconds(lambda: [watch.seconds(attend)])
 
 
 class HostAttentionTimer:
     """Attention in host memory as in the engine: handed over to a thread with cores of its own. The device computes
     meanwhile, as in every step with host sequences; a CPU shares the memory's bandwidth. Windows are not applied.
 
-    Args:
-        regions: in host memory.
-        device: where queries come from and results go.
-        keep_busy: a piece of the device's work, a few milliseconds at most.
+    The regions lie in host memory; ``keep_busy`` is a piece of the device's work, a few milliseconds at most.
     """
 
     def __init__(
@@ -159,31 +136,36 @@ class HostAttentionTimer:
 
     def seconds(self, rows: int, keys: int) -> float:
         """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: a mean."""
-        calls = cycle(self._regions.tables(AttentionSize(rows, 1, keys)))
-        query, key, value = self._entering(rows)
-        found: list[float] = []
-        with torch.inference_mode():
-            while len(found) < _MOST_CALLS and sum(found) < _SAMPLE_SECONDS:
-                task = self._host.attend(0, query, key, value, self._rows(next(calls), keys))
-                self._keep_busy()
-                self._await(task)
-                found += [work.seconds for work in self._host.take_work()]
-        return sum(found) / len(found)
+        tables = cycle(self._regions.tables(rows, keys))
+        entering = self._entering(rows)
 
+        def attend() -> list[float]:
+            task = self._host.attend(0, *entering, self._rows(next(tables), keys))
+            self._keep_busy()
+            self._await(task)
+            return [work.seconds for work in self._host.take_work()]
+
+        return _mean_seconds(attend)
+
+    @torch.inference_mode()
     def device_seconds(self, rows: int, keys: int) -> float:
         """Seconds of a piece of the device's work while the host attends for `rows` sequences of `keys` keys."""
-        at = self._rows(self._regions.tables(AttentionSize(rows, 1, keys))[0], keys)
-        entering, found = self._entering(rows), list[float]()
-        with torch.inference_mode():
-            task = self._host.attend(0, *entering, at)
-            while len(found) < _MOST_CALLS and sum(found) < _SAMPLE_SECONDS:
-                following = self._host.attend(0, *entering, at)  # otherwise the host might finish first
-                found.append(seconds_of(self._keep_busy))
-                self._await(task)
-                task = following
+        at = self._rows(self._regions.tables(rows, keys)[0], keys)
+        entering, watch = self._entering(rows), Stopwatch(torch.device("cpu"))
+        task = self._host.attend(0, *entering, at)
+
+        def work_beside() -> list[float]:
+            nonlocal task
+            following = self._host.attend(0, *entering, at)  # otherwise the host might finish first
+            seconds = watch.seconds(self._keep_busy)
             self._await(task)
-            self._host.take_work()
-        return sum(found) / len(found)
+            task = following
+            return [seconds]
+
+        seconds = _mean_seconds(work_beside)
+        self._await(task)
+        self._host.take_work()
+        return seconds
 
     def close(self) -> None:
         """End its thread."""
@@ -195,13 +177,10 @@ class HostAttentionTimer:
 
     def _entering(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         config, dtype = self._config, self._regions.blocks.dtype
-        heads = config.num_heads + 2 * config.num_kv_heads
-        numbers = torch.randn(rows, heads, config.head_dim, device=self._device).to(dtype)
-        return (
-            numbers[:, : config.num_heads],
-            numbers[:, config.num_heads : heads - config.num_kv_heads],
-            numbers[:, heads - config.num_kv_heads :],
-        )
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        numbers = torch.randn(rows, sum(heads), config.head_dim, device=self._device).to(dtype)
+        query, key, value = torch.split(numbers, heads, dim=1)
+        return query, key, value
 
     def _rows(self, tables: Tensor, keys: int) -> AttentionBatch:
         starts = torch.arange(len(tables) + 1, dtype=torch.int32)
@@ -222,34 +201,31 @@ class StepTimer:
 
     def layer_seconds(self, tokens: int) -> float:
         """Seconds of a layer with the small attention of `attention_shape`, and a share of embedding and last norm."""
-        shape = self.attention_shape(tokens)
-        sizes = [min(shape.queries, tokens - first) for first in range(0, tokens, shape.queries)]
+        _, longest, _ = self.attention_shape(tokens)
+        sizes = [min(longest, tokens - first) for first in range(0, tokens, longest)]
         seconds = self._forward_seconds(sizes)
         if seconds < _BRIEF:
             seconds = self._forward_seconds(sizes)
         return seconds / self._runner.config.num_layers
 
-    def attention_shape(self, tokens: int) -> AttentionSize:
-        """The attention in `layer_seconds`: few tokens are decodes of one key, more are prompts of a block."""
+    def attention_shape(self, tokens: int) -> tuple[int, int, int]:
+        """(rows, queries, keys) of the attention in `layer_seconds`: few tokens are decodes of one key, more are
+        prompts of a block."""
         size = 1 if tokens <= min(_MOST_DECODES, len(self._runner.caches.keys[0])) else self._block_size
-        return AttentionSize(-(-tokens // size), size, size)
+        return -(-tokens // size), size, size
 
     def inputs_seconds(self, rows: int) -> float:
         """Seconds before the layers in a step of `rows` decodes, after another step, whose layers on a CPU displace
         these data from the processor's caches."""
         plan = self._decode_plan(rows)
         self._runner.compute(self._runner.prepare(plan))
-        began = self._watch.now()
-        self._runner.prepare(plan)
-        return self._watch.now() - began
+        return self._watch.seconds(lambda: self._runner.prepare(plan))
 
     def head_seconds(self, rows: int) -> float:
         """Seconds after the layers in a step of `rows` decodes: logits, greedy sampling and fetching tokens."""
         step = self._runner.prepare(self._decode_plan(rows))
         hidden = self._runner.compute(step)
-        began = self._watch.now()
-        self._runner.sample(step, hidden).answers()
-        return self._watch.now() - began
+        return self._watch.seconds(lambda: self._runner.sample(step, hidden).answers())
 
     def close(self) -> None:
         """Have the runner forget the sequences."""
@@ -302,10 +278,4 @@ def copy_probe(num_bytes: int, device: torch.device) -> Callable[[], float]:
     watch = Stopwatch(device)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def copy() -> float:
-        began = watch.now()
-        target.copy_(source, non_blocking=True)
-        return watch.now() - began
-
-    return copy
+    return lambda: watch.seconds(lambda: target.copy_(source, non_blocking=True))

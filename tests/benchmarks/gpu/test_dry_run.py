@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.kernels import kernel_cases
+from nanoserve.benchmarks.gpu.device import GpuBench
+from nanoserve.benchmarks.gpu.kernels import part_cases
 from nanoserve.benchmarks.gpu.markdown import to_markdown
-from nanoserve.benchmarks.gpu.running import measure_part, part_file, read_results
-from nanoserve.benchmarks.gpu.setting import find_setting
-from nanoserve.benchmarks.gpu.timing import DeviceTimer, HostClock
+from nanoserve.benchmarks.gpu.running import read_results, run_parts
 from nanoserve.benchmarks.report import read_report
 from nanoserve.commands.main import main
 from nanoserve.errors import UsageError
@@ -21,8 +19,8 @@ EXPECTED_ABSENT = {"qwen3-0.6b: preset, transformers"}
 
 @pytest.mark.parametrize("part", ["kernels", "engine"])
 def test_every_case_of_a_part_runs(tmp_path: Path, part: str) -> None:
-    assert measure_part(tmp_path, part, seconds=300.0, dry_run=True)
-    document = read_report(part_file(tmp_path, part))
+    run_parts(tmp_path, [part], {part: 300.0}, dry_run=True)
+    document = read_report(tmp_path / f"{part}.json")
     assert document["complete"]
     assert document["settings"] == {"dry_run": True}
     assert "dry run" in document["device"]["name"]
@@ -57,8 +55,7 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
 
 
 def test_what_has_to_be_compiled_for_comes_behind_what_takes_a_moment() -> None:
-    timer = DeviceTimer(find_setting(dry_run=True), HostClock(), Limits(1.0, 1.0))
-    kinds = list(dict.fromkeys(case.name.split()[0] for case in kernel_cases(timer)))
+    kinds = list(dict.fromkeys(case.name.split()[0] for case in part_cases(GpuBench.open(dry_run=True), [])))
     assert kinds == ["cache_write", "copy_blocks", "gather_blocks", "scatter_blocks", "prefill", "decode", "mixed"]
 
 
@@ -91,4 +88,4 @@ def test_what_cannot_be_done_is_one_line(
 def test_a_gpu_that_is_too_old_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, gpus=1, capability=(7, 5))
     with pytest.raises(UsageError, match=r"^bench gpu: Tesla V100 is too old, .* 7\.5 and .*; try it .* --dry-run$"):
-        find_setting(dry_run=False)
+        GpuBench.open(dry_run=False)

@@ -1,19 +1,20 @@
 """Bytes, operations and shares against numbers worked out by hand."""
 
 import pytest
+import torch
 
 from nanoserve.benchmarks.floors import Limits
-from nanoserve.benchmarks.gpu.attention import AttentionRow, PagedAttentionShape, decode_rows, moved_bytes
-from nanoserve.benchmarks.gpu.kernels import OURS, measured_fields
-from nanoserve.benchmarks.gpu.timing import TimeSpread
+from nanoserve.benchmarks.gpu.attention import AttentionRow, decode_rows, make_batch
+from nanoserve.benchmarks.gpu.device import GpuBench, TimeSpread
+from nanoserve.benchmarks.gpu.kernels import OURS, measured_fields, moved_fields
 
 
 def test_decoding_reads_keys_and_values_once() -> None:
-    shape = PagedAttentionShape(rows=decode_rows(64, 4096), num_heads=32, num_kv_heads=8, head_dim=128)
-    keys_and_values = 2 * 64 * 4096 * 8 * 128 * 2  # 1 GiB in 16 bits
-    queries_and_results = 2 * 64 * 32 * 128 * 2
-    assert shape.num_bytes(2) == keys_and_values + queries_and_results == 2**30 + 2**20
-    assert shape.operations == 4 * 64 * 4096 * 32 * 128
+    batch = make_batch(decode_rows(4, 64), 32, 8, 128, block_size=16, dtype=torch.bfloat16, poisoned=True)
+    keys_and_values = 2 * 4 * 64 * 8 * 128 * 2  # 1 MiB in 16 bits
+    queries_and_results = 2 * 4 * 32 * 128 * 2
+    assert batch.num_bytes == keys_and_values + queries_and_results == 2**20 + 2**16
+    assert batch.operations == 4 * 4 * 64 * 32 * 128
 
 
 @pytest.mark.parametrize(
@@ -26,13 +27,16 @@ def test_decoding_reads_keys_and_values_once() -> None:
 )
 def test_a_query_meets_the_keys_up_to_its_own(row: AttentionRow, pairs: int) -> None:
     assert row.pairs == pairs
-    shape = PagedAttentionShape(rows=(row, row), num_heads=2, num_kv_heads=1, head_dim=16)
-    assert shape.operations == 4 * 2 * 16 * 2 * pairs
-    assert shape.tokens == 2 * row.queries
+    batch = make_batch((row, row), 2, 1, 16, block_size=16, dtype=torch.float32)
+    assert batch.operations == 4 * 2 * 16 * 2 * pairs
+    assert len(batch.query) == 2 * row.queries
 
 
 def test_a_move_reads_and_writes() -> None:
-    assert moved_bytes(10, num_kv_heads=8, head_dim=128, bytes_per_number=2) == 10 * 8 * 128 * 2 * 4
+    bench = GpuBench(torch.device("cpu"), dry_run=True)
+    fields = moved_fields(bench, 10, lambda: None, lambda: None)
+    assert fields["bytes"] == 10 * 8 * 128 * 4 * 4  # of float32
+    assert fields["slower"].keys() == {"torch indexing"}
 
 
 def test_shares_are_of_the_measured_limits() -> None:

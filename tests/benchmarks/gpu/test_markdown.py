@@ -120,6 +120,9 @@ def test_a_row_that_failed_is_shown_with_its_reason() -> None:
 
 
 def test_what_the_budget_cut_off_is_told() -> None:
-    document = results(kernels=[kernel(DECODE_4)])
-    document["parts"]["kernels"]["notes"] = [f"{PREFILL}: cut off after 20 s, as the time budget was spent"]
-    assert f"\n* {PREFILL}: cut off after 20 s, as the time budget was spent\n" in to_markdown(document)
+    why = "cut off after 20 s, as the time budget was spent"
+    rows = [{"case": PREFILL, "skipped": why}, {"case": DECODE_4, "skipped": "the time budget was spent"}]
+    assert f"| {PREFILL} | skipped: {why} |" in to_markdown(results(kernels=rows))
+    text = to_markdown(results(correctness=rows))
+    assert f"\n* {PREFILL}: {why}\n" in text
+    assert f"* {DECODE_4}" not in text

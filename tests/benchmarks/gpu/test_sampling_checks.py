@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.benchmarks.gpu.checks import SAMPLED_ROWS, SETTINGS, draw, random_logits, sampling_cases
-from nanoserve.benchmarks.gpu.setting import find_setting
+from nanoserve.benchmarks.gpu.correctness import SAMPLED_ROWS, SETTINGS, draw, random_logits, sampling_cases
+from nanoserve.benchmarks.gpu.device import GpuBench
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.sampling.sampler import Sampled, sample
 
 
 def test_every_case_compares_all_of_its_rows() -> None:
-    cases = list(sampling_cases(find_setting(dry_run=True)))
+    cases = list(sampling_cases(GpuBench.open(dry_run=True)))
     assert [case.name for case in cases[:2]] == ["sampling, greedy", "sampling, temperature"]
     fields = [case.measure() for case in cases]
     assert all(row["ok"] for row in fields)
@@ -45,6 +45,6 @@ def test_another_token_and_another_verdict_are_found(broken: str, monkeypatch: p
             valid[-1] = True
         return Sampled(tokens, valid)
 
-    monkeypatch.setattr("nanoserve.benchmarks.gpu.checks.sample", differing)
-    fields = next(sampling_cases(find_setting(dry_run=True))).measure()
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.correctness.sample", differing)
+    fields = next(sampling_cases(GpuBench.open(dry_run=True))).measure()
     assert (fields["ok"], fields["different_rows"]) == (False, [3 if broken == "token" else SAMPLED_ROWS - 1])

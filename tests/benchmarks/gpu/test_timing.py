@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.benchmarks.gpu.timing import MOST_FLUSHES, Call, EventClock, flushes_needed, take_turns
+from nanoserve.benchmarks.gpu.device import MOST_FLUSHES, Call, EventClock, flushes_needed, take_turns
 
 
 @pytest.mark.parametrize(
@@ -35,11 +35,11 @@ def test_the_flushes_lie_in_front_of_what_is_timed(monkeypatch: pytest.MonkeyPat
             return 0.2
 
     monkeypatch.setattr("torch.cuda.Event", Event)
-    monkeypatch.setattr("nanoserve.benchmarks.gpu.timing.FLUSH_BYTES", 64)
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.device.FLUSH_BYTES", 64)
     monkeypatch.setattr(EventClock, "_flush", lambda self: log.append("flush"))
     clock = EventClock(torch.device("cpu"))
     log.clear()
-    seconds = clock.start(lambda: log.append("call"), launch_seconds=250e-6)
+    seconds = clock(lambda: log.append("call"), 250e-6)
     assert log == ["flush", "flush", "flush", "event", "call", "event"]
     assert seconds() == pytest.approx(200e-6) and log[-1] == "wait"
 
@@ -57,15 +57,13 @@ def test_each_route_gets_the_lead_that_its_own_launching_needs(monkeypatch: pyte
             self.now += 0.02
 
     watch = Watch()
-    monkeypatch.setattr("nanoserve.benchmarks.gpu.timing.time", watch)
+    monkeypatch.setattr("nanoserve.benchmarks.gpu.device.time", watch)
 
     class Clock:
-        name = "none"
-
         def __init__(self) -> None:
             self.leads: dict[Call, list[float]] = {}
 
-        def start(self, call: Call, *, launch_seconds: float = 0.0) -> Callable[[], float]:
+        def __call__(self, call: Call, launch_seconds: float) -> Callable[[], float]:
             call()
             self.leads.setdefault(call, []).append(launch_seconds)
             return lambda: 1e-3

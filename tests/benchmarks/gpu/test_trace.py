@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.gpu.step_traces import STEP_MARK, summarize_trace
+from nanoserve.benchmarks.gpu.engine import STEP_MARK, summarize_trace
 
 Event = dict[str, Any]
 

@@ -1,19 +1,14 @@
 """The best candidates are found and get into the table that is read at run time."""
 
 import ast
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionRow, decode_rows
-from nanoserve.benchmarks.gpu.running import open_part
-from nanoserve.benchmarks.gpu.setting import GpuSetting
-from nanoserve.benchmarks.gpu.timing import DeviceTimer, HostClock
+from nanoserve.benchmarks.gpu.device import GpuBench
 from nanoserve.benchmarks.gpu.tuning import (
     DECODE,
     PREFILL,
@@ -21,9 +16,9 @@ from nanoserve.benchmarks.gpu.tuning import (
     best_configurations,
     decode_splits,
     decode_tiles,
+    part_cases,
     prefill_tiles,
     tuned_source,
-    tuning_cases,
     write_table,
 )
 from triton_ops import paged_attention
@@ -34,7 +29,7 @@ KEY = (9, 2, 128)
 SOURCE = Path(configurations.__file__).read_text()
 
 
-def row(program: str, candidate: Configuration, *microseconds: float, ok: bool = True) -> Mapping[str, Any]:
+def row(program: str, candidate: Configuration, *microseconds: float, ok: bool = True) -> dict[str, Any]:
     times = {f"work {place}": {"us": one, "low": one, "high": one, "n": 5} for place, one in enumerate(microseconds)}
     found = {"case": "it", "key": KEY, "program": program, "candidate": candidate, "times": times, "ok": ok}
     return msgspec.json.decode(msgspec.json.encode(found))  # type: ignore[no-any-return]
@@ -96,9 +91,8 @@ def test_the_present_configuration_is_among_the_candidates(key: tuple[int, int, 
 
 def test_every_candidate_is_a_case_and_the_splits_are_tried_with_the_best_tiles() -> None:
     best = DecodeConfiguration(128, 8, 4, 128, 8)
-    setting = GpuSetting(torch.device("cpu"), dry_run=True)  # as which Triton's interpreter is taken for: generation 9
-    bench = DeviceTimer(setting, HostClock(), Limits(1.0, 1.0))
-    names = [case.name for case in tuning_cases(bench, [row(DECODE, best, 1.0)])]
+    bench = GpuBench.open(dry_run=True)  # Triton's interpreter is taken for a GPU of generation 9
+    names = [case.name for case in part_cases(bench, [row(DECODE, best, 1.0)])]
     assert len(set(names)) == len(names) < 250
     assert "decode, head_dim 128, [128, 8, 4, 512, 16]" in names
     assert "decode, head_dim 128, [64, 4, 3, 128, 8]" in names
@@ -122,13 +116,11 @@ def test_a_candidate_that_disagrees_with_the_present_configuration_is_not_taken(
     monkeypatch.setattr("nanoserve.benchmarks.gpu.tuning.attend", attend)
     work = {DECODE: {"2 x 20": decode_rows(2, 20)}, PREFILL: {"9": (AttentionRow(9, 9),)}}
     monkeypatch.setattr("nanoserve.benchmarks.gpu.tuning.WORK", work)
-    report = open_part(tmp_path, "tuning", {"dry_run": False})
-    bench = DeviceTimer(GpuSetting(torch.device("cpu"), dry_run=True), HostClock(), Limits(1.0, 1.0))
-    cases = {case.name: case for case in tuning_cases(bench, [])}
+    cases = {case.name: case for case in part_cases(GpuBench.open(dry_run=True), [])}
+    rows = []
     for fields in ("[64, 4, 3, 128, 8]", "[64, 8, 3, 128, 8]", "[128, 4, 3, 128, 8]"):
         case = cases[f"decode, head_dim 128, {fields}"]
-        report.add({"case": case.name, **case.measure()})
-    assert [row["ok"] for row in report.rows] == [True, False, False]
-    assert best_configurations(report.rows) == {(KEY, DECODE): DecodeConfiguration(64, 4, 3, 128, 8)}
-    write_table(report)
-    assert repr(table((tmp_path / "configurations.py").read_text())) == repr(table(SOURCE))
+        rows.append(msgspec.to_builtins({"case": case.name, **case.measure()}))
+    assert [row["ok"] for row in rows] == [True, False, False]
+    assert best_configurations(rows) == {(KEY, DECODE): DecodeConfiguration(64, 4, 3, 128, 8)}
+    assert repr(table(write_table(tmp_path, rows).read_text())) == repr(table(SOURCE))

@@ -1,7 +1,8 @@
 """Workers that are simulated, for the benchmark to measure: P2 for prompts, T2 for decodes."""
 
-from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant
 from nanoserve.commands.bench_reshard import resharding_variants
+from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
 from nanoserve.scheduler.plan import LayoutCapacity
 from tests.fakes.moving_executor import MovingExecutor
@@ -24,6 +25,7 @@ def simulated_pair() -> OpenEngine:
     """With both layouts."""
     return OpenEngine(
         name="P2 -> T2",
+        vocab_size=VOCAB_SIZE,
         executor=MovingExecutor(TIMES, block_size=BLOCK_SIZE),
         layouts=(P2, T2),
         capacities=CAPACITIES,
@@ -31,7 +33,6 @@ def simulated_pair() -> OpenEngine:
         host_link_bandwidth=HOST_LINK,
         workers=2,
         compiled=False,
-        close=lambda: None,
     )
 
 
@@ -39,16 +40,16 @@ def simulated_alone(layout: int) -> OpenEngine:
     """With one of them."""
     return OpenEngine(
         name="own workers",
+        vocab_size=VOCAB_SIZE,
         executor=MovingExecutor([TIMES[layout]], block_size=BLOCK_SIZE),
         layouts=((P2, T2)[layout],),
         capacities=(CAPACITIES[layout],),
         workers=2,
         compiled=False,
-        close=lambda: None,
     )
 
 
 def variants(*engines: OpenEngine) -> dict[str, PolicyVariant]:
     """By name."""
-    scheduling = Scheduling(block_size=BLOCK_SIZE, max_model_len=100, max_num_seqs=64, token_budget=32)
-    return {one.name: one for one in resharding_variants(engines, scheduling)}
+    config = EngineConfig(block_size=BLOCK_SIZE, max_model_len=100, max_num_seqs=64, max_num_batched_tokens=32)
+    return {one.name: one for one in resharding_variants(engines, config)}

@@ -1,18 +1,17 @@
 """A real engine: opened with memory for every case, and measured."""
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
 import pytest
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.engines import open_with_host
 from nanoserve.benchmarks.policies.gains import HYBRID
-from nanoserve.benchmarks.policies.metrics import tier_metrics
 from nanoserve.benchmarks.policies.rounds import Bench
-from nanoserve.benchmarks.policies.variants import Scheduling
-from nanoserve.commands.bench_hybrid import hybrid_variants
+from nanoserve.benchmarks.policies.variants import fitted
+from nanoserve.commands.bench_hybrid import hybrid_benches
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
@@ -30,29 +29,20 @@ POLICIES = ("sarathi", "neo", "overlap", "hybrid")
 def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = resolve_model(None)
     model = read_config(resolved)
-    engine = open_with_host(resolved, CONFIG, model, WORK, None)
-    try:
-        scheduling = replace(Scheduling.of([engine], CONFIG, model), max_num_seqs=16, token_budget=128)
-        for case, variants in hybrid_variants(engine, POLICIES, WORK, scheduling):
-            bench = Bench(
-                case=case.name,
-                variants=variants,
-                shapes=case.shapes,
-                vocab_size=model.vocab_size,
-                measure=partial(tier_metrics, vocab_size=model.vocab_size),
-                probe=lambda: 1e10,
-                foreign=ForeignLoad(),
-                keep=lambda name, run: None,
-            )
-            done = next(bench.rounds(1))
+    with ExitStack() as opened:
+        engine = open_with_host(opened, resolved, CONFIG, model, WORK, None)
+        config = replace(fitted(CONFIG, model, [engine]), max_num_seqs=16, max_num_batched_tokens=128)
+        for bench in hybrid_benches(partial(Bench, probe=lambda: 1e10), engine, POLICIES, WORK, config):
+            done = bench.round(1)
+            holds_everything = bench.facts["share"] >= 1
             for figures in done.variants.values():
                 tokens = figures["latencies"]["device"]["tokens"] + figures["latencies"]["host"]["tokens"]
                 hybrid = any(figures["steps"][strategy] for strategy in HYBRID)
-                assert tokens == case.requests * (case.shape.output_tokens - 1)
-                assert figures["errors"]["all"].steps > 0
+                assert tokens == len(bench.shapes) * (bench.facts["output"] - 1)
+                assert figures["errors"]["all"]["steps"] > 0
                 assert (figures["processor_share"] > 0) == hybrid
-                assert not (case.holds_everything and hybrid)
-            assert (done.variants["overlap"]["steps"]["overlap"] > 0) == (not case.holds_everything)
+                assert not (holds_everything and hybrid)
+            assert (done.variants["overlap"]["steps"]["overlap"] > 0) == (not holds_everything)
 
         def lost(*arguments: object) -> Profile:
             raise HostAttentionLost("the thread died")
@@ -60,5 +50,3 @@ def test_every_case_runs_on_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("nanoserve.benchmarks.policies.engines.measure_shortly", lost)
         with pytest.raises(RuntimeFailure, match="attention on the CPU is lost: the thread died"):
             engine.measure_times and engine.measure_times()
-    finally:
-        engine.close()

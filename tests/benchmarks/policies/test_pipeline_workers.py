@@ -1,20 +1,19 @@
 """Runs on two real workers: replayed to equal plans, and simulated with the times that their stages took."""
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
 from nanoserve.benchmarks.policies.engines import open_workers
-from nanoserve.benchmarks.policies.running import make_requests, run_requests
 from nanoserve.benchmarks.policies.simulated import compare_with_simulator
-from nanoserve.benchmarks.policies.variants import OpenEngine, Scheduling
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted, make_requests, run_requests
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
-from nanoserve.record.run_record import RunRecord
-from nanoserve.record.shares import stage_shares
+from nanoserve.record.run_record import RunRecord, stage_shares
 from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -27,14 +26,13 @@ MODEL = read_config(RESOLVED)
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[OpenEngine]:
-    opened = open_workers("pp=2", RESOLVED, CONFIG, MODEL, None)
-    yield opened
-    opened.close()
+    with ExitStack() as opened:
+        yield open_workers(opened, "pp=2", RESOLVED, CONFIG, MODEL, None)
 
 
 def _maker(engine: OpenEngine, policy: str) -> Callable[[], Scheduler]:
-    scheduling = replace(Scheduling.of([engine], CONFIG, MODEL), token_budget=64)
-    return scheduling.variant(policy, engine.name, engine, engine.capacities).make_scheduler
+    config = replace(fitted(CONFIG, MODEL, [engine]), max_num_batched_tokens=64)
+    return PolicyVariant(policy=policy, engine=engine, config=config, capacities=engine.capacities).scheduler
 
 
 def _run(engine: OpenEngine, make: Callable[[], Scheduler], shapes: list[RequestShape], rate: float) -> RunRecord:
@@ -49,9 +47,9 @@ def test_a_real_run_is_replayed_to_equal_plans(engine: OpenEngine, policy: str) 
     run = _run(engine, make, [RequestShape(10 + 7 * number, 6) for number in range(8)], rate=100.0)
     compared = compare_with_simulator(run, make, vocab_size=MODEL.vocab_size)  # which raises at another plan
     assert compared is not None
-    assert compared.replayed == compared.plans == len(run.plans) > 8
+    assert compared["replayed"] == compared["plans"] == len(run.plans) > 8
     assert all(timing.output_tokens == 6 for timing in run.timings)
-    assert min(compared.makespan, compared.ttft) > 0
+    assert min(compared["makespan"], compared["ttft"]) > 0
 
 
 def test_workers_say_what_they_did_in_order(engine: OpenEngine) -> None:

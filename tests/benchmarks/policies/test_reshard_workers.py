@@ -1,14 +1,15 @@
 """Runs on two real workers that change their layout: replayed to equal plans, and simulated with what they took."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from nanoserve.benchmarks.policies.engines import open_workers
 from nanoserve.benchmarks.policies.metrics import layout_metrics
 from nanoserve.benchmarks.policies.rounds import Run
-from nanoserve.benchmarks.policies.running import make_requests, run_variant
-from nanoserve.benchmarks.policies.variants import OpenEngine, Scheduling
+from nanoserve.benchmarks.policies.variants import OpenEngine, make_requests
 from nanoserve.commands.bench_reshard import resharding_variants
 from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
@@ -42,20 +43,19 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[OpenEngine]:
-    opened = open_workers("P2 -> T2", RESOLVED, CONFIG, MODEL, None)
-    yield opened
-    opened.close()
+    with ExitStack() as opened:
+        yield open_workers(opened, "P2 -> T2", RESOLVED, CONFIG, MODEL, None)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_real_run_is_replayed_to_equal_plans(workers: OpenEngine, name: str) -> None:
-    scheduling = Scheduling(block_size=16, max_model_len=512, max_num_seqs=32, token_budget=128)
-    variant = {one.name: one for one in resharding_variants([workers], scheduling)}[name]
+    config = replace(CONFIG, max_num_batched_tokens=128)
+    variant = {one.name: one for one in resharding_variants([workers], config)}[name]
     requests = make_requests(SHAPES, [0.0] * len(SHAPES), MODEL.vocab_size, seed=1)
-    record = run_variant(variant, requests, vocab_size=MODEL.vocab_size)
+    record = variant.run(requests)
     run = Run(variant, record)
-    figures = layout_metrics(run, run, vocab_size=MODEL.vocab_size)  # which raises at another plan
-    assert figures["simulated"].replayed == figures["simulated"].plans == len(record.plans)
+    figures = layout_metrics(run, run)  # which raises at another plan
+    assert figures["simulated"]["replayed"] == figures["simulated"]["plans"] == len(record.plans)
     assert all(timing.output_tokens == 10 for timing in record.timings)
     phases = figures["phases"]
     if phases is None:

@@ -3,30 +3,34 @@
 import pytest
 
 from nanoserve.benchmarks.policies.rounds import Metrics, PolicyRound, pairs, ratios, samples, summarize
-from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, Scheduling
+from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant
 from nanoserve.benchmarks.policy_names import parse_policies
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
-from nanoserve.record.shares import StageShares
+from nanoserve.record.run_record import StageShares
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from nanoserve.simulator.executor import SimulatedExecutor
 from tests.simulator.linear_times import LinearTimes
 
 RATIOS = ("output_tokens_per_s", "ttft_ms", "tpot_ms", "e2el_ms")
-SCHEDULING = Scheduling(block_size=4, max_model_len=30, max_num_seqs=3, token_budget=64)
+CONFIG = EngineConfig(block_size=4, max_model_len=30, max_num_seqs=3, max_num_batched_tokens=64)
 
 
 def _variants(*names: str) -> list[PolicyVariant]:
     engine = OpenEngine(
         name="x",
+        vocab_size=50,
         executor=SimulatedExecutor(LinearTimes(num_stages=3)),
         capacities=(LayoutCapacity(9, 3),),
         compiled=False,
-        close=lambda: None,
     )
     split = [name.partition(", ") for name in names]
-    return [SCHEDULING.variant(policy, place, engine, engine.capacities) for policy, _, place in split]
+    return [
+        PolicyVariant(policy=policy, place=place, engine=engine, config=CONFIG, capacities=engine.capacities)
+        for policy, _, place in split
+    ]
 
 
 def _figures(rate: float, ttft: float) -> Metrics:
@@ -86,7 +90,7 @@ def test_ratios_are_of_rounds_that_count() -> None:
 def test_policies_have_parameters_of_their_own() -> None:
     assert tuple(parse_policies("sarathi, throttling:without_wt", 64)) == ("sarathi", "throttling:without_wt")
     (variant,) = _variants("throttling:without_wt:iterations=4, x")
-    scheduler = variant.make_scheduler()
+    scheduler = variant.scheduler()
     assert scheduler.policy == TokenThrottling(max_prefill=64, without_wt=True, iterations=4)
     assert (scheduler.pipeline_depth, scheduler.pool.num_blocks) == (3, 9)
 

@@ -1,8 +1,7 @@
 """``bench hybrid``, ``bench pipeline`` and ``bench reshard`` on simulated engines: in virtual time, all of it."""
 
 import json
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.engine_config import EngineConfig
+from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.pipeline import Runtime
@@ -33,28 +33,43 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Puts simulated engines in the place of real ones; the list fills with what tells those that were closed."""
     found: list[Any] = []
 
-    def opened(name: str, executor: SimulatedExecutor, **facts: Any) -> OpenEngine:
+    def open_engine(opened: ExitStack, name: str, executor: SimulatedExecutor, **facts: Any) -> OpenEngine:
         capacities = (LayoutCapacity(100, executor.max_in_flight),)
-        close = partial(found.append, name)
-        return OpenEngine(name=name, executor=executor, capacities=capacities, compiled=True, close=close, **facts)
+        opened.callback(found.append, name)
+        return OpenEngine(name=name, executor=executor, capacities=capacities, compiled=True, **facts)
 
     def open_workers(
-        name: str, resolved: Any, config: EngineConfig, model: Any, progress: Any, *, metadata: Any = None, **facts: Any
+        opened: ExitStack,
+        name: str,
+        resolved: Any,
+        config: EngineConfig,
+        model: Any,
+        progress: Any,
+        *,
+        metadata: Any = None,
+        **facts: Any,
     ) -> OpenEngine:
         if metadata is None:  # those of bench reshard
             number = 0 if config.pipeline_parallel > 1 else 1
             engine = simulated_alone(number) if config.decode_layout is None else simulated_pair()
             assert engine.name == name
-            return replace(engine, close=lambda: found.append(f"{name} {len(engine.layouts)}"))
+            opened.callback(found.append, f"{name} {len(engine.layouts)}")
+            return engine
         times = LinearTimes(num_stages=config.pipeline_parallel, host=2.0**-8, send=2.0**-9, **_TIMES)
         executor = ObservedExecutor(times, runtime=Runtime(metadata=metadata))
-        return opened(name, executor, workers=config.num_workers, **facts)
+        return open_engine(opened, name, executor, workers=config.num_workers, vocab_size=model.vocab_size, **facts)
 
-    def open_one_process(name: str, resolved: Any, config: EngineConfig, progress: Any) -> OpenEngine:
-        return opened(name, UntoldExecutor(LinearTimes(**_TIMES), answer=dummy_answers), simulated=False)
+    def open_one_process(
+        opened: ExitStack, name: str, resolved: Any, config: EngineConfig, progress: Any
+    ) -> OpenEngine:
+        executor = UntoldExecutor(LinearTimes(**_TIMES), answer=dummy_answers)
+        return open_engine(opened, name, executor, vocab_size=read_config(resolved).vocab_size, simulated=False)
 
-    def open_with_host(resolved: Any, config: EngineConfig, model: Any, work: KvCases, progress: Any) -> OpenEngine:
-        return replace(simulated_engine(), close=lambda: found.append((config.policy, config.host_threads)))
+    def open_with_host(
+        opened: ExitStack, resolved: Any, config: EngineConfig, model: Any, work: KvCases, progress: Any
+    ) -> OpenEngine:
+        opened.callback(found.append, (config.policy, config.host_threads))
+        return simulated_engine()
 
     for opener in (open_workers, open_one_process, open_with_host):
         monkeypatch.setattr(f"nanoserve.benchmarks.policies.engines.{opener.__name__}", opener)

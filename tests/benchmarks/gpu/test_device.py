@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanoserve.benchmarks.gpu.setting import GpuSetting, find_setting
+from nanoserve.benchmarks.gpu.device import GpuBench
 
 
 def test_a_cpu_can_always_go_on() -> None:
-    assert find_setting(dry_run=True).give_back()
+    assert GpuBench.open(dry_run=True).give_back()
 
 
 @pytest.mark.parametrize("failing", [None, "synchronize", "empty_cache"])
@@ -25,8 +25,8 @@ def test_a_gpu_can_go_on_while_it_waits_and_gives_memory_back(
 
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: call("synchronize"))
     monkeypatch.setattr("torch.cuda.empty_cache", lambda: call("empty_cache"))
-    setting = GpuSetting(torch.device("cuda", 0), dry_run=False)
-    assert setting.give_back() is (failing is None)
+    bench = GpuBench(torch.device("cuda", 0), dry_run=False)
+    assert bench.give_back() is (failing is None)
     assert called == ["synchronize", "empty_cache"][: 1 if failing == "synchronize" else 2]
 
 
@@ -40,6 +40,6 @@ def test_a_report_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         L2_cache_size=50 * 2**20,
     )
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-    facts = GpuSetting(torch.device("cuda", 0), dry_run=False).facts()
+    facts = GpuBench(torch.device("cuda", 0), dry_run=False).facts()
     assert (facts["name"], facts["capability"], facts["multiprocessors"]) == ("An invented GPU", "9.0", 132)
     assert (facts["memory_gib"], facts["l2_mib"]) == (80.0, 50.0)
