@@ -12,7 +12,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -29,7 +28,6 @@ SILENCE_SECONDS = 20.0
 GRACE_SECONDS = 2.0
 """Time to end for a child that has closed its stdout."""
 
-_WATCH_SECONDS = 1.0
 _KILLED_FROM_OUTSIDE = (-9, -15)
 """SIGKILL and SIGTERM. A child's own limits end it by other signals."""
 
@@ -41,67 +39,6 @@ def python_command(program: str, *arguments: str, flags: Sequence[str] = ()) -> 
     """The command of a Python process that finds the same packages; `arguments` are its sys.argv[2:]."""
     prepare = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     return [sys.executable, *flags, "-c", prepare + program, json.dumps([_PACKAGES, *sys.path]), *arguments]
-
-
-def follow_parent(parent: int) -> None:
-    """End this process when its parent, of this process id, is gone, however it ended."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_WATCH_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-class FollowingChild:
-    """A Python process that lives no longer than this one, however that ends. Its stderr is kept.
-
-    `words` are sys.argv[3:] of the Python code `program`, `environment` is all of its variables, and `descriptors` are
-    open files that it inherits.
-    """
-
-    def __init__(
-        self, program: str, *words: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()
-    ) -> None:
-        follow = f"from {__name__} import follow_parent; follow_parent(int(sys.argv[2])); "
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
-        self._process = subprocess.Popen(
-            python_command(follow + program, str(os.getpid()), *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            env=environment,
-            pass_fds=descriptors,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends its child
-        )
-        self.process_id = self._process.pid
-
-    @property
-    def lines(self) -> list[str]:
-        """What it has written to stderr."""
-        descriptor = self._stderr.fileno()  # not seek and read: the child writes at the position of the same file
-        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace").strip().splitlines()
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def last_words(self) -> str:
-        """The last line of its stderr, or its exit code; waits for its end."""
-        self.end(GRACE_SECONDS)
-        return self.lines[-1] if self.lines else f"exit code {self._process.returncode}"
-
-    def send_signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def end(self, seconds: float = 0.0) -> None:
-        """Give it some time to end, then kill it."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def run_module(module: str, *words: str, environment: Mapping[str, str], failing: str = "") -> dict[str, Any]:

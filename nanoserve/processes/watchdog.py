@@ -1,9 +1,9 @@
 """A child process that ends with its parent: two pipes, and in the child a thread.
 
-The engine process is tied to its front end like this, and the workers to the engine. When the parent's end of the
-first pipe closes, however it died, the child ends within moments, whether it is loading, computing or waiting. Over the
-second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it is stopped, the end of the pipe
-that it is dead.
+The engine process is tied to its front end like this, the workers to the engine, and servers and peers to a benchmark.
+When the parent's end of the first pipe closes, however it died, the child ends within moments, whether it is loading,
+computing or waiting. Over the second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it is
+stopped, the end of the pipe that it is dead.
 """
 
 import contextlib
@@ -12,11 +12,12 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 from nanoserve.processes.children import python_command
 from nanoserve.processes.temporary import remove_directory
@@ -29,31 +30,42 @@ GRACE_SECONDS = 2.0
 class TiedChild:
     """The parent's side: a process that lives as long as this process holds its pipes, and no longer.
 
-    `program` is Python code that begins with a `ParentWatchdog`, `directory` a name from `choose_directory`; the child
-    removes it when this process is gone. `variables` are added to its environment. Raises OSError if it cannot start.
+    `program` is Python code that begins with a `ParentWatchdog`; `words` are its sys.argv[3:]. `directory` is a name from
+    `choose_directory`, and the child removes it when this process is gone. `environment` is all of the child's
+    variables, and `descriptors` are open files that it inherits. Raises OSError if it cannot start.
     """
 
-    def __init__(self, program: str, directory: Path, variables: Mapping[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            python_command(program, str(directory)),
+    def __init__(
+        self,
+        program: str,
+        *words: str,
+        directory: Path | None = None,
+        environment: Mapping[str, str] = os.environ,
+        descriptors: Sequence[int] = (),
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        self.process = subprocess.Popen(
+            python_command(program, str(directory or ""), *words),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | (variables or {}),
+            stderr=stderr,
+            env=environment,
+            pass_fds=descriptors,
             process_group=0,  # Ctrl-C is for the parent, which then ends its children
         )
 
     def tell(self, line: bytes) -> None:
-        """Send a line; one that has died meanwhile does not read it."""
-        assert self._process.stdin is not None
+        """Send a line; a child that has died meanwhile does not read it."""
+        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.flush()
 
     @property
     def pulse(self) -> int:
         """Descriptor of its heartbeats, which ends with it."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
 
     def beats(self) -> bool:
         """Whether it gave a sign of life, once its pulse is readable; if not, it is dead."""
@@ -61,32 +73,72 @@ class TiedChild:
 
     def killed(self) -> str | None:
         """The signal by which it died, in words; None if it lives or ended by itself."""
-        code = self._process.poll()
+        code = self.process.poll()
         return None if code is None or code >= 0 else self.ending()
 
     def ending(self) -> str:
         """How it ended, in words; waits for the end."""
-        code = self._process.wait()
+        code = self.process.wait()
         if code >= 0:
             return f"ended with exit code {code}"
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}"
 
     def let_go(self) -> None:
-        """Close its pipes: it ends itself and all that it has started, or is killed."""
-        for pipe in (self._process.stdin, self._process.stdout):
+        """Close its pipes: it kills itself and all that it has started."""
+        for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def end(self, until: float = 0.0) -> None:
-        """Wait for its end until that monotonic time, then kill it and all that it has started."""
+    def end(self, seconds: float = 0.0) -> None:
+        """Wait for its end for this time, then kill it and all that it has started."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, until - time.monotonic()))
+            self.process.wait(max(0.0, seconds))
         # With the group: a compiler, for example, would outlive it.
         with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.let_go()
+
+
+def end_children(children: Collection[TiedChild], directory: Path | None, seconds: float = GRACE_SECONDS) -> None:
+    """Let all children go, kill those that live after this time, and remove their directory."""
+    for child in children:
+        child.let_go()
+    until = time.monotonic() + seconds
+    for child in children:
+        child.end(until - time.monotonic())
+    if directory is not None:
+        remove_directory(directory)
+
+
+class LoggedChild(TiedChild):
+    """A child whose stderr is kept, and whose stdout is lost. Its program need not begin with a watchdog."""
+
+    def __init__(
+        self, program: str, *words: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+    ) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
+        program = f"from {__name__} import follow_parent; follow_parent(); {program}"
+        super().__init__(program, *words, environment=environment, descriptors=descriptors, stderr=self._log)
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has written to stderr."""
+        descriptor = self._log.fileno()  # not seek and read: the child writes at the position of the same file
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace").strip().splitlines()
+
+    def last_words(self) -> str:
+        """The last line of its stderr, or its exit code; waits for its end."""
+        self.end(GRACE_SECONDS)
+        return self.lines[-1] if self.lines else f"exit code {self.process.returncode}"
+
+
+def follow_parent() -> None:
+    """Tie this process to the `LoggedChild` that started it."""
+    ParentWatchdog.of_this_process().start()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # only stderr is kept
 
 
 class ParentWatchdog:
@@ -96,7 +148,7 @@ class ParentWatchdog:
     process must lead a process group: the whole group ends with the parent.
     """
 
-    def __init__(self, parent: int, pulse: int, directory: Path) -> None:
+    def __init__(self, parent: int, pulse: int, directory: Path | None) -> None:
         self._parent = parent
         self._pulse = pulse
         self.directory = directory
@@ -114,7 +166,7 @@ class ParentWatchdog:
         os.dup2(nowhere, 0)
         os.dup2(2, 1)
         os.close(nowhere)
-        return cls(parent, pulse, Path(sys.argv[2]))
+        return cls(parent, pulse, Path(sys.argv[2]) if sys.argv[2] else None)
 
     def read_line(self) -> bytes:
         """A line from the parent, read byte by byte, so that nothing after it is consumed.
@@ -125,7 +177,7 @@ class ParentWatchdog:
         while not line.endswith(b"\n"):
             byte = os.read(self._parent, 1)
             if not byte:
-                remove_directory(self.directory)
+                self._remove_directory()
                 sys.exit(0)
             line += byte
         return bytes(line)
@@ -155,6 +207,9 @@ class ParentWatchdog:
         self._end()
 
     def _end(self) -> None:
-        """Remove the directory and kill the process group at once."""
-        remove_directory(self.directory)
+        self._remove_directory()
         os.killpg(0, signal.SIGKILL)  # a running compiler included
+
+    def _remove_directory(self) -> None:
+        if self.directory is not None:
+            remove_directory(self.directory)

@@ -17,8 +17,8 @@ from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, error_o
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.processes.sockets import SocketKeys, listen, local_address
-from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
-from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
+from nanoserve.processes.temporary import choose_directory, make_directory
+from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild, end_children
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request
 from nanoserve.server.messages import (
@@ -90,7 +90,7 @@ class EngineChild:
         Raises RuntimeFailure if it does not come up.
         """
         directory = choose_directory()
-        child = cls(TiedChild(program, directory), directory)
+        child = cls(TiedChild(program, directory=directory), directory)
         try:
             make_directory(directory)
             address, keys = local_address(directory), SocketKeys.random()
@@ -121,10 +121,8 @@ class EngineChild:
 
     async def end(self, grace_seconds: float = 0.0) -> None:
         """Kill the process if it lives after this time, and remove its socket and directory."""
-        self._process.let_go()
-        await asyncio.to_thread(self._process.end, time.monotonic() + grace_seconds)
         self.mailbox.close(linger=0)
-        remove_directory(self._directory)
+        await asyncio.to_thread(end_children, [self._process], self._directory, grace_seconds)
 
     async def _beats(self, seconds: float) -> bool:
         """Whether the process gives a sign of life, or is dead; raises TimeoutError if it does neither in time."""

@@ -17,9 +17,9 @@ from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint
 from nanoserve.processes.sockets import SocketKeys, listen
-from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.processes.threads import threads_of_each
-from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
+from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.rendezvous import Rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
@@ -232,15 +232,9 @@ class WorkerGroup:
 
     def end(self) -> None:
         """End all processes, and leave nothing of them behind."""
-        for child in self._children.values():
-            child.let_go()
-        until = time.monotonic() + GRACE_SECONDS
-        for child in self._children.values():
-            child.end(until)
+        end_children(self._children.values(), self._directory)
         self._children = {}
         self._context.destroy(linger=0)
         if self._rendezvous is not None:
             self._rendezvous.end()
         self._shared.close()
-        if self._directory is not None:
-            remove_directory(self._directory)
