@@ -27,10 +27,8 @@ SILENCE_SECONDS = 20.0
 """Limit for a child that neither computes nor answers; its processor time is limited inside it."""
 GRACE_SECONDS = 2.0
 """Time to end for a child that has closed its stdout."""
-
-_KILLED_FROM_OUTSIDE = (-9, -15)
-"""SIGKILL and SIGTERM. A child's own limits end it by other signals."""
-
+_KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""A child's own limits end it by other signals."""
 _PACKAGES = str(Path(__file__).parents[2])
 """The directory of the package. An editable installation is found by an import hook, which children may lack."""
 
@@ -95,13 +93,12 @@ class LimitedProcess:
             self._discard()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None:
-            return self._process
-        pipe = subprocess.PIPE
-        process = self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        self._finalizer = weakref.finalize(self, _end, process)
-        _send(process, self._greeting)
-        return process
+        if self._process is None:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            self._finalizer = weakref.finalize(self, _end, self._process)
+            _send(self._process, self._greeting)
+        return self._process
 
     def _discard(self) -> None:
         if self._process is not None:
@@ -118,8 +115,7 @@ class LimitedProcess:
         try:
             answer = process.stdout.readline()
         except BaseException:
-            # Interrupted: the answer would otherwise be read as that of the next question.
-            self._discard()
+            self._discard()  # otherwise the answer would be read as that of the next question
             raise
         finally:
             watchdog.cancel()

@@ -60,7 +60,7 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file atomically; an error leaves nothing behind. Raises RuntimeFailure if it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
-    draft = path.parent / f".{path.name}.{os.getpid()}"
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not path.is_file():  # a device must not be replaced by a file
             path.write_bytes(data)
@@ -68,8 +68,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
         try:
             draft.write_bytes(data)
             draft.replace(path)
-        except BaseException:
+        finally:
             draft.unlink(missing_ok=True)
-            raise
     except OSError as error:
         raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error

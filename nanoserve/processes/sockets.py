@@ -32,7 +32,7 @@ class SocketKeys(msgspec.Struct, frozen=True):
 def local_address(directory: Path) -> str:
     """A new address to listen on for processes of this machine.
 
-    On Linux it is an abstract socket, which leaves no file behind; elsewhere it is a file in a private directory.
+    On Linux it is an abstract socket, which leaves no file behind; elsewhere it is a file in the directory.
     Raises RuntimeFailure if the file's path is longer than the system allows for sockets.
     """
     name = secrets.token_hex(8)

@@ -28,10 +28,8 @@ def choose_directory(parent: Path | None = None) -> Path:
     another one knows what to remove. `parent` is the directory to make it in, by default the system's for temporary
     files. Raises RuntimeFailure if the system has none.
     """
-    try:
-        parent = Path(tempfile.gettempdir()) if parent is None else parent
-    except OSError as error:
-        raise _no_directory(error) from None
+    with _as_failure():
+        parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
     return parent / f"nanoserve-{secrets.token_hex(5)}"
 
@@ -41,14 +39,11 @@ def make_directory(path: Path) -> None:
 
     Raises RuntimeFailure if it cannot be made, or the name is taken.
     """
-    try:
-        while True:
+    with _as_failure():
+        path.mkdir(mode=0o700)
+        while (lock := _lock(path)) is None:
             path.mkdir(mode=0o700)
-            if (lock := _lock(path)) is not None:
-                _locks[path] = lock
-                return
-    except OSError as error:
-        raise _no_directory(error) from None
+        _locks[path] = lock
 
 
 def remove_directory(directory: Path) -> None:
@@ -77,7 +72,7 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a directory that has just been made; None if another process has removed it as abandoned."""
+    """Lock a new directory; None if another process has removed it as abandoned."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -107,7 +102,10 @@ def _remove_abandoned(parent: Path) -> None:
                     os.close(descriptor)
 
 
-def _no_directory(error: OSError) -> RuntimeFailure:
-    return RuntimeFailure(
-        f"no temporary directory can be made ({error.strerror}): set TMPDIR to a directory that can be written to"
-    )
+@contextmanager
+def _as_failure() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = "set TMPDIR to a directory that can be written to"
+        raise RuntimeFailure(f"no temporary directory can be made ({error.strerror}): {hint}") from None

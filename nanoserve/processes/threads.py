@@ -6,7 +6,7 @@ Threads are decided before torch is imported, when OpenMP reads its variables.
 import math
 import os
 import platform
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from functools import cache
 from pathlib import Path
 
@@ -21,28 +21,26 @@ _PROCESSORS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def prepare_threads(threads: int | None = None, environment: MutableMapping[str, str] | None = None) -> None:
+def prepare_threads(threads: int | None = None, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set OpenMP's variables for this process and its children, unless the user has set them.
 
     `threads` overrides OMP_NUM_THREADS; None means one per physical core that this process may use. A torch that is
     already imported is not affected.
     """
-    variables = os.environ if environment is None else environment
     if threads is not None:
-        variables["OMP_NUM_THREADS"] = str(threads)
+        environment["OMP_NUM_THREADS"] = str(threads)
     else:
-        variables.setdefault("OMP_NUM_THREADS", str(physical_cores()))
-    if "OMP_WAIT_POLICY" not in variables:
-        variables.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+        environment.setdefault("OMP_NUM_THREADS", str(physical_cores()))
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
-def threads_of_each(workers: int, environment: MutableMapping[str, str] | None = None) -> int:
+def threads_of_each(workers: int, environment: Mapping[str, str] = os.environ) -> int:
     """OMP_NUM_THREADS for each of several processes that share the threads of one; at least 1.
 
     Call it after `prepare_threads`. OpenMP allows a list, for nested regions; its first number counts.
     """
-    variables = os.environ if environment is None else environment
-    first = variables.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     together = int(first) if first.isascii() and first.isdigit() else physical_cores()
     return max(1, together // workers)
 
@@ -85,9 +83,7 @@ def processor_name_and_flags() -> tuple[str, frozenset[str]]:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return platform.processor() or platform.machine(), frozenset()
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
+    lines = (line.partition(":") for line in reversed(text.splitlines()))
+    fields = {name.strip(): value.strip() for name, _, value in lines}  # the first processor's come last, and stay
     flags = fields.get("flags") or fields.get("Features", "")
     return fields.get("model name", platform.machine()), frozenset(flags.split())

@@ -2,8 +2,8 @@
 
 The engine process is tied to its front end like this, the workers to the engine, and servers and peers to a benchmark.
 When the parent's end of the first pipe closes, however it died, the child ends within moments, whether it is loading,
-computing or waiting. Over the second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it is
-stopped, the end of the pipe that it is dead.
+computing or waiting. Over the second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it
+is stopped, the end of the pipe that it is dead.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ GRACE_SECONDS = 2.0
 class TiedChild:
     """The parent's side: a process that lives as long as this process holds its pipes, and no longer.
 
-    `program` is Python code that begins with a `ParentWatchdog`; `words` are its sys.argv[3:]. `directory` is a name from
-    `choose_directory`, and the child removes it when this process is gone. `environment` is all of the child's
+    `program` is Python code that begins with a `ParentWatchdog`; `words` are its sys.argv[3:]. `directory` is a name
+    from `choose_directory`, and the child removes it when this process is gone. `environment` is all of the child's
     variables, and `descriptors` are open files that it inherits. Raises OSError if it cannot start.
     """
 
@@ -86,10 +86,10 @@ class TiedChild:
 
     def let_go(self) -> None:
         """Close its pipes: it kills itself and all that it has started."""
+        assert self.process.stdin is not None and self.process.stdout is not None
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+            with contextlib.suppress(OSError):
+                pipe.close()
 
     def end(self, seconds: float = 0.0) -> None:
         """Wait for its end for this time, then kill it and all that it has started."""
@@ -149,18 +149,13 @@ class ParentWatchdog:
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path | None) -> None:
-        self._parent = parent
-        self._pulse = pulse
-        self.directory = directory
+        self._parent, self._pulse, self.directory = parent, pulse, directory
         os.set_blocking(pulse, False)  # a parent that hangs must not block the thread
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """The watchdog of a process that a `TiedChild` started.
-
-        It takes private copies of stdin and stdout: children must not hold them open, and libraries must not write to
-        them.
-        """
+        """The watchdog of a process that a `TiedChild` started."""
+        # Private copies of stdin and stdout: children must not hold them open, and libraries must not write to them.
         parent, pulse = os.dup(0), os.dup(1)
         nowhere = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nowhere, 0)
