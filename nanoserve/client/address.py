@@ -17,7 +17,6 @@ class ServerAddress:
     """An OpenAI-compatible server."""
 
     scheme: str
-    """Scheme of the URL: http or https."""
     host: str
     port: int
     root: str = ""

@@ -39,6 +39,14 @@ def python_command(program: str, *arguments: str, flags: Sequence[str] = ()) -> 
     return [sys.executable, *flags, "-c", prepare + program, json.dumps([_PACKAGES, *sys.path]), *arguments]
 
 
+def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
+    """Send a line to a child's stdin; a dead child does not read it."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+
+
 def run_module(module: str, *words: str, environment: Mapping[str, str], failing: str = "") -> dict[str, Any]:
     """Run a module with these arguments and variables; the JSON object on the last line of its stdout.
 
@@ -67,7 +75,7 @@ class LimitedProcess:
         # -I and -S: the child skips the start-up work of site.
         self._command = python_command(f"from {module} import main; main()", flags=("-I", "-S"))
         self._purpose = purpose
-        self._greeting = json.dumps(greeting)
+        self._greeting = json.dumps(greeting).encode()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -97,7 +105,7 @@ class LimitedProcess:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
             self._finalizer = weakref.finalize(self, _end, self._process)
-            _send(self._process, self._greeting)
+            send_line(self._process, self._greeting)
         return self._process
 
     def _discard(self) -> None:
@@ -108,7 +116,7 @@ class LimitedProcess:
     def _ask(self, line: str) -> dict[str, Any] | None:
         process = self._running()
         assert process.stdout is not None
-        _send(process, line)
+        send_line(process, line.encode())
         deadline = time.monotonic() + SILENCE_SECONDS
         watchdog = threading.Timer(SILENCE_SECONDS, process.kill)
         watchdog.start()
@@ -129,13 +137,6 @@ class LimitedProcess:
             return None
         result: dict[str, Any] = json.loads(answer)
         return result
-
-
-def _send(process: subprocess.Popen[bytes], line: str) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the child is dead; `_ask` notices when no answer comes
-        process.stdin.write(line.encode() + b"\n")
-        process.stdin.flush()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -22,11 +22,10 @@ _locks: dict[Path, int] = {}
 
 
 def choose_directory(parent: Path | None = None) -> Path:
-    """A new name for a directory of a process and its children. Removes the directories of dead processes.
+    """A new name in ``parent``, by default the system's for temporary files. Removes the directories of dead processes.
 
     Children are started with the name before the directory is made. So whichever process is killed, and whenever,
-    another one knows what to remove. `parent` is the directory to make it in, by default the system's for temporary
-    files. Raises RuntimeFailure if the system has none.
+    another one knows what to remove. Raises RuntimeFailure if the system has no directory for temporary files.
     """
     with _as_failure():
         parent = parent or Path(tempfile.gettempdir())
@@ -46,12 +45,11 @@ def make_directory(path: Path) -> None:
         _locks[path] = lock
 
 
-def remove_directory(directory: Path) -> None:
-    """Remove a directory, if it exists.
-
-    It is renamed first. Otherwise a thread or a compiler that still works could add a file while it is removed, and the
-    directory would stay.
-    """
+def remove_directory(directory: Path | None) -> None:
+    """Remove a directory, if there is one."""
+    if directory is None:
+        return
+    # Renamed first: otherwise a thread or a compiler that still works could add a file meanwhile, and it would stay.
     gone = directory.with_name(f"{directory.name.removesuffix('-gone')}-gone")
     with suppress(OSError):
         directory.rename(gone)

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -47,7 +48,12 @@ def threads_of_each(workers: int, environment: Mapping[str, str] = os.environ) -
 
 def physical_cores(processors: Path = _PROCESSORS, quota: Path = _QUOTA) -> int:
     """Cores that this process may use, within a container's limit; two hardware threads of a core count once."""
-    return max(1, min(len(cores_in_use(processors)), _limit(quota)))
+    try:
+        granted, period = map(int, quota.read_text().split())
+        limit = math.ceil(granted / period)
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
+        limit = os.cpu_count() or 1
+    return max(1, min(len(cores_in_use(processors)), limit))
 
 
 def cores_in_use(processors: Path = _PROCESSORS) -> list[tuple[int, ...]]:
@@ -55,25 +61,11 @@ def cores_in_use(processors: Path = _PROCESSORS) -> list[tuple[int, ...]]:
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores: dict[str, list[int]] = {}
     for number in sorted(allowed):
-        cores.setdefault(_core(processors, number), []).append(number)
+        siblings = str(number)
+        with suppress(OSError):
+            siblings = (processors / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip()
+        cores.setdefault(siblings, []).append(number)
     return [tuple(core) for core in cores.values()]
-
-
-def _core(processors: Path, number: int) -> str:
-    """A key that is equal for the hardware threads of one core."""
-    try:
-        return (processors / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(number)
-
-
-def _limit(quota: Path) -> int:
-    """Processors that the control group grants, rounded up; all of the machine's without a limit."""
-    try:
-        granted, period = quota.read_text().split()
-        return math.ceil(int(granted) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
-        return os.cpu_count() or 1
 
 
 @cache

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
-from nanoserve.processes.children import python_command
+from nanoserve.processes.children import python_command, send_line
 from nanoserve.processes.temporary import remove_directory
 
 HEARTBEAT_SECONDS = 0.5
@@ -56,10 +56,7 @@ class TiedChild:
 
     def tell(self, line: bytes) -> None:
         """Send a line; a child that has died meanwhile does not read it."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(line + b"\n")
-            self.process.stdin.flush()
+        send_line(self.process, line)
 
     @property
     def pulse(self) -> int:
@@ -70,11 +67,6 @@ class TiedChild:
     def beats(self) -> bool:
         """Whether it gave a sign of life, once its pulse is readable; if not, it is dead."""
         return bool(os.read(self.pulse, 65536))
-
-    def killed(self) -> str | None:
-        """The signal by which it died, in words; None if it lives or ended by itself."""
-        code = self.process.poll()
-        return None if code is None or code >= 0 else self.ending()
 
     def ending(self) -> str:
         """How it ended, in words; waits for the end."""
@@ -109,8 +101,7 @@ def end_children(children: Collection[TiedChild], directory: Path | None, second
     until = time.monotonic() + seconds
     for child in children:
         child.end(until - time.monotonic())
-    if directory is not None:
-        remove_directory(directory)
+    remove_directory(directory)
 
 
 class LoggedChild(TiedChild):
@@ -164,15 +155,12 @@ class ParentWatchdog:
         return cls(parent, pulse, Path(sys.argv[2]) if sys.argv[2] else None)
 
     def read_line(self) -> bytes:
-        """A line from the parent, read byte by byte, so that nothing after it is consumed.
-
-        If the parent is gone, the process removes the directory that the parent may have made, and ends.
-        """
+        """A line from the parent. If that is gone, the process removes the directory and ends."""
         line = bytearray()
         while not line.endswith(b"\n"):
-            byte = os.read(self._parent, 1)
+            byte = os.read(self._parent, 1)  # nothing after the line must be consumed
             if not byte:
-                self._remove_directory()
+                remove_directory(self.directory)
                 sys.exit(0)
             line += byte
         return bytes(line)
@@ -202,9 +190,5 @@ class ParentWatchdog:
         self._end()
 
     def _end(self) -> None:
-        self._remove_directory()
+        remove_directory(self.directory)
         os.killpg(0, signal.SIGKILL)  # a running compiler included
-
-    def _remove_directory(self) -> None:
-        if self.directory is not None:
-            remove_directory(self.directory)

@@ -63,13 +63,10 @@ class ApiError(NanoserveError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The answer as HTTP."""
         return JsonResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 class JsonResponse(Response):
-    """A JSON answer, encoded by msgspec."""
-
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
@@ -113,8 +110,12 @@ async def read_json_body(request: Request, longest: int, seconds: float) -> byte
 
 async def until_client_goes(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of the work, which is cancelled when the client goes. Raises ClientDisconnect if it went."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -124,8 +125,3 @@ async def until_client_goes(receive: Receive, work: Coroutine[Any, Any, T]) -> T
         for future in (task, gone):
             future.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -37,7 +37,7 @@ class EngineStart(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
-    """A message whose type is told by its name."""
+    """A message that is told by its name."""
 
 
 class Add(_Message, frozen=True):
@@ -60,8 +60,6 @@ Command = Add | Stop
 
 
 class LoadProgress(_Message, frozen=True):
-    """Progress of loading the model."""
-
     stage: str
     done: int
     total: int
@@ -79,11 +77,10 @@ class EngineFacts(_Message, frozen=True):
     default_params: SamplingParams
     """Parameters that the model's generation_config.json recommends."""
     max_num_seqs: int
-    """Sequences that run at a time."""
 
 
 class Failed(_Message, frozen=True):
-    """The engine cannot start or has given up, and its process ends. ``exit_code`` belongs to the error's class."""
+    """The engine cannot start or has given up. ``exit_code`` belongs to the error's class."""
 
     message: str
     exit_code: int
@@ -99,7 +96,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Those of the whole prompt, once, if the request asks for them."""
+    """Those of the whole prompt, in one update, if the request asks for them."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     started: float | None = None
@@ -136,11 +133,9 @@ EngineMessage = LoadProgress | EngineFacts | Failed | StepReport | Refused
 
 
 class Mailbox(Generic[M]):
-    """One end of the socket; ``M`` are the messages that it receives. Messages queue without bound.
+    """One end of the socket, in a ``context`` of its own. Messages queue without bound.
 
-    Args:
-        context: the socket's own; asynchronous in the front end, which listens. The engine process connects.
-        receives: `Command` in the engine process, `EngineMessage` in the front end.
+    ``M`` and ``receives`` are `Command` in the engine process, and `EngineMessage` in the front end, which listens.
     """
 
     def __init__(self, context: "zmq.Context[Any]", receives: Any) -> None:

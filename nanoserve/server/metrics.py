@@ -75,7 +75,6 @@ class Metrics(Collector):
             self._observe_times(sample.metrics)
 
     def _observe_times(self, times: RequestMetrics) -> None:
-        """Observe the times of the phases that the sample has reached."""
         self._observe("vllm:request_queue_time_seconds", times.queue_time)
         scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
         if scheduled is not None and first is not None and last is not None:
@@ -90,11 +89,9 @@ class Metrics(Collector):
         self._observe("nanoserve:step_time_seconds", step.seconds)
 
     def rejected(self) -> None:
-        """Count a request that was turned away."""
         self._counters["vllm:admission_rejections"].inc()
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -125,5 +122,4 @@ class Metrics(Collector):
 
 
 def _share_in_use(free: int, blocks: int) -> float:
-    """The share of blocks that are not free; 0 if there are no blocks."""
     return 1 - free / blocks if blocks else 0.0

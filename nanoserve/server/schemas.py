@@ -1,7 +1,5 @@
 """What clients may ask for, and the sampling parameters that follow within the limits of the model.
 
-The OpenAI fields that nanoserve carries out and vLLM's extras have one type each.
-
 A field that is not listed is refused, never ignored; so is a value of another type. OpenAI and vLLM document some
 fields that nanoserve does not support. Their values that ask for nothing are accepted, because clients send those too.
 """
@@ -22,7 +20,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat's answer may fill the context."""
-
 MAX_LOGPROBS_PER_REQUEST = 1 << 22
 """Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
 
@@ -143,8 +140,6 @@ class TokenizeRequest(ModelField, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(ModelField, frozen=True, kw_only=True):
-    """``/detokenize``: the tokens of one text."""
-
     tokens: list[int]
 
 
@@ -185,13 +180,12 @@ def _refuse_unsupported(asked: msgspec.Struct, within: str = "") -> None:
 def _explained(message: str) -> ApiError:
     """The error for a message of msgspec, which names the wrong field in its text."""
     path = _PATH.search(message)
-    param = path.group(2) if path else None
-    within = f"{param}." if param else ""
-    named = f"a key of {param}" if path and path.group(1) else param
+    param = path[2] if path else None
+    named = f"a key of {param}" if path and path[1] else param
     if message.startswith("Invalid enum value"):
         return ApiError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
     if field := _UNKNOWN_OR_MISSING.search(message):
-        name = within + field[2]
+        name = f"{param}.{field[2]}" if param else field[2]
         if field[1] == "missing required":
             return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
         return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)

@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,10 +45,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection of HTTP/1.1, with additional time limits.
+    """A connection of HTTP/1.1, of which malformed requests are answered in the form of every other error.
 
-    A client that takes longer than ``client_seconds`` to send its headers, or to read a full buffer of its answer, is
-    disconnected. Malformed HTTP is answered in the form of every other error.
+    It is closed if the client takes longer than ``client_seconds`` to send its headers, or to read a full buffer.
     """
 
     def __init__(self, *arguments: Any, client_seconds: float, **settings: Any) -> None:
@@ -85,18 +84,15 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed HTTP with the usual error body, and close the connection."""
         body = msgspec.json.encode(ApiError(400, msg, code="invalid_http").body())
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
         ]
-        try:
+        with contextlib.suppress(h11.LocalProtocolError):  # the answer to an earlier request has begun
             for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        except h11.LocalProtocolError:
-            pass  # it followed a request whose answer has begun, so no other answer can be sent
         self.transport.close()
 
     def _expect_headers(self) -> None:
@@ -107,14 +103,6 @@ class BoundedProtocol(H11Protocol):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server without its handling of signals, which `run_server` does."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def run_server(
@@ -137,7 +125,8 @@ async def run_server(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, count_signal)
-    server = _Server(_http_config(service))
+    server = uvicorn.Server(_http_config(service))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     http = asyncio.create_task(server.serve(sockets=[listener]))
     engine = asyncio.create_task(service.engine.run())
     started = asyncio.create_task(_announce(service, on_ready, say))
@@ -148,7 +137,10 @@ async def run_server(
         service.draining = True
         if running := service.engine.running:
             say(f"stopping: {running} requests may end within {drain_seconds:g} s; a second signal ends all")
-            await _drain(service, stop_now, drain_seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_seconds):
+                    while service.engine.running and not stop_now.is_set():
+                        await asyncio.sleep(0.02)
     finally:
         # HTTP still runs here, so that the streams of a failed engine can end with an error.
         for task in (started, stopping, engine):
@@ -174,19 +166,10 @@ async def _announce(service: Service, on_ready: Callable[[], None], say: Callabl
     say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
 
 
-async def _drain(service: Service, stop_now: asyncio.Event, seconds: float) -> None:
-    """Wait for the running requests."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while service.engine.running and not stop_now.is_set():
-                await asyncio.sleep(0.02)
-
-
 def _http_config(service: Service) -> uvicorn.Config:
-    protocol = partial(BoundedProtocol, client_seconds=service.limits.client_seconds)
     return uvicorn.Config(
         make_app(service),
-        http=protocol,  # type: ignore[arg-type]
+        http=partial(BoundedProtocol, client_seconds=service.limits.client_seconds),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

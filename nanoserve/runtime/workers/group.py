@@ -224,8 +224,8 @@ class WorkerGroup:
         until = time.monotonic() + _FIRST_DEATH_SECONDS
         while time.monotonic() < until:
             for rank, child in self._children.items():
-                if killed := child.killed():
-                    return WorkersDied(f"worker {rank} {killed}")
+                if (child.process.poll() or 0) < 0:
+                    return WorkersDied(f"worker {rank} {child.ending()}")
             time.sleep(0.01)
         error = error_of(failed.exit_code, failed.message)
         return WorkersDied(f"worker {failed.rank} failed: {failed.message}", error)
