@@ -14,8 +14,6 @@ _ORDINARY = re.compile(r"[!-~]+")
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """An OpenAI-compatible server."""
-
     scheme: str
     host: str
     port: int

@@ -24,7 +24,7 @@ _SILENCE_SECONDS = 600.0
 _READ_BYTES = 1 << 16
 _LONGEST_ERROR = 1 << 16
 _LONGEST_BODY = 1 << 24
-_CONTEXT_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error"})
+_CONTEXT_CODES = ("context_length_exceeded", "exceed_context_size_error")
 _CONTEXT_WORDS = "maximum context length"
 _HINTS = {
     401: "give a key with --api-key or NANOSERVE_API_KEY",

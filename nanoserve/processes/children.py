@@ -1,8 +1,7 @@
 """Child processes that run nanoserve's code, and those among them that do untrusted work.
 
-A `LimitedProcess` does untrusted work: if it hangs, crashes or eats memory, nothing else is harmed. The child's side is
-a module whose `main` sets its limits with `limit_resources` and then calls `answer_requests`. Questions and answers are
-lines of JSON.
+If a `LimitedProcess` hangs, crashes or eats memory, nothing else is harmed. The child's side is a module whose `main`
+sets its limits with `limit_resources` and then calls `answer_requests`. Questions and answers are lines of JSON.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ ATTEMPTS = 2
 SILENCE_SECONDS = 20.0
 """Limit for a child that neither computes nor answers; its processor time is limited inside it."""
 GRACE_SECONDS = 2.0
-"""Time to end for a child that has closed its stdout."""
+"""Time for a child to end by itself before it is killed."""
 _KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
 """A child's own limits end it by other signals."""
 _PACKAGES = str(Path(__file__).parents[2])

@@ -13,15 +13,11 @@ SUSPICIOUS_DEATHS = 2
 MAX_CULPRITS = 3
 """If this many requests in a row kill alone, the machine is at fault."""
 MAX_DEATHS, DEATHS_SECONDS = 3, 60.0
-"""Everything fails after this many deaths without a culprit within this many seconds of running.
-
-Starting does not count: a large model takes so long that workers which die at once would be started forever.
-"""
+"""Everything fails after this many deaths without a culprit within this many seconds of running. Starting does not
+count: a large model takes so long that workers which die at once would be started forever."""
 
 
 class Quarantine:
-    """Counts deaths, and in how many of them each request was in flight."""
-
     def __init__(self) -> None:
         self._times_in_flight = Counter[str]()
         self._running = 0.0
@@ -65,5 +61,4 @@ class Quarantine:
         self._lone_deaths = []
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
         self._times_in_flight.pop(request_id, None)

@@ -14,9 +14,8 @@ from pathlib import Path
 MOST_THREADS = 1024
 """Largest number that a user may ask for, more than machines have cores. OpenMP may ignore larger numbers."""
 SPIN_COUNT = 1000
-"""Polls of a waiting thread before it sleeps. libgomp's default occupies a core for milliseconds: beside a busy
-process, every parallel operation then takes a time slice of the operating system, several times its own time (measured:
-9x)."""
+"""Polls of a waiting thread before it sleeps. With libgomp's default, beside a busy process, every parallel operation
+takes a time slice of the operating system, several times its own time (measured: 9x)."""
 
 _PROCESSORS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")

@@ -19,12 +19,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
-from nanoserve.processes.children import python_command, send_line
+from nanoserve.processes.children import GRACE_SECONDS, python_command, send_line
 from nanoserve.processes.temporary import remove_directory
 
 HEARTBEAT_SECONDS = 0.5
-GRACE_SECONDS = 2.0
-"""Time for a process to end by itself before it is killed."""
 
 
 class TiedChild:
@@ -55,7 +53,6 @@ class TiedChild:
         )
 
     def tell(self, line: bytes) -> None:
-        """Send a line; a child that has died meanwhile does not read it."""
         send_line(self.process, line)
 
     @property
@@ -78,8 +75,7 @@ class TiedChild:
 
     def let_go(self) -> None:
         """Close its pipes: it kills itself and all that it has started."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        for pipe in (self.process.stdin, self.process.stdout):
+        for pipe in filter(None, (self.process.stdin, self.process.stdout)):
             with contextlib.suppress(OSError):
                 pipe.close()
 
@@ -133,10 +129,9 @@ def follow_parent() -> None:
 
 
 class ParentWatchdog:
-    """The child's side: a thread that ends this process when its parent is gone, and writes heartbeats.
+    """The child's side: a thread that ends the group that this process leads with its parent, and writes heartbeats.
 
-    The descriptor `parent` reads end-of-file when the parent is gone; `directory` is then removed with its content. The
-    process must lead a process group: the whole group ends with the parent.
+    The descriptor `parent` reads end-of-file when the parent is gone; `directory` is then removed with its content.
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path | None) -> None:
@@ -166,29 +161,18 @@ class ParentWatchdog:
         return bytes(line)
 
     def start(self) -> None:
-        """Write the first heartbeat and start the thread."""
-        # A stopped group that loses its parent gets SIGHUP, then SIGCONT. SIGHUP is ignored, so that this thread runs
-        # on and cleans up.
+        """Start the thread, which writes the first heartbeat at once."""
+        # A stopped group that loses its parent gets SIGHUP, then SIGCONT: the thread must survive to clean up.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        try:
-            os.write(self._pulse, b".")
-        except OSError:
-            self._end()
         threading.Thread(target=self._watch, name="parent-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        while True:
-            readable, _, _ = select.select([self._parent], [], [], HEARTBEAT_SECONDS)
-            if readable and not os.read(self._parent, 4096):
-                break
-            try:
-                os.write(self._pulse, b".")
-            except BlockingIOError:
-                continue
-            except OSError:
-                break
-        self._end()
-
-    def _end(self) -> None:
+        with contextlib.suppress(OSError):  # the parent has closed the pulse
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._pulse, b".")
+                readable, _, _ = select.select([self._parent], [], [], HEARTBEAT_SECONDS)
+                if readable and not os.read(self._parent, 4096):
+                    break
         remove_directory(self.directory)
         os.killpg(0, signal.SIGKILL)  # a running compiler included

@@ -13,13 +13,11 @@ import msgspec
 from nanoserve.request import CompletionOutput, TokenLogprob
 from nanoserve.text.tokenizer import Tokenizer
 
-_REMEMBERED_TEXTS = 65536
-
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
     """The texts of single tokens within a longer text: at the beginning, some tokenizers drop a token's blank."""
 
-    @lru_cache(_REMEMBERED_TEXTS)
+    @lru_cache(65536)
     def text(token: int) -> str:
         once = tokenizer.decode([token], skip_special_tokens=False)
         return tokenizer.decode([token, token], skip_special_tokens=False)[len(once) :]
@@ -53,8 +51,6 @@ class CompletionFormat(ABC):
 
 
 class ChatFormat(CompletionFormat):
-    """``chat.completion`` and its chunks."""
-
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
@@ -79,8 +75,6 @@ class ChatFormat(CompletionFormat):
 
 
 class TextFormat(CompletionFormat):
-    """``text_completion``, whose chunks have the same shape as the whole answer."""
-
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, text_of: Callable[[int], str]) -> None:

@@ -27,7 +27,6 @@ _LOG = logging.getLogger("nanoserve.server")
 
 
 def make_app(service: Service) -> Starlette:
-    """The ASGI application of a service."""
     routes = [
         Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),

@@ -47,9 +47,6 @@ async def _asked(http: HttpRequest, schema: type[Fields]) -> tuple[Service, Fiel
     return service, asked
 
 
-# ---- generating text ------------------------------------------------------------------------------------------
-
-
 async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     service, asked = await _asked(http, schemas.ChatRequest)
     facts = service.facts()
@@ -149,7 +146,6 @@ class CompletionAnswer:
             raise ApiError(504, message, code="timeout") from None
 
     async def whole(self) -> Event:
-        """The answer at once."""
         outputs = await wholes(self.streams)
         choices, tokens = [], 0
         for place, sample in enumerate(sample for output in outputs for sample in output.outputs):
@@ -197,9 +193,6 @@ def _check(sample: CompletionOutput) -> None:
         raise RuntimeFailure(sample.error)
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------------
-
-
 async def tokenize(http: HttpRequest) -> Response:
     """The token ids of a text or of a conversation, as the model would see them."""
     service, asked = await _asked(http, schemas.TokenizeRequest)
@@ -221,9 +214,6 @@ async def detokenize(http: HttpRequest) -> Response:
         message = f"{len(asked.tokens)} tokens; at most the {facts.max_model_len} of a context are taken"
         raise ApiError(400, message, code="context_length_exceeded", param="tokens")
     return JsonResponse({"prompt": await service.decode(asked.tokens)})
-
-
-# ---- the server itself ----------------------------------------------------------------------------------------
 
 
 async def models(http: HttpRequest) -> Response:

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import msgspec
 import zmq.asyncio
 
-from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, error_of
+from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.processes.sockets import SocketKeys, listen, local_address
@@ -28,7 +28,6 @@ LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the process is stopped, or its machine is."""
-
 ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
 RETRY_SECONDS = 15.0
 """Time to the next attempt when engines keep dying."""
@@ -41,8 +40,6 @@ _LOG = logging.getLogger("nanoserve.server")
 
 
 class EngineState(Enum):
-    """The engine's state, as the front end sees it."""
-
     LOADING = "the model is being loaded"
     READY = "ready"
     RESTARTING = "the engine is being restarted"
@@ -64,9 +61,8 @@ class EngineChild:
     def __init__(self, program: str) -> None:
         self._directory = choose_directory()
         self._process = TiedChild(program, directory=self._directory)
-        self.mailbox: messages.Mailbox[messages.EngineMessage] = messages.Mailbox(
-            zmq.asyncio.Context(io_threads=1), messages.EngineMessage
-        )
+        context = zmq.asyncio.Context(io_threads=1)
+        self.mailbox: messages.Mailbox[messages.EngineMessage] = messages.Mailbox(context, messages.EngineMessage)
         self.ready = False  # set by the owner when the engine is ready; from then on less silence is tolerated
 
     async def start(self, start: messages.EngineStart) -> None:
@@ -138,10 +134,10 @@ class EngineClient:
         self._sent = 0
         self._quarantine = Quarantine()
         self._ready_since: float | None = None
-        self._became_ready = asyncio.Event()
         self.state = EngineState.LOADING
         self.reason = ""
-        self.facts: messages.EngineFacts | None = None  # None before the first engine is ready
+        self.became_ready = asyncio.Event()  # set once the first engine is ready
+        self.facts: messages.EngineFacts | None = None  # None until then
         self.on_step: Callable[[RecentStep], None] = lambda step: None  # called with every step of an engine
         self.last = messages.StepReport()  # what the current engine said last
         self.restarts = 0  # number of engines started after the first
@@ -149,11 +145,8 @@ class EngineClient:
         self._past: list[EngineStatus] = []  # what engines before the current one said last
         self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
-    # ---- requests ---------------------------------------------------------------------------------------------
-
     @property
     def running(self) -> int:
-        """Number of requests that have not ended."""
         return len(self._streams)
 
     @property
@@ -177,7 +170,9 @@ class EngineClient:
         """
         if self.state not in (EngineState.READY, EngineState.RESTARTING):
             raise EngineUnavailable(self.describe_state())
-        if self._queue_length() + len(requests) > self._max_queue + self._free_places():
+        places, status = self.facts.max_num_seqs if self.facts else 0, self.last.status
+        free = 0 if status.waiting else max(0, places - status.running)  # others wait for free places first
+        if self._queue_length() + len(requests) > self._max_queue + free:
             raise QueueFull(f"{self._queue_length()} requests are waiting already; try again later")
         news = asyncio.Event()
         streams = [RequestStream(request, self._tokenizer, news) for request in requests]
@@ -208,7 +203,6 @@ class EngineClient:
         self._take_out(stream.request_id)
 
     def describe_state(self) -> str:
-        """The state as a sentence for a client."""
         if self.state is EngineState.READY and not self.last.ready:
             return "the engine's workers are stopped, or are being started anew"
         return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
@@ -220,24 +214,11 @@ class EngineClient:
         held = sum(not stream.sent for stream in self._streams.values())
         return self.last.status.waiting + self._sent - self.last.added + held
 
-    def _free_places(self) -> int:
-        """Free places in the next step; 0 while other requests wait for them."""
-        places, status = self.facts.max_num_seqs if self.facts else 0, self.last.status
-        return 0 if status.waiting else max(0, places - status.running)
-
     def _send(self, command: messages.Command) -> None:
         if self._child is None or self.state is not EngineState.READY:
             return  # the next engine gets all unfinished requests
         self._sent += isinstance(command, messages.Add)
         self._child.mailbox.send(command)
-
-    # ---- engines ----------------------------------------------------------------------------------------------
-
-    async def ready(self) -> messages.EngineFacts:
-        """Wait for the first engine to be ready."""
-        await self._became_ready.wait()
-        assert self.facts is not None
-        return self.facts
 
     async def run(self) -> NoReturn:
         """Keep an engine alive until cancelled. Raises NanoserveError if the very first engine cannot start."""
@@ -327,20 +308,21 @@ class EngineClient:
                 self.on_step(step)
             for update in message.updates:
                 self._pass_on(update)
-        elif isinstance(message, messages.Refused):
-            if (stream := self._take_out(message.request_id)) is not None:
-                stream.fail(UsageError(message.message))
         elif isinstance(message, messages.LoadProgress):
             self._on_progress(message.stage, message.done, message.total)
         elif isinstance(message, messages.Failed):
-            raise error_of(message.exit_code, message.message)
+            error = error_of(message.exit_code, message.message)
+            if message.request_id is None:
+                raise error
+            if (stream := self._take_out(message.request_id)) is not None:
+                stream.fail(error)
         else:
             child.ready = True
             self.facts = message
             self._ready_since = time.monotonic()
             self.state, self.reason = EngineState.READY, ""
             self._admit(self._streams.values())  # all unfinished requests
-            self._became_ready.set()
+            self.became_ready.set()
 
     def _pass_on(self, update: messages.SampleUpdate) -> None:
         self.generated_tokens += len(update.tokens)

@@ -44,8 +44,6 @@ def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list
 
 
 class EngineLoop:
-    """Runs the engine, and exchanges messages with the front end."""
-
     def __init__(self, engine: Engine | Dispatcher, mailbox: messages.Mailbox[messages.Command]) -> None:
         self._engine, self._mailbox = engine, mailbox
         self._added = 0
@@ -77,7 +75,7 @@ class EngineLoop:
         try:
             self._engine.add(command.request)
         except UsageError as error:
-            self._mailbox.send(messages.Refused(request_id, str(error)))
+            self._mailbox.send(messages.Failed(str(error), error.exit_code, request_id))
         for index in command.finished:
             self._engine.stop(request_id, index=index)
         return []

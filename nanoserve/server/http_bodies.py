@@ -13,7 +13,6 @@ from nanoserve.errors import ModelError, NanoserveError, UsageError
 from nanoserve.processes.children import ProcessKilled
 from nanoserve.server.engine_client import EngineUnavailable, QueueFull
 
-_LONGEST_MESSAGE = 1000
 _CLOSE = {"connection": "close"}
 _TYPES = {
     401: "authentication_error",
@@ -33,14 +32,11 @@ _ERRORS: tuple[tuple[type[NanoserveError], int, str], ...] = (
     (NanoserveError, 500, "engine_error"),
 )
 """Status and code of each error of the request or of nanoserve; the first that fits counts."""
-_RETRY_STATUSES, _RETRY_SECONDS = (429, 503), "1"
 
 T = TypeVar("T")
 
 
 class ApiError(NanoserveError):
-    """An answer that is an error."""
-
     def __init__(
         self,
         status: int,
@@ -52,7 +48,7 @@ class ApiError(NanoserveError):
     ) -> None:
         super().__init__(message)
         self.status = status  # the HTTP status
-        self.message = message[:_LONGEST_MESSAGE]  # one line that says what to change
+        self.message = message[:1000]  # one line that says what to change
         self.code = code  # for programs, such as ``context_length_exceeded``
         self.param = param  # the wrong field of the request
         self.headers = dict(headers or {})  # in addition to those of every answer
@@ -78,7 +74,7 @@ def as_api_error(error: NanoserveError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     status, code = next((status, code) for kind, status, code in _ERRORS if isinstance(error, kind))
-    headers = {"retry-after": _RETRY_SECONDS} if status in _RETRY_STATUSES else None
+    headers = {"retry-after": "1"} if status in (429, 503) else None
     return ApiError(status, str(error), code=code, headers=headers)
 
 

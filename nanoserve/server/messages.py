@@ -18,7 +18,6 @@ from nanoserve.request import FinishReason, Request, SamplingParams, TokenLogpro
 M = TypeVar("M")
 
 MAX_COMMAND_BYTES = 64 << 20
-_LINGER_MILLISECONDS = 1000
 
 
 class EngineStart(msgspec.Struct, frozen=True):
@@ -41,8 +40,6 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Add(_Message, frozen=True):
-    """Run a request."""
-
     request: Request
     finished: tuple[int, ...] = ()
     """Samples that ended in an earlier engine."""
@@ -80,10 +77,11 @@ class EngineFacts(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The engine cannot start or has given up. ``exit_code`` belongs to the error's class."""
+    """The engine cannot start or has given up, or one request can never run. The error's class has the exit code."""
 
     message: str
     exit_code: int
+    request_id: str | None = None
 
 
 class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -122,14 +120,7 @@ class StepReport(_Message, frozen=True):
     """Whether a step would run at once; false while workers are stopped or being restarted."""
 
 
-class Refused(_Message, frozen=True):
-    """A request that can never run here."""
-
-    request_id: str
-    message: str
-
-
-EngineMessage = LoadProgress | EngineFacts | Failed | StepReport | Refused
+EngineMessage = LoadProgress | EngineFacts | Failed | StepReport
 
 
 class Mailbox(Generic[M]):
@@ -158,6 +149,6 @@ class Mailbox(Generic[M]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
             self.dropped += 1
 
-    def close(self, linger: int = _LINGER_MILLISECONDS) -> None:
+    def close(self, linger: int = 1000) -> None:
         """Send queued messages for at most `linger` milliseconds, and close."""
         self._context.destroy(linger=linger)

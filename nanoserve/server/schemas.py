@@ -22,7 +22,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat's answer may fill the context."""
 MAX_LOGPROBS_PER_REQUEST = 1 << 22
 """Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
-
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN_OR_MISSING = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 
@@ -131,8 +130,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(ModelField, frozen=True, kw_only=True):
-    """``/tokenize``: a text, or the messages of a conversation."""
-
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
@@ -193,8 +190,6 @@ def _explained(message: str) -> ApiError:
     return ApiError(400, f"{named}: {text}" if named else text, code="invalid_type", param=param)
 
 
-# ---- sampling parameters ----------------------------------------------------------------------------------------
-
 _ANY_OBJECT = '{"type":"object"}'
 _FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "logprobs")) + r")\b")
 
@@ -228,11 +223,9 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
         raise ApiError(400, f"{field}.schema is nested too deeply", code="invalid_value", param=field) from None
 
 
-def completion_params(
-    asked: CompletionRequest, facts: EngineFacts, prompt_lengths: Sequence[int]
-) -> Sequence[SamplingParams]:
+def completion_params(asked: CompletionRequest, facts: EngineFacts, lengths: Sequence[int]) -> list[SamplingParams]:
     """The parameters of each prompt; prompts with the same max_tokens share theirs. Raises as ``chat_params`` does."""
-    return _params(asked, facts, prompt_lengths, asked.max_tokens, DEFAULT_COMPLETION_TOKENS, logprobs=asked.logprobs)
+    return _params(asked, facts, lengths, asked.max_tokens, DEFAULT_COMPLETION_TOKENS, logprobs=asked.logprobs)
 
 
 def _params(
@@ -244,7 +237,7 @@ def _params(
     *,
     logprobs: int | None,
     json_schema: str | None = None,
-) -> Sequence[SamplingParams]:
+) -> list[SamplingParams]:
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options needs stream to be true", code="invalid_value", param="stream_options")
     check_token_ids(asked.stop_token_ids or (), facts, "stop_token_ids")

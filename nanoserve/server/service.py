@@ -29,7 +29,6 @@ from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 _INLINE_CHARACTERS = 4096
 """Longer texts are tokenized in a thread, because other requests would wait too long."""
 _LONG_CHARACTERS = 32768
-_TOKENIZING_THREADS = 2
 _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 """A field of every answer in OpenAI's client, which sends it back in the next request."""
 
@@ -52,8 +51,6 @@ class ClientLimits:
 
 @dataclass(kw_only=True, eq=False)
 class Service:
-    """The object that every endpoint works with."""
-
     model_name: str
     """The name under which the model is served; ``root`` is its own."""
     root: str
@@ -76,10 +73,8 @@ class Service:
         self._counting: set[asyncio.Task[None]] = set()
         self._random = random.Random(seed)
         self._grammar_thread = ThreadPoolExecutor(1, "grammar")
-        self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
+        self._threads = ThreadPoolExecutor(2, "tokenize")
         self._unbounded_thread = ThreadPoolExecutor(1, "tokenize-only")
-
-    # ---- asking -----------------------------------------------------------------------------------------------
 
     def facts(self) -> EngineFacts:
         """What the engine reported of the model; raises EngineUnavailable before that, and while the server stops."""
@@ -107,11 +102,7 @@ class Service:
         return await self._tokenize(encode, "prompt", context, characters=len(text))
 
     async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        context: int | None = None,
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, context: int | None = None
     ) -> list[int]:
         """Token ids of a conversation. Null fields of a message count as absent; ``context`` as for ``encode``.
 

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import h11
-import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -23,8 +22,6 @@ from nanoserve.text.tokenizer import check_vocabulary
 SEND_BUFFER_BYTES = 128 << 10
 """The system's buffer for a client that does not read; the rest of its answer waits in the front end."""
 MAX_HEADER_BYTES = 64 << 10
-_KEEP_ALIVE_SECONDS = 20
-_LAST_WORDS_SECONDS = 2
 _BACKLOG = 2048
 
 
@@ -45,9 +42,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection of HTTP/1.1, of which malformed requests are answered in the form of every other error.
+    """A connection that closes if its client takes more than ``client_seconds`` to send headers or read a full buffer.
 
-    It is closed if the client takes longer than ``client_seconds`` to send its headers, or to read a full buffer.
+    Malformed HTTP is answered in the form of every other error.
     """
 
     def __init__(self, *arguments: Any, client_seconds: float, **settings: Any) -> None:
@@ -84,14 +81,10 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        body = msgspec.json.encode(ApiError(400, msg, code="invalid_http").body())
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
+        answer = ApiError(400, msg, code="invalid_http", headers={"connection": "close"}).response()
+        head = h11.Response(status_code=400, headers=answer.raw_headers)
         with contextlib.suppress(h11.LocalProtocolError):  # the answer to an earlier request has begun
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            for event in (head, h11.Data(data=answer.body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
@@ -160,7 +153,8 @@ async def _first_of(*tasks: "asyncio.Task[object]") -> None:
 
 
 async def _announce(service: Service, on_ready: Callable[[], None], say: Callable[[str], None]) -> None:
-    facts = await service.engine.ready()
+    await service.engine.became_ready.wait()
+    facts = service.facts()
     check_vocabulary(service.tokenizer, facts.vocab_size)
     on_ready()
     say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
@@ -178,7 +172,7 @@ def _http_config(service: Service) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
+        timeout_keep_alive=20,
+        timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
