@@ -19,8 +19,7 @@ from nanoserve.costs.work import Strategy
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
 from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase, PhaseTurn
-from nanoserve.record.run_record import RunRecord
-from nanoserve.record.shares import engine_seconds, reshard_metrics, stage_shares, swap_metrics, working_seconds
+from nanoserve.record.run_record import RunRecord, engine_seconds, move_metrics, stage_shares, working_seconds
 from nanoserve.scheduler.plan import StepPlan, Tier
 
 _STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -89,9 +88,9 @@ def layout_metrics(run: Run, first: Run) -> Metrics:
         "steps": sum(bool(plan.rows) for plan in record.plans),
         "transitions": sum(plan.transition is not None for plan in record.plans),
         "phases": _phase_metrics(record.phases) if two else None,
-        "reshards": reshard_metrics(record, link) if two else None,
-        "swaps_out": swap_metrics(record, "out", link) if two else None,
-        "swaps_in": swap_metrics(record, "in", link) if two else None,
+        "reshards": move_metrics(record, "reshard", link) if two else None,
+        "swaps_out": move_metrics(record, "out", link) if two else None,
+        "swaps_in": move_metrics(record, "in", link) if two else None,
         "pool_peak": max(used, default=None),  # largest share of the host pool in use
         "simulated": _simulated(run),
     }

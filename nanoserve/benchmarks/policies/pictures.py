@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from nanoserve.benchmarks.policies.metrics import phase_label
 from nanoserve.benchmarks.policies.rounds import Bench
 from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, ChartCurve
-from nanoserve.record.run_record import RunRecord
-from nanoserve.record.shares import stage_shares
+from nanoserve.record.run_record import RunRecord, stage_shares
 from nanoserve.record.times import StageTimes
 from nanoserve.record.window import StepWindow, token_panels
 
@@ -28,7 +27,7 @@ def stages_picture(benches: Sequence[Bench]) -> Picture:
     of all (gLLM, figure 1)."""
     runs = benches[0].last
     counts = [
-        [(step, planned.decodes, planned.prompt_tokens) for step, planned in run.record.planned.items()]
+        [(step, planned.plan.decodes, planned.plan.prompt_tokens) for step, planned in run.record.planned.items()]
         for run in runs.values()
     ]
     titles = [f"{name}: tokens of each micro-batch" for name in runs]
@@ -53,7 +52,7 @@ def _single_stage(record: RunRecord) -> list[StageTimes]:
     for step, planned in record.planned.items():
         ended = record.known[step]
         began = ended - record.result_of[step].seconds
-        tokens = planned.decodes + planned.prompt_tokens
+        tokens = planned.plan.decodes + planned.plan.prompt_tokens
         times.append(StageTimes(step, 0, tokens, began, began, began, began, ended, ended))
     return times
 
