@@ -84,7 +84,7 @@ class BoundedProtocol(H11Protocol):
         answer = ApiError(400, msg, code="invalid_http", headers={"connection": "close"}).response()
         head = h11.Response(status_code=400, headers=answer.raw_headers)
         with contextlib.suppress(h11.LocalProtocolError):  # the answer to an earlier request has begun
-            for event in (head, h11.Data(data=answer.body), h11.EndOfMessage()):
+            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
