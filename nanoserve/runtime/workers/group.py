@@ -17,9 +17,9 @@ from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint
 from nanoserve.processes.sockets import SocketKeys, listen
-from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.processes.threads import threads_of_each
-from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
+from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.rendezvous import Rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
@@ -215,23 +215,17 @@ class WorkerGroup:
         until = time.monotonic() + _FIRST_DEATH_SECONDS
         while time.monotonic() < until:
             for rank, child in self._children.items():
-                if killed := child.killed():
-                    return WorkersDied(f"worker {rank} {killed}")
+                if (child.process.poll() or 0) < 0:
+                    return WorkersDied(f"worker {rank} {child.ending()}")
             time.sleep(0.01)
         error = error_of(failed.exit_code, failed.message)
         return WorkersDied(f"worker {failed.rank} failed: {failed.message}", error)
 
     def end(self) -> None:
         """End all processes, and leave nothing of them behind."""
-        for child in self._children.values():
-            child.let_go()
-        until = time.monotonic() + GRACE_SECONDS
-        for child in self._children.values():
-            child.end(until)
+        end_children(self._children.values(), self._directory)
         self._children = {}
         self._context.destroy(linger=0)
         if self._rendezvous is not None:
             self._rendezvous.end()
         self._shared.close()
-        if self._directory is not None:
-            remove_directory(self._directory)

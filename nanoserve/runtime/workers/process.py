@@ -49,7 +49,7 @@ def main() -> None:
 
 def start_worker(threads: int, directory: Path) -> TiedChild:
     """Start a process that waits for its WorkerStart. Raises OSError if it cannot be started."""
-    return TiedChild(_PROGRAM, directory, {"OMP_NUM_THREADS": str(threads)})
+    return TiedChild(_PROGRAM, directory=directory, environment=os.environ | {"OMP_NUM_THREADS": str(threads)})
 
 
 class WorkerEndpoint:
