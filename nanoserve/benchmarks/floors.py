@@ -19,18 +19,12 @@ STEP_KINDS = ("decode", "prefill", "mixed")
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
     """How much one step holds."""
 
-    sequences: int
-    """Rows of the plan."""
-    tokens: int
-    """Positions computed."""
-    decoding: int
-    """Rows of one token."""
-    sampled: int
-    """Rows whose last position gets logits."""
-    context: int
-    """Keys that are read, summed over rows: each row reads its sequence up to its own last position."""
-    attended: int
-    """Pairs of query and key, summed over positions."""
+    sequences: int  # rows of the plan
+    tokens: int  # positions computed
+    decoding: int  # rows of one token
+    sampled: int  # rows whose last position gets logits
+    context: int  # keys that are read, summed over rows: each row reads its sequence up to its own last position
+    attended: int  # pairs of query and key, summed over positions
 
     @classmethod
     def of(cls, plan: StepPlan) -> "StepShape":
@@ -56,10 +50,8 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
 class Limits:
     """What the machine can do at best."""
 
-    bytes_per_second: float
-    """Read from memory, or read and written: what measures it says which."""
-    operations_per_second: float
-    """A multiply-add counts as two."""
+    bytes_per_second: float  # read from memory, or read and written: what measures it says which
+    operations_per_second: float  # a multiply-add counts as two
 
     def at_least(self, *bytes_per_second: float) -> "Limits":
         """Limits with the best bandwidth of these readings, if one is better."""

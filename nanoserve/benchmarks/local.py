@@ -21,8 +21,7 @@ from nanoserve.models.hub import ProgressCallback
 _STEP_TOKENS = 32
 """Reading all weights in a step takes about as long as computing this many tokens; progress counts both."""
 
-_TELL_SECONDS = 1.0
-"""Drawing takes a millisecond or two of the run's own time."""
+_TELL_SECONDS = 1.0  # drawing takes a millisecond or two of the run's own time
 
 
 class LocalBench:

@@ -32,10 +32,8 @@ from triton_ops import cache_write, linear, reference_operators
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
 BLOCK_SIZE = 16
-HEAD_ROWS = 64
-"""More rows than this are prompts, of which the output head sees the last position alone."""
-COLD_BYTES = 2**29
-"""Equal inputs are made until they take this much: about twice the largest cache of today's servers."""
+HEAD_ROWS = 64  # more rows than this are prompts, of which the output head sees the last position alone
+COLD_BYTES = 2**29  # equal inputs are made until they take this much: about twice the largest cache of today's servers
 _TURNS = 5
 _TURN_SECONDS = 0.01
 _MOST_CALLS = 10
@@ -55,10 +53,8 @@ class OperatorCase:
     """Work that several routes do; ours is the first."""
 
     name: str
-    num_bytes: int
-    """What every route must read: each key, value and weight once, in the number format they are kept in."""
-    operations: int
-    """Operations of the matrix products, two for each multiply-add."""
+    num_bytes: int  # what every route must read: each key, value and weight once, in its own number format
+    operations: int  # operations of the matrix products, two for each multiply-add
     routes: Mapping[str, Route]
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from nanoserve.benchmarks.tables import Column
 from nanoserve.measures.charts import Bars, Chart, draw
 
-_NAME_WIDTH, _ROW_HEIGHT = 4.0, 0.35
-"""Inches."""
+_NAME_WIDTH, _ROW_HEIGHT = 4.0, 0.35  # inches
 Rows = Sequence[Mapping[str, Any]]
 
 

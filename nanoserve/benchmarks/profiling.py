@@ -51,8 +51,7 @@ SIZES = ProfileSizes(
 EFFORT = Effort(seconds=25.0, fewest_rounds=3, most_rounds=15, longest_sample=1.0)
 LEAST_LIMITS = {"--max-num-batched-tokens": 32, "--max-model-len": 32, "--max-num-seqs": 4}
 """Below that there is little to measure, and nothing to run for a proof."""
-_READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192
-"""Sizes that fit on a GPU whose memory is mostly taken by the KV cache."""
+_READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192  # sizes that fit on a GPU whose memory is mostly taken by the KV cache
 
 
 def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str], None]) -> Profile:
@@ -143,12 +142,10 @@ def _accelerator(device: torch.device, dtype: torch.dtype) -> Reached:
 
 LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))
 """Lengths of the requests, in turn."""
-LOAD = 0.5
-"""Arrivals, as a share of the throughput of the closed batch."""
+LOAD = 0.5  # arrivals, as a share of the throughput of the closed batch
 MOST_REQUESTS, FEWEST_REQUESTS = 64, 4
 _SECONDS = 2.5
-_SHORTER = 4
-"""Where a few requests take much longer than that, all of them are shorter by this factor."""
+_SHORTER = 4  # where a few requests take much longer than that, all of them are shorter by this factor
 _SEED, _REPEATS = 0, 3
 
 

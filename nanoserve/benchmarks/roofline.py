@@ -19,14 +19,11 @@ from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.processes.files import replace_file
 
-READ_BYTES = 2**30
-"""Far beyond any cache that this machine could have for itself."""
-_PRODUCT_SIZES = (256, 512, 1024, 2048)
-"""Sizes of square matrices; the largest that is quick reaches the most."""
+READ_BYTES = 2**30  # far beyond any cache that this machine could have for itself
+_PRODUCT_SIZES = (256, 512, 1024, 2048)  # of square matrices; the largest that is quick reaches the most
 _LONGEST_PRODUCT = 0.5
 """In seconds: Ctrl-C acts behind it. A number format that is slow here is known by its small products."""
-_PARTS = 8
-"""Pieces of the buffer, read one after another: Ctrl-C acts between them."""
+_PARTS = 8  # pieces of the buffer, read one after another: Ctrl-C acts between them
 _PASSES = 5
 _LOOKS = 4
 STAGE = "reading and multiplying, to know what the machine does at best"
@@ -52,11 +49,7 @@ class BandwidthProbe:
 
 
 def machine_limits(
-    dtype: torch.dtype,
-    probe: BandwidthProbe,
-    path: Path | None = None,
-    *,
-    progress: ProgressCallback = lambda *_: None,
+    dtype: torch.dtype, probe: BandwidthProbe, path: Path | None = None, *, progress: ProgressCallback = lambda *_: None
 ) -> Limits:
     """The best limits ever seen on this machine: measured each time, and kept if better than the stored ones.
 

@@ -10,12 +10,10 @@ from typing import TypeVar
 import msgspec
 
 MAX_DRIFT = 0.10
-STATE_WIDTH = 1.25
-"""Readings within this factor of a state's lowest belong to it."""
+STATE_WIDTH = 1.25  # readings within this factor of a state's lowest belong to it
 BUSY_CORES = 0.2
 """With others keeping more of the processor busy than this during any part of it, a round is told apart."""
-MAX_ATTEMPTS = 2
-"""Rounds tried for every round that is wanted, when some do not count."""
+MAX_ATTEMPTS = 2  # rounds tried for every round that is wanted, when some do not count
 GIGA = 1e9
 
 
@@ -25,8 +23,7 @@ class Bracketed(msgspec.Struct, frozen=True, kw_only=True):
     case: str
     number: int
     bandwidth_before: float
-    bandwidth_after: float
-    """Readings in GB/s."""
+    bandwidth_after: float  # both in GB/s
     foreign_cores: float | None
     """The most that other processes kept busy during any part of it; None where that is unknown."""
 

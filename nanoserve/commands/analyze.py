@@ -37,8 +37,7 @@ _BATCH_COLUMNS = columns(
 _PANEL_SIZE = (6.0, 4.6)
 _STYLES = (("o", 12), ("s", -30))
 """Marker of prefill and decode, and by how many points their names are moved where the other phase has points."""
-_NEARBY = 1.6
-"""Points whose coordinates differ by less than this factor share a label."""
+_NEARBY = 1.6  # points whose coordinates differ by less than this factor share a label
 
 
 def _parse_length(text: str, flag: str) -> RequestShape:
@@ -53,8 +52,6 @@ class AnalyzeOptions(
     renamed={"--batch": "is now --batch-sizes"}
     | dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 1024+256"),
 ):
-    """All options of the command."""
-
     batch_sizes: tuple[int, ...] | None = option(
         None, "Sequences decoding; default: up to what fits.", metavar="N,N,...", parse=parse_sizes
     )

@@ -26,13 +26,10 @@ _COLUMNS = columns(
     (".1%", ("worse by at least", "worse")),
 )
 
-Samples = dict[str, dict[str, list[float]]]
-"""case -> metric -> its repeated measurements."""
+Samples = dict[str, dict[str, list[float]]]  # case -> metric -> its repeated measurements
 
 
 class DiffOptions(Options):
-    """All options of the command."""
-
     before: Path = argument(..., "A report written with --json.")
     after: Path = argument(..., "A later report of the same benchmark.")
     threshold: float = option(0.05, "Exit with 1 if a metric is worse by this share.", metavar="X", minimum=0.0)
@@ -65,12 +62,10 @@ class Change(msgspec.Struct, frozen=True):
     metric: str
     before: float
     after: float
-    ratio: float
-    """Ratio of the medians; low and high bound it with 95 % confidence."""
+    ratio: float  # of the medians; low and high bound it with 95 % confidence
     low: float
     high: float
-    worse: float
-    """Share by which the later one is at least worse, with that confidence; 0 if it may be as good."""
+    worse: float  # share by which the later one is at least worse, with that confidence; 0 if it may be as good
 
 
 class _Row(msgspec.Struct):

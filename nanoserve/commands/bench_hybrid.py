@@ -52,12 +52,7 @@ _ERROR_COLUMNS = columns(
     (",.2f", ("simulated s", "simulated.seconds")),
     ("+.0%", ("simulated tok/s", "simulation_error")),
 )
-_GAIN_COLUMNS = columns(
-    ("", *_KEYS, "strategy"),
-    (",.0f", "steps"),
-    ("+.1%", "gain", "bound"),
-    (".0%", "reached"),
-)
+_GAIN_COLUMNS = columns(("", *_KEYS, "strategy"), (",.0f", "steps"), ("+.1%", "gain", "bound"), (".0%", "reached"))
 
 
 class HybridOptions(

@@ -34,13 +34,9 @@ _RATIO_COLUMNS = columns(("", _CASE, "metric", "rounds"), (".2f", "median", "low
 
 
 class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions):
-    """All options of the command."""
-
     repeats: int = option(3, "Measured runs of each case.", minimum=1)
     layers: str | None = option(
-        None,
-        "eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.",
-        metavar="NAME,...",
+        None, "eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.", metavar="NAME,..."
     )
 
     def each(self) -> "list[LatencyOptions]":

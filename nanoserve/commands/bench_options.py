@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from nanoserve.benchmarks.local import LocalBench
 
 RESULTS_PANEL = "Results"
-MOST_REQUESTS = 1_000_000
-"""The most requests of a run whose lengths or prompts are all in memory before it begins."""
+MOST_REQUESTS = 1_000_000  # the most requests of a run whose lengths or prompts are all in memory before it begins
 DEFAULT_REQUESTS = 32
 _NAMES = f"{', '.join(PRESETS)}, a name as in simulate, or IN+OUT tokens"
 
@@ -49,8 +48,7 @@ class ProbeOptions(Options):
 
 
 class GridOptions(
-    Options,
-    renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32 or 128+32,512+32"),
+    Options, renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32 or 128+32,512+32")
 ):
     """Batches of equal requests: every combination of these sizes and lengths."""
 

@@ -184,8 +184,6 @@ def transformers_reader(directory: Path, dtype: str, end_tokens: Tokens) -> Read
 
 
 class QualityOptions(EngineOptions, ResultOptions):
-    """All options of the command."""
-
     text: Path | None = option(None, "Perplexity of this text file.", metavar="FILE")
     window: int = option(512, "Tokens seen at a time.", minimum=2)
     windows: int = option(8, "The most windows.", minimum=1)

@@ -22,8 +22,6 @@ _COLUMNS = [
 
 
 class StartupOptions(EngineOptions, ResultOptions):
-    """All options of the command."""
-
     repeats: int = option(3, "Warm starts, after the first ever and a cold one.", minimum=1)
 
 

@@ -32,8 +32,6 @@ _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
 
 class ThroughputOptions(LengthOptions, ProbeOptions, WorkersOptions, ResultOptions):
-    """All options of the command."""
-
     default_lengths = "cpu"
 
     lengths: str | None = option(

@@ -62,10 +62,8 @@ class Comparison(ABC):
     ``settings`` are what the report says about the options, beside those of `reported`.
     """
 
-    kind: ClassVar[str]
-    """Name of the benchmark in reports."""
-    reported: ClassVar[Sequence[str]]
-    """Options whose values the report has."""
+    kind: ClassVar[str]  # name of the benchmark in reports
+    reported: ClassVar[Sequence[str]]  # options whose values the report has
     ratios: ClassVar[Mapping[str, str]] = {"output_tokens_per_s": "tok/s"}
     """Metrics that ratios are formed of, and what tables call them."""
     pairs = staticmethod(pairs)

@@ -36,8 +36,6 @@ _PREDICTION_COLUMNS += [
 
 
 class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
-    """All options of the command."""
-
     host_threads: int | None = option(
         None,
         "Cores set apart for attention in host memory; a CPU that is the device keeps the others.",

@@ -41,27 +41,18 @@ _CYCLE = (
     *("#999933", "#44AA99", "#AA4499", "#DDCC77", "#000000"),
 )
 """Paul Tol's muted scheme for everything else, made for the same eyes, and black."""
-_LONE_WIDTH = 7.0
-"""Width of the panel of a chart with one column, in inches."""
-_HEAD, _FOOT = 0.6, 0.3
-"""Height of the title and of each line of a legend below the panels, in inches."""
-_BAR_GROUP = 0.8
-"""Share of the room between two ticks that bars fill."""
+_LONE_WIDTH = 7.0  # width of the panel of a chart with one column, in inches
+_HEAD, _FOOT = 0.6, 0.3  # height of the title and of each line of a legend below the panels, in inches
+_BAR_GROUP = 0.8  # share of the room between two ticks that bars fill
 _ROOM_FOR_LEGEND = 1.3
-_CHARACTER_WIDTH = 0.088
-"""Inches of a character of the title, about."""
-_MOST_CHARACTERS = 28
-"""Names below an axis are rotated if they are longer together."""
-_MOST_OVER_BARS = 3
-"""Labels for which there is room above bars."""
-_MOST_LINES = 6
-"""A legend of more lines stands beside its panel, or in two lines below all panels."""
-_MOST_IN_DIGITS = 1e6
-"""Values of a logarithmic axis from here on are written as powers."""
+_CHARACTER_WIDTH = 0.088  # inches of a character of the title, about
+_MOST_CHARACTERS = 28  # names below an axis are rotated if they are longer together
+_MOST_OVER_BARS = 3  # labels for which there is room above bars
+_MOST_LINES = 6  # a legend of more lines stands beside its panel, or in two lines below all panels
+_MOST_IN_DIGITS = 1e6  # values of a logarithmic axis from here on are written as powers
 _MOST_TICKS, _TICK_ROOM = 9, 0.08
 """Points of a line that have ticks of their own at most, and the least distance as a share of them all."""
-_STRIP = 0.88
-"""From which share of a panel's height on its bands are drawn in full colour."""
+_STRIP = 0.88  # from which share of a panel's height on its bands are drawn in full colour
 _DIGIT_SHARE = 0.0095
 """Width that one digit of a step's number needs, as a share of the time shown. Narrower bars get no number."""
 _MARK: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1}
@@ -71,18 +62,14 @@ _NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "
 class ChartCurve(msgspec.Struct, frozen=True):
     """One line of a panel, or one bar of each of its groups."""
 
-    label: str
-    """In the legend; empty for none."""
+    label: str  # in the legend; empty for none
     xs: Sequence[float] | Sequence[str]
     """Numbers for lines; for bars the names of the groups, equal for all curves of a panel. Points of lines that have
     names instead of numbers stand at equal distances."""
-    ys: Sequence[float]
-    """One value for each of ``xs``."""
+    ys: Sequence[float]  # one value for each of ``xs``
     lows: Sequence[float] = ()
-    highs: Sequence[float] = ()
-    """How far ys spread over repeated runs; empty where that is not shown."""
-    style: str = "o-"
-    """Line style of matplotlib: "o-", "--", "," ..."""
+    highs: Sequence[float] = ()  # how far ys spread over repeated runs; empty where that is not shown
+    style: str = "o-"  # line style of matplotlib: "o-", "--", "," ...
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,19 +77,15 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     x: str
-    y: str
-    """What the axes are, with units."""
+    y: str  # what the axes are, with units
     curves: Sequence[ChartCurve]
     kind: Literal["line", "step", "bar", "stack", "area"] = "line"
     """"line"; "step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on
     top of one another, the first lowest; "area": steps on top of one another."""
     log_x: bool = False
-    log_y: bool = False
-    """Logarithmic axes."""
-    from_zero: bool = True
-    """The vertical axis begins at zero."""
-    marks: tuple[float, ...] = ()
-    """Values on the vertical axis that a dotted line marks."""
+    log_y: bool = False  # logarithmic axes
+    from_zero: bool = True  # the vertical axis begins at zero
+    marks: tuple[float, ...] = ()  # values on the vertical axis that a dotted line marks
 
 
 class Band(msgspec.Struct, frozen=True):
@@ -121,8 +104,7 @@ class Note(msgspec.Struct, frozen=True):
     y: float
     right: float = 0.0
     up: float = 0.0
-    curve: int | None = None
-    """The curve whose colour it has; black without one."""
+    curve: int | None = None  # the curve whose colour it has; black without one
 
 
 class AnnotatedPanel(Panel, frozen=True, kw_only=True):
@@ -130,26 +112,20 @@ class AnnotatedPanel(Panel, frozen=True, kw_only=True):
 
     bands: Sequence[Band] = ()
     notes: Sequence[Note] = ()
-    vertical_marks: Sequence[float] = ()
-    """Values on the horizontal axis that a dotted line marks."""
-    top: float | None = None
-    """Where the vertical axis ends."""
-    right: float | None = None
-    """Where the horizontal axis ends, which then begins at 0."""
+    vertical_marks: Sequence[float] = ()  # values on the horizontal axis that a dotted line marks
+    top: float | None = None  # where the vertical axis ends
+    right: float | None = None  # where the horizontal axis ends, which then begins at 0
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
     """Horizontal bars, one below the other, on one scale."""
 
     title: str = ""
-    x: str
-    """What their lengths are, with the unit."""
-    names: Sequence[str]
-    """What each bar is; empty to leave the names to the panel at the left."""
+    x: str  # what their lengths are, with the unit
+    names: Sequence[str]  # what each bar is; empty to leave the names to the panel at the left
     parts: Mapping[str, Sequence[float]]
     """Parts of which each bar is made, by label; one part without a label for plain bars."""
-    texts: Sequence[str]
-    """What stands at the end of each bar."""
+    texts: Sequence[str]  # what stands at the end of each bar
 
 
 class GanttSpan(msgspec.Struct, frozen=True):
@@ -158,10 +134,8 @@ class GanttSpan(msgspec.Struct, frozen=True):
     row: int
     left: float
     right: float
-    parts: Mapping[str, float]
-    """How its height is divided among labels."""
-    text: str = ""
-    """What stands in it, if there is room."""
+    parts: Mapping[str, float]  # how its height is divided among labels
+    text: str = ""  # what stands in it, if there is room
 
 
 class Gantt(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,11 +143,9 @@ class Gantt(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     x: str
-    rows: Sequence[str]
-    """Names of the rows, from top to bottom."""
+    rows: Sequence[str]  # names of the rows, from top to bottom
     spans: Sequence[GanttSpan]
-    end: float
-    """The axis goes from 0 to here."""
+    end: float  # the axis goes from 0 to here
 
 
 AnyPanel = Panel | AnnotatedPanel | Bars | Gantt
@@ -183,10 +155,8 @@ class Chart(msgspec.Struct, frozen=True):
     """A picture: panels in rows."""
 
     title: str
-    panels: Sequence[AnyPanel]
-    """Panels from left to right, row by row; one that is alone in the last row has all of it."""
-    columns: int = 4
-    """Panels in a row."""
+    panels: Sequence[AnyPanel]  # from left to right, row by row; one that is alone in the last row has all of it
+    columns: int = 4  # panels in a row
 
 
 def panel(

@@ -14,10 +14,8 @@ _MICROSECONDS = 1e6
 class Track(NamedTuple):
     """A line of bars: a thread of a process, as the format calls them."""
 
-    group: str
-    """Name of the group of tracks, such as "workers"."""
-    name: str
-    """Within the group."""
+    group: str  # name of the group of tracks, such as "workers"
+    name: str  # within the group
 
 
 class ChromeTraceFile:

@@ -12,8 +12,7 @@ MILLISECONDS = 1000.0
 class RequestTiming(msgspec.Struct, frozen=True):
     """When the tokens of one request became known."""
 
-    input_tokens: int
-    """Length of the prompt."""
+    input_tokens: int  # length of the prompt
     token_times: tuple[float, ...]
     """Seconds from the request's issue to each of its output tokens, at least one, in order."""
 
@@ -93,14 +92,10 @@ class Spread(msgspec.Struct, frozen=True):
 class BatchRates(msgspec.Struct, frozen=True):
     """Tokens per second of requests that were issued together."""
 
-    prefill: float
-    """Prompt tokens of all over the time until every request had its first token."""
-    decode: float | None
-    """Tokens after the first of all, over the time from there to the end; None if there are none."""
-    output: float
-    """All output tokens over the whole time."""
-    total: float
-    """Prompt and output tokens over the whole time."""
+    prefill: float  # prompt tokens of all over the time until every request had its first token
+    decode: float | None  # tokens after the first of all, over the time from there to the end; None if there are none
+    output: float  # all output tokens over the whole time
+    total: float  # prompt and output tokens over the whole time
 
     @classmethod
     def of(cls, timings: Sequence[RequestTiming]) -> Self:

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from nanoserve.errors import UsageError
 
 LARGEST_SIZE = 2**20
-_LATEST = 1e12
-"""Seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost."""
+_LATEST = 1e12  # seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,8 @@ class LocalCase(NamedTuple):
 
     name: str
     shapes: Sequence[RequestShape]
-    warm_up: Sequence[RequestShape]
-    """Requests that run before them, unmeasured."""
-    announced: str
-    """What is measured, in words."""
+    warm_up: Sequence[RequestShape]  # run before them, unmeasured
+    announced: str  # what is measured, in words
 
 
 @dataclass(frozen=True, slots=True)

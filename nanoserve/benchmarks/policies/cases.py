@@ -22,12 +22,9 @@ class KvCases:
     """The grid of cases: every length of answers with every share of the KV memory."""
 
     input_tokens: int
-    outputs: Sequence[int]
-    """The lengths of the answers, ascending."""
-    requests: int
-    """Number of requests in each case, which arrive all at once."""
-    shares: Sequence[float]
-    """Shares of the blocks that would hold everything, ascending."""
+    outputs: Sequence[int]  # the lengths of the answers, ascending
+    requests: int  # number of requests in each case, which arrive all at once
+    shares: Sequence[float]  # shares of the blocks that would hold everything, ascending
     block_size: int
 
     @property

@@ -43,13 +43,7 @@ def open_workers(
     """Start workers of one layout or two, and wait until their layers are compiled."""
     host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
-        resolved,
-        config,
-        model=model,
-        host_blocks=host_blocks,
-        progress=progress,
-        metadata=metadata,
-        observe_times=True,
+        resolved, config, model=model, host_blocks=host_blocks, progress=progress, metadata=metadata, observe_times=True
     )
     opened.callback(executor.close)
     if not config.eager:

@@ -26,13 +26,10 @@ class DecodeStep:
     """A step without prompts."""
 
     strategy: Strategy
-    seconds: float
-    """Time on the device, in seconds."""
+    seconds: float  # time on the device, in seconds
     decodes: int
-    keys: int
-    """Device rows, and the keys that they read in one layer."""
-    host_sequences: int
-    """Sequences whose KV was in host memory, or on its way there."""
+    keys: int  # of the device rows: keys that they read in one layer
+    host_sequences: int  # sequences whose KV was in host memory, or on its way there
     host_tokens: float
     """Tokens that these sequences gained: each of the L + 1 passes of a token counts as an equal part, even if the
     token is not finished yet."""

@@ -19,8 +19,7 @@ from nanoserve.record.window import StepWindow, token_panels
 
 Picture = tuple[Sequence[AnyPanel], int, tuple[float, float]]
 _MARKERS = "osv^Dx+*"
-_TOP = 122.0
-"""Where the vertical axis of phases ends: its lines end at 100 %, and above them are the phases."""
+_TOP = 122.0  # where the vertical axis of phases ends: its lines end at 100 %, and above them are the phases
 
 
 def stages_picture(benches: Sequence[Bench]) -> Picture:

@@ -18,10 +18,8 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
 from nanoserve.simulator.pipeline import TieredTimes
 
-Metrics = dict[str, Any]
-"""Metrics of one variant's run, by name: numbers, distributions, and structs or dicts of such."""
-Pair = tuple[str, str, str]
-"""What a pair of variants is called, and their names: the first over the second."""
+Metrics = dict[str, Any]  # metrics of one variant's run, by name: numbers, distributions, and structs or dicts of such
+Pair = tuple[str, str, str]  # what a pair of variants is called, and their names: the first over the second
 
 
 class Run(NamedTuple):
@@ -47,25 +45,20 @@ class PolicyRound(Bracketed, frozen=True, kw_only=True):
 class Bench:
     """Variants, the requests of a case, and the rounds that were measured."""
 
-    case: str
-    """Description of the requests, in a few words."""
+    case: str  # description of the requests, in a few words
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What a report says about the case beside its name; nothing if there is only one case."""
     variants: Sequence[PolicyVariant]
     shapes: Sequence[RequestShape]
     seed: int = 0
-    rate: float = float("inf")
-    """Requests per second; if infinite, all come at once."""
+    rate: float = float("inf")  # requests per second; if infinite, all come at once
     measure: Measure
-    probe: Callable[[], float]
-    """A reading of the machine's read bandwidth, in bytes per second."""
+    probe: Callable[[], float]  # a reading of the machine's read bandwidth, in bytes per second
     keep: Callable[[str, Run], None] = lambda name, run: None
     """Receives each measured run as it ends, with its name among those of all cases."""
     foreign: ForeignLoad = field(default_factory=ForeignLoad)
-    done: list[PolicyRound] = field(default_factory=list)
-    """The rounds so far."""
-    last: dict[str, Run] = field(default_factory=dict)
-    """The last run of each variant, by its name."""
+    done: list[PolicyRound] = field(default_factory=list)  # the rounds so far
+    last: dict[str, Run] = field(default_factory=dict)  # the last run of each variant, by its name
 
     def requests(self, number: int) -> list[Request]:
         """The requests of a round, whose number gives the seed of their prompts and arrivals; 0 is the warm-up."""

@@ -37,22 +37,16 @@ class OpenEngine:
     executor: Executor
     vocab_size: int
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
-    capacities: tuple[LayoutCapacity, ...]
-    """One entry per layout."""
+    capacities: tuple[LayoutCapacity, ...]  # one entry per layout
     predictors: tuple[Predictor, ...] = ()
     """Uncorrected predictors of steps, one per layout; empty where the policies need none."""
-    workers: int = 0
-    """Processes that compute and report their times; 0 if this process computes."""
-    host_blocks: int = 0
-    """KV blocks in host memory."""
+    workers: int = 0  # processes that compute and report their times; 0 if this process computes
+    host_blocks: int = 0  # KV blocks in host memory
     host_link_bandwidth: float | None = None
     """Measured bandwidth of one worker to or from host memory, in bytes per second; None if not measured."""
-    host_threads: int = 0
-    """CPU threads that compute attention in host memory."""
-    compiled: bool
-    """Whether its layers run compiled."""
-    simulated: bool = True
-    """Whether the simulator has a model of it."""
+    host_threads: int = 0  # CPU threads that compute attention in host memory
+    compiled: bool  # whether its layers run compiled
+    simulated: bool = True  # whether the simulator has a model of it
     measure_times: Callable[[], TieredTimes] | None = None
     """Measures what things take now, for the simulator; None if the simulator takes the times of each run's record."""
 
@@ -61,17 +55,14 @@ class OpenEngine:
 class PolicyVariant:
     """A policy on an engine."""
 
-    policy: str
-    """Name, perhaps with parameters."""
-    place: str = ""
-    """Name of the engine or the layouts; empty if all variants share them."""
+    policy: str  # name, perhaps with parameters
+    place: str = ""  # name of the engine or the layouts; empty if all variants share them
     engine: OpenEngine
     config: EngineConfig
     """Settings that all schedulers share, with a longest sequence. Prompts are random, so no prefixes are cached."""
     capacities: Sequence[LayoutCapacity]
     """Of the layouts that the scheduler knows, which are the engine's from ``first`` on."""
-    first: int = 0
-    """The engine's number of the layout in which runs begin."""
+    first: int = 0  # the engine's number of the layout in which runs begin
     host_blocks: int = 0
     predictors: Sequence[Predictor] = ()
     """Of the real scheduler; the simulator's has the engine's, which never learn."""

@@ -26,29 +26,25 @@ from nanoserve.runtime.profiling.timers import (
 )
 from nanoserve.runtime.step.model_runner import ModelRunner
 
-Point = tuple[int, ...]
-"""The size or sizes at which something is timed."""
+Point = tuple[int, ...]  # the size or sizes at which something is timed
 Probes = Mapping[str, Mapping[Point, Callable[[], float]]]
 """Functions that take one sample in seconds, by what they time and by point."""
 Sampled = Mapping[Point, Sequence[float]]
 Samples = dict[str, dict[Point, list[float]]]
 
 _MOST_REPEATS = 8
-_SMALLEST = 1e-9
-"""A difference of two measured times is no less than this."""
+_SMALLEST = 1e-9  # a difference of two measured times is no less than this
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured."""
 
-    seconds: float
-    """Time for all samples, the warm-up included."""
+    seconds: float  # time for all samples, the warm-up included
     fewest_rounds: int
     most_rounds: int
     """Bounds for the number of rounds, whatever they take. A point that no round reaches keeps its warm-up's sample."""
-    longest_sample: float
-    """Seconds. If a size takes longer, larger ones are not measured."""
+    longest_sample: float  # seconds. If a size takes longer, larger ones are not measured
     repeat_seconds: float = 0.0
     """Points that take less are sampled a few times within a round, until this much time has passed."""
 
@@ -130,19 +126,13 @@ _PAUSE = 1e-4
 class ProfileSizes:
     """The sizes at which the parts of a step are timed; ascending, two or more of each."""
 
-    tokens: tuple[int, ...]
-    """Tokens of a step, for its layers."""
-    prompts: tuple[int, ...]
-    """Tokens of one prompt, for its attention."""
+    tokens: tuple[int, ...]  # of a step, for its layers
+    prompts: tuple[int, ...]  # of one prompt, for its attention
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    """Sequences, and keys of each, for decode attention on the device and in host memory."""
-    rows: tuple[int, ...]
-    """Rows of a step, for its inputs, logits and scheduling."""
-    copies: tuple[int, ...]
-    """Bytes of copies between device and host memory."""
-    kv_bytes: int
-    """Bytes of keys and values that attention is timed over, on the device and in host memory each."""
+    contexts: tuple[int, ...]  # sequences, and keys of each, for decode attention on the device and in host memory
+    rows: tuple[int, ...]  # rows of a step, for its inputs, logits and scheduling
+    copies: tuple[int, ...]  # bytes of copies between device and host memory
+    kv_bytes: int  # bytes of keys and values that attention is timed over, on the device and in host memory each
 
     def within(self, runner: ModelRunner, config: EngineConfig, *, rows: int, context: int) -> "ProfileSizes":
         """The sizes that an engine with at most these rows in a step and this context reaches, with the KV cache of its
