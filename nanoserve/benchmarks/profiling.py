@@ -1,16 +1,14 @@
 """The offline profiler behind ``nanoserve profile`` (APEX): how long the parts of a step take here, over their sizes,
-and its proof: workloads that run on the real engine, and in the simulator over what was measured.
-
-An engine's own work in a step is timed apart: scheduling, and taking answers in.
-"""
+and its proof: workloads that run on the real engine, and in the simulator over what was measured."""
 
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import count, cycle, islice
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +19,7 @@ from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
 from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.measured_times import MeasuredTimes
-from nanoserve.costs.profile import SCHEMA, KvMemory, Prediction, Profile, Reached, RunFigures
+from nanoserve.costs.profile import Prediction, Profile, Reached, RunFigures
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
@@ -32,7 +30,7 @@ from nanoserve.record.metrics import LatencyMetrics
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, fields_of, open_probes, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, open_probes, profile_of, take_rounds
 from nanoserve.runtime.profiling.timers import Stopwatch
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import StepTimes, Workload, burst, poisson_arrivals, simulate
@@ -55,7 +53,7 @@ _READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192  # sizes that fit on a GPU whose memo
 
 
 def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str], None]) -> Profile:
-    """Measure an open LLM that has nothing to do, and run two small workloads beside their predictions.
+    """Measure an idle open LLM, and run two small workloads beside their predictions.
 
     ``processor`` is the part of the CPU that is to attend in host memory. Raises TypeError for an engine that is not
     one device in this process, UsageError for limits of the engine so small that there is nothing to measure.
@@ -80,19 +78,10 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
         names = map("profile-{}".format, count())
         probes["engine"] = {(rows,): partial(_engine_seconds, llm.engine, names, rows) for rows in sizes.rows}
         foreign = ForeignLoad()
-        found = take_rounds(probes, announce, EFFORT)
-        busy = foreign.read()
-    profile = Profile(
-        schema=SCHEMA,
-        about=describe_run(),
-        foreign_cores=busy,
-        settings={**facts, "host_threads": processor.threads, "rounds": len(found["copy"][sizes.copies[:1]])},
-        model=llm.config,
-        bits=8 * dtype.itemsize,
-        device=device,
-        host=host,
-        memory=KvMemory(kv_tokens=pool.num_blocks * config.block_size),
-        **fields_of(found, processor),
+        found, busy = take_rounds(probes, announce, EFFORT), foreign.read()
+    reached: dict[str, Any] = {"device": device, "host": host, "foreign_cores": busy}
+    profile = profile_of(
+        found, runner, processor, block_size=config.block_size, settings=facts, about=describe_run(), **reached
     )
     profile = profile.with_factors(calibrate(profile))
     predictions = predict_and_run(llm.engine, config, profile, announce)
@@ -159,8 +148,7 @@ class _Work:
 
     @property
     def name(self) -> str:
-        inputs = statistics.mean(shape.input_tokens for shape in self.lengths)
-        outputs = statistics.mean(shape.output_tokens for shape in self.lengths)
+        inputs, outputs = map(statistics.mean, zip(*map(astuple, self.lengths), strict=True))
         coming = "at once" if self.rate is None else f"{self.rate:.3g} a second"
         return f"{self.requests} requests of {inputs:.0f}+{outputs:.0f}, {coming}"
 

@@ -7,8 +7,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from nanoserve.benchmarks.policies.cases import KvCases, parse_shares
-from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
-from nanoserve.benchmarks.policies.pictures import throughputs_picture
+from nanoserve.benchmarks.policies.metrics import findings, throughputs_picture, tier_metrics
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from nanoserve.benchmarks.floors import ModelCost
-from nanoserve.benchmarks.policies.metrics import stage_metrics
-from nanoserve.benchmarks.policies.pictures import stages_picture
+from nanoserve.benchmarks.policies.metrics import stage_metrics, stages_picture
 from nanoserve.benchmarks.policies.rounds import Ratio
 from nanoserve.benchmarks.policies.variants import PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies

@@ -7,8 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from nanoserve.benchmarks.policies.baselines import RESHARDING
-from nanoserve.benchmarks.policies.metrics import layout_metrics
-from nanoserve.benchmarks.policies.pictures import phases_picture
+from nanoserve.benchmarks.policies.metrics import layout_metrics, phases_picture
 from nanoserve.benchmarks.policies.rounds import Pair, Ratio
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.tables import columns

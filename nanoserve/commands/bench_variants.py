@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from nanoserve.benchmarks.policies.pictures import Picture
+from nanoserve.benchmarks.policies.metrics import Picture
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.benchmarks.rounds import until_enough_count

@@ -1,8 +1,4 @@
-"""Charts as data, and the one place that draws them: PNG files by matplotlib, which the extra [plot] installs.
-
-A chart is a grid of panels: lines, bars and areas (Panel), horizontal bars (Bars), and the way of steps through stages
-(Gantt). Colours belong to what a label means, so that it looks the same in every chart.
-"""
+"""Charts as data, and the one place that draws them: PNG files by matplotlib, which the extra [plot] installs."""
 
 import importlib.util
 import math
@@ -36,10 +32,7 @@ COLOURS = {
     "re-sharding": "#CC79A7",
 }
 """What a label means has one colour, from Okabe and Ito's palette, which the colour-blind can tell apart."""
-_CYCLE = (
-    *("#332288", "#CC6677", "#117733", "#88CCEE", "#882255"),
-    *("#999933", "#44AA99", "#AA4499", "#DDCC77", "#000000"),
-)
+_CYCLE = ["#332288", "#CC6677", "#117733", "#88CCEE", "#882255", "#999933", "#44AA99", "#AA4499", "#DDCC77", "#000000"]
 """Paul Tol's muted scheme for everything else, made for the same eyes, and black."""
 _LONE_WIDTH = 7.0  # width of the panel of a chart with one column, in inches
 _HEAD, _FOOT = 0.6, 0.3  # height of the title and of each line of a legend below the panels, in inches
@@ -50,11 +43,9 @@ _MOST_CHARACTERS = 28  # names below an axis are rotated if they are longer toge
 _MOST_OVER_BARS = 3  # labels for which there is room above bars
 _MOST_LINES = 6  # a legend of more lines stands beside its panel, or in two lines below all panels
 _MOST_IN_DIGITS = 1e6  # values of a logarithmic axis from here on are written as powers
-_MOST_TICKS, _TICK_ROOM = 9, 0.08
-"""Points of a line that have ticks of their own at most, and the least distance as a share of them all."""
+_MOST_TICKS, _TICK_ROOM = 9, 0.08  # points that have ticks of their own, and their least distance as a share of all
 _STRIP = 0.88  # from which share of a panel's height on its bands are drawn in full colour
-_DIGIT_SHARE = 0.0095
-"""Width that one digit of a step's number needs, as a share of the time shown. Narrower bars get no number."""
+_DIGIT_SHARE = 0.0095  # width that a digit of a step's number needs, as a share of the time shown
 _MARK: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1}
 _NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
 
@@ -64,8 +55,7 @@ class ChartCurve(msgspec.Struct, frozen=True):
 
     label: str  # in the legend; empty for none
     xs: Sequence[float] | Sequence[str]
-    """Numbers for lines; for bars the names of the groups, equal for all curves of a panel. Points of lines that have
-    names instead of numbers stand at equal distances."""
+    """For bars the names of the groups, equal for all curves of a panel. Named points of lines have equal distances."""
     ys: Sequence[float]  # one value for each of ``xs``
     lows: Sequence[float] = ()
     highs: Sequence[float] = ()  # how far ys spread over repeated runs; empty where that is not shown
@@ -113,8 +103,8 @@ class AnnotatedPanel(Panel, frozen=True, kw_only=True):
     bands: Sequence[Band] = ()
     notes: Sequence[Note] = ()
     vertical_marks: Sequence[float] = ()  # values on the horizontal axis that a dotted line marks
-    top: float | None = None  # where the vertical axis ends
-    right: float | None = None  # where the horizontal axis ends, which then begins at 0
+    top: float | None = None  # end of the vertical axis
+    right: float | None = None  # end of the horizontal axis, which then begins at 0
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,18 +159,17 @@ def panel(
     styles: Mapping[str, str] | str = "o-",
     **options: Any,
 ) -> Panel:
-    """Axes whose curves share their places on the horizontal axis.
+    """Axes whose curves share their places on the horizontal axis; the options are other fields of Panel.
 
     ``heights`` has the values of each curve by its label; spreads are drawn with the range over seeds. ``styles`` is
-    for all curves, or by label where not "o-". The options are other fields of Panel.
+    for all curves, or by label where not "o-".
     """
     curves = []
     for label, ys in heights.items():
         style = styles if isinstance(styles, str) else styles.get(label, "o-")
         spreads = [one for one in ys if isinstance(one, Spread)]
         means = [one.mean if isinstance(one, Spread) else one for one in ys]
-        lows, highs = [one.low for one in spreads], [one.high for one in spreads]
-        curves.append(ChartCurve(label, xs, means, lows, highs, style))
+        curves.append(ChartCurve(label, xs, means, [one.low for one in spreads], [one.high for one in spreads], style))
     return Panel(title=title, x=x, y=y, curves=curves, **options)
 
 
@@ -216,7 +205,7 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
         for number, one in enumerate(chart.panels):
             row, column = divmod(number, columns)
             is_alone = column == 0 and number == len(chart.panels) - 1
-            axes = figure.add_subplot(grid[row, :] if is_alone else grid[row, column])
+            axes = figure.add_subplot(grid[row, slice(None) if is_alone else column])
             drawn.append((axes, _draw_panel(axes, one)))
     _add_legends(figure, drawn)
     return figure
@@ -242,7 +231,7 @@ def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, An
 
 
 def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
-    """Draw one panel; returns what its legend shows, by label."""
+    """Returns what the panel's legend shows, by label."""
     axes.set_title(one.title, fontsize="medium")
     axes.set_xlabel(one.x)
     if isinstance(one, Bars):
@@ -265,7 +254,7 @@ def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
         axes.set_ylim(0, 1.03 * axes.get_ylim()[1])
     if one.kind == "line":
         _tick_few_points(axes, one)
-    if one.kind == "step":
+    elif one.kind == "step":
         axes.margins(x=0)
     axes.grid(axis="y", alpha=0.3)
     if isinstance(one, AnnotatedPanel):
@@ -281,10 +270,10 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         handles[band.label] = axes.axvspan(band.left, band.right, ymin=_STRIP, color=colour, linewidth=0)
         axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
     for note in one.notes:
-        look: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points", "fontsize": 8}
-        look["ha"] = "left" if note.right > 0 else "right" if note.right < 0 else "center"
-        look["color"] = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
-        axes.annotate(note.text, (note.x, note.y), va="center", **look)
+        side = "left" if note.right > 0 else "right" if note.right < 0 else "center"
+        colour = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
+        offset: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points"}
+        axes.annotate(note.text, (note.x, note.y), va="center", ha=side, color=colour, fontsize=8, **offset)
     for mark in one.vertical_marks:
         axes.axvline(mark, **_MARK)
     if one.top is not None:
@@ -391,9 +380,8 @@ def _draw_gantt(axes: "Axes", one: Gantt) -> dict[str, Any]:
         axes.barh(span.row, width, _BAR_GROUP, span.left, facecolor="none", edgecolor="white", linewidth=1)
         is_wide = width > _DIGIT_SHARE * len(span.text) * one.end
         if span.text and is_wide and span.left >= 0 and span.right <= one.end:
-            axes.text(
-                span.left + width / 2, span.row, span.text, ha="center", va="center", fontsize=7, bbox=_NUMBER_BOX
-            )
+            middle: dict[str, Any] = {"ha": "center", "va": "center"}
+            axes.text(span.left + width / 2, span.row, span.text, fontsize=7, bbox=_NUMBER_BOX, **middle)
     axes.set_yticks(range(len(one.rows)), one.rows)
     axes.set(xlim=(0, one.end), ylim=(len(one.rows) - 0.5, -0.5))
     return {label: Patch(color=COLOURS[label]) for label in labels}

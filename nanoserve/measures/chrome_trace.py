@@ -21,18 +21,12 @@ class Track(NamedTuple):
 class ChromeTraceFile:
     """A context that writes events as they are told, in the trace event format's JSON array.
 
-    The array may end anywhere: what is in the file after a ``flush`` can be looked at, even if nothing follows it.
-
-    Args:
-        path: of the JSON file.
-
-    Raises:
-        RuntimeFailure: from every method, if it cannot be written.
+    The array may end anywhere: after a ``flush`` the file can be looked at. Every method raises RuntimeFailure if the
+    file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._separator = "[\n"
+        self._path, self._separator = path, "[\n"
         self._groups: dict[str, int] = {}
         self._tracks: dict[Track, int] = {}
         try:

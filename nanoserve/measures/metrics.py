@@ -59,9 +59,8 @@ class Distribution(msgspec.Struct, frozen=True):
         known = np.array([value for value in values if value is not None], dtype=np.float64)
         if not known.size:
             return None
-        p50, p90, p99 = (float(value) for value in np.percentile(known, (50, 90, 99)))
-        low, high = float(known.min()), float(known.max())
-        return cls(int(known.size), float(known.mean()), float(known.std()), low, p50, p90, p99, high)
+        found = known.mean(), known.std(), *np.percentile(known, (0, 50, 90, 99, 100))
+        return cls(known.size, *map(float, found))
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -73,11 +72,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Mean, lowest and highest of one value or more.
-
-        Raises:
-            ValueError: without values.
-        """
+        """Mean, lowest and highest of one value or more. Raises ValueError without values."""
         found = list(values)
         if not found:
             raise ValueError("a spread takes one value at least")

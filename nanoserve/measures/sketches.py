@@ -10,8 +10,7 @@ from nanoserve.measures.metrics import Distribution
 
 Value = TypeVar("Value")
 
-_RESOLUTION = 1.01  # percentiles are right to half a percent
-_LOG_RESOLUTION = math.log(_RESOLUTION)
+_LOG_RESOLUTION = math.log(1.01)  # percentiles are right to half a percent
 _SMALLEST = 1e-9
 _KEPT_POINTS = 1000
 

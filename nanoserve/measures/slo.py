@@ -22,11 +22,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 def parse_slo(text: str | None) -> Slo | None:
-    """``ttft=2000,tpot=100,e2el=30000``, any of them, in milliseconds.
-
-    Raises:
-        UsageError: for anything else.
-    """
+    """``ttft=2000,tpot=100,e2el=30000``, any of them, in milliseconds. Raises UsageError for anything else."""
     if text is None:
         return None
     limits: dict[str, float] = {}

@@ -76,7 +76,7 @@ PRESETS: dict[str, Preset] = {
 """nano-vllm is the setting of that project's benchmark; the others are a quarter and an eighth of its lengths."""
 
 _TIME_COLUMNS = ("TIMESTAMP", "arrived_at", "arrival_time")
-"""Azure's moments of a calendar, vidur's seconds, and seconds."""
+"""Azure's moments of a calendar in ISO 8601, vidur's seconds, and seconds."""
 _TRACE_COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),  # Azure LLM inference traces
     ("num_prefill_tokens", "num_decode_tokens"),  # vidur's processed traces
@@ -85,11 +85,7 @@ _TRACE_COLUMNS = (
 
 
 def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
-    """Whole numbers from 1, separated by commas: "1,4,16".
-
-    Raises:
-        UsageError: naming the flag.
-    """
+    """Whole numbers from 1, separated by commas: "1,4,16". Raises UsageError, which names the flag."""
     sizes = []
     for part in text.split(","):
         digits = part.strip()
@@ -100,11 +96,7 @@ def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
 
 
 def parse_lengths(text: str, flag: str) -> tuple[RequestShape, ...]:
-    """Tokens in and out of requests, separated by commas: "128+32" or "128+32,512+64".
-
-    Raises:
-        UsageError: naming the flag.
-    """
+    """Tokens in and out of requests: "128+32" or "128+32,512+64". Raises UsageError, which names the flag."""
     shapes = []
     for part in text.split(","):
         words = part.split("+")
@@ -121,32 +113,23 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[t
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
-    """The lengths in a CSV trace with a header; its arrival times are for ``read_arrivals``.
+    """The lengths in the first ``limit`` rows of a CSV trace whose header has a pair of `_TRACE_COLUMNS`.
 
-    Known columns: ContextTokens and GeneratedTokens, num_prefill_tokens and num_decode_tokens, input_tokens and
-    output_tokens. At most ``limit`` rows are read.
-
-    Raises:
-        UsageError: naming the file, and the row (its line in the file) that makes no sense.
+    Raises UsageError, which names the file and the row (its line in the file) that makes no sense.
     """
-    columns = partial(_length_columns, path)
     return [
         RequestShape(*(_length(row[column], f"{place}, {column}") for column in used))
-        for place, row, used in _rows(path, limit, columns)
+        for place, row, used in _rows(path, limit, partial(_length_columns, path))
     ]
 
 
 def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = False) -> list[float]:
-    """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows.
+    """The arrival times in a CSV trace with one of `_TIME_COLUMNS`, in seconds from some moment on, row by row.
 
-    Known columns: TIMESTAMP (ISO 8601), arrived_at or arrival_time (seconds).
-
-    Raises:
-        UsageError: as ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it.
+    Raises UsageError as ``read_trace``; with ``in_order`` also for a row that comes before the one in front of it.
     """
-    columns = partial(_time_column, path)
     moments: list[float] = []
-    for place, row, used in _rows(path, limit, columns):
+    for place, row, used in _rows(path, limit, partial(_time_column, path)):
         text = row[used[0]]
         moment = _moment(text, f"{place}, {used[0]}")
         if in_order and moments and moment < moments[-1]:

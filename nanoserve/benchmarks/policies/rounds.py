@@ -77,17 +77,15 @@ class Bench:
             run = self.last[variant.name] = Run(variant, variant.run(self.requests(number)), times)
             loads[variant.name] = self.foreign.read()
             self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, run)
-        after, names = self.probe() / GIGA, [variant.name for variant in self.variants]
+        after, first = self.probe() / GIGA, self.last[self.variants[0].name]
+        measured = {one.name: self.measure(self.last[one.name], first) for one in self.variants}
         done = PolicyRound(
             case=self.case,
             number=number,
             bandwidth_before=before,
             bandwidth_after=after,
             foreign_cores=max((load for load in loads.values() if load is not None), default=None),
-            variants={
-                name: {**self.measure(self.last[name], self.last[names[0]]), "foreign_cores": loads[name]}
-                for name in names
-            },
+            variants={name: {**figures, "foreign_cores": loads[name]} for name, figures in measured.items()},
         )
         self.done.append(done)
         return done

@@ -1,4 +1,4 @@
-"""What is compared: policies on engines that are open, and how requests run under them. No torch."""
+"""What is compared: policies on open engines, and how requests run under them. No torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -113,20 +113,15 @@ def fitted(config: EngineConfig, model: ModelConfig, engines: Sequence[OpenEngin
 def make_requests(
     shapes: Sequence[RequestShape], arrivals: Sequence[float], vocab_size: int, seed: int
 ) -> list[Request]:
-    """Random prompts with answers of exactly the wanted lengths, taken greedily; equal for equal seeds.
+    """Random prompts with greedy answers of exactly the wanted lengths; equal for equal seeds.
 
     ``arrivals`` are seconds from the beginning of the run, ascending.
     """
     prompts = random_prompts([shape.input_tokens for shape in shapes], vocab_size, seed)
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=shape.output_tokens) for shape in shapes]
     return [
-        Request(
-            f"request-{number}",
-            prompt,
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=shape.output_tokens),
-            seed=0,
-            arrival_time=arrival,
-        )
-        for number, (prompt, shape, arrival) in enumerate(zip(prompts, shapes, arrivals, strict=True))
+        Request(f"request-{number}", prompt, wanted, seed=0, arrival_time=arrival)
+        for number, (prompt, wanted, arrival) in enumerate(zip(prompts, params, arrivals, strict=True))
     ]
 
 
@@ -140,9 +135,8 @@ def run_requests(
 ) -> RunRecord:
     """Run requests to their ends under a new scheduler; the record has the times that the ``workers`` report.
 
-    The executor has nothing in flight and is not closed. Arrival times are from the beginning of the run on, in order.
-    Raises UsageError if a request can never run, and RuntimeFailure if one fails, workers die, attention on the CPU is
-    lost, or a worker does not report its times.
+    Arrival times are from the beginning of the run on, in order. Raises UsageError if a request can never run, and
+    RuntimeFailure if one fails, workers die, attention on the CPU is lost, or a worker does not report its times.
     """
     if isinstance(executor, Telling):
         executor.take_times()  # discard the times of earlier runs
@@ -160,10 +154,9 @@ def run_requests(
 
 
 def enter_layout(executor: Executor, layout: int) -> Executor:
-    """Have the workers in that layout, whatever layout the run before has left them in; nothing is in flight.
+    """Have idle workers in that layout, whatever layout the run before has left them in.
 
-    Returns an executor whose plans run there: the scheduler knows no other layout than the first. Raises RuntimeFailure
-    if the workers die.
+    Returns an executor whose plans run there: the scheduler knows no other layout. Raises RuntimeFailure if one dies.
     """
     current: int = getattr(executor, "layout", 0)  # only workers may have several
     if current != layout:
