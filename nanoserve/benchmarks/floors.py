@@ -1,7 +1,7 @@
 """The least time a step can take: its bytes over the bandwidth, or its operations over the peak. No torch.
 
-The count is of what every implementation must do: read each weight matrix that is used once, read the keys and
-values of the whole context once, multiply. Activations, norms and softmax are left out, so the floor is below reach.
+Counted are reading each weight matrix that is used and the keys and values of the whole context once, and multiplying.
+Activations, norms and softmax are left out, so the floor is below reach.
 """
 
 from dataclasses import dataclass
@@ -69,7 +69,6 @@ class ModelCost:
         self._counts = ModelCounts(config, precision=Precision.of(8 * weight_bytes))
 
     def step_bytes(self, step: StepShape) -> float:
-        """Bytes that must be read."""
         counts = self._counts
         embeddings = step.tokens * counts.model.hidden_size * counts.precision.other_bytes
         weights = sum(operator.weight_bytes for operator in self._products(step))

@@ -145,22 +145,12 @@ def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[Bat
     """Operators under the roofline; tokens per second and time per token against the sequences that decode."""
     panels: list[AnyPanel] = [_roofline(analysis, phases)]
     fits, xs = analysis.largest_batch, [row.batch for row in batches]
-    for y, heights in (
-        ("tokens per second", [row.tokens_per_second for row in batches]),
-        ("ms per token", [row.tpot * 1e3 for row in batches]),
-    ):
+    rates = [row.tokens_per_second for row in batches]
+    for y, heights in (("tokens per second", rates), ("ms per token", [row.tpot * 1e3 for row in batches])):
         note = Note(f"KV cache full: {fits:,}", fits, max(heights) / 25, right=-4)
-        panels.append(
-            AnnotatedPanel(
-                title=f"decoding: {y}",
-                x="sequences decoding",
-                y=y,
-                curves=[ChartCurve("", xs, heights)],
-                log_x=True,
-                notes=[note] if fits else [],
-                vertical_marks=[fits] if fits else [],
-            )
-        )
+        axes: dict[str, Any] = {"title": f"decoding: {y}", "x": "sequences decoding", "y": y, "log_x": True}
+        full: dict[str, Any] = {"notes": [note], "vertical_marks": [fits]} if fits else {}
+        panels.append(AnnotatedPanel(curves=[ChartCurve("", xs, heights)], **axes, **full))
     return Chart(title, panels, columns=3)
 
 

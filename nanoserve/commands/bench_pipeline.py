@@ -134,17 +134,11 @@ class StageComparison(Comparison):
         config = fitted(config, model, self.engines)
         work = fitting_work(self.work, config.max_model_len, self.report)
         blocks = min(engine.capacities[0].num_blocks for engine in self.engines)
-        variants = [
-            PolicyVariant(
-                policy=policy,
-                place=engine.name,
-                engine=engine,
-                config=config,
-                capacities=[replace(engine.capacities[0], num_blocks=blocks)],
-            )
-            for engine in self.engines
-            for policy in self.policies
-        ]
+        variants = []
+        for engine in self.engines:
+            capacities = [replace(engine.capacities[0], num_blocks=blocks)]
+            variant = partial(PolicyVariant, place=engine.name, engine=engine, config=config, capacities=capacities)
+            variants += [variant(policy=policy) for policy in self.policies]
         dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
         remark(f"{STAGE} ...")
         with show_progress() as progress:

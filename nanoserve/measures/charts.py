@@ -70,10 +70,10 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     y: str  # what the axes are, with units
     curves: Sequence[ChartCurve]
     kind: Literal["line", "step", "bar", "stack", "area"] = "line"
-    """"line"; "step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on
-    top of one another, the first lowest; "area": steps on top of one another."""
+    """"step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on top of
+    one another, the first lowest; "area": steps on top of one another."""
     log_x: bool = False
-    log_y: bool = False  # logarithmic axes
+    log_y: bool = False
     from_zero: bool = True  # the vertical axis begins at zero
     marks: tuple[float, ...] = ()  # values on the vertical axis that a dotted line marks
 
@@ -271,7 +271,7 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
     for note in one.notes:
         side = "left" if note.right > 0 else "right" if note.right < 0 else "center"
-        colour = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
+        colour: Any = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
         offset: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points"}
         axes.annotate(note.text, (note.x, note.y), va="center", ha=side, color=colour, fontsize=8, **offset)
     for mark in one.vertical_marks:

@@ -3,10 +3,9 @@
 import csv
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -75,7 +74,7 @@ PRESETS: dict[str, Preset] = {
 }
 """nano-vllm is the setting of that project's benchmark; the others are a quarter and an eighth of its lengths."""
 
-_TIME_COLUMNS = ("TIMESTAMP", "arrived_at", "arrival_time")
+_TIME_COLUMNS = (("TIMESTAMP",), ("arrived_at",), ("arrival_time",))
 """Azure's moments of a calendar in ISO 8601, vidur's seconds, and seconds."""
 _TRACE_COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),  # Azure LLM inference traces
@@ -117,9 +116,10 @@ def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
 
     Raises UsageError, which names the file and the row (its line in the file) that makes no sense.
     """
+    known = "; ".join(map(" and ".join, _TRACE_COLUMNS))
     return [
         RequestShape(*(_length(row[column], f"{place}, {column}") for column in used))
-        for place, row, used in _rows(path, limit, partial(_length_columns, path))
+        for place, row, used in _rows(path, limit, _TRACE_COLUMNS, f"has none of these pairs of columns: {known}")
     ]
 
 
@@ -129,7 +129,9 @@ def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = Fals
     Raises UsageError as ``read_trace``; with ``in_order`` also for a row that comes before the one in front of it.
     """
     moments: list[float] = []
-    for place, row, used in _rows(path, limit, partial(_time_column, path)):
+    known = ", ".join(*zip(*_TIME_COLUMNS, strict=True))
+    missing = f"tells no arrival times: it has none of {known}; give a rate"
+    for place, row, used in _rows(path, limit, _TIME_COLUMNS, missing):
         text = row[used[0]]
         moment = _moment(text, f"{place}, {used[0]}")
         if in_order and moments and moment < moments[-1]:
@@ -142,8 +144,8 @@ Row = tuple[str, dict[str, str | None], Sequence[str]]
 """A row of a trace: its place in the file, its fields, and the names of the wanted fields."""
 
 
-def _rows(path: Path, limit: int | None, choose: Callable[[Sequence[str]], Sequence[str]]) -> list[Row]:
-    """The first rows of a trace; ``choose`` picks columns from its header."""
+def _rows(path: Path, limit: int | None, known: Sequence[Sequence[str]], missing: str) -> list[Row]:
+    """The first rows of a trace, with the first of the ``known`` groups of columns; ``missing`` says it has none."""
     try:
         if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
             raise UsageError(f"the trace {path} is not a regular file")
@@ -151,7 +153,9 @@ def _rows(path: Path, limit: int | None, choose: Callable[[Sequence[str]], Seque
             reader = csv.DictReader(file)
             if not reader.fieldnames:
                 raise UsageError(f"the trace {path} is empty")
-            columns = choose(reader.fieldnames)
+            columns = next((names for names in known if set(names) <= set(reader.fieldnames)), None)
+            if columns is None:
+                raise UsageError(f"the trace {path} {missing}")
             rows = [(f"{path}, row {reader.line_num}", row, columns) for row in islice(reader, limit)]
     except OSError as error:
         raise UsageError(f"cannot read the trace {path}: {error.strerror or error}") from error
@@ -160,23 +164,6 @@ def _rows(path: Path, limit: int | None, choose: Callable[[Sequence[str]], Seque
     if not rows:
         raise UsageError(f"the trace {path} has no rows")
     return rows
-
-
-def _length_columns(path: Path, header: Sequence[str]) -> Sequence[str]:
-    found = next((pair for pair in _TRACE_COLUMNS if set(pair) <= set(header)), None)
-    if found is None:
-        known = "; ".join(" and ".join(pair) for pair in _TRACE_COLUMNS)
-        raise UsageError(f"the trace {path} has none of these pairs of columns: {known}")
-    return found
-
-
-def _time_column(path: Path, header: Sequence[str]) -> Sequence[str]:
-    found = [name for name in _TIME_COLUMNS if name in header]
-    if not found:
-        raise UsageError(
-            f"the trace {path} tells no arrival times: it has none of {', '.join(_TIME_COLUMNS)}; give a rate"
-        )
-    return found[:1]
 
 
 def _moment(text: str | None, place: str) -> float:

@@ -10,7 +10,7 @@ import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.variants import PolicyVariant, make_requests
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated
+from nanoserve.benchmarks.rounds import Bracketed, Key, bracket, grouped, most_known, rotated
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.workloads import RequestShape
@@ -70,25 +70,18 @@ class Bench:
         # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
         measure_times = self.variants[0].engine.measure_times
         times = None if measure_times is None else measure_times()
-        before = self.probe() / GIGA
         loads: dict[str, float | None] = {}
-        for variant in rotated(self.variants, number - 1):
-            self.foreign.read()
-            run = self.last[variant.name] = Run(variant, variant.run(self.requests(number)), times)
-            loads[variant.name] = self.foreign.read()
-            self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, run)
-        after, first = self.probe() / GIGA, self.last[self.variants[0].name]
+        with bracket(self.case, number, self.probe) as fields:
+            for variant in rotated(self.variants, number - 1):
+                self.foreign.read()
+                run = self.last[variant.name] = Run(variant, variant.run(self.requests(number)), times)
+                loads[variant.name] = self.foreign.read()
+                self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, run)
+        first = self.last[self.variants[0].name]
         measured = {one.name: self.measure(self.last[one.name], first) for one in self.variants}
-        done = PolicyRound(
-            case=self.case,
-            number=number,
-            bandwidth_before=before,
-            bandwidth_after=after,
-            foreign_cores=max((load for load in loads.values() if load is not None), default=None),
-            variants={name: {**figures, "foreign_cores": loads[name]} for name, figures in measured.items()},
-        )
-        self.done.append(done)
-        return done
+        variants = {name: {**figures, "foreign_cores": loads[name]} for name, figures in measured.items()}
+        self.done.append(PolicyRound(**fields, foreign_cores=most_known(loads.values()), variants=variants))
+        return self.done[-1]
 
 
 def pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
@@ -129,7 +122,7 @@ def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequen
 
 
 def ratios_within(done: PolicyRound, pairs: Sequence[Pair], metrics: Sequence[str]) -> dict[Key, float]:
-    """Ratios of one round, by the pair's name and metric; metrics that one of the two lacks are left out."""
+    """Ratios of one round, by the pair's name and metric, where both have it."""
     known = {name: _numbers(figures, metrics) for name, figures in done.variants.items()}
     return {
         (called, metric): value / known[under][metric]

@@ -201,7 +201,9 @@ def profile_of(
     found: Samples, runner: ModelRunner, processor: HostProcessor, *, block_size: int, settings: Any, **fields: Any
 ) -> Profile:
     """A profile without factors, from samples of these parts. Call it from the thread that computes."""
-    curves = ("host_exchange", "prefill_attention", "copy", "inputs", "head", "engine")
+    names = ("host_exchange", "prefill_attention", "copy", "inputs", "head", "engine")
+    curves: dict[str, Any] = {name: curve_of(found[name]) for name in names}
+    curves |= {name: grid_of(found[name]) for name in ("decode_attention", "host_attention")}
     measured = {"host_threads": processor.threads, "rounds": len(next(iter(found["copy"].values())))}
     return Profile(
         schema=SCHEMA,
@@ -211,8 +213,7 @@ def profile_of(
         memory=KvMemory(kv_tokens=len(runner.caches.keys[0]) * block_size),
         beside_host=beside_host(found, processor.threads / torch.get_num_threads() + 1),
         linear=difference_of(found["layer"], found["its attention"]),
-        **{name: curve_of(found[name]) for name in curves},
-        **{name: grid_of(found[name]) for name in ("decode_attention", "host_attention")},
+        **curves,
         **fields,
     )
 
