@@ -48,7 +48,7 @@ SIZES = ProfileSizes(
 )
 EFFORT = Effort(seconds=25.0, fewest_rounds=3, most_rounds=15, longest_sample=1.0)
 LEAST_LIMITS = {"--max-num-batched-tokens": 32, "--max-model-len": 32, "--max-num-seqs": 4}
-"""Below that there is little to measure, and nothing to run for a proof."""
+"""Below that there is nothing to run for a proof."""
 _READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192  # sizes that fit on a GPU whose memory is mostly taken by the KV cache
 
 
@@ -72,7 +72,13 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     facts = settle(llm, announce)
     announce(f"{STAGE} ...")
     dtype = runner.decoder.dtype
-    host = _processor(dtype)
+    best = machine_limits(dtype, BandwidthProbe())
+    host = Reached(
+        name=describe_machine()["processor"],
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        read_bytes_per_second=best.bytes_per_second,
+        operations_per_second=best.operations_per_second,
+    )
     device = host if runner.device.type == "cpu" else _accelerator(runner.device, dtype)
     with open_probes(runner, processor, sizes, block_size=config.block_size) as probes:
         names = map("profile-{}".format, count())
@@ -102,16 +108,6 @@ def _engine_seconds(engine: Engine, names: Iterator[str], rows: int) -> float:
     return statistics.median(outside)
 
 
-def _processor(dtype: torch.dtype) -> Reached:
-    limits = machine_limits(dtype, BandwidthProbe())
-    return Reached(
-        name=describe_machine()["processor"],
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        read_bytes_per_second=limits.bytes_per_second,
-        operations_per_second=limits.operations_per_second,
-    )
-
-
 def _accelerator(device: torch.device, dtype: torch.dtype) -> Reached:
     """What a GPU reads and multiplies per second: the best of a few."""
     watch, facts = Stopwatch(device), torch.cuda.get_device_properties(device)
@@ -129,8 +125,7 @@ def _accelerator(device: torch.device, dtype: torch.dtype) -> Reached:
     )
 
 
-LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))
-"""Lengths of the requests, in turn."""
+LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))  # in turn
 LOAD = 0.5  # arrivals, as a share of the throughput of the closed batch
 MOST_REQUESTS, FEWEST_REQUESTS = 64, 4
 _SECONDS = 2.5

@@ -49,9 +49,8 @@ class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions):
         if self.eager:
             raise UsageError("--eager and --layers say the same; leave one of them out")
         if len(kinds) > 1 and TorchrunProcess.from_environment() is not None:
-            raise UsageError(
-                f"--layers {self.layers}: torchrun starts the workers of one engine; choose eager or compiled"
-            )
+            one = "torchrun starts the workers of one engine"
+            raise UsageError(f"--layers {self.layers}: {one}; choose eager or compiled")
         return [replace(self, eager=kind == "eager") for kind in kinds]
 
 

@@ -144,9 +144,8 @@ class StageComparison(Comparison):
         with show_progress() as progress:
             limits = machine_limits(dtype, self.probe, progress=progress)
         measure = partial(stage_metrics, cost=ModelCost(model, dtype.itemsize), limits=limits)
-        self.benches.append(
-            self.bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, rate=self.rate)
-        )
+        bench = partial(self.bench, case=work.name, shapes=work.shapes, measure=measure)
+        self.benches.append(bench(variants=variants, rate=self.rate))
         return {
             "kv_blocks": blocks,
             "limit_read_gb_per_s": limits.bytes_per_second / 1e9,

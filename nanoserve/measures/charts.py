@@ -113,8 +113,7 @@ class Bars(msgspec.Struct, frozen=True, kw_only=True):
     title: str = ""
     x: str  # what their lengths are, with the unit
     names: Sequence[str]  # what each bar is; empty to leave the names to the panel at the left
-    parts: Mapping[str, Sequence[float]]
-    """Parts of which each bar is made, by label; one part without a label for plain bars."""
+    parts: Mapping[str, Sequence[float]]  # of each bar, by label; one part without a label for plain bars
     texts: Sequence[str]  # what stands at the end of each bar
 
 
@@ -271,9 +270,9 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
     for note in one.notes:
         side = "left" if note.right > 0 else "right" if note.right < 0 else "center"
-        colour: Any = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
+        ink = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
         offset: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points"}
-        axes.annotate(note.text, (note.x, note.y), va="center", ha=side, color=colour, fontsize=8, **offset)
+        axes.annotate(note.text, (note.x, note.y), va="center", ha=side, color=ink, fontsize=8, **offset)
     for mark in one.vertical_marks:
         axes.axvline(mark, **_MARK)
     if one.top is not None:

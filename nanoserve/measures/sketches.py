@@ -78,7 +78,7 @@ class Series(Generic[Value]):
         self._stride = self._skipped = 1
 
     def add(self, time: float, value: Value) -> None:
-        """One more point, not earlier than any other."""
+        """Add a point that is not earlier than any other."""
         if self._skipped < self._stride:
             self._skipped += 1
             return

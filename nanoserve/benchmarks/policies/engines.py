@@ -37,7 +37,7 @@ def open_workers(
     metadata: Literal["decoupled", "coupled"] = "decoupled",
     simulated: bool = True,
 ) -> OpenEngine:
-    """Start workers of one layout or two, and wait until their layers are compiled."""
+    """Workers of one layout or two, whose layers are compiled."""
     host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
         resolved, config, model=model, host_blocks=host_blocks, progress=progress, metadata=metadata, observe_times=True

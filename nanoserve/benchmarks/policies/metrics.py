@@ -34,8 +34,8 @@ _MARKERS = "osv^Dx+*"
 _TOP = 122.0  # where the vertical axis of phases ends: its lines end at 100 %, and above them are the phases
 _STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 _TOLERANCE = 0.02
-"""A gain may exceed its bound by this share of the device's tokens per second and count as at it: step times scatter,
-and the closed form takes the second pass through the linear layers to be as long as the first, which has more rows."""
+"""A gain may exceed its bound by this share: step times scatter, and the closed form takes the second pass through the
+linear layers to be as long as the first, which has more rows."""
 
 
 def _request_metrics(record: RunRecord) -> Metrics:

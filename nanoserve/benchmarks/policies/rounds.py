@@ -23,16 +23,14 @@ Pair = tuple[str, str, str]  # what a pair of variants is called, and their name
 
 
 class Run(NamedTuple):
-    """What a variant made of a round's requests."""
+    """A variant's run of a round's requests."""
 
     variant: PolicyVariant
     record: RunRecord
-    times: TieredTimes | None = None
-    """What things took in the same minutes, for the simulator; None if it takes the times of the record."""
+    times: TieredTimes | None = None  # what things took in the same minutes; None if the record says it
 
 
-Measure = Callable[[Run, Run], Metrics]
-"""Metrics of a run. It is given the run of the first variant in the same round, too."""
+Measure = Callable[[Run, Run], Metrics]  # of a run, beside the run of the first variant in the same round
 
 
 class PolicyRound(Bracketed, frozen=True, kw_only=True):

@@ -38,12 +38,10 @@ class OpenEngine:
     vocab_size: int
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
     capacities: tuple[LayoutCapacity, ...]  # one entry per layout
-    predictors: tuple[Predictor, ...] = ()
-    """Uncorrected predictors of steps, one per layout; empty where the policies need none."""
+    predictors: tuple[Predictor, ...] = ()  # uncorrected, one per layout; empty where the policies need none
     workers: int = 0  # processes that compute and report their times; 0 if this process computes
     host_blocks: int = 0  # KV blocks in host memory
-    host_link_bandwidth: float | None = None
-    """Measured bandwidth of one worker to or from host memory, in bytes per second; None if not measured."""
+    host_link_bandwidth: float | None = None  # of one worker to or from host memory, bytes per second; None: unknown
     host_threads: int = 0  # CPU threads that compute attention in host memory
     compiled: bool  # whether its layers run compiled
     simulated: bool = True  # whether the simulator has a model of it
@@ -60,8 +58,7 @@ class PolicyVariant:
     engine: OpenEngine
     config: EngineConfig
     """Settings that all schedulers share, with a longest sequence. Prompts are random, so no prefixes are cached."""
-    capacities: Sequence[LayoutCapacity]
-    """Of the layouts that the scheduler knows, which are the engine's from ``first`` on."""
+    capacities: Sequence[LayoutCapacity]  # of the layouts that the scheduler knows, the engine's from ``first`` on
     first: int = 0  # the engine's number of the layout in which runs begin
     host_blocks: int = 0
     predictors: Sequence[Predictor] = ()
