@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanoserve.config import ModelConfig, SamplingDefaults
+from nanoserve.costs import Precision, StepCosts
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.costs.measured_machine import MachineSpeeds, layout_predictors, measured_machine
-from nanoserve.costs.measured_times import MeasuredPredictor
-from nanoserve.costs.predictor import Predictor
+from nanoserve.costs.hardware import MachineSpeeds
+from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
 from nanoserve.costs.profile import read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
@@ -278,8 +278,9 @@ def make_predictors(speeds: MachineSpeeds | None, model: ModelConfig, config: En
     """Predictors of steps and moves, by layout; none where no speeds were measured."""
     if speeds is None:
         return ()
-    dtype = str(resolve_dtype(config.dtype, torch.device(config.device), model.dtype)).removeprefix("torch.")
-    return layout_predictors(measured_machine(speeds, devices=config.num_workers), model, dtype, config.layouts)
+    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
+    machine, precision = speeds.machine(devices=config.num_workers), Precision.of(8 * dtype.itemsize)
+    return layout_predictors([StepCosts(model, machine, layout, precision) for layout in config.layouts])
 
 
 def _default_params(defaults: SamplingDefaults, resolved: ResolvedModel) -> SamplingParams:

@@ -9,7 +9,7 @@ from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 
 Router = Callable[[Sequence[int]], int]
-"""Chooses the engine of a new request, by number, from the outstanding tokens of each engine (`Recorder`)."""
+"""Chooses the engine of a new request, by number, from the outstanding tokens of each engine (`SequenceTable`)."""
 Wait = Callable[[float | None], None]
 """Waits until an executor has a result, at most until a time on their clock; may return sooner."""
 
@@ -88,16 +88,16 @@ class Dispatcher:
         Raises:
             UsageError: if it can never run, names a token id beyond the vocabulary, or its id is in use.
         """
-        if any(request.request_id in engine.recorder.requests for engine in self.engines):
+        if any(request.request_id in engine.scheduler.table.requests for engine in self.engines):
             raise UsageError(f"request id {request.request_id!r} is in use")
         living = self._living
-        living[least_tokens([engine.recorder.outstanding for engine in living])].add(request)
+        living[least_tokens([engine.scheduler.table.outstanding for engine in living])].add(request)
 
     def stop(
         self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
         """End a request, or one of its samples, in whichever engine it runs."""
-        holding = [engine for engine in self.engines if request_id in engine.recorder.requests]
+        holding = [engine for engine in self.engines if request_id in engine.scheduler.table.requests]
         return [update for engine in holding for update in engine.stop(request_id, index=index, reason=reason)]
 
     def step(self, until: float | None = None) -> list[SequenceUpdate]:

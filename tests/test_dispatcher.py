@@ -50,7 +50,7 @@ class Fleet(Dispatcher):
     def check(self) -> None:
         for one in self.engines:
             check_integrity(one.scheduler)
-            assert one.recorder.outstanding >= 0
+            assert one.scheduler.table.outstanding >= 0
 
     def run(self) -> dict[tuple[str, int], tuple[list[int], str | None]]:
         """To the end of everything; what each sequence got, and its error."""
@@ -58,7 +58,7 @@ class Fleet(Dispatcher):
         while self.has_work:
             for update in self.step():
                 got[update.request_id, update.index] = update.sequence.output_tokens, update.sequence.error
-        assert [one.recorder.outstanding for one in self.engines] == [0] * len(self.engines)
+        assert [one.scheduler.table.outstanding for one in self.engines] == [0] * len(self.engines)
         return got
 
 
@@ -128,7 +128,7 @@ def test_every_request_gets_what_it_would_get_alone(
     assert status.losses == first.reported_losses
     # A death that comes with the last answer is not reported: without work no engine here is asked for news.
     assert bool(first.losses) == bool(first.reported_losses or first.dead)
-    assert [one.recorder.outstanding for one in fleet.engines] == [0] * number
+    assert [one.scheduler.table.outstanding for one in fleet.engines] == [0] * number
 
 
 def test_workers_that_die_for_good_end_the_requests_of_their_engine_alone() -> None:
@@ -180,11 +180,11 @@ def test_a_request_goes_where_the_fewest_tokens_are_outstanding() -> None:
     fleet = Fleet([engine(), engine(), engine()])
     for name, prompt in (("long", 30), ("middle", 12), ("short", 5), ("next", 5), ("last", 4)):
         fleet.add(request(name, prompt))
-    assert [one.recorder.outstanding for one in fleet.engines] == [30, 12, 5 + 5 + 4]
+    assert [one.scheduler.table.outstanding for one in fleet.engines] == [30, 12, 5 + 5 + 4]
     assert fleet.status.waiting == 5
     fleet.run()
     fleet.add(request("again"))
-    assert [one.recorder.outstanding for one in fleet.engines] == [8, 0, 0]
+    assert [one.scheduler.table.outstanding for one in fleet.engines] == [8, 0, 0]
 
 
 def test_answers_count_until_the_last_sample_has_ended() -> None:
@@ -193,7 +193,7 @@ def test_answers_count_until_the_last_sample_has_ended() -> None:
     seen = []
     while fleet.has_work:
         fleet.step()
-        seen.append(fleet.engines[0].recorder.outstanding)
+        seen.append(fleet.engines[0].scheduler.table.outstanding)
         if len(seen) == 4:
             fleet.stop("three", index=1)
     assert max(seen) > 8 + 2 * 6 - 3 and seen[-1] == 0
@@ -210,7 +210,7 @@ def test_an_id_in_use_is_refused_wherever_it_runs_and_stopped_there() -> None:
     fleet.add(request("two"))
     assert [update.finished for update in fleet.stop("two")] == [True]
     assert fleet.stop("two") == [] and fleet.stop("never seen") == []
-    assert [one.recorder.outstanding for one in fleet.engines] == [8, 0]
+    assert [one.scheduler.table.outstanding for one in fleet.engines] == [8, 0]
     fleet.add(request("two"))
     assert set(fleet.run()) == {("one", 0), ("two", 0)}
 
@@ -221,7 +221,7 @@ def test_what_can_never_run_is_refused_and_not_counted() -> None:
         fleet.add(Request("bad", (99,), SamplingParams(), seed=0))
     with pytest.raises(UsageError):
         fleet.add(request("long", CONTEXT + 1))
-    assert not fleet.has_work and [one.recorder.outstanding for one in fleet.engines] == [0, 0]
+    assert not fleet.has_work and [one.scheduler.table.outstanding for one in fleet.engines] == [0, 0]
 
 
 def test_a_simulated_fleet_routes_as_a_real_one_does() -> None:
@@ -250,9 +250,9 @@ def test_a_simulated_fleet_routes_as_a_real_one_does() -> None:
         for one in engines:
             while one.now() < arrival.arrival_time:
                 one.step(arrival.arrival_time)
-        before = [one.recorder.outstanding for one in engines]
+        before = [one.scheduler.table.outstanding for one in engines]
         fleet.add(arrival)
-        chosen = next(place for place, one in enumerate(engines) if one.recorder.outstanding != before[place])
+        chosen = next(place for place, one in enumerate(engines) if one.scheduler.table.outstanding != before[place])
         routed[chosen][0] += 1
         routed[chosen][1] += len(arrival.prompt)
     assert routed == [[replica.requests, replica.input_tokens] for replica in simulated.replicas]

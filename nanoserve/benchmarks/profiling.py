@@ -17,9 +17,8 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import describe_machine, describe_run
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
-from nanoserve.costs.calibration import calibrate
-from nanoserve.costs.measured_times import MeasuredTimes
-from nanoserve.costs.profile import Prediction, Profile, Reached, RunFigures
+from nanoserve.costs.hardware import Device
+from nanoserve.costs.profile import MeasuredTimes, Prediction, Profile, RunFigures, calibrate
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
@@ -73,11 +72,11 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     announce(f"{STAGE} ...")
     dtype = runner.decoder.dtype
     best = machine_limits(dtype, BandwidthProbe())
-    host = Reached(
+    host = Device(
         name=describe_machine()["processor"],
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        read_bytes_per_second=best.bytes_per_second,
-        operations_per_second=best.operations_per_second,
+        memory_bandwidth=best.bytes_per_second,
+        flops=best.operations_per_second,
     )
     device = host if runner.device.type == "cpu" else _accelerator(runner.device, dtype)
     with open_probes(runner, processor, sizes, block_size=config.block_size) as probes:
@@ -89,7 +88,7 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     profile = profile_of(
         found, runner, processor, block_size=config.block_size, settings=facts, about=describe_run(), **reached
     )
-    profile = profile.with_factors(calibrate(profile))
+    profile = msgspec.structs.replace(profile, efficiency=calibrate(profile))
     predictions = predict_and_run(llm.engine, config, profile, announce)
     return msgspec.structs.replace(profile, predictions=tuple(predictions))
 
@@ -108,7 +107,7 @@ def _engine_seconds(engine: Engine, names: Iterator[str], rows: int) -> float:
     return statistics.median(outside)
 
 
-def _accelerator(device: torch.device, dtype: torch.dtype) -> Reached:
+def _accelerator(device: torch.device, dtype: torch.dtype) -> Device:
     """What a GPU reads and multiplies per second: the best of a few."""
     watch, facts = Stopwatch(device), torch.cuda.get_device_properties(device)
     numbers = torch.ones(_READ_NUMBERS, device=device)
@@ -117,11 +116,11 @@ def _accelerator(device: torch.device, dtype: torch.dtype) -> Reached:
     def best(action: Callable[[], object]) -> float:
         return min(watch.seconds(action) for _ in range(10))
 
-    return Reached(
+    return Device(
         name=facts.name,
         memory_bytes=facts.total_memory,
-        read_bytes_per_second=numbers.nbytes / best(numbers.sum),
-        operations_per_second=2 * _PRODUCT_SIZE**3 / best(lambda: factor @ factor),
+        memory_bandwidth=numbers.nbytes / best(numbers.sum),
+        flops=2 * _PRODUCT_SIZE**3 / best(lambda: factor @ factor),
     )
 
 

@@ -85,8 +85,7 @@ _INDENTED = re.compile(r"^ |^\[bold\]", re.MULTILINE)
 class _LazyGroup(TyperGroup):
     """Commands of which only a summary is known, until one of them is asked for."""
 
-    module: ClassVar[str]
-    """Where their modules are: this and the command's name."""
+    module: ClassVar[str]  # their modules are this and the command's name
     summaries: ClassVar[dict[str, str]]
 
     def __init__(self, **settings: Any) -> None:

@@ -1,43 +1,44 @@
-"""Offline batches: all rows of a file at once through the engine, each result written as it finishes.
+"""Offline batches: all rows of a file at once through the engine, each result written as it finishes."""
 
-Before a batch of two layouts runs, the planner says how fast it is predicted to be, and what would be faster.
-"""
-
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
 import nanoserve
 from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
-from nanoserve.commands.batch_progress import Phases, Tally, progress_bar
 from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.progress import show_progress
-from nanoserve.commands.terminal import remark, say
+from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark, say
 from nanoserve.commands.usage import AnswerUsage
 from nanoserve.costs import Machine, Precision
 from nanoserve.costs.counts import ModelCounts
-from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.measured_machine import MachineSpeeds, measured_machine, precision_of
+from nanoserve.costs.hardware import Efficiency, MachineSpeeds
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
+from nanoserve.record.counters import EngineStatus
 from nanoserve.request import RequestOutput, SamplingParams, SequenceUpdate
 from nanoserve.simulator.advice import advise
 from nanoserve.simulator.planning import CacheLimits
 
-_SAMPLED_ROWS = 200
-"""The most rows whose prompts are tokenized; the others are taken to be like them."""
+_SAMPLED_ROWS = 200  # the most rows whose prompts are tokenized; the others are taken to be like them
+_MOVING = -1  # a phase is its layout's number, or this while an engine changes from one layout to another
 
 
 def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict[str, Any]) -> None:
-    """Answer every row of ``source`` that ``target`` does not hold yet. Rows with errors do not make it fail.
-
-    Raises:
-        NanoserveError: if a file or the model cannot be used.
-    """
+    """Answer every row of ``source`` that ``target`` does not hold yet. Rows with errors do not make it fail."""
     rows = read_rows(source)
     if target.exists() and source.samefile(target):
         raise UsageError("--file and --output are the same file")
@@ -47,13 +48,13 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
             say(f"all {len(rows)} rows are in {target} already")
             return
         layouts = engine.layouts()
-        tally = Tally(len(rows), len(rows) - len(open_rows), time.monotonic())
-        batch = _Batch(results, tally, Phases(layouts) if len(layouts) > 1 else None, engine, settings)
+        phases = Phases(layouts) if len(layouts) > 1 else None
+        batch = _Batch(results, phases, engine, settings, len(rows), len(rows) - len(open_rows), time.monotonic())
         try:
             batch.answer(open_rows)
         except (KeyboardInterrupt, WorkersFailed) as error:
-            left = f"{tally.left} rows are left; the same command goes on from here"
-            state = f"{batch.summary(target)}{',' if batch.phases is None else ';'} {left}"
+            left = f"{len(open_rows) - batch.written} rows are left; the same command goes on from here"
+            state = f"{batch.summary(target)}{',' if phases is None else ';'} {left}"
             if isinstance(error, WorkersFailed):
                 raise WorkersFailed(f"{error}; {state}") from None
             raise KeyboardInterrupt(state) from None
@@ -61,14 +62,112 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
 
 
 @dataclass(slots=True)
+class Phases:
+    """What engines with two layouts do, and how fast, from what is seen between their steps.
+
+    Where there are several engines, a second that one of them spends in a phase counts as its part of a second, so
+    rates are those of all engines in that phase.
+    """
+
+    layouts: Sequence[ParallelLayout]  # that of prompts and that of decodes, of all engines together
+    seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))  # in each phase
+    prompts: int = 0  # prompts with a known first token
+    prompt_tokens: int = 0
+    answer_tokens: int = 0  # generated, but for these first ones
+    fullest: float = 0.0  # the largest share of host memory that was seen in use
+    _seen: float = 0.0
+    _status: EngineStatus | None = None
+    _begun: set[tuple[str, int]] = field(default_factory=set)
+
+    def observe(self, now: float, updates: Sequence[SequenceUpdate], status: EngineStatus) -> None:
+        """Count what sequences gained until now, and the time since the last call to the phase that was then seen."""
+        for update in updates:
+            self.answer_tokens += len(update.new_tokens)
+            if update.new_tokens and (sample := (update.request_id, update.index)) not in self._begun:
+                self._begun.add(sample)
+                self.answer_tokens -= 1
+                if update.index == 0:  # further samples of a prompt begin with the KV of the first
+                    self.prompts += 1
+                    self.prompt_tokens += update.sequence.prompt_length - update.sequence.cached_tokens
+        self._begun.difference_update((update.request_id, update.index) for update in updates if update.finished)
+        for phase in self._phases:
+            self.seconds[phase] += (now - self._seen) / len(self._phases)
+        self._seen, self._status = now, status
+        self.fullest = max(self.fullest, self.pool_share)
+
+    @property
+    def pool_share(self) -> float:
+        """The share of the blocks in host memory that are in use."""
+        if self._status is None or not self._status.total_host_blocks:
+            return 0.0
+        return 1 - self._status.free_host_blocks / self._status.total_host_blocks
+
+    @property
+    def state(self) -> str:
+        """Phase, rates, host memory and transitions, for now; if phases differ, how many engines are in which."""
+        counts = Counter(self._phases or [0])
+        names = [
+            "moving" if phase == _MOVING else f"{('prefill', 'decode')[phase]} {self.layouts[phase].name}"
+            for phase in sorted(counts, reverse=True)
+        ]
+        if len(names) > 1:
+            names = [f"{counts[phase]} {name}" for phase, name in zip(sorted(counts, reverse=True), names, strict=True)]
+        return f"{', '.join(names)}, host pool {self.pool_share:.0%}, {self._turns}; {self._rates}"
+
+    @property
+    def summary(self) -> str:
+        """The same, looking back."""
+        return f"{self._rates}, host pool at most {self.fullest:.0%}, {self._turns}"
+
+    def seconds_left(self, rows: int, finished: int, tokens: int) -> float | None:
+        """Seconds until ``rows`` are done, at the pace of the ``finished`` ones with ``tokens``; None before any."""
+        if not finished or not self.prompts:
+            return None
+        prompts_left = max(0, rows - self.prompts)
+        tokens_left = max(0.0, rows * (tokens / finished - 1) - self.answer_tokens)
+        if tokens_left and not self.answer_tokens:
+            return None
+        prefill, decode = self.seconds[0], self.seconds[1]
+        seconds = prompts_left * prefill / self.prompts + tokens_left * decode / max(1, self.answer_tokens)
+        return seconds * (1 + self.seconds[_MOVING] / max(prefill + decode, 1e-9))
+
+    @property
+    def _phases(self) -> list[int]:
+        """The phase of each engine."""
+        if self._status is None:
+            return []
+        pairs = zip(self._status.layouts, self._status.changing, strict=True)
+        return [_MOVING if changing else layout for layout, changing in pairs]
+
+    @property
+    def _rates(self) -> str:
+        done = (self.prompt_tokens, self.answer_tokens)
+        return ", ".join(
+            f"{layout.name} {tokens / self.seconds[phase]:,.0f} tokens/s" if self.seconds[phase] else f"{layout.name} -"
+            for phase, (layout, tokens) in enumerate(zip(self.layouts, done, strict=True))
+        )
+
+    @property
+    def _turns(self) -> str:
+        """Transitions of all engines so far."""
+        number = 0 if self._status is None else self._status.transitions
+        return f"{number} transition" + "s" * (number != 1)
+
+
+@dataclass(slots=True)
 class _Batch:
-    """Takes rows to the LLM and its answers to the file."""
+    """Takes rows to the LLM and its answers to the file, and counts them."""
 
     results: ResultFile
-    tally: Tally
     phases: Phases | None
     engine: WorkersOptions
     settings: dict[str, Any]
+    total: int  # rows of the file, with those that an earlier run has done
+    done_before: int
+    started: float  # seconds of the monotonic clock
+    written: int = 0  # rows, also those with errors
+    errors: int = 0
+    tokens: int = 0  # of the answers written
 
     def answer(self, rows: Sequence[PromptRow]) -> None:
         """Answer the rows that can be used, and write an error for each of the others."""
@@ -85,8 +184,8 @@ class _Batch:
             prompts = [(row.prompt, params) for row, params in items]
             if self.phases is not None and (advice := advice_for(llm, self.phases.layouts, prompts)) is not None:
                 remark(advice)
-            self.tally.started = time.monotonic()
-            with progress_bar(self.tally, self.phases) as draw:
+            self.started = time.monotonic()
+            with self._progress_bar() as draw:
 
                 def look(updates: Sequence[SequenceUpdate]) -> None:
                     if self.phases is not None:
@@ -113,30 +212,62 @@ class _Batch:
             # A row's seed depends on its place alone, so a run that goes on after Ctrl-C repeats what it began.
             seed = {} if self.engine.seed is None else {"seed": (self.engine.seed + row.index) % 2**63}
             try:
-                items.append((row, sampling_params(defaults, self.settings, seed, dict(row.settings))))
+                items.append((row, sampling_params(defaults, self.settings, seed, row.settings)))
             except UsageError as error:
                 self._write(row, {"error": str(error)})
         return items
 
     def _write(self, row: PromptRow, result: dict[str, Any]) -> None:
         self.results.write({"index": row.index} | ({} if row.id is None else {"id": row.id}) | result)
-        self.tally.written += 1
-        self.tally.errors += "error" in result
-        self.tally.tokens += result.get("usage", {}).get("completion_tokens", 0)
+        self.written += 1
+        self.errors += "error" in result
+        self.tokens += result.get("usage", {}).get("completion_tokens", 0)
 
     def summary(self, path: Path) -> str:
         """What was written, how fast, and where."""
-        tally, phases = self.tally, self.phases
-        parts = [f"{tally.written - tally.errors} rows written to {path}"]
-        if tally.errors:
-            parts.append(f"{tally.errors} rows with errors")
-        if tally.done_before:
-            parts.append(f"{tally.done_before} were there already")
-        rates = f"{tally.rate:,.0f}/s"
-        if phases is not None:
-            rates += f", {(tally.tokens + phases.prompt_tokens) / max(tally.seconds, 1e-9):,.0f}/s with prompts"
-        parts.append(f"{tally.tokens} tokens in {tally.seconds:.1f} s ({rates})")
-        return ", ".join(parts) + ("" if phases is None else f"; {phases.summary}")
+        parts = [f"{self.written - self.errors} rows written to {path}"]
+        if self.errors:
+            parts.append(f"{self.errors} rows with errors")
+        if self.done_before:
+            parts.append(f"{self.done_before} were there already")
+        seconds = max(time.monotonic() - self.started, 1e-9)
+        rates = f"{self.tokens / seconds:,.0f}/s"
+        if self.phases is not None:
+            rates += f", {(self.tokens + self.phases.prompt_tokens) / seconds:,.0f}/s with prompts"
+        parts.append(f"{self.tokens} tokens in {seconds:.1f} s ({rates})")
+        return ", ".join(parts) + ("" if self.phases is None else f"; {self.phases.summary}")
+
+    @contextmanager
+    def _progress_bar(self) -> Iterator[Callable[[], None]]:
+        """Yield what draws rows, tokens/s, time left and phases on a terminal; most calls draw nothing."""
+        if not is_terminal(sys.stderr):
+            yield lambda: None
+            return
+        left = TimeRemainingColumn() if self.phases is None else TextColumn("{task.fields[left]}")
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]} tokens/s, left"), left
+        bars = Progress(*columns, auto_refresh=False)
+        task = bars.add_task("rows", total=self.total, completed=self.done_before + self.written, rate="-", left="-")
+        with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+            drawn = 0.0
+
+            def draw(*, at_end: bool = False) -> None:
+                nonlocal drawn
+                now = time.monotonic()
+                if not at_end and now - drawn < REDRAW_SECONDS:
+                    return
+                drawn = now
+                rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f}"
+                bars.update(task, completed=self.done_before + self.written, rate=rate, left=self._time_left())
+                state = [] if self.phases is None else [Text(self.phases.state, no_wrap=True, overflow="ellipsis")]
+                live.update(Group(bars, *state), refresh=True)
+
+            yield draw
+            draw(at_end=True)  # all rows are done
+
+    def _time_left(self) -> str:
+        rows, finished = self.total - self.done_before - self.errors, self.written - self.errors
+        seconds = None if self.phases is None else self.phases.seconds_left(rows, finished, self.tokens)
+        return "-" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
@@ -150,19 +281,14 @@ def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
     return {
         "text": texts if several else texts[0],
         "finish_reason": reasons if several else reasons[0],
-        "usage": AnswerUsage.of(outcome).counts(),
+        "usage": AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts(),
     }
 
 
 def advice_for(
     llm: "nanoserve.LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
 ) -> str | None:
-    """A few lines for the user, or None where the speeds of workers were not measured.
-
-    Args:
-        layouts: that of prompts and that of decodes, of all engines together.
-        items: prompts with their settings.
-    """
+    """What the planner predicts for prompts with their settings, and what would be faster; None without speeds."""
     speeds, shapes = llm.speeds, _shapes(llm, items)
     if speeds is None or not shapes:
         return None
@@ -172,7 +298,7 @@ def advice_for(
 
     config = llm.engine_config
     dtype = resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)
-    precision, limits = precision_of(str(dtype).removeprefix("torch.")), _limits(llm, dtype.itemsize)
+    precision, limits = Precision.of(8 * dtype.itemsize), _limits(llm, dtype.itemsize)
     try:
         return advise(
             llm.config,
@@ -227,8 +353,7 @@ def _machine(llm: "nanoserve.LLM", speeds: MachineSpeeds, precision: Precision, 
     host = available_memory("cpu")
     free = host / devices if config.device == "cpu" else 0.0
     held = (weights + (limits.device_bytes or 0.0)) / config.num_workers
-    return measured_machine(
-        speeds,
+    return speeds.machine(
         devices=devices,
         memory_bytes=(free + held) / usable,
         host_memory_bytes=(host + weights + (limits.host_bytes or 0.0)) / usable,

@@ -4,11 +4,10 @@ A result file only ever grows, a whole line at a time. What a killed run left is
 computed again, and a torn last line is cut off.
 """
 
+import fcntl
 import os
-import sys
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,55 +15,45 @@ import msgspec
 
 from nanoserve.errors import RuntimeFailure, UsageError
 
-RowKey = tuple[str, str | int]
 _ROW_BEGINS = b'{"index":'  # how every line of ours begins; nothing else is ever cut off
 _PROMPT_NAMES = ("prompt", "messages")
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """One prompt of the input."""
+class PromptRow(msgspec.Struct, frozen=True):
+    """One prompt of the input, or what a line of results tells of it."""
 
-    index: int
-    """Its line in the file, from 0."""
-    id: str | int | None = None
-    """The user's name for it, or None."""
-    prompt: Any = None
-    """A text, or chat messages."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Its own sampling settings."""
-    error: str | None = None
-    """Why it cannot be used; then there is no prompt."""
+    index: int  # its line in the file, from 0
+    id: str | int | None = None  # the user's name for it
+    prompt: Any = None  # a text, or chat messages
+    settings: Mapping[str, Any] = {}  # its own sampling settings
+    error: str | None = None  # why it cannot be used, or was not answered
 
+    @property
+    def key(self) -> tuple[str, str | int]:
+        """What an answer is found again by: the id where there is one."""
+        return ("index", self.index) if self.id is None else ("id", self.id)
 
-class _Written(msgspec.Struct, frozen=True):
-    """The row that a line of results is about, and the error that it ended with."""
-
-    index: int
-    id: str | int | None = None
-    error: str | None = None
-
-
-def _key(index: int, identity: str | int | None) -> RowKey:
-    """What an answer is found again by: the id where there is one."""
-    return ("index", index) if identity is None else ("id", identity)
+    @property
+    def repeated(self) -> "PromptRow":
+        """The row, if one before it has the same id."""
+        return PromptRow(self.index, self.id, error=f"the id {self.id!r} appears a second time")
 
 
 def read_rows(path: Path) -> list[PromptRow]:
-    """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows.
-
-    Raises:
-        UsageError: if the file cannot be read.
-    """
+    """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows. Raises UsageError."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     parse = _json_row if path.suffix.lower() in (".jsonl", ".ndjson") else _text_row
-    rows = [parse(index, line) for index, line in enumerate(lines) if line.strip()]
+    rows: list[PromptRow] = []
+    keys: set[tuple[str, str | int]] = set()
+    for row in (parse(index, line) for index, line in enumerate(lines) if line.strip()):
+        rows.append(row.repeated if row.key in keys and row.error is None else row)
+        keys.add(row.key)
     if not rows:
         raise UsageError(f"{path} has no prompts")
-    return _without_repeated_ids(rows)
+    return rows
 
 
 def _text_row(index: int, line: bytes) -> PromptRow:
@@ -95,49 +84,24 @@ def _json_row(index: int, line: bytes) -> PromptRow:
     return PromptRow(index, identity, prompts[0], fields)
 
 
-def _without_repeated_ids(rows: Iterable[PromptRow]) -> list[PromptRow]:
-    seen: set[RowKey] = set()
-    result = []
-    for row in rows:
-        if (key := _key(row.index, row.id)) in seen and row.error is None:
-            row = PromptRow(row.index, row.id, error=_repeated(row.id))
-        seen.add(key)
-        result.append(row)
-    return result
-
-
-def _repeated(identity: str | int | None) -> str:
-    return f"the id {identity!r} appears a second time"
-
-
 class ResultFile:
-    """Appends result rows. Use it as a context manager."""
+    """Appends result rows. Use it as a context manager.
+
+    Raises UsageError if it is no regular file or holds anything but results, and RuntimeFailure if it cannot be
+    written, or another run is writing it.
+    """
 
     def __init__(self, path: Path):
-        """Open or make the file.
-
-        Raises:
-            UsageError: if it is no regular file or holds anything but results.
-            RuntimeFailure: if it cannot be written, or another run is writing it.
-        """
         self._path = path
-        self._answered: set[RowKey] = set()
+        self._answered: set[tuple[str, str | int]] = set()
         self._errors: dict[tuple[int, str | int | None], str] = {}  # by line, as two lines may have one id
-        try:
+        with _writing(path), ExitStack() as opened:
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} is no regular file; --output is one, because the next run reads it back")
-            self._file = open(path, "r+b", opener=_open_or_make)  # noqa: SIM115  (__exit__ closes it)
-        except OSError as error:
-            raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
-        try:
+            self._file = opened.enter_context(open(path, "r+b", opener=_open_or_make))
             _lock(self._file, path)
             self._read_back()
-        except BaseException as error:
-            with suppress(OSError):
-                self._file.close()
-            if isinstance(error, OSError):
-                raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
-            raise
+            opened.pop_all()
 
     def __enter__(self) -> "ResultFile":
         return self
@@ -147,30 +111,24 @@ class ResultFile:
             self._file.close()
 
     def write(self, result: Mapping[str, Any]) -> None:
-        """Add one row; it is with the operating system when this returns.
-
-        Raises:
-            RuntimeFailure: if the disk is full, or the like.
-        """
-        try:
+        """Add one row; it is with the operating system when this returns. Raises RuntimeFailure if the disk is full."""
+        with _writing(self._path):
             self._file.write(msgspec.json.encode(result) + b"\n")
             self._file.flush()
-        except OSError as error:
-            raise RuntimeFailure(f"cannot write {self._path}: {error.strerror}") from None
 
     def holds(self, row: PromptRow) -> bool:
         """Whether an earlier run finished the row: answered it, or wrote an error for this line."""
-        if row.error is None and _key(row.index, row.id) in self._answered:
+        if row.error is None and row.key in self._answered:
             return True
         error = self._errors.get((row.index, row.id))
         # That an id is taken depends on other lines. When they have changed, the row is still to be answered.
-        return error is not None and (row.error is not None or error != _repeated(row.id))
+        return error is not None and (row.error is not None or error != row.repeated.error)
 
     def _read_back(self) -> None:
         end = 0
         for number, line in enumerate(self._file, start=1):
             try:
-                result = msgspec.json.decode(line, type=_Written)
+                result = msgspec.json.decode(line, type=PromptRow)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 if not line.endswith(b"\n") and (line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)):
                     break  # a killed run left half of its last row
@@ -178,7 +136,7 @@ class ResultFile:
                     f"{self._path} line {number} is not a result of a batch; choose another --output"
                 ) from None
             if result.error is None:
-                self._answered.add(_key(result.index, result.id))
+                self._answered.add(result.key)
             else:
                 self._errors[result.index, result.id] = result.error
             end += len(line)
@@ -190,6 +148,14 @@ class ResultFile:
         self._file.truncate()
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
+
+
 def _open_or_make(path: str, flags: int) -> int:
     """In one step: asking first whether the file is there would let two runs make it twice."""
     return os.open(path, flags | os.O_CREAT, 0o666)
@@ -197,10 +163,6 @@ def _open_or_make(path: str, flags: int) -> int:
 
 def _lock(file: BinaryIO, path: Path) -> None:
     """Two runs on one file would write over each other's rows; the lock ends with the process, however it ends."""
-    if sys.platform == "win32":
-        return
-    import fcntl
-
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -2,9 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
-from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Message, Steps, did_you_mean
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option
-from nanoserve.commands.printers import AnswerPrinter, MarkdownPrinter, PlainPrinter, visible
+from nanoserve.commands.printers import AnswerPrinter, visible
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
 from nanoserve.commands.terminal import (
     StopOnInterrupt,
@@ -27,7 +26,6 @@ from nanoserve.commands.terminal import (
     without_echo,
 )
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.commands.usage import envelope
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.text.reasoning import Piece
 
@@ -65,15 +63,12 @@ def run(options: ChatOptions) -> None:
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
         if question is not None:
             return _answer_once(session, question, options)
-        return _Conversation(session, options).run()
+        return Conversation(session, options).run()
 
 
 @contextmanager
 def _opened(options: ChatOptions, settings: dict[str, Any]) -> Iterator[ChatModel]:
-    """The model that answers: behind --url, or loaded here.
-
-    A server is sent only two of the engine's options: the model, and the seed, which joins ``settings``.
-    """
+    """The model that answers: loaded here, or behind --url. A server gets the seed as one of the ``settings``."""
     if options.url is not None:
         client = options.client()
         if idle := options.without_effect_on_servers():
@@ -105,88 +100,84 @@ def _question(message: str | None) -> str | None:
 def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> None:
     if not options.json:
         printer = _printer(plain=options.plain, hide_thinking=options.hide_thinking)
-        _show_answer(session, session.ask(question), printer, thinking=not options.hide_thinking)
+        _show_answer(session, session.ask(question), printer)
         return
     for _ in session.ask(question):
         pass
-    if (answer := session.last_answer) is not None:
-        result = envelope(session.model.name, answer.text, answer.reasoning, answer.usage, answer.finish_reason)
-        print(json.dumps(result, ensure_ascii=False))
+    if session.last_answer is not None:
+        print(session.last_answer.json(session.model.name))
 
 
-@dataclass(frozen=True, slots=True)
-class CommandOutcome:
-    """What the chat does next: show ``text`` and ``turns``, leave, send ``message``, or ask the last one again."""
-
-    text: str = ""
-    turns: Sequence[Message] = ()
-    leave: bool = False
-    message: str | None = None
-    regenerate: bool = False
+_ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # what other chats call the same
 
 
-@dataclass(frozen=True, slots=True)
-class _Command:
-    run: Callable[[str], CommandOutcome | str]
-    usage: str
-    help: str
+class Conversation:
+    """An interactive chat: lines that begin with a slash are commands, the others go to the model."""
 
-
-class ChatCommands:
-    """Runs command lines on a session.
-
-    Args:
-        session: the conversation they change.
-        edit: opens an editor on a text and returns the new text.
-    """
-
-    def __init__(self, session: ChatSession, edit: Callable[[str], str]):
-        self._session = session
-        self._edit_text = edit
-        self.show_thinking = True
-        table = self._table = {
-            "help": _Command(self._help, "", "this list"),
-            "reset": _Command(self._reset, "", "forget the conversation, keep system prompt and settings"),
-            "system": _Command(self._system, "[TEXT]", "set the system prompt; without text, remove it"),
-            "set": _Command(self._set, "NAME=VALUE", f"change a setting ({', '.join(CHANGEABLE)}); 'none' undoes it"),
-            "show": _Command(self._show, "", "model, system prompt and settings"),
-            "stats": _Command(self._stats, "", "tokens and times of the last answer"),
-            "think": _Command(self._think, "on|off", "show or hide the model's reasoning"),
-            "save": _Command(self._save, "FILE", "write the conversation and settings as JSON"),
-            "load": _Command(self._load, "FILE", "go on with a saved conversation"),
-            "regen": _Command(lambda _: CommandOutcome(regenerate=True), "", "answer the last message again"),
-            "undo": _Command(self._undo, "", "take back the last message and its answer"),
-            "edit": _Command(self._edit, "", "write a message in $EDITOR, beginning with the last one"),
-            "exit": _Command(lambda _: CommandOutcome(leave=True), "", "leave (Ctrl-D does, too)"),
+    def __init__(self, session: ChatSession, options: ChatOptions):
+        self._session, self._options = session, options
+        self._thinking = not options.hide_thinking
+        self._has_ended = False
+        self._table: dict[str, tuple[Callable[[str], str | None], str, str]] = {
+            "help": (self._help, "", "this list"),
+            "reset": (self._reset, "", "forget the conversation, keep system prompt and settings"),
+            "system": (self._system, "[TEXT]", "set the system prompt; without text, remove it"),
+            "set": (self._set, "NAME=VALUE", f"change a setting ({', '.join(CHANGEABLE)}); 'none' undoes it"),
+            "show": (self._show, "", "model, system prompt and settings"),
+            "stats": (self._stats, "", "tokens and times of the last answer"),
+            "think": (self._think, "on|off", "show or hide the model's reasoning"),
+            "save": (self._save, "FILE", "write the conversation and settings as JSON"),
+            "load": (self._load, "FILE", "go on with a saved conversation"),
+            "regen": (lambda _: self._answer(session.regenerate), "", "answer the last message again"),
+            "undo": (self._undo, "", "take back the last message and its answer"),
+            "edit": (self._edit, "", "write a message in $EDITOR, beginning with the last one"),
+            "exit": (self._exit, "", "leave (Ctrl-D does, too)"),
         }
-        self._commands = table | {alias: table[name] for alias, name in _ALIASES.items()}
 
     @property
     def names(self) -> list[str]:
         """All commands with their slash, for completion."""
-        return [f"/{name}" for name in self._commands]
+        return [f"/{name}" for name in (*self._table, *_ALIASES)]
 
-    def run(self, line: str) -> CommandOutcome:
-        """Run one line that begins with a slash; what goes wrong is the outcome's text."""
+    def run(self) -> None:
+        """Read, obey or answer, until the user leaves."""
+        prompt = ChatPrompt(None if self._options.no_history else history_path(), self.names)
+        remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
+        self._session.model.start_preparing()  # while the user reads and types
+        while not self._has_ended:
+            try:
+                line = prompt.read()
+            except KeyboardInterrupt:
+                remark("(the line was cleared; Ctrl-D or /exit leaves)")
+                continue
+            except EOFError:
+                return
+            if line.startswith("/"):
+                self.obey(line)
+            elif line.strip():
+                self._answer(partial(self._session.ask, line.strip()))
+
+    def obey(self, line: str) -> None:
+        """Run one line that begins with a slash, and say what comes of it."""
         name, *rest = line.removeprefix("/").split(maxsplit=1) or [""]
-        command = self._commands.get(name)
-        if command is None:
-            guess = did_you_mean(f"/{name[:40]}", self.names)
-            hint = "/help lists them, a space before the slash sends it as a message"
-            return CommandOutcome(f"unknown command /{name[:40].strip()}{guess}; {hint}")
         try:
-            outcome = command.run("".join(rest).strip())
-            return CommandOutcome(outcome) if isinstance(outcome, str) else outcome
+            if f"/{name}" not in self.names:
+                guess = did_you_mean(f"/{name[:40]}", self.names)
+                hint = "/help lists them, a space before the slash sends it as a message"
+                raise UsageError(f"unknown command /{name[:40].strip()}{guess}; {hint}")
+            text = self._table[_ALIASES.get(name, name)][0]("".join(rest).strip())
         except NanoserveError as error:
-            return CommandOutcome(str(error))
+            text = str(error)
+        if text is not None:
+            remark(text)
 
-    def _help(self, _: str) -> str:
-        calls = {name: [f"/{name}"] for name in self._table}
-        for alias, name in _ALIASES.items():
-            calls[name].append(f"/{alias}")
-        left = {name: f"{', '.join(calls[name])} {self._table[name].usage}".rstrip() for name in calls}
-        width = max(map(len, left.values()))
-        lines = [f"  {left[name]:<{width}}  {command.help}" for name, command in self._table.items()]
+    def _help(self, argument: str) -> str:
+        rows = {}
+        for name, (_, usage, help) in self._table.items():
+            calls = [f"/{name}", *(f"/{alias}" for alias, of in _ALIASES.items() if of == name)]
+            rows[f"{', '.join(calls)} {usage}".rstrip()] = help
+        width = max(map(len, rows))
+        lines = [f"  {call:<{width}}  {help}" for call, help in rows.items()]
         lines.append('  """ begins and ends a message of several lines; a paste may have several lines, too')
         lines.append("  Ctrl-C stops an answer (what there is of it is kept), Ctrl-D leaves")
         return "\n".join(lines)
@@ -229,40 +220,61 @@ class ChatCommands:
         return f"{name} = {shown}" + ("" if given else "  (the model's default)")
 
     def _stats(self, _: str) -> str:
-        answer = self._session.last_answer
-        if answer is None:
+        if self._session.last_answer is None:
             raise UsageError("there is no answer yet")
-        return answer.usage.line(self._session.model.context, interrupted=answer.interrupted)
+        return self._session.last_answer.line(self._session.model.context)
 
     def _think(self, argument: str) -> str:
         if argument not in ("on", "off"):
             raise UsageError("say /think on or /think off")
-        self.show_thinking = argument == "on"
-        return f"reasoning is {'shown' if self.show_thinking else 'hidden'}"
+        self._thinking = argument == "on"
+        return f"reasoning is {'shown' if self._thinking else 'hidden'}"
 
     def _save(self, argument: str) -> str:
         path = _path(argument, "/save")
         self._session.save(path)
         return f"saved {len(self._session.turns)} messages to {path}"
 
-    def _load(self, argument: str) -> CommandOutcome:
+    def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
         self._session.load(path)
         turns = self._session.turns
-        return CommandOutcome(f"loaded {len(turns)} messages from {path}", turns=turns[-2:])
+        remark(f"loaded {len(turns)} messages from {path}")
+        for turn in turns[-2:]:  # as it stood on the terminal when it was new
+            if turn.role == "user":
+                remark(f"{PROMPT}{visible(turn.content)}")
+            else:
+                printer = _printer(plain=self._options.plain, hide_thinking=True)
+                printer.answer(turn.content)
+                printer.finish()
 
     def _undo(self, _: str) -> str:
-        question = self._session.undo()
-        return f"took back: {question.splitlines()[0][:60]}"
+        return f"took back: {self._session.undo().splitlines()[0][:60]}"
 
-    def _edit(self, _: str) -> CommandOutcome:
+    def _edit(self, _: str) -> str | None:
         turns = self._session.turns
-        text = self._edit_text(turns[-2].content if turns else "").strip()
-        return CommandOutcome(message=text) if text else CommandOutcome("nothing to send")
+        text = edit_text(turns[-2].content if turns else "").strip()
+        if not text:
+            return "nothing to send"
+        self._answer(partial(self._session.ask, text))
+        return None
 
+    def _exit(self, _: str) -> None:
+        self._has_ended = True
 
-_ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}
-"""What other chats call the same."""
+    def _answer(self, ask: Callable[[Steps], Iterator[Piece]]) -> None:
+        """Show an answer; Ctrl-C ends it, and when it comes as the answer ends it ends nothing else."""
+        printer = _printer(plain=self._options.plain, hide_thinking=not self._thinking)
+        before = self._session.last_answer
+        with StopOnInterrupt() as stop, without_echo(), when_continued(printer.lose_place):
+            try:
+                _show_answer(self._session, ask(stop.steps), printer)
+            except NanoserveError as error:
+                say(str(error))
+                return
+            answer = self._session.last_answer
+            if answer is not None and answer is not before:
+                remark(answer.line(self._session.model.context))
 
 
 def _path(argument: str, command: str) -> Path:
@@ -291,74 +303,14 @@ def _name_and_value(argument: str) -> tuple[str, Any]:
         return name, text  # whoever checks it knows the values
 
 
-class _Conversation:
-    """The loop of an interactive chat: read, obey or answer, until the user leaves."""
-
-    def __init__(self, session: ChatSession, options: ChatOptions):
-        self._session = session
-        self._plain = options.plain
-        self._commands = ChatCommands(session, edit=edit_text)
-        self._commands.show_thinking = not options.hide_thinking
-        self._prompt = ChatPrompt(None if options.no_history else history_path(), self._commands.names)
-
-    def run(self) -> None:
-        remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
-        self._session.model.start_preparing()  # while the user reads and types
-        leave = False
-        while not leave:
-            try:
-                line = self._prompt.read()
-            except KeyboardInterrupt:
-                remark("(the line was cleared; Ctrl-D or /exit leaves)")
-                continue
-            except EOFError:
-                return
-            if line.startswith("/"):
-                leave = self._obey(line)
-            elif line.strip():
-                self._answer(partial(self._session.ask, line.strip()))
-
-    def _obey(self, line: str) -> bool:
-        """Run a command; true if it says to leave."""
-        outcome = self._commands.run(line)
-        if outcome.text:
-            remark(outcome.text)
-        for turn in outcome.turns:  # as it stood on the terminal when it was new
-            if turn.role == "user":
-                remark(f"{PROMPT}{visible(turn.content)}")
-            else:
-                printer = _printer(plain=self._plain, hide_thinking=True)
-                printer.answer(turn.content)
-                printer.finish()
-        if outcome.message is not None:
-            self._answer(partial(self._session.ask, outcome.message))
-        if outcome.regenerate:
-            self._answer(self._session.regenerate)
-        return outcome.leave
-
-    def _answer(self, ask: Callable[[Steps], Iterator[Piece]]) -> None:
-        """Show an answer; Ctrl-C ends it, and when it comes as the answer ends it ends nothing else."""
-        thinking = self._commands.show_thinking
-        printer = _printer(plain=self._plain, hide_thinking=not thinking)
-        before = self._session.last_answer
-        with StopOnInterrupt() as stop, without_echo(), when_continued(printer.lose_place):
-            try:
-                _show_answer(self._session, ask(stop.steps), printer, thinking=thinking)
-            except NanoserveError as error:
-                say(str(error))
-                return
-            answer = self._session.last_answer
-            if answer is not None and answer is not before:
-                remark(answer.usage.line(self._session.model.context, interrupted=answer.interrupted))
-
-
 def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
-    if plain or not is_terminal(sys.stdout):
-        return PlainPrinter(sys.stdout, None if hide_thinking or not is_terminal(sys.stderr) else sys.stderr)
-    return MarkdownPrinter(Console(file=sys.stdout))
+    markdown = not plain and is_terminal(sys.stdout)
+    thoughts = sys.stdout if markdown else sys.stderr
+    hides = hide_thinking or not is_terminal(thoughts)
+    return AnswerPrinter(Console(file=sys.stdout), None if hides else Console(file=thoughts), markdown=markdown)
 
 
-def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter, *, thinking: bool) -> None:
+def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter) -> None:
     """Show an answer as it comes. A notice ends the text above it: the printer may not find its lines again."""
 
     def notify(notice: str) -> None:
@@ -368,9 +320,7 @@ def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerP
     session.notify = notify
     try:
         for part, text in pieces:
-            if part == "answer":
-                printer.answer(text)
-            elif thinking:
-                printer.thinking(text)
+            show = printer.answer if part == "answer" else printer.thinking
+            show(text)
     finally:
         printer.finish()

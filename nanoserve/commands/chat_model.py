@@ -3,50 +3,32 @@
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import nanoserve
 from nanoserve.client.connection import NO_SUCH_PATH, ApiClient, ServerRefused, served_model
-from nanoserve.client.events import ServerUsage
+from nanoserve.client.events import ChunkChoice, ServerUsage
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import AnswerUsage
+from nanoserve.commands.usage import AnswerUsage, ChatAnswer
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, SamplingParams
 from nanoserve.text.reasoning import opens_reasoning
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
+Answers = Generator[ChatAnswer, None, None]
+"""What is new of an answer, each time; closing the generator ends the work on it."""
 
-_LONGEST_WAIT_SECONDS = 1800
-"""Large models load for minutes."""
+_LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
 
 
 class ContextFull(RuntimeFailure):
     """The conversation does not fit into the context; only a server of which no context is known finds out so late."""
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerDelta:
-    """What is new of an answer."""
-
-    text: str
-    thinking: str
-    """Reasoning that was told apart already; ``text`` may hold more of it between tags."""
-    usage: AnswerUsage
-    """Counts and times of the answer so far."""
-    finish_reason: str | None
-    """None while it goes on."""
-
-
 class LocalModel:
-    """An LLM in this process.
-
-    Args:
-        llm: the open engine; the caller closes it.
-        seed: what the seeds of answers are drawn from, if the user has given one.
-    """
+    """An open LLM in this process; the user's ``seed`` is what the seeds of answers are drawn from."""
 
     def __init__(self, llm: "nanoserve.LLM", seed: int | None = None) -> None:
         self.llm = llm
@@ -71,35 +53,24 @@ class LocalModel:
         """Whether the answer to it begins inside a reasoning block."""
         return opens_reasoning(self.llm.tokenizer.render_chat(conversation))
 
-    def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
-        """Answer; closing the generator ends the work on it.
-
-        Raises:
-            NanoserveError: if there is no answer, or none any more.
-        """
+    def stream(self, prompt: str | Conversation, settings: Settings) -> Answers:
+        """Answer. Raises NanoserveError if there is no answer, or none any more."""
         tokens = 0
-        params = sampling_params(self.llm.default_sampling_params(), dict(settings))
-        with closing(self.llm.stream(conversation, params)) as stream:
+        params = sampling_params(self.llm.default_sampling_params(), settings)
+        with closing(self.llm.stream(prompt, params)) as stream:
             for output in stream:
                 sample = output.outputs[0]
                 if sample.error is not None:
                     raise RuntimeFailure(sample.error)
                 tokens += len(sample.token_ids)
-                yield AnswerDelta(sample.text, "", AnswerUsage.of(output, tokens), sample.finish_reason)
+                yield ChatAnswer(sample.text, "", AnswerUsage.of(output, tokens), sample.finish_reason)
 
 
 class RemoteModel:
-    """A model behind an OpenAI-compatible server.
+    """A model behind an OpenAI-compatible server; if none is named, the first that the server lists.
 
-    Args:
-        client: of the server.
-        model: its name there; None takes the first that the server lists.
-        notify: called with a line if there are several to choose from, and when the server is waited for.
-        clock: seconds; the times of an answer are those that the user sees, the network included.
-        sleep: waits so many seconds.
-
-    Raises:
-        NanoserveError: if the server cannot be reached, lets us not in, or lists no model.
+    ``notify`` gets a line if there are several to choose from, and when the server is waited for. Times are those that
+    the user sees, the network included. Raises NanoserveError if the server cannot be reached or lists no model.
     """
 
     def __init__(
@@ -110,11 +81,8 @@ class RemoteModel:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._client = client
-        self._notify = notify
-        self._clock = clock
-        self._sleep = sleep
-        self._api, self._root = client.address.api, client.address.root
+        self._client, self._notify = client, notify
+        self._clock, self._sleep = clock, sleep
         self._can_count = True
         self.defaults: SamplingParams | None = None
         self.seed: int | None = None  # of the server nobody knows it
@@ -129,7 +97,7 @@ class RemoteModel:
             return None
         body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
         try:
-            counted = self._client.ask(f"{self._root}/tokenize", body)
+            counted = self._client.ask(f"{self._client.address.root}/tokenize", body)
         except ServerRefused as error:
             self._can_count = error.status not in NO_SUCH_PATH
             return None
@@ -140,11 +108,8 @@ class RemoteModel:
         """Nobody but the server sees the prompt that it makes."""
         return False
 
-    def stream(self, conversation: Conversation, settings: Settings) -> Generator[AnswerDelta, None, None]:
-        """Only what the user has set is sent: servers differ in what they know.
-
-        A server that is loading, and says when to come again, is asked again.
-        """
+    def stream(self, conversation: Conversation, settings: Settings) -> Answers:
+        """Send only what the user has set; ask a server again that is loading and says when to come again."""
         body = {"model": self._id, "messages": conversation, "stream": True} | dict(settings)
         body["stream_options"] = {"include_usage": True}
         waited = 0
@@ -172,33 +137,29 @@ class RemoteModel:
         self._sleep(pause)
         return pause
 
-    def _answer(self, body: dict[str, Any]) -> Generator[AnswerDelta, None, None]:
+    def _answer(self, body: dict[str, Any]) -> Answers:
         """Times are by our clock. Until the server tells how many tokens there are, chunks stand for them."""
-        asked = self._clock()
+        asked, received, counted = self._clock(), 0, ServerUsage()
         first: float | None = None
         last: float | None = None
         ended: float | None = None
         reason: str | None = None
-        received, counted = 0, ServerUsage()
-        with closing(self._client.stream(f"{self._api}/chat/completions", body)) as chunks:
+        with closing(self._client.stream(f"{self._client.address.api}/chat/completions", body)) as chunks:
             for chunk in chunks:
-                choice = chunk.choices[0] if chunk.choices else None
-                text, thinking, ends = (
-                    (choice.answer, choice.thinking, choice.finish_reason) if choice else ("", "", None)
-                )
-                if text or thinking:
+                choice = chunk.choices[0] if chunk.choices else ChunkChoice()
+                if has_text := bool(choice.answer or choice.thinking):
                     last = self._clock()
                     first = last if first is None else first
                     received += 1
-                if ends:
-                    reason, ended = ends, self._clock()
-                if not (text or thinking or ends or chunk.usage):
+                if choice.finish_reason:
+                    reason, ended = choice.finish_reason, self._clock()
+                elif not (has_text or chunk.usage):
                     continue
                 counted = chunk.usage or counted
                 tokens = received if counted.completion_tokens is None else counted.completion_tokens
                 metrics = RequestMetrics(asked, None, first, last, ended, tokens)
                 usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
-                yield AnswerDelta(text, thinking, usage, reason)
+                yield ChatAnswer(choice.answer, choice.thinking, usage, reason)
 
     def _look_up(self, model: str | None) -> None:
         """What the server says about the model."""
@@ -207,4 +168,3 @@ class RemoteModel:
 
 
 ChatModel = LocalModel | RemoteModel
-"""What answers a chat."""

@@ -1,30 +1,28 @@
 """A conversation with a model, without any terminal: turns, settings, and what is done when the context is full."""
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from nanoserve.commands.chat_model import AnswerDelta, ChatModel, ContextFull
+from nanoserve.commands.chat_model import ChatModel, ContextFull
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import AnswerUsage
+from nanoserve.commands.usage import ChatAnswer
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.processes.files import read_bytes, replace_file
 from nanoserve.request import SamplingParams
 from nanoserve.text.reasoning import Part, Piece, ReasoningSplitter
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)
-"""What ``/set`` knows."""
+CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)  # by /set
 
-Steps = Callable[[Iterator[AnswerDelta]], Iterator[AnswerDelta]]
+Steps = Callable[[Iterator[ChatAnswer]], Iterator[ChatAnswer]]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -42,44 +40,23 @@ class SavedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class ChatAnswer:
-    """An answer that has ended."""
-
-    text: str
-    reasoning: str
-    usage: AnswerUsage
-    finish_reason: str | None
-    interrupted: bool
-
-
 @dataclass(slots=True)
 class ChatSession:
     """Turns and settings; whatever the model needs the caller's thread for is done while an answer is iterated."""
 
     model: ChatModel
-    """Answers."""
-    notify: Callable[[str], None]
-    """Called with one line when something happens that the user should know."""
-    system: str | None = None
-    """The system prompt, always kept."""
-    settings: dict[str, Any] = field(default_factory=dict)
-    """What ``/set`` and the flags changed; the model's defaults are the rest."""
-    turns: list[Message] = field(default_factory=list)
-    """User and assistant in alternation, a user's first."""
-    last_answer: ChatAnswer | None = None
-    """The latest one, also when it was interrupted."""
-    answers: int = 0
-    """How many there were since the session began."""
+    notify: Callable[[str], None]  # called with one line when something happens that the user should know
+    system: str | None = None  # the system prompt, always kept
+    settings: dict[str, Any] = field(default_factory=dict)  # what /set and the flags changed of the model's defaults
+    turns: list[Message] = field(default_factory=list)  # user and assistant in alternation, a user's first
+    last_answer: ChatAnswer | None = None  # also when it was interrupted
+    answers: int = 0  # since the session began
 
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
 
-        ``steps`` goes through the model's steps and may end early: what there is of the answer is kept then. So is
-        what there is when the model fails in the midst.
-
-        Raises:
-            NanoserveError: if the model cannot answer, or not to the end; without any answer the history is as before.
+        ``steps`` goes through the model's steps and may end early: what there is of the answer is kept then. So it is
+        if the model fails in the midst, with NanoserveError; without any answer the history is as before.
         """
         message = Message("user", question)
         self._make_room(message)
@@ -107,38 +84,37 @@ class ChatSession:
         try:
             with closing(self.model.stream(conversation, self.settings)) as stream:
                 for last in steps(stream):
-                    yield from collected([("thinking", last.thinking)] if last.thinking else [])
+                    yield from collected([("thinking", last.reasoning)] if last.reasoning else [])
                     yield from collected(splitter.push(last.text))
         except NanoserveError as error:
             if last is None or not texts["answer"]:
                 raise
             failure = error
         yield from collected(splitter.flush())
-        self._conclude(message, texts["answer"], texts["thinking"], last)
+        if last is not None:
+            last = self.last_answer = replace(last, text=texts["answer"], reasoning=texts["thinking"])
+        self._conclude(message, last)
         if failure is not None:
             raise failure
 
     def regenerate(self, steps: Steps = iter) -> Iterator[Piece]:
-        """Ask for the last answer again; the old one stays if there is no new one.
-
-        Raises:
-            UsageError: if there is no answer yet.
-        """
-        question, old_answer = self._take_back()
+        """Ask for the last answer again; the old one stays if there is no new one. Raises UsageError without one."""
+        old = self.turns[-2:]
+        question = self.undo()
         count = self.answers
         try:
-            yield from self.ask(question.content, steps)
+            yield from self.ask(question, steps)
         finally:
             if self.answers == count:
-                self.turns += [question, old_answer]
+                self.turns += old
 
     def undo(self) -> str:
-        """Take back the last question and its answer; returns the question.
-
-        Raises:
-            UsageError: if there is none.
-        """
-        return self._take_back()[0].content
+        """Take back the last question and its answer; returns the question. Raises UsageError if there is none."""
+        if not self.turns:
+            raise UsageError("there is no answer yet")
+        question = self.turns[-2].content
+        del self.turns[-2:]
+        return question
 
     def reset(self) -> None:
         """Forget the conversation; system prompt and settings stay."""
@@ -146,11 +122,7 @@ class ChatSession:
         self.last_answer = None
 
     def change(self, name: str, value: object) -> None:
-        """Change one setting; None puts the model's default back.
-
-        Raises:
-            UsageError: for an unknown name or a value out of range.
-        """
+        """Change one setting; None puts the default back. Raises UsageError for a wrong name or value."""
         settings = {key: old for key, old in self.settings.items() if key != name}
         if name not in CHANGEABLE:
             guess = did_you_mean(name, CHANGEABLE)
@@ -161,13 +133,7 @@ class ChatSession:
         self.settings = settings
 
     def sampling_params(self, settings: dict[str, Any] | None = None) -> SamplingParams:
-        """The model's defaults with settings over them, by default this session's.
-
-        Where only a server knows the defaults, settings are checked over neutral ones.
-
-        Raises:
-            UsageError: for a value out of range.
-        """
+        """The model's defaults, or neutral ones, with settings over them, by default this session's, checked."""
         return sampling_params(self.model.defaults or SamplingParams(), self.settings if settings is None else settings)
 
     def messages(self) -> list[Message]:
@@ -175,32 +141,17 @@ class ChatSession:
         return ([Message("system", self.system)] if self.system else []) + self.turns
 
     def save(self, path: Path) -> None:
-        """Write messages and settings as JSON; either the whole file is there or the old one.
-
-        Raises:
-            RuntimeFailure: if it cannot be written.
-        """
+        """Write messages and settings as JSON: the whole file or, with RuntimeFailure, nothing."""
+        # A new file would take the place of a device or pipe, which others use, and of a link.
+        if path.exists() and not path.is_file():
+            raise RuntimeFailure(f"cannot write {path}: it is no regular file")
         saved = msgspec.to_builtins(SavedChat(self.messages(), self.settings))
-        try:
-            # The rename would put a file in the place of a device or pipe, which others use, and of a link.
-            if path.exists() and not path.is_file():
-                raise RuntimeFailure(f"cannot write {path}: it is no regular file")
-            _write_atomically(path.resolve(), json.dumps(saved, indent=2, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
+        replace_file(path.resolve(), json.dumps(saved, indent=2, ensure_ascii=False) + "\n", mode=0o600)
 
     def load(self, path: Path) -> None:
-        """Replace conversation and settings by those of a saved file.
-
-        Raises:
-            UsageError: if the file is no saved chat; the session stays as it was.
-        """
+        """Take over a saved conversation and its settings. Raises UsageError, and stays as it was, for other files."""
         try:
-            if path.exists() and not path.is_file():  # reading a device or pipe might never end
-                raise UsageError(f"cannot read {path}: it is no regular file")
-            saved = msgspec.json.decode(path.read_bytes(), type=SavedChat)
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}") from None
+            saved = msgspec.json.decode(read_bytes(path, UsageError), type=SavedChat)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path} is not a saved chat: {error}") from None
         if unknown := set(saved.settings) - set(CHANGEABLE):
@@ -217,13 +168,6 @@ class ChatSession:
         """Tokens of the conversation so far, as the model would see it; None where nobody can tell."""
         messages = self._for_model(self.turns)
         return self.model.count_tokens(messages, add_generation_prompt=False) if messages else 0
-
-    def _take_back(self) -> tuple[Message, Message]:
-        if not self.turns:
-            raise UsageError("there is no answer yet")
-        question, answer = self.turns[-2:]
-        del self.turns[-2:]
-        return question, answer
 
     def _for_model(self, turns: list[Message]) -> list[dict[str, str]]:
         system = [Message("system", self.system)] if self.system else []
@@ -246,17 +190,14 @@ class ChatSession:
             what = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.notify(f"the context of {context} tokens is full: the oldest {what} dropped")
 
-    def _conclude(self, message: Message, answer: str, reasoning: str, last: AnswerDelta | None) -> None:
-        cut = last is None or last.finish_reason is None
-        if last is not None:
-            self.last_answer = ChatAnswer(answer, reasoning, last.usage, last.finish_reason, interrupted=cut)
-        if last is None or (cut and not answer):
+    def _conclude(self, message: Message, answer: ChatAnswer | None) -> None:
+        if answer is None or (answer.finish_reason is None and not answer.text):
             self.notify("stopped before the answer began; the message was taken back")
             return
-        self.turns += [message, Message("assistant", answer, interrupted=cut)]
+        self.turns += [message, Message("assistant", answer.text, interrupted=answer.finish_reason is None)]
         self.answers += 1
-        total, context = last.usage.total_tokens, self.model.context
-        if last.finish_reason == "length" and total is not None and context is not None and total >= context:
+        total, context = answer.usage.total_tokens, self.model.context
+        if answer.finish_reason == "length" and total is not None and context is not None and total >= context:
             self.notify("the answer was cut where the context ends")
 
 
@@ -264,18 +205,3 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What a misspelt word was probably meant to be, in parentheses; nothing if it is like none."""
     close = get_close_matches(word.lower(), known, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write beside the file, then rename: a crash leaves the old file or the new one, never half of one."""
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise

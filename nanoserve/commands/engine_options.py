@@ -1,5 +1,6 @@
 """Options about the model, the engine, its workers, sampling, and a server: most can be set by variables as well."""
 
+from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from typing import Any
 
@@ -21,14 +22,11 @@ from nanoserve.scheduler.policies import POLICIES
 
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
-ENGINE_PANEL = "Engine"
-WORKERS_PANEL = "Workers"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEFAULTS = EngineConfig()
-_SIZES = ("kv_cache_memory", "host_kv_memory")
 
 
-class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
+class EngineOptions(Options, panel="Engine", has_variables=True):
     """Which model to load, and how the engine runs it."""
 
     model: str | None = option(
@@ -68,15 +66,12 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
     )
 
     def settings(self) -> dict[str, Any]:
-        """The fields of EngineConfig, as LLM takes them.
-
-        Raises:
-            UsageError: for a size that is none.
-        """
+        """The fields of EngineConfig, as LLM takes them. Raises UsageError for a size that is none."""
         known = {field.name for field in fields(EngineConfig)} - {"seed"}
         settings = {field.name: getattr(self, field.name) for field in self._declared() if field.name in known}
         settings |= {} if self.seed is None else {"seed": self.seed}
-        sizes = {name: parse_size(size) for name in _SIZES if (size := settings.get(name)) is not None}
+        memories = ("kv_cache_memory", "host_kv_memory")
+        sizes = {name: parse_size(size) for name in memories if (size := settings.get(name)) is not None}
         return settings | sizes | {"enable_prefix_caching": not self.no_prefix_caching}
 
     def _declared(self) -> tuple[Field[Any], ...]:
@@ -84,15 +79,10 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
         return fields(WorkersOptions if isinstance(self, WorkersOptions) else EngineOptions)
 
     def check_is_for_cpu(self) -> None:
-        """Refuse a GPU: the command compares the engine with the best that this machine's CPU can do.
-
-        Raises:
-            UsageError: for another device.
-        """
+        """Raise UsageError for a GPU: the command compares the engine with the best that this CPU can do."""
         if self.device != _DEFAULTS.device:
-            raise UsageError(
-                f"--device {self.device}: this command measures CPUs; for a GPU there is nanoserve bench gpu"
-            )
+            there_is = "this command measures CPUs; for a GPU there is nanoserve bench gpu"
+            raise UsageError(f"--device {self.device}: {there_is}")
 
     def flags(self) -> list[str]:
         """All options of the engine as they are typed, so that environment variables have no effect on a child."""
@@ -101,20 +91,13 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
         return [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
 
     def without_effect_on_servers(self) -> list[str]:
-        """The given flags that have no effect on a server which runs already.
-
-        --offline and --threads are not named: people set them once for all commands.
-        """
-        effective = ("model", "seed", "offline", "threads")
+        """The given flags that have no effect on a server which runs already."""
+        effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
         given = [field.name for field in self._declared() if getattr(self, field.name) != field.default]
         return [flag_of(name) for name in given if name not in effective]
 
     def open_llm(self) -> "nanoserve.LLM":
-        """Load the model while its progress is shown; the caller closes it.
-
-        Raises:
-            NanoserveError: for settings that make no sense and models that cannot be used.
-        """
+        """Load the model while its progress is shown; the caller closes it. Raises NanoserveError."""
         settings = self.settings()
         prepare_threads(self.threads)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
@@ -123,9 +106,7 @@ class EngineOptions(Options, panel=ENGINE_PANEL, has_variables=True):
             return LLM(self.model, progress=progress, **settings)
 
 
-class WorkersOptions(
-    EngineOptions, panel=WORKERS_PANEL, has_variables=True, renamed={"--trace-out": "is now --record"}
-):
+class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed={"--trace-out": "is now --record"}):
     """An engine whose model may be divided over several worker processes, and whose run can be recorded."""
 
     dp: int = option(
@@ -162,11 +143,6 @@ class WorkersOptions(
     )
 
     def settings(self) -> dict[str, Any]:
-        """The fields of EngineConfig, as LLM takes them.
-
-        Raises:
-            UsageError: for a size, a split or a layout that is none, and two layouts that do not suit each other.
-        """
         first, *others = self.layouts()
         return {
             **EngineOptions.settings(self),
@@ -179,11 +155,7 @@ class WorkersOptions(
         }
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """The layouts of all engines together: the only one, or that of prompts and that of decodes.
-
-        Raises:
-            UsageError: for what is no layout, one without the other, or another number of engines in each.
-        """
+        """Of all engines together, the only layout, or that of prompts and that of decodes. Raises UsageError."""
         names = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if names is None:
             return (ParallelLayout(data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp),)
@@ -192,10 +164,8 @@ class WorkersOptions(
             raise UsageError(f"{first} and {second} replace --dp, --pp, --tp and --pp-split: leave these out")
         prefill, decode = names
         if prefill.data_parallel != decode.data_parallel:
-            raise UsageError(
-                f"{first} {prefill.name} and {second} {decode.name} differ in D, the number of whole engines: "
-                "it stays the same"
-            )
+            names_of_both = f"{first} {prefill.name} and {second} {decode.name}"
+            raise UsageError(f"{names_of_both} differ in D, the number of whole engines: it stays the same")
         return names
 
 
@@ -216,11 +186,7 @@ class ServerOptions(Options, panel="Server", has_variables=True):
     )
 
     def client(self) -> ApiClient:
-        """A client of the server at --url.
-
-        Raises:
-            UsageError: for what is no URL, and for a key that no header can hold.
-        """
+        """A client of the server at --url. Raises UsageError for a wrong URL or key."""
         return ApiClient(parse_url(self.url or ""), self.api_key)
 
 
@@ -239,23 +205,15 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
     frequency_penalty: float | None = option(None, "Subtracted per occurrence.")
 
     def given(self) -> dict[str, Any]:
-        """The settings that were given, checked.
-
-        Raises:
-            UsageError: for a value out of range.
-        """
+        """The settings that were given, checked. Raises UsageError for a value out of range."""
         values = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
         settings = {name: value for name, value in values.items() if value is not None and value != []}
         SamplingParams.from_mapping(settings)
         return settings
 
 
-def sampling_params(defaults: SamplingParams, *settings: dict[str, Any]) -> SamplingParams:
-    """The defaults with each mapping of ``settings`` laid over them in turn.
-
-    Raises:
-        UsageError: for unknown names and values out of range.
-    """
+def sampling_params(defaults: SamplingParams, *settings: Mapping[str, Any]) -> SamplingParams:
+    """The defaults with each mapping laid over them in turn. Raises UsageError for wrong names and values."""
     merged = msgspec.structs.asdict(defaults)
     for layer in settings:
         merged |= layer
@@ -263,11 +221,7 @@ def sampling_params(defaults: SamplingParams, *settings: dict[str, Any]) -> Samp
 
 
 def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayout, ParallelLayout] | None:
-    """The layouts of --prefill-parallel and --decode-parallel; None if neither is given.
-
-    Raises:
-        UsageError: for what is no layout, and for one without the other.
-    """
+    """The layouts of --prefill-parallel and --decode-parallel; None without both. Raises UsageError for one alone."""
     if prefill is None and decode is None:
         return None
     if prefill is None or decode is None:
@@ -276,11 +230,7 @@ def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayo
 
 
 def parsed_split(layers: str | None) -> tuple[int, ...] | None:
-    """The layers of each stage, as --pp-split names them.
-
-    Raises:
-        UsageError: for what is no list of numbers.
-    """
+    """The layers of each stage, as --pp-split names them. Raises UsageError for what is no list of numbers."""
     if layers is None:
         return None
     words = layers.split(",")
@@ -290,11 +240,7 @@ def parsed_split(layers: str | None) -> tuple[int, ...] | None:
 
 
 def check_utf8(text: str, what: str) -> str:
-    """Arguments that were no valid UTF-8 arrive with lone surrogates; no tokenizer takes those.
-
-    Raises:
-        UsageError: if ``text`` holds one.
-    """
+    """The text. Raises UsageError for lone surrogates, which stand for arguments that were no valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,16 +1,18 @@
 """``nanoserve generate``: go on with a text, or with a whole file of them."""
 
-import json
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
-from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8, sampling_params
+from rich.console import Console
+
+from nanoserve.commands.chat_model import LocalModel
+from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option
-from nanoserve.commands.printers import PlainPrinter
+from nanoserve.commands.printers import AnswerPrinter
 from nanoserve.commands.terminal import read_stdin
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.commands.usage import AnswerUsage, envelope
 from nanoserve.errors import RuntimeFailure, UsageError
 
 
@@ -55,24 +57,19 @@ def run(options: GenerateOptions) -> None:
     if options.output is not None:
         raise UsageError("--output goes with --file; use > to keep the text of one prompt")
     text = _prompt_text(options.prompt)
-    with options.open_llm() as llm:
-        params = sampling_params(llm.default_sampling_params(), settings)
-        printer = PlainPrinter(sys.stdout)
-        pieces: list[str] = []
-        tokens, last = 0, None
-        with closing(llm.stream(text, params)) as stream:
+    with options.open_llm() as llm, closing(LocalModel(llm).stream(text, settings)) as stream:
+        printer, texts, last = AnswerPrinter(Console(file=sys.stdout)), [], None
+        try:
             for last in stream:
-                tokens += len(last.outputs[0].token_ids)
-                pieces.append(last.outputs[0].text)
+                texts.append(last.text)
                 if not options.json:
-                    printer.answer(last.outputs[0].text)
-        printer.finish()
-        if last is None or last.outputs[0].error is not None:
-            raise RuntimeFailure((last and last.outputs[0].error) or "the model gave no answer")
+                    printer.answer(last.text)
+        finally:
+            printer.finish()
+        if last is None:
+            raise RuntimeFailure("the model gave no answer")
         if options.json:
-            usage = AnswerUsage.of(last, tokens)
-            result = envelope(llm.model_name, "".join(pieces), "", usage, last.outputs[0].finish_reason)
-            print(json.dumps(result, ensure_ascii=False))
+            print(replace(last, text="".join(texts)).json(llm.model_name))
 
 
 def _prompt_text(prompt: str | None) -> str:

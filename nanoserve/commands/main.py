@@ -1,8 +1,7 @@
-"""The command ``nanoserve``: one way in for all its sub-commands, and one place where a failure ends it.
+"""The command ``nanoserve``: a failure becomes a line on stderr and an exit code.
 
-A failure becomes a line on stderr and an exit code: 0 is success, 1 a failure while running, 2 a request that makes no
-sense, 3 a model that cannot be used, 130 Ctrl-C. A reader that closes the pipe early (``| head``) got what it wanted:
-exit 0.
+0 is success, 1 a failure while running, 2 a request that makes no sense, 3 a model that cannot be used, 130 Ctrl-C.
+A reader that closes the pipe early (``| head``) got what it wanted: exit 0.
 """
 
 import contextlib

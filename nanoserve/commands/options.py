@@ -1,9 +1,8 @@
 """How options are declared: each is one field of a dataclass, from which typer's parameter is made.
 
 The options of a command are one class, put together from groups: ``class ChatOptions(ServerOptions, EngineOptions)``.
-A field says all there is to say of an option: its type, its default, its help and its limits. Parsing only prepares: it
-yields a callable that does the work, so that no frame of the parser, with its own ideas of errors and exits, lies below
-the running command.
+Parsing only prepares: it yields a callable that does the work, so that no frame of the parser, with its own ideas of
+errors and exits, lies below the running command.
 """
 
 import inspect
@@ -24,12 +23,9 @@ HARDWARE_PANEL = "Hardware"
 class Options:
     """A group of options, or all options of a command; subclasses are frozen dataclasses."""
 
-    panel: ClassVar[str]
-    """Where help lists the fields that a class declares."""
-    has_variables: ClassVar[bool]
-    """Whether each of these is also read from an environment variable: NANOSERVE_NAME."""
-    renamed: ClassVar[Mapping[str, str]]
-    """Flags that are no more, with what to say about each."""
+    panel: ClassVar[str]  # where help lists the fields that a class declares
+    has_variables: ClassVar[bool]  # whether each of these is also read from an environment variable: NANOSERVE_NAME
+    renamed: ClassVar[Mapping[str, str]]  # flags that are no more, with what to say about each
 
     def __init_subclass__(
         cls, *, panel: str = "Work", has_variables: bool = False, renamed: Mapping[str, str] | None = None
@@ -64,39 +60,29 @@ def option(
 ) -> Any:
     """A field that is an option, whose long flag is named after the field; a bool is a switch.
 
-    Args:
-        default: ``...`` makes the option required.
-        help: a sentence or two, to be read at 80 columns.
-        short: a flag of one letter, as "-m".
-        metavar: what stands for the value in help.
-        minimum: the smallest number, which help shows.
-        maximum: the largest number; help does not show it, because it leaves too little room for other columns.
-        choices: the only values that are accepted.
-        panel: where help lists it, if not in the panel of its group.
-        variables: environment variables that it is read from; by default its group decides.
-        parse: makes the field's value of a text, also of ``default``; it is told the flag, for its errors.
+    Help shows ``metavar`` for the value and the ``minimum``, but not the
+    ``maximum``, which leaves too little room for other columns. By default its group decides on ``panel`` and
+    environment ``variables``. ``parse`` makes the field's value of a text, also of ``default``, and of the flag.
     """
-    return _declared(
-        default,
-        parse=parse,
-        short=short,
-        help=f"{help} One of {', '.join(choices)}." if choices else help,
-        metavar="NAME" if choices else metavar,
-        min=minimum,
-        callback=_checking(choices, maximum) if choices or maximum is not None else None,
-        autocompletion=(lambda incomplete: [one for one in choices if one.startswith(incomplete)]) if choices else None,
-        rich_help_panel=panel,
-        envvar=variables,
-    )
+    complete = (lambda incomplete: [one for one in choices if one.startswith(incomplete)]) if choices else None
+    settings = {
+        "parse": parse,
+        "short": short,
+        "help": f"{help} One of {', '.join(choices)}." if choices else help,
+        "metavar": "NAME" if choices else metavar,
+        "min": minimum,
+        "callback": _checking(choices, maximum) if choices or maximum is not None else None,
+        "autocompletion": complete,
+        "rich_help_panel": panel,
+        "envvar": variables,
+    }
+    return field(default=default, metadata=settings)
 
 
 def argument(default: Any, help: str, metavar: str | None = None) -> Any:
-    """A field that is a word of its own, without a flag."""
-    return _declared(default, help=help, metavar=metavar, show_default=False)
-
-
-def _declared(default: Any, **settings: Any) -> Any:
-    return field(metadata=settings) if default is ... else field(default=default, metadata=settings)
+    """A field that is a word of its own, without a flag; the default ``...`` makes it required."""
+    default = MISSING if default is ... else default
+    return field(default=default, metadata={"help": help, "metavar": metavar, "show_default": False})
 
 
 def flag_of(name: str) -> str:

@@ -1,7 +1,6 @@
 """``nanoserve plan``: which parallel layout and policy serve a model best on so many devices."""
 
 import math
-from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -9,7 +8,7 @@ import msgspec
 
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions
 from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.commands.simulate_options import StepLimitOptions
@@ -24,9 +23,7 @@ _REPORTED = ("model", "hardware", "gpus", "requests", "rate", "seed", "top", "ma
 
 
 class PlanOptions(
-    StepLimitOptions,
-    JsonOptions,
-    renamed={"--workload": "is now --lengths", "--policies": "is now --policy"},
+    StepLimitOptions, JsonOptions, renamed={"--workload": "is now --lengths", "--policies": "is now --policy"}
 ):
     """All options of the command."""
 
@@ -66,7 +63,7 @@ def run(options: PlanOptions) -> None:
         "policies": list(policies),
     }
     with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
-        report.put("left_out", [asdict(one) for one in candidates.left_out])
+        report.put("left_out", [one._asdict() for one in candidates.left_out])
         for candidate in candidates.fitting:
             for name, policy in (of_pairs if candidate.is_pair else policies).items():
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")
@@ -89,21 +86,17 @@ def _fields(candidate: Candidate, result: SimulationResult) -> dict[str, Any]:
 
 def _columns(*, closed: bool) -> list[Column]:
     """The estimate stands beside what the layouts are ordered by: throughput of a closed batch, else latency."""
-    throughput = [Column("estimated", "estimated_tokens_per_second", ",.0f")] if closed else []
-    latency = [] if closed else [Column("estimated", "estimated_e2el_s", ",.1f")]
+    throughput = columns((",.0f", ("estimated", "estimated_tokens_per_second"))) if closed else []
+    latency = [] if closed else columns((",.1f", ("estimated", "estimated_e2el_s")))
     return [
         Column("layout", "layout"),
         Column("policy", "policy", justify="left"),
         Column("tok/s", "tokens_per_second", ",.0f"),
         *throughput,
-        Column("TTFT ms", "ttft_ms.mean", ",.0f"),
-        Column("p99", "ttft_ms.p99", ",.0f"),
-        Column("TPOT ms", "tpot_ms.mean", ",.1f"),
-        Column("p99", "tpot_ms.p99", ",.1f"),
-        Column("E2EL s", "seconds_each", ",.1f"),
+        *columns((",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99"))),
+        *columns((",.1f", ("TPOT ms", "tpot_ms.mean"), ("p99", "tpot_ms.p99"), ("E2EL s", "seconds_each"))),
         *latency,
-        Column("KV blocks", "blocks"),
-        Column("transitions", "transitions", ",d"),
+        *columns(("", ("KV blocks", "blocks")), (",d", "transitions")),
     ]
 
 

@@ -1,32 +1,28 @@
-"""Show an answer while it streams: plain, or on a terminal with every finished markdown block rendered in its place.
+"""Show an answer while it streams: as it is, or on a terminal with every finished markdown block rendered in its place.
 
-The text of the unfinished block is a preview. When the block is complete, the cursor goes back to where it began and
-the block is written again, rendered. So that every row of the preview is still on the screen then, a preview never
-grows beyond the window: when it fills all rows, the first one goes for each that comes. Lines are broken here, not by
-the terminal, so that the number of rows is known.
+On a terminal, the unfinished block (without markdown, the unfinished line) is drawn again with each piece of text. It
+never grows beyond the window, so that it can always be erased.
 """
 
-import shutil
 import unicodedata
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TextIO
+from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.containers import Lines
+from rich.live_render import LiveRender
 from rich.markdown import Markdown
+from rich.text import Text
 
-from nanoserve.commands.terminal import DIM, NORMAL, is_terminal
+from nanoserve.commands.terminal import is_terminal
 
 _TAB = "    "
-_EMOJI_PRESENTATION = "\ufe0f"  # widens the character before it
 _CODE_THEME = "ansi_dark"  # the terminal's own colours
-_HEADING, _PARAGRAPH = "heading_open", "paragraph_open"
+_HEADING, _PARAGRAPH, _TEXT = "heading_open", "paragraph_open", "text"
 _OVER_AT_ONCE = (_HEADING, "hr")
 _OVER_BEFORE_ANOTHER = ("bullet_list_open", "ordered_list_open", "code_block")  # they go on behind blank lines
-
-Size = Callable[[], tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +59,9 @@ class BlockSplitter:
             self.pending = ""
             return []
         tops = [token for token in Markdown(self.pending).parsed if token.level == 0 and token.nesting >= 0]
+        if ended and not tops:  # it has only what other blocks would refer to
+            rest, self.pending = self.pending.rstrip(), ""
+            return [Block(_TEXT, rest)]
         lines = self.pending.split("\n")
         whole = len(tops) if ended or (tops and _is_over(tops[-1], lines)) else max(0, len(tops) - 1)
         starts = [0, *(token.map[0] for token in tops[1:] if token.map), len(lines)]
@@ -82,218 +81,140 @@ def _is_over(token: Any, lines: list[str]) -> bool:
     return token.type in _OVER_AT_ONCE or (not last and token.type not in _OVER_BEFORE_ANOTHER)
 
 
-class PlainPrinter:
-    """The answer as it is; the reasoning goes to its own stream, if there is one. Terminals get whole words."""
+class _LineSplitter(BlockSplitter):
+    """Every line is a block, also an empty one."""
 
-    def __init__(self, answers: TextIO, thoughts: TextIO | None = None, size: Size = shutil.get_terminal_size):
-        self._answers, self._thoughts, self._size = answers, thoughts, size
-        self._laid_out = _Words(size) if is_terminal(answers) else None
-        self._laid_out_thoughts = _Words(size)
-        self._thought = False
+    def _cut(self, *, ended: bool) -> list[Block]:
+        *lines, self.pending = self.pending.split("\n")
+        if ended and self.pending:
+            lines, self.pending = [*lines, self.pending], ""
+        return [Block(_TEXT, line) for line in lines]
+
+
+class AnswerPrinter:
+    """Shows one answer: raw where nobody watches, else in whole words, and rendered if it is markdown.
+
+    The reasoning goes to another terminal or the same; None hides it.
+    """
+
+    def __init__(self, answers: Console, thoughts: Console | None = None, *, markdown: bool = False) -> None:
+        self._file, self._markdown = answers.file, markdown
+        splitter = BlockSplitter() if markdown else _LineSplitter()
+        self._answer = _Redrawn(answers, splitter) if markdown or is_terminal(answers.file) else None
+        self._thoughts = None if thoughts is None else _Redrawn(thoughts, _LineSplitter(), style="dim")
         self._last = "\n"
 
     def thinking(self, text: str) -> None:
         """Show a piece of the reasoning."""
         if self._thoughts is not None:
-            self._thoughts.write(f"{DIM}{self._laid_out_thoughts.lay_out(visible(text))}{NORMAL}")
-            self._thoughts.flush()
-            self._thought = True
+            self._thoughts.write(text)
 
     def answer(self, text: str) -> None:
         """Show a piece of the answer."""
         self._end_thoughts()
-        shown = visible(text) if self._answers.isatty() else text
-        self._answers.write(shown if self._laid_out is None else self._laid_out.lay_out(shown))
-        self._answers.flush()
+        if self._answer is not None:
+            self._answer.write(text)
+            return
+        self._file.write(visible(text) if self._file.isatty() else text)
+        self._file.flush()
         self._last = text[-1:] or self._last
 
     def finish(self) -> None:
         """End the line: the answer has ended, was interrupted, or something else is to be said below it."""
         self._end_thoughts()
-        if self._last != "\n":
+        if self._answer is not None:
+            self._answer.finish()
+        elif self._last != "\n":
             self.answer("\n")
-        self._answers.flush()
 
     def lose_place(self) -> None:
         """Something else has written to the terminal; the cursor is at the start of a line."""
-        self._laid_out_thoughts = _Words(self._size)
-        if self._laid_out is not None:
-            self._laid_out = _Words(self._size)
+        for shown in (self._answer, self._thoughts):
+            if shown is not None:
+                shown.lost = True
 
     def _end_thoughts(self) -> None:
-        if self._thought and self._thoughts is not None:
-            self._thoughts.write("\n")
-            self._laid_out_thoughts = _Words(self._size)
-            self._thought = False
+        if self._thoughts is not None and self._thoughts.written:
+            self._thoughts.finish()
+            if self._markdown:
+                self._file.write("\n")
 
 
-class MarkdownPrinter:
-    """The answer on a terminal, rendered block by block."""
+class _Redrawn:
+    """Text on a terminal: finished blocks stay, and what is pending is drawn again in its place."""
 
-    def __init__(self, console: Console, size: Size = shutil.get_terminal_size):
-        self._console = console
-        self._size = size
-        self._splitter = BlockSplitter()
-        self._preview = _Preview(size)
-        self._thoughts: _Words | None = None
+    def __init__(self, console: Console, splitter: BlockSplitter, style: str = "") -> None:
+        self._console, self._splitter, self._style = console, splitter, style
+        self._size = console.size
+        self._begin()
 
-    def thinking(self, text: str) -> None:
-        if self._thoughts is None:
-            self._thoughts = _Words(self._size)
-        self._write(f"{DIM}{self._thoughts.lay_out(visible(text))}{NORMAL}")
+    def _begin(self) -> None:
+        self._region, self._rows, self._last_row = LiveRender(""), 0, ""
+        self._left = 0  # pending characters that stay as they are, above the region
+        self.written = self.lost = False  # lost: something else has written to the terminal
 
-    def answer(self, text: str) -> None:
-        output = self._end_of_thoughts()
-        for piece in visible(text).splitlines(keepends=True):
-            output += self._show(piece)
-        self._write(output)
+    def write(self, text: str) -> None:
+        text = visible(text)
+        erased, row = self._erased(), self._last_row + text
+        blocks = self._splitter.push(text)
+        if self._rows and "\n" not in text and cell_len(row) <= self._size.width:  # much cheaper
+            self._last_row = row
+            self._console.file.write(self._ansi(Text(text, self._style)))
+            self._console.file.flush()
+        else:
+            self._draw(erased, blocks)
+        self.written = True
 
     def finish(self) -> None:
-        output = self._end_of_thoughts()
-        blocks = self._splitter.finish()
-        if blocks and self._preview.erasable:
-            output += self._preview.erase() + "".join(map(self._rendered, blocks))
-        elif self._preview.column:
-            output += "\n"
-        self._preview = _Preview(self._size)
-        self._write(output)
+        erased = self._erased()
+        self._draw(erased, self._splitter.finish())
+        self._begin()
 
-    def lose_place(self) -> None:
-        for text in (self._preview, self._thoughts):
-            if text is not None:
-                text.lose_place()
+    def _draw(self, output: str, blocks: list[Block]) -> None:
+        """Write the finished blocks, and the end of what is pending below them."""
+        for block in blocks:
+            output += self._rendered(block)
+            self._left = 0
+        height = self._size.height
+        lines = self._splitter.pending[self._left :].split("\n")[-height:]
+        rows = self._wrapped("\n".join(lines))[-height:]
+        self._region.set_renderable(Text("\n").join(rows))
+        self._rows, self._last_row = len(rows), rows[-1].plain
+        self._console.file.write(output + self._ansi(self._region))
+        self._console.file.flush()
 
-    def _end_of_thoughts(self) -> str:
-        if self._thoughts is None:
-            return ""
-        on_line = self._thoughts.column > 0
-        self._thoughts = None
-        return "\n\n" if on_line else "\n"
-
-    def _show(self, piece: str) -> str:
-        """What to write for a piece that ends with a line break or has none."""
-        blocks = self._splitter.push(piece)
-        pending = self._splitter.pending
-        if not blocks:
-            if not pending:  # a blank line between blocks: the space after a block is already there
-                return self._restart("") if self._preview.rows or self._preview.column else ""
-            return self._preview.lay_out(piece)
-        if self._preview.erasable:
-            return self._restart("".join(map(self._rendered, blocks)))
-        blank_line = self._preview.column == 0 and not piece.strip()
-        stays = self._preview.lay_out(piece)
-        self._preview = _Preview(self._size)
-        self._preview.lay_out(pending)  # it is on the screen already
-        return stays if pending or blank_line else f"{stays}\n"
-
-    def _restart(self, rendered: str) -> str:
-        erase = self._preview.erase()
-        self._preview = _Preview(self._size)
-        return erase + rendered + self._preview.lay_out(self._splitter.pending)
+    def _erased(self) -> str:
+        """What takes the cursor back to where the region began; if nobody knows where that is, the region stays."""
+        fills_window = self._rows >= self._size.height  # not all of the text is there to be left as it is
+        was_resized = self._console.size != self._size
+        self._size = self._console.size
+        if not self.lost and (fills_window or not was_resized):
+            return self._ansi(self._region.position_cursor())
+        pending, line_break = self._splitter.pending, "" if self.lost else "\n"
+        self._begin()
+        self._left = 0 if fills_window else len(pending)
+        return line_break if pending else ""
 
     def _rendered(self, block: Block) -> str:
         source = block.source
+        if block.kind == _TEXT or self._left:
+            ends = "\n" if block.kind == _TEXT else "\n\n"
+            rest = source[self._left :].strip() if self._left else source
+            text = self._ansi(Text("\n").join(self._wrapped(rest))) + ends
+            return text if rest or not self._left else ends[1:]
         if block.kind == _PARAGRAPH:  # lines of a poem stay lines
             source = source.replace("\n", "  \n")
         if block.kind == _HEADING and source.lstrip().startswith("#"):  # rich would centre it in a box
             source = f"**{source.strip().strip('#').strip()}**"
-        markdown = Markdown(source, code_theme=_CODE_THEME, hyperlinks=False)
+        return self._ansi(Markdown(source, code_theme=_CODE_THEME, hyperlinks=False)).strip("\n") + "\n\n"
+
+    def _wrapped(self, text: str) -> Lines:
+        return Text(text, self._style).wrap(self._console, self._size.width)
+
+    def _ansi(self, shown: RenderableType) -> str:
         with self._console.capture() as capture:
-            self._console.print(markdown, width=self._size()[0])
-        return capture.get().strip("\n") + "\n\n"
-
-    def _write(self, text: str) -> None:
-        self._console.file.write(text)
-        self._console.file.flush()
-
-
-AnswerPrinter = PlainPrinter | MarkdownPrinter
-"""Where the pieces of one answer go."""
-
-
-class _Words:
-    """Text written as it comes, of which a word that does not fit on its line moves to the next one."""
-
-    def __init__(self, size: Size):
-        self._size = size
-        self._began = size()
-        self.column = 0
-        self._word = ""  # what may move: written since the last blank
-        self._word_column = 0
-        self._lost = False
-
-    def lose_place(self) -> None:
-        self._lost = True
-        self._begin_word(0)
-
-    @property
-    def moved(self) -> bool:
-        """Whether nobody knows where its lines are: the terminal has another size, or others have written to it."""
-        return self._lost or self._size() != self._began
-
-    def lay_out(self, text: str) -> str:
-        """What to write for ``text``."""
-        stays = self._size() != self._began
-        written = []
-        for character in text:
-            cells = 1 if character == _EMOJI_PRESENTATION else cell_len(character)
-            if character == "\n":
-                written.append(self._break_line())
-                self._begin_word(0)
-            elif character == " " and self.column == self._began[0]:  # the break takes its place
-                self._begin_word(self.column)
-            else:
-                if self.column + cells > self._began[0]:
-                    written.append(self._move_word(stays=stays or cells > 1))
-                written.append(character)
-                self.column += cells
-                self._word += character
-                if character == " " or cells > 1:  # a line may end behind every wide character
-                    self._begin_word(self.column)
-        return "".join(written)
-
-    def _begin_word(self, column: int) -> None:
-        self._word, self._word_column, self.column = "", column, column
-
-    def _move_word(self, *, stays: bool) -> str:
-        """Go to the next line, and take along what there is of the last word unless it fills the line."""
-        word, start, end = self._word, self._word_column, self.column
-        if stays or start in (0, end):
-            self._begin_word(0)
-            return self._break_line()
-        self._word_column, self.column = 0, end - start
-        return f"\r\x1b[{start}C\x1b[K{self._break_line()}{word}"
-
-    def _break_line(self) -> str:
-        return "\n"
-
-
-class _Preview(_Words):
-    """Text that will be erased, and so never fills more than the window."""
-
-    def __init__(self, size: Size):
-        super().__init__(size)
-        self.rows = 0  # line breaks on the screen
-        self._has_scrolled = False
-
-    @property
-    def erasable(self) -> bool:
-        """Whether it can be replaced: its rows are where they were, or not all of it is there to be left as it is."""
-        return self._has_scrolled or not self.moved
-
-    def erase(self) -> str:
-        if self._lost:
-            return "\n"
-        # Row by row: some terminals keep what is on a screen that is cleared as a whole.
-        return "\r\x1b[K" + "\x1b[A\x1b[K" * self.rows
-
-    def _break_line(self) -> str:
-        fills_window = self.rows == self._began[1] - 1 and not self.moved
-        if not (fills_window or self._has_scrolled):
-            self.rows += 1
-            return "\n"
-        self._has_scrolled = True
-        return f"\r\x1b[{self.rows}A\x1b[M\x1b[{self.rows}B"  # deletes the first row, so that the last one is blank
+            self._console.print(shown, end="")
+        return capture.get()
 
 
 def visible(text: str) -> str:

@@ -14,10 +14,8 @@ from rich.console import Console
 
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
 
-LINE_SECONDS = 5.0
-"""Between two lines where there is no terminal: what takes no longer is silent."""
-_LINE_SHARE = 0.1
-"""The share of the time passed that lies between two lines: long runs have no more lines than they need."""
+_LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
+_LINE_SHARE = 0.1  # of the time passed lies between two lines: long runs have no more lines than they need
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, how much of it is done, and how much there is."""
@@ -41,10 +39,7 @@ class _Stage:
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """Yield a function that shows how far each stage is. The working thread calls it often; most calls show nothing.
-
-    A separate thread would slow the work down and disturb measurements.
-    """
+    """Yield a function that shows how far each stage is; most calls show nothing. A thread would disturb the work."""
     stages: dict[str, _Stage] = {}
     if not is_terminal(sys.stderr):
         yield lambda what, done, total: _say(stages, what, done, total)
@@ -72,7 +67,7 @@ def show_progress() -> Iterator[Progress]:
 def _say(stages: dict[str, _Stage], what: str, done: int, total: int) -> None:
     now = time.monotonic()
     stage = stages.setdefault(what, _Stage(now, done, now))
-    if done < total and now - stage.shown >= max(LINE_SECONDS, _LINE_SHARE * (now - stage.began)):
+    if done < total and now - stage.shown >= max(_LINE_SECONDS, _LINE_SHARE * (now - stage.began)):
         stage.shown = now
         remark(f"{what}: {done / total:.0%}, about {stage.left(now, done, total)} left")
 

@@ -16,11 +16,9 @@ BLOCK_QUOTES = '"""'
 
 
 def history_path() -> Path:
-    """Where the platform keeps state: XDG_STATE_HOME, or ~/.local/state; ~/Library or LOCALAPPDATA elsewhere."""
+    """Where the platform keeps state: XDG_STATE_HOME, or ~/.local/state; ~/Library on macOS."""
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Application Support"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home())
     else:
         base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     return base / "nanoserve" / "history"
@@ -35,12 +33,7 @@ def private_file(path: Path) -> Path:
 
 
 class ChatPrompt:
-    """Reads messages from a terminal.
-
-    Args:
-        history: the file to keep lines in, or None to keep them in memory.
-        commands: completed with the tabulator key.
-    """
+    """Reads messages from a terminal; the tabulator key completes ``commands``. Without a file, memory has history."""
 
     def __init__(self, history: Path | None, commands: Sequence[str]):
         from prompt_toolkit import PromptSession
@@ -64,12 +57,7 @@ class ChatPrompt:
         )
 
     def read(self) -> str:
-        """One message; a line that begins with three quotes goes on until a line ends with three.
-
-        Raises:
-            KeyboardInterrupt: on Ctrl-C.
-            EOFError: on Ctrl-D in an empty line.
-        """
+        """One message; three quotes begin and end one of several lines. Raises EOFError on Ctrl-D in an empty line."""
         text = self._session.prompt(PROMPT)
         if not text.startswith(BLOCK_QUOTES):
             return text
@@ -81,11 +69,7 @@ class ChatPrompt:
 
 
 def edit_text(text: str) -> str:
-    """Open $VISUAL or $EDITOR on a text; returns what it is afterwards.
-
-    Raises:
-        RuntimeFailure: if the editor cannot be run or fails.
-    """
+    """Open $VISUAL or $EDITOR on a text; returns what it is afterwards. Raises RuntimeFailure if that fails."""
     editor = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with temporary_directory() as directory:
         path = directory / "message.txt"

@@ -37,11 +37,7 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
     served_model_name: str | None = option(None, "What clients call the model.", metavar="NAME")
 
     def check_exposure(self) -> None:
-        """Refuse an address that strangers can reach, unless that is wanted.
-
-        Raises:
-            UsageError: for an empty key, or an address of the network without a key.
-        """
+        """Raise UsageError for an empty key, or an address that strangers can reach unless that is wanted."""
         if not all(self.api_key or []):
             raise UsageError("--api-key is empty; leave it away to serve without a key")
         if not self.api_key and not self.insecure and not is_loopback(self.host):

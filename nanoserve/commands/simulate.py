@@ -10,7 +10,7 @@ import msgspec
 
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.simulate_options import (
@@ -23,53 +23,41 @@ from nanoserve.commands.simulate_options import (
 )
 from nanoserve.costs.hardware import GIBI
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 from nanoserve.measures.charts import draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.metrics import Distribution
-from nanoserve.measures.slo import parse_slo
-from nanoserve.record.trace import SimulationTrace
+from nanoserve.measures.metrics import Distribution, parse_slo
+from nanoserve.record.trace import RunTrace
 from nanoserve.record.window import StepWindow
-from nanoserve.simulator import simulate
+from nanoserve.simulator import OtherLayout, simulate
 from nanoserve.simulator.fleet import check_replicas, make_router
 from nanoserve.simulator.plots import PANEL_SIZE, PlottedRun, simulation_chart
 
-_COLUMNS = [
-    Column("policy", "policy"),
-    Column("tok/s", "tokens_per_second", ",.0f"),
-    Column("req/s", "requests_per_second", ",.2f"),
-    Column("TTFT ms", "ttft_ms.mean", ",.0f"),
-    Column("p99", "ttft_ms.p99", ",.0f"),
-    Column("TPOT ms", "tpot_ms.mean", ",.1f"),
-    Column("p99", "tpot_ms.p99", ",.1f"),
-    Column("E2EL s", "e2el_s", ",.1f"),
-    Column("bubbles", "bubble_share", ".1%"),
-    Column("tokens/step", "tokens_per_step.mean", ",.0f"),
-    Column("variation", "tokens_variation", ".2f"),
-    Column("KV mean", "kv_occupancy", ".0%"),
-    Column("KV peak", "kv_peak", ".0%"),
-    Column("preempted", "preemptions", ",d"),
-]
-_SLO_COLUMNS = [Column("SLO", "slo_attainment", ".1%"), Column("goodput", "goodput", ",.2f")]
-_TIER_COLUMNS = [
-    Column("transitions", "transitions", ",d"),
-    Column("take s", "transition_seconds", ",.1f"),
-    Column("tokens out", "swapped_out_tokens", ",d"),
-    Column("tokens in", "swapped_in_tokens", ",d"),
-    Column("host mean", "host_occupancy", ".0%"),
-    Column("host tokens", "host_tokens", ",d"),
-    Column("CPU", "processor_share", ".0%"),
-]
-"""Shown if anything happened there."""
-_SPREAD_COLUMNS = [
-    Column("policy", "policy"),
-    Column("requests", "requests"),
-    Column("output tokens", "output_tokens"),
-    Column("TTFT ms", "ttft_ms"),
-    Column("TPOT ms", "tpot_ms"),
-    Column("bubbles", "bubble_share"),
-    Column("KV mean", "kv_occupancy"),
-    Column("until s", "seconds"),
-]
+_COLUMNS = columns(
+    ("", "policy"),
+    (",.0f", ("tok/s", "tokens_per_second")),
+    (",.2f", ("req/s", "requests_per_second")),
+    (",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99")),
+    (",.1f", ("TPOT ms", "tpot_ms.mean"), ("p99", "tpot_ms.p99"), ("E2EL s", "e2el_s")),
+    (".1%", ("bubbles", "bubble_share")),
+    (",.0f", ("tokens/step", "tokens_per_step.mean")),
+    (".2f", ("variation", "tokens_variation")),
+    (".0%", ("KV mean", "kv_occupancy"), ("KV peak", "kv_peak")),
+    (",d", ("preempted", "preemptions")),
+)
+_SLO_COLUMNS = columns((".1%", ("SLO", "slo_attainment")), (",.2f", "goodput"))
+_TIER_COLUMNS = columns(  # shown if anything happened there
+    (",d", "transitions"),
+    (",.1f", ("take s", "transition_seconds")),
+    (",d", ("tokens out", "swapped_out_tokens"), ("tokens in", "swapped_in_tokens")),
+    (".0%", ("host mean", "host_occupancy")),
+    (",d", "host_tokens"),
+    (".0%", ("CPU", "processor_share")),
+)
+_SPREAD_COLUMNS = columns(
+    ("", "policy", "requests", "output_tokens", ("TTFT ms", "ttft_ms"), ("TPOT ms", "tpot_ms")),
+    ("", ("bubbles", "bubble_share"), ("KV mean", "kv_occupancy"), ("until s", "seconds")),
+)
 
 
 class SimulateOptions(
@@ -114,15 +102,18 @@ def run(options: SimulateOptions) -> None:
     make_router(options.router)  # an unknown name is refused before anything runs
     slo = parse_slo(options.slo)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
+    pairs = list(zip(hardware.layouts, hardware.kv_blocks, strict=True))
     settings = _settings(options, hardware) | {"slo_ms": slo and msgspec.to_builtins(slo)}
     place = _place(settings, hardware)
     reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
+    # All devices of a simulated stage are one worker, which is named by its stage if there is one layout.
+    layouts = options.layouts() if len(hardware.layouts) > 1 else (ParallelLayout(),)
     with reported as report, ExitStack() as files:
         trace = None if options.record is None else files.enter_context(ChromeTraceFile(options.record))
         runs: list[PlottedRun] = []
         for name, policy in chosen.items():
             window = StepWindow(beside=runs[0].window if runs else None)
-            traces = [] if trace is None else [SimulationTrace(trace, options.block_size)]
+            traces = [] if trace is None else [RunTrace(trace, 0.0, layouts=layouts)]
             result = simulate(
                 policy,
                 hardware.layouts[0],
@@ -136,7 +127,7 @@ def run(options: SimulateOptions) -> None:
                 replicas=options.replicas,
                 router=options.router,
                 host_blocks=hardware.host_blocks,
-                other_layouts=hardware.other_layouts,
+                other_layouts=[OtherLayout(*pair) for pair in pairs[1:]],
                 predictors=hardware.predictors,
             )
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
@@ -167,8 +158,10 @@ def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str
 
 def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
     """On what it ran, in one line."""
+    blocks = " -> ".join(f"{number:,d}" for number in hardware.kv_blocks) + " KV blocks"
+    host = f", {hardware.host_blocks:,d} in host memory" if hardware.host_blocks else ""
     several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
-    layout = f"{hardware.name}, {settings['metadata']} metadata, {hardware.blocks_name}{several}"
+    layout = f"{hardware.name}, {settings['metadata']} metadata, {blocks}{host}{several}"
     return f"{settings['model']} on {settings['hardware']}, {layout}"
 
 
@@ -181,8 +174,8 @@ def _show(report: Report, options: SimulateOptions, place: str) -> None:
     print(f"simulated: {place}")
     rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
     tiers = [column for column in _TIER_COLUMNS if any(row[column.path] for row in rows)]
-    columns = [*_COLUMNS, *(_SLO_COLUMNS if report.document["settings"]["slo_ms"] else ()), *tiers]
-    print_table(_title(report, options), columns, rows)
+    slo = _SLO_COLUMNS if report.document["settings"]["slo_ms"] else []
+    print_table(_title(report, options), [*_COLUMNS, *slo, *tiers], rows)
     if options.replicas > 1:
         print_table("least / mean / most of the replicas", _SPREAD_COLUMNS, map(_spread, report.rows))
 
@@ -191,8 +184,7 @@ def _spread(row: Mapping[str, Any]) -> dict[str, str | None]:
     """What the replicas did: the least, the mean and the most."""
     spread: dict[str, str | None] = {"policy": row["policy"]}
     for column in _SPREAD_COLUMNS[1:]:
-        found = Distribution.of(replica[column.path] for replica in row["replicas"])
-        if found is not None:
-            pattern = ".2f" if found.max < 10 else ",.0f"
-            spread[column.path] = " / ".join(format(value, pattern) for value in (found.min, found.mean, found.max))
+        if (found := Distribution.of(replica[column.path] for replica in row["replicas"])) is not None:
+            shown = ".2f" if found.max < 10 else ",.0f"
+            spread[column.path] = f"{found.min:{shown}} / {found.mean:{shown}} / {found.max:{shown}}"
     return spread

@@ -10,20 +10,17 @@ from nanoserve.commands.engine_options import parallel_pair, parsed_split
 from nanoserve.commands.options import HARDWARE_PANEL, Options, option
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.hardware import GIBI
-from nanoserve.costs.measured_times import MeasuredPredictor, MeasuredTimes
-from nanoserve.costs.predictor import CostPredictor
-from nanoserve.costs.profile import read_profile
+from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
+from nanoserve.costs.profile import MeasuredTimes, read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.processes.sizes import parse_size
-from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
+from nanoserve.simulator import Workload, burst, gamma_arrivals, trace_arrivals, trace_lengths
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
-MOST_AT_A_TIME = 2**30
-"""The most tokens in a step, and sequences: more than there can be, and few enough to be counted with."""
-MOST_BLOCKS = 2**24
-"""Each takes some 40 bytes here."""
+_MOST_AT_A_TIME = 2**30  # tokens in a step, and sequences: more than there can be
+_MOST_BLOCKS = 2**24  # each takes some 40 bytes here
 _MOST_REQUESTS = 10_000_000
 _LARGEST_BLOCK = 2**20
 RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
@@ -32,8 +29,8 @@ RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 class StepLimitOptions(Options):
     """How much a step may hold."""
 
-    max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=MOST_AT_A_TIME)
-    max_num_seqs: int = option(2048, "Most sequences of an engine.", minimum=1, maximum=MOST_AT_A_TIME)
+    max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=_MOST_AT_A_TIME)
+    max_num_seqs: int = option(2048, "Most sequences of an engine.", minimum=1, maximum=_MOST_AT_A_TIME)
 
 
 class PolicyOptions(
@@ -65,11 +62,7 @@ class WorkloadOptions(Options):
         return f"{lengths}, {together if self.rate is None else f'{self.rate:g} a second'}"
 
     def workload(self) -> Workload:
-        """The requests; each call makes the same ones.
-
-        Raises:
-            UsageError: for a rate, a name or a trace that makes no sense.
-        """
+        """The requests; each call makes the same ones. Raises UsageError for options that make no sense."""
         if self.trace is not None and self.lengths is not None:
             raise UsageError("give --lengths or --trace, not both")
         if self.rate is None and self.variation != 1:
@@ -98,7 +91,7 @@ class HardwareOptions(
     pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
     block_size: int = option(16, "Tokens of a KV block.", minimum=1, maximum=_LARGEST_BLOCK)
     num_blocks: int | None = option(
-        None, "KV blocks; default: what fits beside the weights.", minimum=1, maximum=MOST_BLOCKS
+        None, "KV blocks; default: what fits beside the weights.", minimum=1, maximum=_MOST_BLOCKS
     )
     metadata: str = option(
         "decoupled",
@@ -115,11 +108,7 @@ class HardwareOptions(
     host_kv_memory: str | None = option(None, "Host memory for KV blocks, as 80GiB; default: none.", metavar="SIZE")
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """One layout, or that of prompts and that of decodes.
-
-        Raises:
-            UsageError: for layouts that do not suit each other.
-        """
+        """One layout, or that of prompts and that of decodes. Raises UsageError if they do not suit each other."""
         pair = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if pair is None:
             return (ParallelLayout(pipeline_parallel=self.pp, tensor_parallel=self.tp),)
@@ -140,18 +129,12 @@ class HardwareOptions(
         return any(getattr(self, name) != getattr(type(self), name) for name in names)
 
     def host_kv_bytes(self) -> int | None:
-        """Bytes of host memory that were asked for.
-
-        Raises:
-            UsageError: for what is no size, or has no unit.
-        """
+        """Bytes of host memory that were asked for. Raises UsageError for what is no size, or has no unit."""
         size = self.host_kv_memory
-        if size is None:
-            return None
-        if re.fullmatch(r"[\d.]+", size):
+        if size is not None and re.fullmatch(r"[\d.]+", size):
             raise UsageError(f"--host-kv-memory {size:.40} has no unit: say {size:.40}GiB")
         try:
-            return parse_size(size)
+            return None if size is None else parse_size(size)
         except UsageError as error:
             raise UsageError(f"--host-kv-memory: {error}") from None
 
@@ -171,27 +154,16 @@ class FleetOptions(Options, panel="Fleet"):
 class SimulatedHardware:
     """What a policy is simulated on: devices by the cost model, or as ``nanoserve profile`` measured them."""
 
-    name: str
-    """The layout, or the two of them."""
-    layouts: Sequence[StepCosts | MeasuredTimes]
-    """The times of each parallel layout; the first is current in the beginning."""
-    predictors: Sequence[CostPredictor | MeasuredPredictor]
-    """One for each layout."""
-    kv_blocks: Sequence[int]
-    """Blocks on the devices of each layout."""
+    name: str  # the layout, or the two of them
+    layouts: Sequence[StepCosts | MeasuredTimes]  # the times of each parallel layout; it begins with the first
+    predictors: Sequence[Predictor]  # one for each layout
+    kv_blocks: Sequence[int]  # on the devices of each layout
     host_blocks: int
-    """Blocks in host memory."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What a report says of it where the options do not."""
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what a report says of it where the options do not
 
     @classmethod
     def of(cls, options: HardwareOptions, step_tokens: int) -> "SimulatedHardware":
-        """All that the options mean together; steps have at most ``step_tokens`` tokens.
-
-        Raises:
-            UsageError: for an unknown model or machine, for layouts that do not suit each other, the model or the
-                machine, for host memory that is not there or holds no block, and for options that a profile answers.
-        """
+        """All that the options mean together, in steps of ``step_tokens``. Raises UsageError if they do not fit."""
         if options.profile is not None:
             return cls._measured(options, options.profile)
         split = parsed_split(options.pp_split)
@@ -204,7 +176,7 @@ class SimulatedHardware:
         return cls(
             name=one_layout if len(costs) == 1 else " -> ".join(each.layout.name for each in costs),
             layouts=costs,
-            predictors=[CostPredictor(each, costs) for each in costs],
+            predictors=layout_predictors(costs),
             kv_blocks=[_kv_blocks(options, each, step_tokens) for each in costs],
             host_blocks=_host_blocks(options, costs[0]),
         )
@@ -212,7 +184,7 @@ class SimulatedHardware:
     @classmethod
     def _measured(cls, options: HardwareOptions, path: Path) -> "SimulatedHardware":
         """One layout of one stage, by the profile in a file; it has as many blocks as the measured engine had."""
-        if (options.prefill_parallel, options.decode_parallel) != (None, None):
+        if options.changed("prefill_parallel", "decode_parallel"):
             raise UsageError("--profile has one layout: leave --prefill-parallel and --decode-parallel out")
         if options.changed("model", "hardware", "pp", "tp", "pp_split", "metadata"):
             raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
@@ -226,17 +198,6 @@ class SimulatedHardware:
             host_blocks=_host_blocks(options, times.profile.step_costs()),
             facts={"model": model, "hardware": device, "stages": 1, "tensor_parallel": 1},
         )
-
-    @property
-    def blocks_name(self) -> str:
-        """How many blocks there are, and where."""
-        device = " -> ".join(f"{blocks:,d}" for blocks in self.kv_blocks)
-        return f"{device} KV blocks" + (f", {self.host_blocks:,d} in host memory" if self.host_blocks else "")
-
-    @property
-    def other_layouts(self) -> list[OtherLayout]:
-        """All but the first."""
-        return [OtherLayout(*pair) for pair in list(zip(self.layouts, self.kv_blocks, strict=True))[1:]]
 
 
 def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> int:
@@ -253,26 +214,23 @@ def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> 
 
 
 def _countable(blocks: int) -> int:
-    if blocks > MOST_BLOCKS:
+    if blocks > _MOST_BLOCKS:
         raise UsageError(f"{blocks:,d} KV blocks fit, more than can be simulated: give --num-blocks")
     return blocks
 
 
 def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
-    wanted, size, machine = options.host_kv_bytes(), options.host_kv_memory, costs.machine
+    wanted, machine = options.host_kv_bytes(), costs.machine
     if wanted is None:
         return 0
+    flag = f"--host-kv-memory {options.host_kv_memory}"
     if 0 < machine.host_memory_bytes < wanted:
-        raise UsageError(
-            f"--host-kv-memory {size} is more than the {machine.host_memory_bytes / GIBI:g} GiB "
-            f"that a node of {machine.name} has"
-        )
+        has = f"the {machine.host_memory_bytes / GIBI:g} GiB that a node of {machine.name} has"
+        raise UsageError(f"{flag} is more than {has}")
     blocks = costs.memory.host_kv_blocks(wanted, options.block_size)
     if not blocks:
-        raise UsageError(f"--host-kv-memory {size} does not hold one block of {options.block_size} tokens")
-    if blocks > MOST_BLOCKS:
-        raise UsageError(
-            f"--host-kv-memory {size} holds more than {MOST_BLOCKS} blocks of {options.block_size} tokens:"
-            " give less, or a larger --block-size"
-        )
+        raise UsageError(f"{flag} does not hold one block of {options.block_size} tokens")
+    if blocks > _MOST_BLOCKS:
+        held = f"more than {_MOST_BLOCKS} blocks of {options.block_size} tokens"
+        raise UsageError(f"{flag} holds {held}: give less, or a larger --block-size")
     return blocks

@@ -5,37 +5,28 @@ import re
 import shutil
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TextIO, TypeVar
+from typing import IO, TypeVar
 
 from nanoserve.errors import UsageError
 
-DIM, NORMAL = "\x1b[2m", "\x1b[0m"
-REDRAW_SECONDS = 0.1
-"""Nobody sees more."""
+REDRAW_SECONDS = 0.1  # nobody sees more
 _LONGEST_MESSAGE = 1000
 _FIRST_COLUMN = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
 
 T = TypeVar("T")
 
 
-def is_terminal(stream: TextIO | None) -> bool:
+def is_terminal(stream: IO[str] | None) -> bool:
     """Whether someone watches this stream and it understands cursor movements."""
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def dim(text: str, stream: TextIO) -> str:
-    """Text in faint type where the stream is a terminal."""
-    return f"{DIM}{text}{NORMAL}" if is_terminal(stream) else text
-
-
-def wrapped(text: str, stream: TextIO) -> str:
-    """Text whose lines break between words where the stream is a terminal.
-
-    What does not fit goes on below the second column of its line, where there are two, as in a list of commands.
-    """
+def wrapped(text: str, stream: IO[str]) -> str:
+    """Text for a terminal: lines break between words, and go on below the second column of a list of commands."""
     width = shutil.get_terminal_size().columns
     if not is_terminal(stream) or max(map(len, text.split("\n"))) <= width // 2:  # no character is wider than two
         return text
@@ -52,8 +43,9 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 
 def remark(text: str) -> None:
-    """One or more lines beside the answers, on stderr."""
-    print(dim(wrapped(text, sys.stderr), sys.stderr), file=sys.stderr, flush=True)
+    """One or more lines beside the answers, on stderr; in faint type on a terminal."""
+    shown = wrapped(text, sys.stderr)
+    print(f"\x1b[2m{shown}\x1b[0m" if is_terminal(sys.stderr) else shown, file=sys.stderr, flush=True)
 
 
 def say(message: str) -> None:
@@ -78,11 +70,7 @@ def silence_stdout() -> None:
 
 
 def read_stdin() -> str:
-    """All that was piped in, without the line break at its end.
-
-    Raises:
-        UsageError: if it is not UTF-8.
-    """
+    """All that was piped in, without the line break at its end. Raises UsageError if it is not UTF-8."""
     if sys.stdin is None:
         return ""
     try:
@@ -104,10 +92,7 @@ class StopOnInterrupt:
         signal.signal(signal.SIGINT, self._previous)
 
     def steps(self, stream: Iterator[T]) -> Iterator[T]:
-        """The stream until it ends or Ctrl-C is pressed.
-
-        While the engine works the default handler is in place, which it defers to the end of a step.
-        """
+        """The stream until it ends or Ctrl-C is pressed. The engine defers the default handler to a step's end."""
         while not self._requested:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -130,11 +115,9 @@ class StopOnInterrupt:
 @contextmanager
 def without_echo() -> Iterator[None]:
     """Keys pressed meanwhile wait for the next prompt unseen: their echo would move the cursor under an answer."""
-    if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
-    import termios
-
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     silent = before.copy()
@@ -149,9 +132,6 @@ def without_echo() -> Iterator[None]:
 @contextmanager
 def when_continued(action: Callable[[], None]) -> Iterator[None]:
     """Calls ``action`` whenever the process goes on after Ctrl-Z: a shell has written to the terminal meanwhile."""
-    if sys.platform == "win32":
-        yield
-        return
     before = signal.signal(signal.SIGCONT, lambda *_: action())
     try:
         yield

@@ -1,7 +1,7 @@
-"""What an answer cost: token counts and times, as one line for people and as JSON for programs."""
+"""An answer and what it cost: token counts and times, as one line for people and as JSON for programs."""
 
+import json
 from dataclasses import dataclass
-from typing import Any
 
 from nanoserve.request import RequestMetrics, RequestOutput
 
@@ -10,19 +10,14 @@ from nanoserve.request import RequestMetrics, RequestOutput
 class AnswerUsage:
     """Tokens and seconds of one answer; a rate or time is None where it was never reached."""
 
-    prompt_tokens: int | None
-    """None where a server has not told (yet)."""
-    cached_tokens: int | None
-    """Prompt tokens whose KV came from the prefix cache; None where a server does not tell."""
+    prompt_tokens: int | None  # None where a server has not told (yet)
+    cached_tokens: int | None  # prompt tokens whose KV came from the prefix cache; None where a server does not tell
     completion_tokens: int
-    metrics: RequestMetrics
-    """Times of the first sample."""
+    metrics: RequestMetrics  # times of the first sample
 
     @classmethod
-    def of(cls, output: RequestOutput, completion_tokens: int | None = None) -> "AnswerUsage":
-        """The usage of a whole output, or of the last delta of a stream with the tokens of all deltas counted."""
-        if completion_tokens is None:
-            completion_tokens = sum(len(sample.token_ids) for sample in output.outputs)
+    def of(cls, output: RequestOutput, completion_tokens: int) -> "AnswerUsage":
+        """The usage of a whole output, or of the last delta of a stream, with the tokens of all samples or deltas."""
         return cls(len(output.prompt_token_ids), output.cached_tokens, completion_tokens, output.outputs[0].metrics)
 
     @property
@@ -61,30 +56,36 @@ class AnswerUsage:
         }
         return {name: None if value is None else round(value, 6) for name, value in values.items()}
 
-    def line(self, context: int | None, *, interrupted: bool = False) -> str:
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """An answer, or what is new of one."""
+
+    text: str
+    reasoning: str  # what was told apart already; while the answer goes on, ``text`` may hold more of it between tags
+    usage: AnswerUsage  # until now
+    finish_reason: str | None  # None while it goes on, and when it was interrupted
+
+    def line(self, context: int | None) -> str:
         """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together, if known."""
-        parts = []
-        if self.prompt_tokens is not None:
-            cached = "" if self.cached_tokens is None else f" ({self.cached_tokens} cached)"
-            parts.append(f"{self.prompt_tokens} prompt{cached}")
-        parts.append(f"{self.completion_tokens} new" + (", interrupted" if interrupted else ""))
-        if (first := self.metrics.time_to_first_token) is not None:
+        usage, parts = self.usage, []
+        if usage.prompt_tokens is not None:
+            cached = "" if usage.cached_tokens is None else f" ({usage.cached_tokens} cached)"
+            parts.append(f"{usage.prompt_tokens} prompt{cached}")
+        parts.append(f"{usage.completion_tokens} new" + (", interrupted" if self.finish_reason is None else ""))
+        if (first := usage.metrics.time_to_first_token) is not None:
             parts.append(f"TTFT {first:.2f} s")
-        if (rate := self.prefill_rate) is not None:
+        if (rate := usage.prefill_rate) is not None:
             parts.append(f"prefill {rate:,.0f} t/s")
-        if (rate := self.decode_rate) is not None:
+        if (rate := usage.decode_rate) is not None:
             parts.append(f"decode {rate:,.1f} t/s")
-        if self.total_tokens is not None:
-            parts.append(f"context {self.total_tokens}" + ("" if context is None else f"/{context}"))
+        if usage.total_tokens is not None:
+            parts.append(f"context {usage.total_tokens}" + ("" if context is None else f"/{context}"))
         return " · ".join(parts)
 
-
-def envelope(model: str, text: str, reasoning: str, usage: AnswerUsage, finish_reason: str | None) -> dict[str, Any]:
-    """The object that ``--json`` prints."""
-    answer = {"text": text} | ({"reasoning": reasoning} if reasoning else {})
-    return answer | {
-        "finish_reason": finish_reason,
-        "model": model,
-        "usage": usage.counts(),
-        "timings": usage.timings(),
-    }
+    def json(self, model: str) -> str:
+        """The object that ``--json`` prints."""
+        reasoning = {"reasoning": self.reasoning} if self.reasoning else {}
+        end = {"finish_reason": self.finish_reason, "model": model}
+        cost = {"usage": self.usage.counts(), "timings": self.usage.timings()}
+        return json.dumps({"text": self.text} | reasoning | end | cost, ensure_ascii=False)

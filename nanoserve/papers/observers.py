@@ -75,7 +75,7 @@ class SteadyWindow(StepObserver):
             self._newest = (gained, stages)
         if (self.samples or self._is_open) and len(self.samples) < self._logged_steps:
             spans = tuple((times.started, times.computed) for times in stages)
-            self.samples.append(StepSample(planned.time, planned.prompt_tokens, planned.decodes, spans))
+            self.samples.append(StepSample(planned.time, planned.plan.prompt_tokens, planned.plan.decodes, spans))
 
     @property
     def _is_open(self) -> bool:
@@ -102,12 +102,12 @@ class SteadyWindow(StepObserver):
         self._busy = self._busy or [0.0] * len(stages)
         for stage, times in enumerate(stages):
             self._busy[stage] += times.computed - times.started
-        tokens = planned.tokens
+        tokens = planned.plan.decodes + planned.plan.prompt_tokens
         self._steps += 1
         self._sum += tokens
         self._squares += tokens * tokens
-        self._decodes += planned.decodes
-        self._prefill += planned.prompt_tokens
+        self._decodes += planned.plan.decodes
+        self._prefill += planned.plan.prompt_tokens
 
     def result(self) -> Steady:
         """The steady state, from the steps that began in the window.
@@ -159,11 +159,11 @@ class PhaseClock(StepObserver):
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         """A step enters the pipeline, and it is known when it will leave."""
-        kind = "decode" if not planned.prompt_tokens else "mixed" if planned.decodes else "prefill"
+        kind = "decode" if not planned.plan.prompt_tokens else "mixed" if planned.plan.decodes else "prefill"
         seconds = sum([times.computed - times.started for times in stages]) / len(stages)
         self._seconds[kind] += seconds
         if kind == "decode":
-            self._decode_rows += planned.decodes * seconds
+            self._decode_rows += planned.plan.decodes * seconds
 
     def on_beside(self, planned: Planned, times: Beside) -> None:
         """The layout changes. Swaps run beside the steps; where a step waits for one, that is other time."""

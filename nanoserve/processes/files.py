@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ def unreadable_as_model_error() -> Iterator[None]:
         yield
     except OSError as error:
         raise ModelError(f"the model cannot be read: {error.strerror or error} ({error.filename})") from error
+
+
+@contextmanager
+def unwritable_as_failure(path: Path) -> Iterator[None]:
+    """Raise RuntimeFailure for errors of the file system while that file is written."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def read_bytes(path: Path, failure: type[NanoserveError] = ModelError) -> bytes:
@@ -57,19 +67,21 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically; an error leaves nothing behind. Raises RuntimeFailure if it cannot be written."""
+def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Write a file atomically, with this mode less the umask; an error leaves nothing behind. Raises RuntimeFailure if
+    it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
     draft = path.parent / f".{path.name}.{os.getpid()}"
-    try:
+    with unwritable_as_failure(path):
         if path.exists() and not path.is_file():  # a device must not be replaced by a file
             path.write_bytes(data)
             return
         try:
-            draft.write_bytes(data)
+            with open(draft, "wb", opener=partial(os.open, mode=mode)) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # a crash leaves the old content or the new
             draft.replace(path)
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error

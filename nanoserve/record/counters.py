@@ -34,9 +34,8 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     transitions: int = 0
     """Preemptions, steps and changes of the layout so far."""
     losses: int = 0
-    """How often workers died and were restarted."""
     host_losses: int = 0
-    """How often attention on the CPU was lost, and its sequences computed again."""
+    """How often workers died and were restarted, and attention on the CPU was lost and its sequences recomputed."""
 
     @classmethod
     def together(cls, statuses: Iterable[Self]) -> Self:

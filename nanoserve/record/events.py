@@ -54,20 +54,18 @@ class Blocks(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """The engine took a request in."""
+    """The engine took a request in; the time is on its clock."""
 
     time: float
-    """Time on the engine's clock, in seconds."""
     request: Request
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """A request, or one of its samples, was ended from outside."""
+    """A request was ended from outside, or one of its samples: ``index`` is None for all."""
 
     time: float
     request_id: str
     index: int | None
-    """The sample; None for all of them."""
     reason: FinishReason
 
 
@@ -85,13 +83,6 @@ class Planned(msgspec.Struct, frozen=True):
     """Blocks after the plan's rows and swaps; the plan itself says what it took and freed."""
     forecast: Forecast | None
     """The prediction for the plan; None if it was not predicted."""
-    decodes: int
-    prompt_tokens: int
-    """Rows of one token, and tokens of longer rows."""
-
-    @property
-    def tokens(self) -> int:
-        return self.decodes + self.prompt_tokens
 
 
 class Worked(msgspec.Struct, frozen=True):
@@ -119,10 +110,9 @@ class ExecutorFailed(msgspec.Struct, frozen=True):
 
 
 class Gained(msgspec.Struct, frozen=True):
-    """Sequences gained tokens, or ended."""
+    """Sequences gained tokens, or ended; the time is on the engine's clock."""
 
     time: float
-    """Time on the engine's clock, in seconds."""
     updates: tuple[SequenceUpdate, ...]
 
 

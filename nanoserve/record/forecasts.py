@@ -17,7 +17,7 @@ from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.work import HostBatch, StepFeatures
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Load
-from nanoserve.scheduler.plan import HostWork, Row, StepPlan, StepResult, work_of
+from nanoserve.scheduler.plan import Row, StepPlan, StepResult, work_of
 
 _MANY, _ONE_IN = 256, 5
 """The predictor learns from the first _MANY results, and then from one result in _ONE_IN. Every second or fourth would
@@ -33,17 +33,15 @@ class Forecast:
     """What the plan carries out, with the alternatives."""
     work: StepFeatures
     predicted: float
-    """Predicted time on the device, in seconds."""
     measured: float | None = None
-    """Measured time on the device, in seconds; None while the step is in flight."""
+    """Predicted and measured time on the device, in seconds; None while the step is in flight."""
 
 
 class Forecasts:
     """The forecasts of plans in flight, and what predictors learn from them: a SchedulerObserver.
 
-    Args:
-        predictors: by layout. Those that do not learn get no forecasts.
-        on_measured: called with each forecast once its step was measured and learned from.
+    Only predictors that learn get forecasts; there is one for each layout. ``on_measured`` is called with each forecast
+    once its step was measured and learned from.
     """
 
     def __init__(
@@ -65,8 +63,7 @@ class Forecasts:
 
     def of(self, step: int) -> Forecast | None:
         """The forecast of a plan in flight; None if it was not predicted."""
-        forecast, _ = self._in_flight.get(step, (None, None))
-        return forecast
+        return self._in_flight.get(step, (None, None))[0]
 
     def on_plan(self, plan: StepPlan, load: Load | None, decision: Decision, cohorts: HostCohorts) -> None:
         """Predict a plan with rows; the cohorts do not follow it yet."""
@@ -84,7 +81,11 @@ class Forecasts:
     def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
         if self._newest is not None and result.host_work and next(self._host_results):
-            for (sequences, context_tokens), seconds in _by_size(result.host_work).items():
+            # An asymmetric step attends for the same sequences in layer after layer: together they are one number.
+            by_size: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+            for one in result.host_work:
+                by_size[one.sequences, one.context_tokens].append(one.seconds)
+            for (sequences, context_tokens), seconds in by_size.items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
         if result.step is None or result.step not in self._in_flight:
             return
@@ -99,7 +100,6 @@ class Forecasts:
         self._on_measured(replace(forecast, work=work, measured=result.seconds))
 
     def on_reset(self) -> None:
-        """Nothing in flight will be measured."""
         self._in_flight.clear()
 
 
@@ -109,11 +109,7 @@ def _lessons() -> Iterator[bool]:
 
 
 def features_of(plan: StepPlan, cohorts: HostCohorts) -> StepFeatures:
-    """What a plan amounts to, if all cohorts under way join an overlapped step.
-
-    Args:
-        cohorts: before they follow the plan.
-    """
+    """What a plan amounts to, if all cohorts under way, before they follow it, join an overlapped step."""
     device = work_of(row for row in plan.rows if row.tier == "device")
     on_host = [row for row in plan.rows if row.tier == "host"]
     if plan.strategy == "overlap":
@@ -153,11 +149,3 @@ def _joined(work: StepFeatures, result: StepResult, step: int, cohorts: HostCoho
         if begun < step and layers.get(begun, cohort.layers + 1) > cohort.layers
     ]
     return (*beginning, *joined)
-
-
-def _by_size(works: Iterable[HostWork]) -> dict[tuple[int, int], list[float]]:
-    """An asymmetric step attends for the same sequences in layer after layer: together they are one number."""
-    seconds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for work in works:
-        seconds[work.sequences, work.context_tokens].append(work.seconds)
-    return seconds

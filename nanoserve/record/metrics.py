@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from nanoserve.measures.metrics import MILLISECONDS
+from nanoserve.measures.metrics import MILLISECONDS, Slo
 from nanoserve.measures.sketches import Occupancy, Series, Sketch
-from nanoserve.measures.slo import Slo
 from nanoserve.record.events import Event, Gained, Planned, StepObserver
 from nanoserve.record.times import Beside, ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import Sequence
@@ -17,7 +16,6 @@ class CompletedRequest(NamedTuple):
 
     request_id: str
     arrival: float
-    """Arrival time of the request."""
     input_tokens: int
     output_tokens: int
     ttft: float
@@ -39,7 +37,6 @@ class SloMeter:
         self.requests = self.attaining = 0
 
     def __call__(self, request: CompletedRequest) -> None:
-        """One more request has ended."""
         self.requests += 1
         self.attaining += self.slo.allows(request.ttft, request.tpot, request.e2el)
 
@@ -50,11 +47,7 @@ class SloMeter:
 
 
 class LatencyMetrics:
-    """TTFT, TPOT, ITL and E2EL, in milliseconds, and how many requests and tokens there were.
-
-    Args:
-        observers: are shown every request that has ended.
-    """
+    """TTFT, TPOT, ITL and E2EL, in milliseconds, and counts; ``observers`` are shown every request that has ended."""
 
     def __init__(self, observers: Iterable[RequestObserver] = ()) -> None:
         self.ttft, self.tpot, self.itl, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
@@ -63,7 +56,6 @@ class LatencyMetrics:
         self._last_update: dict[str, float] = {}  # times by request that has not ended
 
     def __call__(self, event: Event) -> None:
-        """Sequences may have gained something."""
         if not isinstance(event, Gained):
             return
         now = event.time
@@ -112,12 +104,7 @@ class LayoutTime(NamedTuple):
 
 
 class StepMetrics(StepObserver):
-    """Steps of a simulated run as they enter the pipeline, and what happens beside them.
-
-    Args:
-        block_size: tokens per KV block.
-        layouts: how many parallel layouts there are.
-    """
+    """Steps of a simulated run as they enter the pipeline, and what happens beside them."""
 
     def __init__(self, block_size: int, layouts: int = 1) -> None:
         self.tokens = Sketch()  # tokens of each step
@@ -134,17 +121,15 @@ class StepMetrics(StepObserver):
         self._since = self._idle_before = 0.0
 
     def on_step(self, planned: Planned, stages: tuple[StageTimes, ...]) -> None:
-        """A step enters the pipeline."""
         now = planned.time
-        self.tokens.add(planned.tokens)
-        self.counts.add(now, (planned.plan.step, planned.decodes, planned.prompt_tokens))
+        self.tokens.add(planned.plan.decodes + planned.plan.prompt_tokens)
+        self.counts.add(now, (planned.plan.step, planned.plan.decodes, planned.plan.prompt_tokens))
         self._keep_busy(now, stages[-1].computed)
         self.occupancy.add(now, planned.blocks.device_share)
         self.strategy_steps[planned.plan.strategy] += 1
         self._look_at_host(planned)
 
     def on_beside(self, planned: Planned, times: Beside) -> None:
-        """A swap, a transition or attention on the CPU begins."""
         if isinstance(times, SwapTimes):
             blocks = next(swap.device_blocks for swap in planned.plan.swaps if swap.swap == times.swap)
             self.swapped_tokens[times.direction] += len(blocks) * self._block_size

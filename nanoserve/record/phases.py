@@ -1,13 +1,12 @@
 """Phases of an engine with two parallel layouts: computing in one, draining it, re-sharding to the other. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned
 from nanoserve.scheduler.plan import StepResult
 
-PhaseKind = Literal["compute", "drain", "reshard"]
 _PREFILL = 0
 """The layout in which prompts are computed."""
 
@@ -28,11 +27,10 @@ class PhaseTurn(NamedTuple):
 class Phase:
     """A part of a run; phases follow each other without gaps."""
 
-    kind: PhaseKind
+    kind: Literal["compute", "drain", "reshard"]
     """"compute" in a layout; "drain": from the first result after which no more rows were planned, until nothing was in
     flight or on the device; "reshard" to a layout."""
     layout: int
-    """Number of the layout."""
     began: float
     ended: float
     """Start and end on the executor's clock, in seconds."""
@@ -50,27 +48,23 @@ class Phase:
     def seconds(self) -> float:
         return self.ended - self.began
 
+    def name(self, layouts: Sequence[str]) -> str:
+        """With the layouts' names: "prefill in P2", "draining P2", "re-shard to T2", "decode in T2"."""
+        computes = "prefill in" if self.layout == _PREFILL else "decode in"
+        verb = {"drain": "draining", "reshard": "re-shard to"}.get(self.kind, computes)
+        return f"{verb} {layouts[self.layout]}"
+
     def with_plan(self, planned: Planned) -> "Phase":
         """The same phase with one plan more."""
-        directions = [swap.direction for swap in planned.plan.swaps]
+        plan, directions = planned.plan, [swap.direction for swap in planned.plan.swaps]
         return replace(
             self,
-            plans=self.plans + bool(planned.plan.rows),
-            prompt_tokens=self.prompt_tokens + planned.prompt_tokens,
-            decodes=self.decodes + planned.decodes,
+            plans=self.plans + bool(plan.rows),
+            prompt_tokens=self.prompt_tokens + plan.prompt_tokens,
+            decodes=self.decodes + plan.decodes,
             swaps_out=self.swaps_out + directions.count("out"),
             swaps_in=self.swaps_in + directions.count("in"),
         )
-
-
-def phase_name(phase: Phase, layouts: Sequence[str]) -> str:
-    """With the layouts' names: "prefill in P2", "draining P2", "re-shard to T2", "decode in T2"."""
-    layout = layouts[phase.layout]
-    if phase.kind == "drain":
-        return f"draining {layout}"
-    if phase.kind == "reshard":
-        return f"re-shard to {layout}"
-    return f"{'prefill' if phase.layout == _PREFILL else 'decode'} in {layout}"
 
 
 class PhaseTracker:
@@ -97,10 +91,9 @@ class PhaseTracker:
 
     def _on_plan(self, planned: Planned) -> list[Phase]:
         plan, now, blocks = planned.plan, planned.time, planned.blocks
-        if self._phase is None:
-            self._phase = Phase("compute", plan.layout, now, now)
+        phase = self._phase or Phase("compute", plan.layout, now, now)
         if plan.transition is not None:
-            return self._turn(plan.transition, now, blocks)
+            return self._turn(phase, plan.transition, now, blocks)
         if plan.rows:
             self._idle = None
         elif self._idle is not None:
@@ -111,7 +104,7 @@ class PhaseTracker:
             elif self._blocks is not None and self._blocks.used_host > 0:
                 self._left = blocks.on_device  # the pool has just run empty
             self._blocks = blocks
-        self._phase = self._phase.with_plan(planned)
+        self._phase = phase.with_plan(planned)
         return []
 
     def _on_result(self, result: StepResult, now: float) -> list[Phase]:
@@ -123,8 +116,7 @@ class PhaseTracker:
             over = replace(self._phase, ended=now)
             self._phase = Phase("compute", over.layout, now, now)
             return [over]
-        if self._idle is None:
-            self._idle = Phase("drain", self._phase.layout, now, now)
+        self._idle = self._idle or Phase("drain", self._phase.layout, now, now)
         return []
 
     def _finish(self, now: float) -> list[Phase]:
@@ -133,25 +125,14 @@ class PhaseTracker:
         self._phase = self._idle = self._blocks = None
         return over
 
-    def _turn(self, target: int, now: float, blocks: Blocks) -> list[Phase]:
+    def _turn(self, phase: Phase, target: int, now: float, blocks: Blocks) -> list[Phase]:
         """The layout changes: what was computing, and draining, are over."""
-        assert self._phase is not None, "a plan has been submitted"
-        drain = self._idle or Phase("drain", self._phase.layout, now, now)
-        before = blocks.preemptions if self._blocks is None else self._blocks.preemptions
-        recomputed, through_pool = blocks.preemptions - before, drain.swaps_out
+        drain = self._idle or Phase("drain", phase.layout, now, now)
+        before = self._blocks or blocks
+        recomputed, through_pool = blocks.preemptions - before.preemptions, drain.swaps_out
         left = 0 if drain.layout == _PREFILL else self._left
         turn = PhaseTurn(max(0, left - through_pool - recomputed), through_pool, recomputed)
-        computed = replace(
-            self._phase,
-            ended=drain.began,
-            swaps_out=self._phase.swaps_out - drain.swaps_out,
-            swaps_in=self._phase.swaps_in - drain.swaps_in,
-        )
+        swaps_out, swaps_in = phase.swaps_out - drain.swaps_out, phase.swaps_in - drain.swaps_in
+        computed = replace(phase, ended=drain.began, swaps_out=swaps_out, swaps_in=swaps_in)
         self._phase, self._idle, self._blocks, self._left = Phase("reshard", target, now, now), None, None, 0
         return [computed, replace(drain, ended=now, turn=turn)]
-
-
-def phases_of(events: Iterable[Event]) -> list[Phase]:
-    """The phases of a run that is over."""
-    tracker = PhaseTracker()
-    return [phase for event in events for phase in tracker.on_event(event)]

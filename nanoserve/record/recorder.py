@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import ceil
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -33,7 +32,7 @@ from nanoserve.record.events import (
 )
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
-from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate
+from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -54,43 +53,25 @@ class Telling(Protocol):
         """The times since the last call."""
 
 
-@dataclass(slots=True)
-class _Unended:
-    """A request that has not ended: its unfinished samples, and the tokens of its prompt and its finished samples."""
-
-    samples: set[int]
-    tokens: int
-    answered: bool = False
-    """Whether any sample has its first token."""
-
-
 class Recorder:
     """Stands between an engine and its executor, observes its scheduler, and receives arrivals and aborts.
 
-    Args:
-        scheduler: learns from what happens through the recorder's `forecasts`.
-        executor: if it is `Telling`, its times are taken after every plan and result.
+    The scheduler's predictors learn through its `forecasts`. If the executor is `Telling`, its times are taken after
+    every plan and result.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.executor = executor
         self.executor_seconds = 0.0  # real time spent in the executor
-        self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
         self.losses = 0  # how often the executor's workers died and new ones were started
-        self.requests: dict[str, _Unended] = {}  # that have not ended, by id
         self.forecasts = Forecasts(scheduler.predictors, self._emit)
         self._scheduler = scheduler
-        self._prompt_tokens = self._output_tokens = 0
-        self._begun: dict[int, Sequence] = {}  # sequences in plans, without a token that was seen
-        self._in_flight: dict[int | None, StepPlan] = {}
         self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
-        self._take_times = executor.take_times if isinstance(executor, Telling) else None
+        self._take_times = executor.take_times if isinstance(executor, Telling) else tuple
         self._observers: list[Observer] = []
         self._clock: float | None = None
         if scheduler.predictors:
             scheduler.observer = self.forecasts
-
-    # ---- counters ---------------------------------------------------------------------------------------------
 
     @property
     def status(self) -> EngineStatus:
@@ -106,8 +87,8 @@ class Recorder:
             total_blocks=scheduler.pool.num_blocks,
             free_host_blocks=scheduler.host_pool.free_blocks,
             total_host_blocks=scheduler.host_pool.num_blocks,
-            prompt_tokens=self._prompt_tokens,
-            output_tokens=self._output_tokens,
+            prompt_tokens=scheduler.prompt_tokens,
+            output_tokens=scheduler.output_tokens,
             preemptions=scheduler.table.preemptions,
             steps=scheduler.steps,
             transitions=scheduler.transitions,
@@ -116,15 +97,12 @@ class Recorder:
         )
 
     def take_steps(self) -> list[RecentStep]:
-        """The steps that have ended since the last call, at most RECENT_STEPS of them."""
+        """The steps that have ended since the last call, at most RECENT_STEPS."""
         steps = list(self._recent)
         self._recent.clear()
         return steps
 
-    # ---- observers --------------------------------------------------------------------------------------------
-
     def add(self, *observers: Observer) -> None:
-        """Show observers everything from now on."""
         self._scheduler.observer = self.forecasts
         self._observers += observers
 
@@ -138,59 +116,40 @@ class Recorder:
             self._observers.remove(observer)
 
     def step_clock(self) -> None:
-        """Let the engine's clock advance only while the engine waits for results, like a virtual one.
-
-        Everything between two results happens at one moment. That makes a replay exact.
-        """
+        """Let the engine's clock advance only while the engine waits for results: that makes a replay exact."""
         self._clock = 0.0
         self._tick()
 
     def finish(self) -> None:
         """Emit the end of the run; the executor stays open."""
-        if self._take_times is not None:
-            self._show_times(self._take_times())
+        self._show_times()
         self._emit(Finished(self.executor.now(), Blocks.of(self._scheduler)))
 
     # ---- the executor -----------------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        """Pass a plan on.
-
-        Raises: as the executor does.
-        """
+        """Pass a plan on; raises as the executor does."""
         handed_over = self.executor.now() if self._observers else 0.0
         self._call(self.executor.submit, plan)
-        if plan.ends:
-            self._in_flight[plan.step] = plan
-        for begin in plan.begin:
-            self._begun[begin.sequence] = self._scheduler.table.sequences[begin.sequence]
         if self._observers:
-            clock = handed_over if self._clock is None else self._clock
-            forecasts, blocks = self.forecasts, Blocks.of(self._scheduler)
-            decided = forecasts.load, forecasts.decision, blocks, forecasts.of(plan.step)
-            self._emit(Planned(handed_over, clock, plan, *decided, *step_tokens(plan)))
-        if self._take_times is not None:
-            self._show_times(self._take_times())
+            clock, forecasts = handed_over if self._clock is None else self._clock, self.forecasts
+            decided = forecasts.load, forecasts.decision, Blocks.of(self._scheduler), forecasts.of(plan.step)
+            self._emit(Planned(handed_over, clock, plan, *decided))
+        self._show_times()
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Wait with the executor.
-
-        Raises: as the executor does.
-        """
-        results = self._call(self.executor.collect, until)
+        """Wait with the executor; raises as it does."""
+        results, scheduler = self._call(self.executor.collect, until), self._scheduler
         if self._clock is not None:
             self._tick()
         for result in results:
-            if (plan := self._in_flight.pop(result.step, None)) is not None:
-                held = len(self._scheduler.running), len(self._scheduler.waiting)
-                self._recent.append(RecentStep(plan.step, *step_tokens(plan), *held, result.seconds))
-            elif result.lost is not None:
-                self.losses += 1
-                self._in_flight.clear()
+            self.losses += result.lost is not None
+            if (plan := scheduler.plans_in_flight.get(result.step)) is not None:  # its result is not applied yet
+                held = len(scheduler.running), len(scheduler.waiting)
+                self._recent.append(RecentStep(plan.step, plan.decodes, plan.prompt_tokens, *held, result.seconds))
         if results and self._observers:
             self._emit(Collected(self.executor.now(), self.now(), tuple(results), self.forecasts.corrections))
-        if self._take_times is not None:
-            self._show_times(self._take_times())
+        self._show_times()
         return results
 
     def now(self) -> float:
@@ -198,11 +157,7 @@ class Recorder:
         return self.executor.now() if self._clock is None else self._clock
 
     def close(self) -> None:
-        """Close the executor, then emit the end of the run.
-
-        Raises:
-            RuntimeFailure: if an observer could not do its work to the end.
-        """
+        """Emit the end of the run and close the executor; raises RuntimeFailure if an observer could not finish."""
         try:
             self.finish()
         finally:
@@ -211,57 +166,16 @@ class Recorder:
     # ---- the engine -------------------------------------------------------------------------------------------
 
     def on_request(self, request: Request) -> None:
-        """The engine took a request in."""
-        self.requests[request.request_id] = _Unended(set(range(request.params.n)), len(request.prompt))
-        self.outstanding += len(request.prompt)
         if self._observers:
             self._emit(Arrived(self.now(), request))
 
     def on_stop(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        """A request or a sample is ended from outside."""
         if self._observers:
             self._emit(Stopped(self.now(), request_id, index, reason))
 
     def on_updates(self, updates: list[SequenceUpdate]) -> None:
-        """What sequences gained."""
-        gained, ended = 0, []
-        for update in updates:
-            gained += len(update.new_tokens)
-            if update.sequence.finish_reason is not None:  # `update.finished` would be a call for each
-                ended.append(update.sequence)
-        self._output_tokens += gained
-        self.outstanding += gained
-        if self._begun:
-            self._count_prompts()
-        for sequence in ended:
-            self._end(sequence)
         if updates and self._observers:
             self._emit(Gained(self.now(), tuple(updates)))
-
-    def _count_prompts(self) -> None:
-        """Count the prompts of sequences that have their first token."""
-        for sequence in list(self._begun.values()):
-            if sequence.first_token_time is not None:
-                request = self.requests.get(sequence.request.request_id)
-                if request is not None and not request.answered:
-                    request.answered = True
-                    self._prompt_tokens += len(sequence.request.prompt)
-            if sequence.first_token_time is not None or sequence.finish_reason is not None:
-                del self._begun[sequence.sequence_id]
-
-    def _end(self, sequence: Sequence) -> None:
-        """A sample has ended. Two updates of one call may say so."""
-        request = self.requests.get(sequence.request.request_id)
-        if request is None or sequence.index not in request.samples:
-            return
-        request.samples.remove(sequence.index)
-        resumed = sequence.request.resumed[sequence.index : sequence.index + 1]
-        request.tokens += sequence.output_length - sum(map(len, resumed))
-        if not request.samples:
-            self.outstanding -= request.tokens
-            del self.requests[sequence.request.request_id]
-
-    # -----------------------------------------------------------------------------------------------------------
 
     def _emit(self, event: Event) -> None:
         for observer in self._observers:
@@ -273,14 +187,13 @@ class Recorder:
         try:
             return part(argument)
         except RuntimeFailure:
-            self._in_flight.clear()
             self._emit(ExecutorFailed(self.executor.now()))
             raise
         finally:
             self.executor_seconds += time.perf_counter() - began
 
-    def _show_times(self, times: SequenceOf[Times]) -> None:
-        if times and self._observers:
+    def _show_times(self) -> None:
+        if (times := self._take_times()) and self._observers:
             stages = tuple([one for one in times if isinstance(one, StageTimes)])
             beside = tuple([one for one in times if not isinstance(one, StageTimes)])
             self._emit(Worked(stages, beside))
@@ -291,10 +204,3 @@ class Recorder:
         assert self._clock is not None, "the clock is stepped"
         ticks = ceil(self.executor.now() * _TICKS_PER_SECOND)
         self._clock = max(self._clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
-
-
-def step_tokens(plan: StepPlan) -> tuple[int, int]:
-    """Decodes, which are rows of one token, and tokens of longer rows."""
-    lengths = [len(row.tokens) for row in plan.rows]
-    decodes = lengths.count(1)
-    return decodes, sum(lengths) - decodes

@@ -1,35 +1,32 @@
-"""RunRecord: every event of a run, and what can be computed from them when the run is over."""
+"""RunRecord: every event of a run, and what can be computed from them when it is over: requests, stages, moves."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
-from typing import TypeVar
+from typing import Literal, TypeVar
+
+import msgspec
 
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 from nanoserve.record.events import Arrived, Blocks, Collected, Event, Finished, Gained, Planned, Worked
 from nanoserve.record.forecasts import Forecast
-from nanoserve.record.phases import Phase, phases_of
-from nanoserve.record.times import HostTimes, Move, StageTimes
+from nanoserve.record.phases import Phase, PhaseTracker
+from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import Request
 from nanoserve.scheduler.plan import StepPlan, StepResult, Tier
 
+_GIGA = 1e9
+Span = tuple[float, float]
 E = TypeVar("E")
 
 
 class RunRecord:
-    """An observer that keeps every event in order.
-
-    Events are appended while the run goes on; everything else is read when it is over.
-
-    Args:
-        max_in_flight: plans that the executor takes at a time.
-        events: what has happened already.
-    """
+    """An observer that keeps every event in order; everything else is read when the run is over."""
 
     def __init__(self, max_in_flight: int, events: Iterable[Event] = ()) -> None:
-        self.max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight  # plans that the executor takes at a time
         self.events: list[Event] = list(events)
 
     def __call__(self, event: Event) -> None:
@@ -39,8 +36,6 @@ class RunRecord:
         """The events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
-    # ---- plans and results ------------------------------------------------------------------------------------
-
     @cached_property
     def arrivals(self) -> list[Request]:
         """Requests, each with the time at which the engine took it in as its arrival time."""
@@ -48,17 +43,16 @@ class RunRecord:
 
     @cached_property
     def planned(self) -> dict[int, Planned]:
-        """All plans, by step."""
+        """All plans by step, as events."""
         return {event.plan.step: event for event in self.of(Planned)}
 
     @cached_property
     def plans(self) -> list[StepPlan]:
-        """All plans."""
         return [event.plan for event in self.planned.values()]
 
     @cached_property
     def collected(self) -> dict[float, tuple[StepResult, ...]]:
-        """All results in order, grouped by their moment on the engine's clock."""
+        """All results in order, by their moments on the engine's clock."""
         return {event.clock: event.results for event in self.of(Collected)}
 
     @property
@@ -97,15 +91,11 @@ class RunRecord:
 
     @property
     def losses(self) -> list[str]:
-        """Why workers died."""
+        """Why workers died, each time."""
         return [result.lost for result in self.results if result.lost is not None]
 
     def check(self) -> None:
-        """Check that the run can be measured.
-
-        Raises:
-            RuntimeFailure: if a request failed, workers died, or attention on the CPU was lost.
-        """
+        """Raise RuntimeFailure if a request failed, workers died, or attention on the CPU was lost."""
         for event in self.of(Gained):
             for update in event.updates:
                 if update.sequence.error is not None:
@@ -116,16 +106,10 @@ class RunRecord:
         if losses := [result.host_lost for result in self.results if result.host_lost is not None]:
             raise RuntimeFailure(f"{unmeasured} attention on the CPU is lost: {losses[0]}")
 
-    # ---- times of the executor --------------------------------------------------------------------------------
-
     @cached_property
     def stage_times(self) -> list[StageTimes]:
         """What every worker took for every plan."""
         return [times for event in self.of(Worked) for times in event.stages]
-
-    def count_stage_times(self) -> int:
-        """Number of stage times so far; it may be called while the run goes on."""
-        return sum(len(event.stages) for event in self.events if isinstance(event, Worked))
 
     @cached_property
     def moves(self) -> list[Move]:
@@ -140,8 +124,6 @@ class RunRecord:
                 stages.setdefault(times.rank // tensor_parallel, []).append(times)
         return [stages[stage] for stage in sorted(stages)]
 
-    # ---- the scheduler ----------------------------------------------------------------------------------------
-
     @cached_property
     def forecasts(self) -> list[Forecast]:
         """Predictions of steps that were measured."""
@@ -154,15 +136,13 @@ class RunRecord:
 
     @property
     def preemptions(self) -> int:
-        """Number of preemptions in the run."""
         return self.blocks[-1][1].preemptions if self.blocks else 0
 
     @cached_property
     def phases(self) -> list[Phase]:
         """Computing in each layout, draining and re-sharding, one after the other."""
-        return phases_of(self.events)
-
-    # ---- requests ---------------------------------------------------------------------------------------------
+        tracker = PhaseTracker()
+        return [phase for event in self.events for phase in tracker.on_event(event)]
 
     @cached_property
     def timings(self) -> list[RequestTiming]:
@@ -178,16 +158,13 @@ class RunRecord:
 
     @property
     def _requests(self) -> list[Request]:
-        """Requests in the order in which the engine took them in."""
         return [event.request for event in self.of(Arrived)]
 
     @property
     def makespan(self) -> float:
         """Seconds from the first arrival to the last token."""
-        return max(
-            request.arrival_time + timing.e2el
-            for request, timing in zip(self.rebased_requests, self.timings, strict=True)
-        )
+        pairs = zip(self.rebased_requests, self.timings, strict=True)
+        return max(request.arrival_time + timing.e2el for request, timing in pairs)
 
     @property
     def rebased_requests(self) -> list[Request]:
@@ -198,10 +175,8 @@ class RunRecord:
     @property
     def tiers(self) -> list[tuple[Tier, ...]]:
         """For each request, the tier of the KV of each of its tokens."""
-        tiers = tiers_of_tokens(self.plans)
-        sequences = {
-            update.request_id: update.sequence.sequence_id for event in self.of(Gained) for update in event.updates
-        }
+        tiers, updates = tiers_of_tokens(self.plans), (update for event in self.of(Gained) for update in event.updates)
+        sequences = {update.request_id: update.sequence.sequence_id for update in updates}
         return [tiers[sequences[request.request_id]] for request in self._requests]
 
 
@@ -213,3 +188,139 @@ def tiers_of_tokens(plans: Iterable[StepPlan]) -> dict[int, tuple[Tier, ...]]:
             if row.sample and row.tokens:  # a row of no tokens finishes what an earlier one began
                 found.setdefault(row.sequence, []).append(row.tier)
     return {sequence: tuple(tiers) for sequence, tiers in found.items()}
+
+
+class StageShares(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage's time with something in flight, divided; the four shares add up to 1."""
+
+    computing: float
+    """Share in which the device computed; 1 minus this is the stage's share of bubbles."""
+    sending: float
+    """Share from the end of computing until the activations, or the answer, were on their way."""
+    metadata: float
+    """Share in which only the inputs were missing."""
+    waiting: float
+    """Share in which the stage waited for activations, or for a plan: the rest."""
+    metadata_of_step: float
+    """Time waiting for inputs, as a share of the time waiting for inputs, computing and sending."""
+
+    @property
+    def bubbles(self) -> float:
+        return 1 - self.computing
+
+
+def working_seconds(record: RunRecord) -> float:
+    """Seconds with anything in flight. Time without a request is no bubble."""
+    return _length(merged((planned.time, record.known[step]) for step, planned in record.planned.items()))
+
+
+def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShares]:
+    """Shares of every stage; none if the executor reported no times."""
+    working, shares = working_seconds(record), []
+    given: list[float] = []  # when the stage before, or the engine, was done with each plan
+    for parts in record.stages(tensor_parallel):
+        given = given or [record.planned[times.step].time for times in parts]
+        computing = sum(times.computed - times.started for times in parts)
+        sending = sum(times.sent - times.computed for times in parts)
+        metadata = _metadata_seconds(parts, given)
+        shares.append(
+            StageShares(
+                computing=computing / working,
+                sending=sending / working,
+                metadata=metadata / working,
+                waiting=1 - (computing + sending + metadata) / working,
+                metadata_of_step=metadata / (metadata + computing + sending),
+            )
+        )
+        given = [times.sent for times in parts]
+    return shares
+
+
+def _metadata_seconds(parts: Sequence[StageTimes], given: Sequence[float]) -> float:
+    """How long a stage could have computed its plans already, had their inputs been prepared.
+
+    A stage can compute a plan once it has finished the previous one and has its work: in the first stage the plan from
+    the engine, in a later stage the activations of the stage before. The result is a little too large: it includes the
+    transfer of the activations, if preparing took that long.
+    """
+    free = [given[0], *(times.sent for times in parts[:-1])]
+    return sum(max(0.0, times.prepared - max(moments)) for times, *moments in zip(parts, given, free, strict=True))
+
+
+def engine_seconds(record: RunRecord) -> list[float]:
+    """For each plan, the seconds that the engine took to apply the previous result and to decide."""
+    seconds, done = [], 0.0
+    for planned in record.planned.values():
+        seconds.append(max(0.0, planned.time - max(planned.clock, done)))  # the clock is in ticks
+        done = planned.time
+    return seconds
+
+
+class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Moves of one kind."""
+
+    count: int
+    """Transitions, or swaps in one direction."""
+    num_bytes: int
+    """Bytes moved by all workers together."""
+    seconds: float
+    """Time in which any worker was moving."""
+    gb_per_s: float | None
+    """Mean bandwidth of one worker while it was moving; None if nothing was moved. Swaps that follow the row of a step
+    mostly wait for its layers and do not count."""
+    share_of_link: float | None
+    """``gb_per_s`` over the measured bandwidth between device and host memory of one worker."""
+    hidden: float | None
+    """Share of the workers' moving time in which the same worker also computed a step."""
+
+
+def move_metrics(record: RunRecord, kind: Literal["reshard", "out", "in"], link: float | None) -> MoveMetrics:
+    """All transitions, or all swaps in one direction; ``link`` is one worker's host link in bytes per second."""
+    if kind == "reshard":
+        moves: list[Move] = [move for move in record.moves if isinstance(move, ReshardTimes)]
+    else:
+        moves = [move for move in record.moves if isinstance(move, SwapTimes) and move.direction == kind]
+    copies = [move for move in moves if isinstance(move, ReshardTimes) or not move.after_row]
+    spans = _spans(moves)
+    busy, copying = sum(map(_length, spans.values())), sum(map(_length, _spans(copies).values()))
+    speed = sum(move.num_bytes for move in copies) / copying if copying > 0 else None
+    covered = 0.0
+    for rank, of_rank in spans.items():
+        steps = merged((times.started, times.computed) for times in record.stage_times if times.rank == rank)
+        covered += overlap(of_rank, steps)
+    return MoveMetrics(
+        count=len({move.step if isinstance(move, ReshardTimes) else move.swap for move in moves}),
+        num_bytes=sum(move.num_bytes for move in moves),
+        seconds=_length(merged((move.began, move.ended) for move in moves)),
+        gb_per_s=None if speed is None else speed / _GIGA,
+        share_of_link=None if speed is None or link is None else speed / link,
+        hidden=covered / busy if busy > 0 else None,
+    )
+
+
+def _spans(moves: Sequence[Move]) -> dict[int, list[Span]]:
+    """Times in which each worker was moving, merged."""
+    spans: dict[int, list[Span]] = {}
+    for move in moves:
+        spans.setdefault(move.rank, []).append((move.began, move.ended))
+    return {rank: merged(of_rank) for rank, of_rank in spans.items()}
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The union of the spans, as disjoint spans in order."""
+    found: list[Span] = []
+    for began, ended in sorted(spans):
+        if found and began <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], ended)
+        else:
+            found.append((began, ended))
+    return found
+
+
+def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
+    """Seconds covered by both; each is merged."""
+    return max(0.0, _length(first) + _length(second) - _length(merged((*first, *second))))
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(ended - began for began, ended in spans)

@@ -2,6 +2,7 @@
 
 Workers report them afterwards, a simulated executor as soon as it has a plan. All moments are seconds on the executor's
 clock, which for workers is ``time.monotonic()``: one clock for all processes of a machine, and another one elsewhere.
+Ranks are stage-major: stage * tensor-parallel degree + rank within the stage.
 """
 
 from typing import Literal
@@ -13,44 +14,40 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One worker's part in one plan, in the order in which it happens; ``prepared`` may come after ``arrived``."""
 
     step: int
-    """Number of the plan."""
     rank: int
-    """Rank of the worker, stage-major: stage * tensor-parallel degree + rank within the stage."""
     tokens: int
     """Tokens that the plan computes."""
     received: float
-    """Time at which the plan arrived."""
+    """When the plan arrived."""
     prepared: float
-    """Time at which the plan's inputs were ready; a thread prepares them while another plan computes."""
+    """When its inputs were ready; a thread prepares them while another plan computes."""
     began: float
-    """Time at which the worker was free and turned to the plan."""
+    """When the worker was free and turned to the plan."""
     arrived: float
-    """Time at which the previous stage's activations had arrived; ``began`` in the first stage."""
+    """When the previous stage's activations had arrived; ``began`` in the first stage."""
     computed: float
-    """Time at which the device's work was done."""
+    """When the device's work was done."""
     sent: float
-    """Time at which the activations left for the next stage, or the answer for the engine."""
+    """When the activations left for the next stage, or the answer for the engine."""
 
     @property
     def started(self) -> float:
-        """Time at which the device's work could begin: worker free, inputs ready and activations received."""
+        """When the device's work could begin: worker free, inputs ready and activations received."""
         return max(self.began, self.arrived, self.prepared)
 
 
 class ReshardTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One worker's part in a change of layout (Seesaw, section 4.1)."""
+    """One worker's part in a change of layout (Seesaw, section 4.1); it does nothing else meanwhile."""
 
     step: int
     """The plan that holds the transition."""
     rank: int
-    """Rank of the worker."""
     layout: int
     """Number of the new layout."""
     num_bytes: int
     """Bytes of the parameters that received new values; 0 in a simulation."""
     began: float
     ended: float
-    """Start and end of the change; the worker does nothing else meanwhile."""
 
 
 class SwapTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -58,7 +55,6 @@ class SwapTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     swap: int
     rank: int
-    """Rank of the worker."""
     direction: Literal["out", "in"]
     """``swap`` and ``direction`` have the meaning of `Swap`."""
     num_bytes: int

@@ -7,9 +7,9 @@ from itertools import count
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
-from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned, StepObserver, Worked
-from nanoserve.record.phases import Phase, PhaseTracker, phase_name
-from nanoserve.record.times import Beside, HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
+from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned, Worked
+from nanoserve.record.phases import Phase, PhaseTracker
+from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes
 from nanoserve.scheduler.plan import HostWork, StepResult
 
 _MILLI, _GIGA = 1e3, 1e9
@@ -30,10 +30,10 @@ class RunTrace:
     """Writes what happened to plans, in workers, between device and host memory, and on the CPU.
 
     The scheduler's tracks show each micro-batch from its submission to its result, one track for each that may be in
-    flight, with a counter of its tokens; phases, cohorts of host sequences, and counters of blocks and corrections. The
-    workers' tracks show waiting, computing and sending, transitions and swaps.
+    flight, with a counter of its tokens; swaps as they are planned, phases, cohorts of host sequences, and counters of
+    blocks and corrections. The workers' tracks show waiting, computing and sending, transitions and swaps.
 
-    A full disk ends the trace, not the run: the end of the run raises then.
+    A full disk ends the trace, not the run: the end of the run raises RuntimeFailure then.
 
     Args:
         file: to write into; it is not closed.
@@ -63,24 +63,20 @@ class RunTrace:
         self._layouts = [layout.name for layout in layouts]
         # Ranks of a stage; if it changes with the layout, workers are named by their ranks.
         self._tensor_parallel = layouts[0].tensor_parallel if len(layouts) == 1 else None
-        self._tells_times = tells_times
+        self._tells_times, self._tells_host_times = tells_times, False
         self._link = host_link_bandwidth
         self._close = close
         self._phases = PhaseTracker()
         self._in_flight: dict[int | None, tuple[int, Planned]] = {}  # by step: which track, and what
         self._free: dict[int, float] = {}  # by rank: since when
-        self._cpu_free = began
+        self._processor, self._processor_free = Track(self._workers, "attention on the CPU"), began
         self._cohorts: list[_Cohort] = []
         self._corrections: Mapping[str, float] = {}
         self._used_blocks: dict[str, tuple[int, int]] = {}  # used and all of them, as last written
         self._failure: RuntimeFailure | None = None
 
     def __call__(self, event: Event) -> None:
-        """Write an event.
-
-        Raises:
-            RuntimeFailure: at the end, if not everything could be written.
-        """
+        """Write an event; raises RuntimeFailure at the end, if not everything could be written."""
         try:
             self._write(event)
             if isinstance(event, Finished):
@@ -94,116 +90,55 @@ class RunTrace:
         if isinstance(event, Planned):
             self._on_plan(event)
         elif isinstance(event, Collected):
-            self._on_results(event)
+            for result in event.results:
+                self._on_result(result, event)
         elif isinstance(event, Worked):
             for times in event.stages:
                 self._on_stage(times)
             for beside in event.beside:
-                if not isinstance(beside, HostTimes):
-                    self._on_move(beside)
+                self._on_move(beside)
         elif isinstance(event, ExecutorFailed):
             self._forget_plans()
             self._cohorts.clear()
-        for phase in self._phases.on_event(event):
-            self._on_phase(phase)
+        for phase in self._phases.on_event(event) if len(self._layouts) > 1 else ():
+            track = Track(self._scheduler, "phases")
+            self._bar(track, phase.name(self._layouts), phase.began, phase.ended, _facts(phase))
         if isinstance(event, Collected | Worked):
             self._file.flush()
 
-    # ---- plans ------------------------------------------------------------------------------------------------
+    # ---- the scheduler ----------------------------------------------------------------------------------------
 
     def _on_plan(self, planned: Planned) -> None:
         plan, now = planned.plan, planned.time
         self._count_blocks(planned.blocks, now)
+        for swap in plan.swaps:
+            blocks = len(swap.device_blocks)
+            arguments = {"swap": swap.swap, "sequence": swap.sequence, "blocks": blocks}
+            self._bar(Track(self._scheduler, "swaps"), f"{blocks} blocks {swap.direction}", now, now, arguments)
         if not plan.rows and (plan.swaps or plan.transition is not None):
             return  # swaps alone have no end, and a change of the layout is no micro-batch
-        track = _first_free(track for track, _ in self._in_flight.values())
-        self._in_flight[plan.step] = track, planned
-        tokens = {"decodes": planned.decodes, "prompt tokens": planned.prompt_tokens}
-        self._file.counter(self._scheduler, "tokens of a micro-batch", now - self._began, tokens)
+        self._in_flight[plan.step] = _first_free(track for track, _ in self._in_flight.values()), planned
+        tokens = {"decodes": plan.decodes, "prompt tokens": plan.prompt_tokens}
+        self._counter("tokens of a micro-batch", now, tokens)
         beginning = {row.sequence for row in plan.rows if row.tier == "host"}
         if plan.strategy == "overlap" and beginning:
             track = _first_free(cohort.track for cohort in self._cohorts)
             self._cohorts.append(_Cohort(plan.step, track, now, len(beginning), beginning))
 
-    def _on_results(self, collected: Collected) -> None:
+    def _on_result(self, result: StepResult, collected: Collected) -> None:
+        """Draw a micro-batch that has its result, the CPU's attention, and cohorts that have finished or were lost."""
         now = collected.time
-        for result in collected.results:
-            if result.lost is not None:
-                self._bar(Track(self._workers, "deaths"), result.lost, now, now)
-                self._forget_plans()
-            if (begun := self._in_flight.pop(result.step, None)) is not None:
-                self._on_step(*begun, result, now, collected.corrections)
-            self._on_host(result, now)
-            if not self._tells_times and result.step is not None:
-                self._bar(self._worker(0), "compute", now - result.seconds, now, {"step": result.step})
-
-    def _on_step(
-        self, track: int, planned: Planned, result: StepResult, now: float, corrections: Mapping[str, float]
-    ) -> None:
-        """Draw a micro-batch that has its result."""
-        plan, decodes, prompt = planned.plan, planned.decodes, planned.prompt_tokens
-        counts = {"step": plan.step, "decodes": decodes, "prompt_tokens": prompt, "sequences": len(plan.rows)}
-        name = f"{decodes} decodes + {prompt} prompt tokens"
-        if plan.strategy != "device":
-            name = f"{plan.strategy}: {name}"
-        place = Track(self._scheduler, f"micro-batch {track}")
-        self._bar(place, name, planned.time, now, counts | facts_of(planned, result))
-        if planned.forecast is not None and corrections != self._corrections:
-            self._corrections = corrections
-            factors = {part: round(factor, 3) for part, factor in corrections.items()}
-            self._file.counter(self._scheduler, "corrections of the prediction", now - self._began, factors)
-
-    def _forget_plans(self) -> None:
-        """Forget plans in flight, which will not be answered."""
-        self._in_flight.clear()
-        self._free.clear()
-
-    # ---- workers ----------------------------------------------------------------------------------------------
-
-    def _on_stage(self, times: StageTimes) -> None:
-        """Draw a worker's part of a plan."""
-        arguments = {"step": times.step, "tokens": times.tokens}
-        for name, start, end in bars_of(times, free=self._free.get(times.rank, times.received)):
-            self._bar(self._worker(times.rank), name, start, end, arguments)
-        self._free[times.rank] = times.sent
-
-    def _on_move(self, move: Move) -> None:
-        """Draw a worker's move between device and host memory."""
-        arguments: dict[str, object] = self._amount(move)
-        if isinstance(move, ReshardTimes):
-            name = f"re-shard to {self._layouts[move.layout]}"
-            place, arguments = f"worker {move.rank}", {"step": move.step, **arguments}
-        else:
-            name = f"swap {move.direction}" + (", layer by layer" if move.after_row else "")
-            place, arguments = f"worker {move.rank}, swaps {move.direction}", {"swap": move.swap, **arguments}
-        self._bar(Track(self._workers, place), name, move.began, move.ended, arguments)
-
-    def _amount(self, move: Move) -> dict[str, object]:
-        """Bytes, their bandwidth, and its share of the measured host link.
-
-        A move that waited for layers has no bandwidth.
-        """
-        seconds = move.ended - move.began
-        if seconds <= 0 or (isinstance(move, SwapTimes) and move.after_row):
-            return {"bytes": move.num_bytes}
-        speed = move.num_bytes / seconds
-        share = {} if self._link is None else {"share of host link": round(speed / self._link, 3)}
-        return {"bytes": move.num_bytes, "GB/s": round(speed / _GIGA, 3), **share}
-
-    def _worker(self, rank: int) -> Track:
-        if self._tensor_parallel is None:
-            return Track(self._workers, f"worker {rank}")
-        stage, within = divmod(rank, self._tensor_parallel)
-        return Track(self._workers, f"stage {stage}" + (f", rank {within}" if self._tensor_parallel > 1 else ""))
-
-    # ---- the CPU ----------------------------------------------------------------------------------------------
-
-    def _on_host(self, result: StepResult, now: float) -> None:
-        """Draw the CPU's attention, and the cohorts that have finished or were lost."""
-        processor = Track(self._workers, "attention on the CPU")
-        self._draw_works(processor, result.host_work, now)
+        if result.lost is not None:
+            self._bar(Track(self._workers, "deaths"), result.lost, now, now)
+            self._forget_plans()
+        if (begun := self._in_flight.pop(result.step, None)) is not None:
+            self._on_step(*begun, result, collected)
+        if not self._tells_times and result.step is not None:
+            self._bar(self._worker(0), "compute", now - result.seconds, now, {"step": result.step})
+        if not self._tells_host_times:
+            self._draw_works(result.host_work, now)
         if result.host_lost is not None:
-            self._bar(processor, result.host_lost, now, now)
+            self._bar(self._processor, result.host_lost, now, now)
         answered = {answer.sequence for answer in result.answers}
         all_lost = result.lost is not None or result.host_lost is not None
         for cohort in list(self._cohorts):
@@ -213,29 +148,23 @@ class RunTrace:
                 place = Track(self._scheduler, f"cohort {cohort.track}")
                 self._bar(place, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
 
-    def _draw_works(self, processor: Track, works: Sequence[HostWork], now: float) -> None:
-        """Draw attention on the CPU, whose durations are known but not its times.
+    def _on_step(self, track: int, planned: Planned, result: StepResult, collected: Collected) -> None:
+        plan, now, corrections = planned.plan, collected.time, collected.corrections
+        counts = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
+        name = f"{plan.decodes} decodes + {plan.prompt_tokens} prompt tokens"
+        if plan.strategy != "device":
+            name = f"{plan.strategy}: {name}"
+        facts = counts | {"sequences": len(plan.rows)} | facts_of(planned, result)
+        self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, now, facts)
+        if planned.forecast is not None and corrections != self._corrections:
+            self._corrections = corrections
+            factors = {part: round(factor, 3) for part, factor in corrections.items()}
+            self._counter("corrections of the prediction", now, factors)
 
-        The CPU does one piece of work after the other, so they are drawn in a row that ends when the executor reported
-        them.
-        """
-        start = max(self._cpu_free, now - sum(work.seconds for work in works))
-        for work in works:
-            end = min(start + work.seconds, now)
-            milliseconds = round(work.seconds * _MILLI, 3)
-            arguments = {"sequences": work.sequences, "keys": work.context_tokens, "ms": milliseconds}
-            self._bar(processor, f"{work.sequences} sequences, {work.context_tokens} keys", start, end, arguments)
-            start = end
-        if works:
-            self._cpu_free = start
-
-    # ---- the scheduler ----------------------------------------------------------------------------------------
-
-    def _on_phase(self, phase: Phase) -> None:
-        """Draw a phase that is over, if there are several layouts."""
-        if len(self._layouts) > 1:
-            name = phase_name(phase, self._layouts)
-            self._bar(Track(self._scheduler, "phases"), name, phase.began, phase.ended, _facts(phase))
+    def _forget_plans(self) -> None:
+        """Forget plans in flight, which will not be answered."""
+        self._in_flight.clear()
+        self._free.clear()
 
     def _count_blocks(self, blocks: Blocks, now: float) -> None:
         """Write the numbers of used blocks, if they have changed."""
@@ -243,7 +172,68 @@ class RunTrace:
         for name, used, total in (device, ("KV blocks in the host pool", blocks.used_host, blocks.host)):
             if total and self._used_blocks.get(name) != (used, total):
                 self._used_blocks[name] = used, total
-                self._file.counter(self._scheduler, name, now - self._began, {"used": used, "free": total - used})
+                self._counter(name, now, {"used": used, "free": total - used})
+
+    # ---- workers and the CPU ----------------------------------------------------------------------------------
+
+    def _on_stage(self, times: StageTimes) -> None:
+        arguments = {"step": times.step, "tokens": times.tokens}
+        for name, start, end in bars_of(times, free=self._free.get(times.rank, times.received)):
+            self._bar(self._worker(times.rank), name, start, end, arguments)
+        self._free[times.rank] = times.sent
+
+    def _on_move(self, move: Move | HostTimes) -> None:
+        """Draw a worker's move between device and host memory, or attention on a simulated CPU, whose times are known.
+
+        A move that waited for layers has no bandwidth, and a simulated one no bytes.
+        """
+        seconds, arguments, waited = move.ended - move.began, dict[str, object](), False
+        if isinstance(move, HostTimes):
+            self._tells_host_times = True
+            track, name = self._processor, f"{move.sequences} sequences"
+            arguments |= {"sequences": move.sequences, "ms": round(move.seconds * _MILLI, 3)}
+        elif isinstance(move, ReshardTimes):
+            track, name = Track(self._workers, f"worker {move.rank}"), f"re-shard to {self._layouts[move.layout]}"
+            arguments["step"] = move.step
+        else:
+            waited = move.after_row
+            track = Track(self._workers, f"worker {move.rank}, swaps {move.direction}")
+            name = f"swap {move.direction}" + (", layer by layer" if waited else "")
+            arguments["swap"] = move.swap
+        if not isinstance(move, HostTimes) and move.num_bytes:
+            arguments["bytes"] = move.num_bytes
+            if seconds > 0 and not waited:
+                speed = move.num_bytes / seconds
+                arguments["GB/s"] = round(speed / _GIGA, 3)
+                if self._link is not None:
+                    arguments["share of host link"] = round(speed / self._link, 3)
+        self._bar(track, name, move.began, move.ended, arguments)
+
+    def _worker(self, rank: int) -> Track:
+        if self._tensor_parallel is None:
+            return Track(self._workers, f"worker {rank}")
+        stage, within = divmod(rank, self._tensor_parallel)
+        return Track(self._workers, f"stage {stage}" + (f", rank {within}" if self._tensor_parallel > 1 else ""))
+
+    def _draw_works(self, works: Sequence[HostWork], now: float) -> None:
+        """Draw attention on a real CPU, whose durations are known but not its times.
+
+        The CPU does one piece of work after the other, so they are drawn in a row that ends when the executor reported
+        them.
+        """
+        start = max(self._processor_free, now - sum(work.seconds for work in works))
+        for work in works:
+            end = min(start + work.seconds, now)
+            milliseconds = round(work.seconds * _MILLI, 3)
+            arguments = {"sequences": work.sequences, "keys": work.context_tokens, "ms": milliseconds}
+            name = f"{work.sequences} sequences, {work.context_tokens} keys"
+            self._bar(self._processor, name, start, end, arguments)
+            self._processor_free = start = end
+
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _counter(self, name: str, time: float, values: Mapping[str, float]) -> None:
+        self._file.counter(self._scheduler, name, time - self._began, values)
 
     def _bar(
         self, track: Track, name: str, start: float, end: float, arguments: Mapping[str, object] | None = None
@@ -260,8 +250,7 @@ def _first_free(taken: Iterable[int]) -> int:
 def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
     """Names, starts and ends of a worker's activities for a plan; those that took no time are left out.
 
-    Args:
-        free: time at which it had finished the previous plan.
+    ``free`` is the time at which it had finished the previous plan.
     """
     ready = max(free, times.prepared)
     bars = [
@@ -296,53 +285,13 @@ def facts_of(planned: Planned, result: StepResult) -> dict[str, object]:
 
 def _facts(phase: Phase) -> dict[str, object]:
     """Arguments of a phase's bar: what was planned in it, and after a drain the fate of the sequences on the device."""
-    swaps = {"swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
     if phase.kind == "compute":
+        swaps = {"swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
         return {"plans": phase.plans, "prompt_tokens": phase.prompt_tokens, "decodes": phase.decodes, **swaps}
     if phase.turn is None:
         return {}
-    turn = phase.turn
     return {
-        "sequences sent through the pool": turn.through_pool,
-        "finished since the pool was empty": turn.finished,
-        "to be computed again": turn.recomputed,
+        "sequences sent through the pool": phase.turn.through_pool,
+        "finished since the pool was empty": phase.turn.finished,
+        "to be computed again": phase.turn.recomputed,
     }
-
-
-class SimulationTrace(StepObserver):
-    """Writes a simulated run: every step as one bar for each stage, with swaps, transitions and the CPU beside them.
-
-    Args:
-        file: to write into; it is not closed.
-        block_size: tokens per KV block.
-    """
-
-    def __init__(self, file: ChromeTraceFile, block_size: int) -> None:
-        self._file, self._block_size = file, block_size
-
-    def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
-        """Write one step."""
-        decodes, prompt = planned.decodes, planned.prompt_tokens
-        arguments = {"step": planned.plan.step, "decodes": decodes, "prompt_tokens": prompt}
-        tokens = {"decodes": decodes, "prompt tokens": prompt}
-        self._file.counter("scheduler", "tokens of a step", planned.time, tokens)
-        for times in stages:
-            track = Track("devices", f"stage {times.rank}")
-            name = f"{decodes} decodes + {prompt} prompt tokens"
-            self._file.bar(track, name, times.started, times.computed, arguments)
-
-    def on_beside(self, planned: Planned, times: Beside) -> None:
-        """Write a move over the host link, or attention on the CPU."""
-        if isinstance(times, SwapTimes):
-            swap = next(swap for swap in planned.plan.swaps if swap.swap == times.swap)
-            place, name = (
-                f"link {swap.direction}",
-                f"{len(swap.device_blocks) * self._block_size} tokens {swap.direction}",
-            )
-            arguments: dict[str, object] = {"swap": swap.swap, "sequence": swap.sequence}
-        elif isinstance(times, ReshardTimes):
-            place, name, arguments = "link in", f"weights of layout {times.layout}", {"step": times.step}
-        else:
-            place, name = "CPU", f"attention of {times.sequences}"
-            arguments = {"rows": times.sequences, "seconds": times.seconds}
-        self._file.bar(Track("host", place), name, times.began, times.ended, arguments)

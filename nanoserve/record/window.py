@@ -26,9 +26,8 @@ class StepWindow(StepObserver):
 
     So the last but one that is full begins between a quarter and a half of the way through, unless the run is short.
 
-    Args:
-        began: the moment that becomes 0.
-        beside: a window of another run. This one then has the same span, and all steps that were under way in it.
+    ``began`` becomes moment 0. Where there is a window of another run ``beside`` it, this one has the same span, and
+    all steps that were under way in it.
     """
 
     def __init__(self, began: float = 0.0, beside: "StepWindow | None" = None) -> None:
@@ -39,7 +38,6 @@ class StepWindow(StepObserver):
         self._windows: deque[list[WindowStep]] = deque(maxlen=3)
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
-        """One more step; it is kept if it lies in a window."""
         now = planned.time - self._began
         if self._beside is not None:
             self._windows = self._windows or deque([[]])
@@ -56,7 +54,7 @@ class StepWindow(StepObserver):
 
     def _append(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         spans = tuple([(times.started - self._began, times.computed - self._began) for times in stages])
-        self._windows[-1].append(WindowStep(planned.plan.step, planned.decodes, planned.prompt_tokens, spans))
+        self._windows[-1].append(WindowStep(planned.plan.step, planned.plan.decodes, planned.plan.prompt_tokens, spans))
 
     def _is_full(self, window: Sequence[WindowStep]) -> bool:
         return len(window) == self._length
@@ -98,9 +96,7 @@ class StepWindow(StepObserver):
 def token_panels(titles: Sequence[str], x: str, counts: Sequence[Sequence[Sequence[int]]]) -> list[AnnotatedPanel]:
     """Prompt tokens upon decodes of each step, a panel for each run, all with the same vertical axis.
 
-    Args:
-        x: what the horizontal axis is.
-        counts: number, decodes and prompt tokens of each step, for each run.
+    The counts of each run are number, decodes and prompt tokens of each step; ``x`` names the horizontal axis.
     """
     most = max(decodes + prompt for run in counts for _, decodes, prompt in run)
     panels = []

@@ -112,6 +112,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     """How host sequences take part."""
     transition: int | None = None
     """The layout to change to; such a plan holds nothing else."""
+    decodes: int = 0
+    prompt_tokens: int = 0
+    """Rows of one token, and tokens of longer rows, as the plan builder counts them."""
 
     @property
     def ends(self) -> bool:

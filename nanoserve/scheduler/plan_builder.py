@@ -49,6 +49,9 @@ class PlanBuilder:
     _copies: list[Copy] = field(default_factory=list)
     _skipped: set[int] = field(default_factory=set)
     _kept_free: int = 0
+    _prompt_tokens: int = 0
+    _other_rows: int = 0
+    """Tokens of rows with more than one, and rows of any number but one."""
 
     def __post_init__(self) -> None:
         self.admits = self.admits and not self.table.waits_for_blocks
@@ -83,16 +86,19 @@ class PlanBuilder:
 
     def plan(self, step: int, layout: int) -> StepPlan:
         """The finished plan."""
+        rows = (*self.rows, *self._host_rows)
         return StepPlan(
             step=step,
             begin=tuple(self._begin),
-            rows=(*self.rows, *self._host_rows),
+            rows=rows,
             copies=tuple(self._copies),
             swaps=tuple(self._swaps),
             end=self.table.take_ended(),
             layout=layout,
             strategy=self._strategy(),
             transition=self.transition,
+            decodes=len(rows) - self._other_rows,
+            prompt_tokens=self._prompt_tokens,
         )
 
     def _strategy(self) -> Strategy:
@@ -293,7 +299,12 @@ class PlanBuilder:
             new_blocks = sequence.block_table
         name, known = sequence.sequence_id, len(tokens)
         if start < known:
-            planned = (tokens[start],) if count == 1 else tuple(tokens[start:end])
+            if count == 1:
+                planned: tuple[int, ...] = (tokens[start],)
+            else:
+                planned = tuple(tokens[start:end])
+                self._prompt_tokens += count
+                self._other_rows += 1
             row = Row(name, start, planned, end == known, tuple(new_blocks))
         else:  # its token is still being sampled
             row = Row(name, start, _FED, True, tuple(new_blocks), fed=True)
@@ -328,6 +339,7 @@ class PlanBuilder:
             sub_batch = int(len(self._host_rows) >= first)
             row = Row(sequence.sequence_id, sequence.computed, (), sample=True, tier="host", sub_batch=sub_batch)
             self._host_rows.append(row)
+        self._other_rows += len(self._host_rows)
         for sequence in ready[: first + second - len(self._host_rows)]:
             self._add_host_row(sequence, int(len(self._host_rows) >= first))
 

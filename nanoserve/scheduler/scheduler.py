@@ -126,6 +126,7 @@ class Scheduler:
         self.pipeline_depth = pipeline_depth
         self.feeds_tokens = feeds_tokens
         self.steps = self.forced_steps = self.transitions = self.host_losses = 0
+        self.prompt_tokens = self.output_tokens = 0  # of requests that have their first token; sampled for all samples
         self.host_pool = BlockPool(host_blocks, block_size, prefix_caching=False)
         self.table = SequenceTable(
             blocks=SequenceBlocks(self.pool, self.host_pool),
@@ -137,7 +138,7 @@ class Scheduler:
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self.predictors = tuple(predictors)
         self.layouts = Layouts(layouts)
-        self._plans_in_flight: dict[int, StepPlan] = {}
+        self.plans_in_flight: dict[int | None, StepPlan] = {}
         self._cohorts = HostCohorts()
         self._previous: Decision | None = None
         self._growth = GrowthForecast() if policy.reads_forecast else None
@@ -145,16 +146,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any sequence is unfinished or anything in flight."""
-        return bool(self.table.sequences or self._plans_in_flight)
+        return bool(self.table.sequences or self.plans_in_flight)
 
     @property
     def steps_in_flight(self) -> int:
-        return len(self._plans_in_flight)
+        return len(self.plans_in_flight)
 
     @property
     def awaits_results(self) -> bool:
         """Whether the executor will report anything in flight: plans, or swaps alone."""
-        return bool(self._plans_in_flight or self.table.moving)
+        return bool(self.plans_in_flight or self.table.moving)
 
     def add(self, request: Request) -> None:
         """Queue a request, as `SequenceTable.add` does and raises."""
@@ -177,11 +178,11 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
-        if len(self._plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self.layouts.target is not None:
+        if len(self.plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self.layouts.target is not None:
             return None
         builder = self._build(now)
         if not builder.does_something:
-            if self._plans_in_flight:
+            if self.plans_in_flight:
                 return None
             if not self._cohorts:  # else a plan without rows lets the host sequences under way go on
                 if self.awaits_results or not self.has_work:
@@ -193,7 +194,7 @@ class Scheduler:
         if self.observer is not None:
             self.observer.on_plan(plan, builder.load, builder.decision, self._cohorts)
         if plan.ends:
-            self._plans_in_flight[plan.step] = plan
+            self.plans_in_flight[plan.step] = plan
         if self._cohorts or plan.strategy != "device":
             self._cohorts.follow(plan, self.table.sequences)
         self.layouts.target = plan.transition
@@ -208,7 +209,7 @@ class Scheduler:
         builder = PlanBuilder(
             table=self.table,
             cohorts=self._cohorts,
-            in_flight=self._plans_in_flight.values(),
+            in_flight=self.plans_in_flight.values(),
             load=load,
             decision=decision,
             now=now,
@@ -314,10 +315,13 @@ class Scheduler:
                     cohorts.leave(answer.sequence)
         if updates:
             self.layouts.answered = True
+            gained = sum([len(update.new_tokens) for update in updates])
+            self.output_tokens += gained
+            table.outstanding += gained
         for swap in result.swapped:
             table.swap_answered(swap)
         if result.step is not None:
-            self._end_plan(self._plans_in_flight.pop(result.step))
+            self._end_plan(self.plans_in_flight.pop(result.step))
         if result.host_lost is not None:
             # Host rows in flight, of asymmetric plans too, will not be answered; their plans end all the same.
             self.host_losses += 1
@@ -370,7 +374,7 @@ class Scheduler:
         self.table.reset()
 
     def _forget_plans(self) -> None:
-        self._plans_in_flight.clear()
+        self.plans_in_flight.clear()
         self._cohorts.clear()
         if self.observer is not None:
             self.observer.on_reset()
@@ -397,6 +401,7 @@ class Scheduler:
             if sequence.status is _PREFILL:
                 sequence.move_to(Status.DECODE)
                 if sequence.first_token_time is None:  # else it is here again after a preemption
+                    self._count_prompt(sequence)
                     sequence.first_token_time = now
             new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
             if answer.complete and len(new_tokens) == len(answer.tokens):
@@ -406,3 +411,9 @@ class Scheduler:
         if reason is not None:
             self.table.finish(sequence, reason, now)
         return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        """The first of the samples of a request gets its first token."""
+        family = self.table.requests[sequence.request.request_id]
+        if all(one.first_token_time is None for one in family):
+            self.prompt_tokens += sequence.prompt_length

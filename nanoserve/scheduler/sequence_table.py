@@ -20,6 +20,11 @@ def _age(sequence: Sequence) -> int:
     return sequence.sequence_id
 
 
+def _tokens_of(family: list[Sequence]) -> int:
+    """Tokens of the prompt of a request, and of all its answers so far."""
+    return family[0].prompt_length + sum(sequence.output_length for sequence in family)
+
+
 class AgeOrdered(list[Sequence]):
     """A set of sequences, oldest first. It is fast at both ends, where the scheduler works."""
 
@@ -82,6 +87,7 @@ class SequenceTable:
     def __post_init__(self) -> None:
         self.quarantine = Quarantine()
         self.preemptions = 0
+        self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()  # hold no KV
         self.running = AgeOrdered()  # hold KV on the device
@@ -91,7 +97,7 @@ class SequenceTable:
         self.host_disabled = False  # nothing moves to the host any longer
         self._swaps: dict[int, Swap] = {}  # in flight, by id
         self._swapped: dict[int, Swap] = {}  # done before the row that they follow, by sequence
-        self._requests: dict[str, list[Sequence]] = {}  # all samples of each
+        self.requests: dict[str, list[Sequence]] = {}  # all samples of each that has not ended
         self._ended: list[int] = []  # that the executor has not been told
         self._short_of_blocks: tuple[Sequence, int] | None = None
         self._ids, self._swap_ids = count(), count()
@@ -104,13 +110,14 @@ class SequenceTable:
         Raises:
             UsageError: if it can never run to its end, or its id is in use.
         """
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             raise UsageError(f"request id {request.request_id!r} is in use")
         self._check_admissible(request)
         end_tokens = () if request.params.ignore_eos else request.end_tokens
         stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples
         family = [self._new_sequence(request, index, stop_tokens) for index in range(request.params.n)]
-        self._requests[request.request_id] = family
+        self.requests[request.request_id] = family
+        self.outstanding += _tokens_of(family)
         self.waiting.add(family[0])
         family[0].siblings = family[1:]
 
@@ -161,7 +168,7 @@ class SequenceTable:
 
     def unfinished(self, request_id: str) -> list[Sequence]:
         """The unfinished samples of a request; none if it is unknown or finished."""
-        return [sequence for sequence in self._requests.get(request_id, []) if not sequence.finished]
+        return [sequence for sequence in self.requests.get(request_id, []) if not sequence.finished]
 
     @property
     def requests_in_flight(self) -> list[str]:
@@ -383,9 +390,10 @@ class SequenceTable:
         """Free what a finished sequence held and forget it."""
         self._release(sequence)
         del self.sequences[sequence.sequence_id]
-        family = self._requests[sequence.request.request_id]
+        family = self.requests[sequence.request.request_id]
         if all(member.sequence_id not in self.sequences for member in family):
-            del self._requests[sequence.request.request_id]
+            del self.requests[sequence.request.request_id]
+            self.outstanding -= _tokens_of(family)
             self.quarantine.forget(sequence.request.request_id)
 
     def _release(self, sequence: Sequence) -> None:

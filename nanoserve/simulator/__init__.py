@@ -3,16 +3,15 @@
     workload = Workload(poisson_arrivals(4.0, seed=0), lognormal_lengths(222, 127, 1.2, 1.0, seed=0), limit=1000)
     result = simulate(make_policy("throttling", 2048), costs, workload, num_blocks=costs.memory.kv_blocks(16))
 
-Read pipeline.py (what a micro-batch meets on its way), executor.py (the Executor on it), fleet.py (the loops), then
-simulation.py, which puts them together; for host memory, the CPU and several layouts tiered_executor.py and
-host_attention.py. docs/simulator.md says what is modelled and what is not.
+Read pipeline.py (what a micro-batch meets on its way), host_attention.py (the CPU's part), executor.py (the Executor on
+both), fleet.py (the loops), then simulation.py, which puts them together. docs/simulator.md says what is modelled and
+what is not.
 """
 
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.pipeline import Runtime, StepTimes, TieredTimes
 from nanoserve.simulator.result import SimulationResult
 from nanoserve.simulator.simulation import OtherLayout, simulate
-from nanoserve.simulator.tiered_executor import TieredExecutor
 from nanoserve.simulator.workload import (
     Workload,
     burst,
@@ -30,7 +29,6 @@ __all__ = [
     "SimulatedExecutor",
     "SimulationResult",
     "StepTimes",
-    "TieredExecutor",
     "TieredTimes",
     "Workload",
     "burst",

@@ -21,13 +21,13 @@ class LayoutForecast:
     """The predicted throughput of a layout or a pair of layouts."""
 
     layouts: tuple[ParallelLayout, ...]
-    """One layout, or the layouts of prompts and of answers; both contain the data parallel degree."""
+    """One layout, or that of prompts and that of answers; both contain the data parallel degree."""
     tokens_per_second: float
     """Throughput of all devices; prompt and answer tokens both count."""
 
     @property
     def name(self) -> str:
-        """The name in the papers' notation, such as P4->T4."""
+        """In the papers' notation, such as P4->T4."""
         return "->".join(layout.name for layout in self.layouts)
 
     @property
@@ -44,12 +44,10 @@ class LayoutForecast:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Forecasts for the same requests."""
+    """Forecasts for the same requests: for the layouts that were asked for, and the best others, the fastest first."""
 
     chosen: LayoutForecast
-    """Forecast for the layouts that were asked for."""
     others: tuple[LayoutForecast, ...]
-    """The most promising alternatives, the fastest first."""
 
     @property
     def better(self) -> LayoutForecast | None:
@@ -92,17 +90,11 @@ def advise(
     corrects the estimate for all.
 
     Args:
-        model: the whole of it.
-        machine: with at least as many devices as the layouts have.
         chosen: one layout, or that of prompts and that of answers, with equal data parallel degrees.
         shapes: of the requests; answers whose length is not known count as long as they may become.
-        precision: bits of weights and KV cache.
-        limits: what the caches may take.
         policy: under a single layout, unless it is that of pairs, which these have in any case.
-        token_budget, max_num_seqs: of the engine's steps.
 
-    Raises:
-        UsageError: if what was chosen does not suit the model or the machine, or the memory does not suffice.
+    Raises UsageError if what was chosen does not suit the model or the machine, or the memory does not suffice.
     """
     devices, every = chosen[0].devices, tuple(shapes)
     work, sampled = PlannedWork(every), PlannedWork(_sample(every))

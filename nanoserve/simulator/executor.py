@@ -1,13 +1,16 @@
-"""SimulatedExecutor: answers plans on a virtual clock, when a pipeline of stages would have."""
+"""SimulatedExecutor: answers plans on a virtual clock: pipelines of stages, host memory, and attention on the CPU."""
 
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, cast
 
 from nanoserve.costs.work import StepWork
-from nanoserve.record.times import StageTimes, Times
-from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, work_of
-from nanoserve.simulator.pipeline import DECOUPLED, Passage, Pipeline, Runtime, StepTimes
+from nanoserve.errors import UsageError
+from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes, Times
+from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, Swap, work_of
+from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
+from nanoserve.simulator.pipeline import DECOUPLED, MovingTimes, Passage, Pipeline, Runtime, StepTimes, TieredTimes
 
 END_TOKEN, DUMMY_TOKEN = 0, 1
 VOCAB_SIZE = 2
@@ -16,10 +19,7 @@ _END, _DUMMY = (END_TOKEN,), (DUMMY_TOKEN,)
 
 
 class DummyModel:
-    """Answers tokens that mean nothing and ends each sequence after ``seed`` of them.
-
-    How long an answer will be is thus as unknown to the scheduler as it is in life.
-    """
+    """Answers dummy tokens, and ends each sequence after ``seed`` of them: the scheduler cannot know the length."""
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
@@ -40,63 +40,113 @@ class DummyModel:
         )
 
 
+class HostLink:
+    """A full-duplex link between devices and host: "out" and "in" do not hinder each other.
+
+    Every device has such a link of its own, and all move their parts of a transfer at once, so one clock for each
+    direction stands for all of them. Copies run beside computing and do not slow it down.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Literal["out", "in"], float] = {"out": 0.0, "in": 0.0}
+
+    @property
+    def free(self) -> float:
+        """Time at which everything that has begun is over, in seconds."""
+        return max(self._free.values())
+
+    def move(self, direction: Literal["out", "in"], seconds: float, now: float) -> Passage:
+        """Queue a transfer behind those of its direction; returns from when to when it moves."""
+        start = max(now, self._free[direction])
+        end = self._free[direction] = start + seconds
+        return Passage(start, end)
+
+
 class SimulatedExecutor:
     """The Executor protocol in virtual time; nothing passes but what ``collect`` waits for.
 
+    * A step passes through the stages of the pipeline of its layout.
+    * A swap moves over the host link from the moment its plan is submitted, beside the stages' computing. One that
+      follows its row moves from the moment at which the step computes, layer by layer, and ends with it or later.
+    * A transition reloads the new layout's weights from host memory over the same link when all before it has ended
+      (Seesaw, section 4.1); the slowest stage counts. It is answered as the end of its plan.
+    * Host rows advance by cohorts or in asymmetric steps: see host_attention.py.
+
     Args:
-        times: how long each stage and each link takes.
+        layouts: the times of each parallel layout; the first is current in the beginning. Swaps and transitions want
+            MovingTimes, host rows TieredTimes.
+        block_size: tokens per KV block.
         runtime: how inputs are prepared.
-        max_in_flight: plans in the pipeline at most; None means one for each stage.
+        max_in_flight: plans in the pipeline at most; None means one for each stage of the deepest layout.
         answer: the tokens of a plan; None means a DummyModel.
     """
 
     def __init__(
         self,
-        times: StepTimes,
-        *,
+        *layouts: StepTimes,
+        block_size: int = 16,
         runtime: Runtime = DECOUPLED,
         max_in_flight: int | None = None,
         answer: Callable[[StepPlan], tuple[Answer, ...]] | None = None,
     ) -> None:
-        self.max_in_flight = max_in_flight or times.num_stages
+        self.max_in_flight = max_in_flight or max(times.num_stages for times in layouts)
         self.feeds_tokens = False
         self.ready = True
-        self.pipeline = Pipeline(times, runtime)  # in which plans run now
-        self.pipelines: tuple[Pipeline, ...] = (self.pipeline,)  # one for each parallel layout
+        self.pipelines = tuple(Pipeline(times, runtime) for times in layouts)
         self.host_tokens = 0  # sampled so far for sequences in host memory
         self.due = 0.0  # time of the next result; now, if the engine has not answered the last one
-        self._times = times
+        self._layouts = layouts
+        self._block_size = block_size
         self._answer = answer or DummyModel()
         self._told: list[Times] = []
+        self._link, self._processor = HostLink(), Processor(self._told.append)
         self._now = 0.0
         self._pending: list[tuple[float, int, StepResult]] = []  # a heap: when, in which order, what
         self._results = self._in_flight = 0
+        self._enter(0)
+
+    def _enter(self, layout: int) -> None:
+        """Plans run in this layout from now on."""
+        times = self._layouts[layout]
+        self._layout, self._times, self._pipeline = layout, times, self.pipelines[layout]
+        self._host = HostAttention(times, self._processor) if isinstance(times, TieredTimes) else None
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan into the pipeline now; it is known at once when it will leave."""
-        self._run(plan)
+        """Begin a plan's swaps and its step or transition; it is known at once when each will be over.
+
+        Raises UsageError for host rows under a layout of several stages, and RuntimeError for a plan that the scheduler
+        must not make.
+        """
+        only_moves = plan.swaps and not plan.ends
+        if self._in_flight >= self.max_in_flight and not only_moves:
+            raise RuntimeError(f"plan {plan.step}: {self.max_in_flight} plans are in flight already")
+        for swap in plan.swaps:
+            if not swap.after_row:
+                self._swap(swap, Passage(self._now, self._now))
+        if plan.transition is not None:
+            self._change_layout(plan, plan.transition)
+        elif only_moves:
+            self._answer(plan)  # nothing ends, but the model may be told to forget
+        elif plan.layout != self._layout:
+            raise RuntimeError(f"plan {plan.step} is for layout {plan.layout}, but {self._layout} is current")
+        else:
+            hybrid = plan.strategy != "device" and self._concerns_host(plan)
+            passages = self._run_hybrid(plan) if hybrid else self._run(plan)
+            for swap in plan.swaps:
+                if swap.after_row:
+                    self._swap(swap, Passage(passages[0].start, passages[-1].end))
 
     def _run(self, plan: StepPlan) -> Sequence[Passage]:
         """Run a plan now; returns its passage through each stage."""
-        self._check_room(plan)
-        answers = self._answer(plan)
-        work = self._work(plan.rows)
-        passages = self.pipeline.run(work, self._now)
-        self._end(passages[-1].end, StepResult(plan.step, answers, seconds=passages[-1].end - passages[0].start))
+        answers, work = self._answer(plan), self._work(plan.rows)
+        passages = self._pipeline.run(work, self._now)
+        self._know(passages[-1].end, StepResult(plan.step, answers, seconds=passages[-1].end - passages[0].start))
         self._tell(plan, work, passages)
         return passages
 
-    def _check_room(self, plan: StepPlan) -> None:
-        if self._in_flight >= self.max_in_flight:
-            raise RuntimeError(f"plan {plan.step}: {self.max_in_flight} plans are in flight already")
-
-    def _end(self, time: float, result: StepResult) -> None:
-        """A plan is in flight until then."""
-        self._in_flight += 1
-        self._know(time, result)
-
     def _know(self, time: float, result: StepResult) -> None:
-        """The result will be known then."""
+        """The result will be known then; a plan that it ends is in flight until then."""
+        self._in_flight += result.step is not None
         heapq.heappush(self._pending, (time, self._results, result))
         self._results += 1
 
@@ -116,13 +166,9 @@ class SimulatedExecutor:
         return work_of(rows, self._times.work)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Let time pass until the next plan leaves the pipeline or the next swap is over, at most until that moment.
+        """Let time pass until the next plan or swap is over, at most until that moment; returns all results known then.
 
-        Returns:
-            all results that are known then.
-
-        Raises:
-            RuntimeError: if nothing is in flight and no moment is given, because the wait would never end.
+        Raises RuntimeError if nothing is in flight and no moment is given, because the wait would never end.
         """
         moments = [self._pending[0][0]] if self._pending else []
         if until is not None:
@@ -144,3 +190,93 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    # ---- swaps and transitions --------------------------------------------------------------------------------
+
+    @property
+    def _moving(self) -> MovingTimes:
+        """The times of the current layout, for plans that move anything."""
+        return cast(MovingTimes, self._times)
+
+    def _swap(self, swap: Swap, source: Passage) -> None:
+        """Move it while what it reads is computed: not before that begins, nor to an end before it ends."""
+        tokens = len(swap.device_blocks) * self._block_size
+        seconds = max(self._moving.swap_seconds(tokens, stage) for stage in range(self._times.num_stages))
+        start, end = self._link.move(swap.direction, seconds, source.start)
+        passage = Passage(start, max(end, source.end))
+        self._know(passage.end, StepResult(None, swapped=(swap.swap,)))
+        self._told.append(SwapTimes(swap.swap, 0, swap.direction, 0, *passage, after_row=swap.after_row))
+
+    def _change_layout(self, plan: StepPlan, layout: int) -> None:
+        if self._host is not None and self._host.under_way:
+            raise RuntimeError(f"plan {plan.step} changes the layout while tokens of host sequences are under way")
+        self._answer(plan)
+        self._enter(layout)
+        seconds = max(self._moving.reload_seconds(stage) for stage in range(self._times.num_stages))
+        idle = max([self._now, self._link.free, *(time for time, *_ in self._pending)])
+        passage = self._link.move("in", seconds, idle)
+        self._pipeline.not_before(passage.end)
+        self._know(passage.end, StepResult(plan.step, seconds=seconds))
+        self._told.append(ReshardTimes(plan.step, 0, layout, 0, *passage))
+
+    # ---- host rows --------------------------------------------------------------------------------------------
+
+    def _concerns_host(self, plan: StepPlan) -> bool:
+        """Whether host sequences take part in the step, so that it takes another time than a plain one."""
+        carries = plan.strategy == "overlap" and self._host is not None and self._host.under_way
+        return carries or not plan.rows or any(row.tier == "host" for row in plan.rows)
+
+    def _run_hybrid(self, plan: StepPlan) -> Sequence[Passage]:
+        if self._times.num_stages > 1:
+            raise UsageError(
+                "attention on the host is simulated for one pipeline stage, not for "
+                f"{self._times.num_stages}; use --pp 1, with --tp for more devices"
+            )
+        if self._host is None:
+            raise TypeError("attention on the host wants step times that know it: see TieredTimes")
+        tokens = {answer.sequence: answer for answer in self._answer(plan)}
+        work = self._work(row for row in plan.rows if row.tokens)
+        start = self._pipeline.begin(work, self._now)
+        run = self._overlap if plan.strategy == "overlap" else self._asymmetric
+        passage, answers = run(self._host, plan, tokens, start)
+        self._pipeline.occupy(passage)
+        seconds = passage.end - passage.start
+        result = StepResult(
+            plan.step,
+            tuple(answers),
+            cohorts=self._host.progress,
+            seconds=seconds,
+            host_work=self._host.take_work(passage.end),
+        )
+        self._know(passage.end, result)
+        self._tell(plan, work, [passage])
+        return [passage]
+
+    def _overlap(
+        self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
+    ) -> tuple[Passage, list[Answer]]:
+        beginning = {
+            row.sequence: HostRow(row.start + 1, tokens.pop(row.sequence)) for row in plan.rows if row.tier == "host"
+        }
+        device = self._work(row for row in plan.rows if row.tier == "device")
+        passage, sampled = attention.overlap(plan.step, device, beginning, start)
+        self.host_tokens += len(sampled)
+        return passage, [*tokens.values(), *sampled]
+
+    def _asymmetric(
+        self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
+    ) -> tuple[Passage, list[Answer]]:
+        """Run an asymmetric step: all rows end their token in it, and rows without tokens leave their cohorts."""
+        batches: tuple[list[HostRow], list[HostRow]] = ([], [])
+        for row in plan.rows:
+            if row.tier == "host":
+                under_way = None if row.tokens else attention.take(row.sequence)
+                batches[row.sub_batch].append(under_way or HostRow(row.start + 1, tokens[row.sequence]))
+        first, second = (
+            SubBatch(self._work(row for row in plan.rows if row.tier == "device" and row.sub_batch == number), host)
+            for number, host in enumerate(batches)
+        )
+        passage = attention.asymmetric(first, second, start)
+        host = {row.answer.sequence: row.answer for batch in batches for row in batch}
+        self.host_tokens += len(host)
+        return passage, list((tokens | host).values())

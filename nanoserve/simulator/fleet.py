@@ -3,8 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from types import MappingProxyType
-from typing import NamedTuple
 
 from nanoserve.dispatcher import Router, least_tokens
 from nanoserve.engine import Engine
@@ -20,25 +18,17 @@ MOST_REPLICAS = 1024
 
 
 def admit(engine: Engine, request: Request) -> None:
-    """Give a request to an engine that has worked until it came.
-
-    Raises:
-        UsageError: if it can never run.
-    """
+    """Give a request to an engine that has worked until it came; raises UsageError if it can never run."""
     while engine.now() < request.arrival_time:
         engine.step(request.arrival_time)  # nothing is in flight: only time passes
     engine.add(request)
 
 
 def drive(engine: Engine, requests: Iterable[Request]) -> None:
-    """Run requests to their ends; observers of the engine's recorder see the results.
+    """Run requests to their ends on a real or a virtual clock; observers of the engine's recorder see the results.
 
-    Args:
-        engine: over an executor with a real or a virtual clock.
-        requests: in the order of their arrival times, which are on the executor's clock; taken one at a time.
-
-    Raises:
-        UsageError: if a request can never run.
+    The requests are in the order of their arrival times, on that clock, and are taken one at a time. Raises UsageError
+    if one can never run.
     """
     for request in requests:
         while engine.has_work and engine.now() < request.arrival_time:
@@ -48,11 +38,8 @@ def drive(engine: Engine, requests: Iterable[Request]) -> None:
         engine.step(None)
 
 
-class StageTime(NamedTuple):
-    """How long a stage computed, and how long its layout was current with something in flight."""
-
-    busy: float
-    working: float
+StageTime = tuple[float, float]
+"""How long a stage computed, and how long its layout was current with something in flight."""
 
 
 def bubble_share(stages: Iterable[StageTime]) -> float:
@@ -73,14 +60,13 @@ class Replica:
 
     @property
     def layout_times(self) -> list[LayoutTime]:
-        """How long each parallel layout was current."""
         return self.steps.layout_times(self.executor.now())
 
     @property
     def stages(self) -> list[StageTime]:
         """Times of the stages of every layout, one layout after the other."""
         return [
-            StageTime(busy, time.working)
+            (busy, time.working)
             for pipeline, time in zip(self.executor.pipelines, self.layout_times, strict=True)
             for busy in pipeline.busy_seconds
         ]
@@ -95,16 +81,16 @@ class Replica:
 
     def figures(self, seconds: float) -> ReplicaFigures:
         """Metrics of this engine over the time of the whole fleet."""
-        stages = self.stages
+        stages, lives = self.stages, self.lives
         return ReplicaFigures(
-            requests=self.lives.requests,
-            input_tokens=self.lives.input_tokens,
-            output_tokens=self.lives.output_tokens,
+            requests=lives.requests,
+            input_tokens=lives.input_tokens,
+            output_tokens=lives.output_tokens,
             seconds=self.executor.now(),
-            ttft_ms=self.lives.ttft.mean,
-            tpot_ms=self.lives.tpot.mean,
-            e2el_ms=self.lives.e2el.mean,
-            bubble_share=bubble_share(stages) if any(stage.working for stage in stages) else None,
+            ttft_ms=lives.ttft.mean,
+            tpot_ms=lives.tpot.mean,
+            e2el_ms=lives.e2el.mean,
+            bubble_share=bubble_share(stages) if any(working for _, working in stages) else None,
             kv_occupancy=self.steps.occupancy.seconds / seconds,
             kv_peak=self.steps.occupancy.peak,
             preemptions=self.scheduler.table.preemptions,
@@ -117,41 +103,28 @@ def round_robin() -> Router:
     return lambda outstanding: next(turns) % len(outstanding)
 
 
-ROUTERS: Mapping[str, Callable[[], Router]] = MappingProxyType(
-    {"round-robin": round_robin, "least-tokens": lambda: least_tokens}
-)
+ROUTERS: Mapping[str, Callable[[], Router]] = {"round-robin": round_robin, "least-tokens": lambda: least_tokens}
 """Choices of ``--router``."""
 
 
 def make_router(name: str) -> Router:
-    """A new router of that name.
-
-    Raises:
-        UsageError: listing the names.
-    """
+    """A new router of that name; raises UsageError, listing the names, if there is none."""
     if name not in ROUTERS:
         raise UsageError(f"unknown router {name!r:.40}; choose one of {', '.join(ROUTERS)}")
     return ROUTERS[name]()
 
 
 def check_replicas(number: int) -> None:
-    """Check the number of replicas of a fleet.
-
-    Raises:
-        UsageError: if the number is out of range.
-    """
+    """Raise UsageError if a fleet cannot have this number of replicas."""
     if not 1 <= number <= MOST_REPLICAS:
         raise UsageError(f"a fleet has 1 to {MOST_REPLICAS} replicas, not {number}")
 
 
 def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Request]) -> None:
-    """Run requests to their ends.
+    """Run requests to their ends; raises UsageError if one can never run.
 
     Between two arrivals the engines have nothing to do with each other, so each works until the next one on its own. An
     engine is only advanced when its next result is due; until then it would make the same decision again.
-
-    Raises:
-        UsageError: if a request can never run.
     """
     due = [math.inf] * len(fleet)
     for request in requests:
@@ -159,7 +132,7 @@ def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Req
         for number, replica in enumerate(fleet):
             if due[number] <= now:
                 due[number] = replica.advance(now)
-        chosen = router([replica.engine.recorder.outstanding for replica in fleet])
+        chosen = router([replica.scheduler.table.outstanding for replica in fleet])
         admit(fleet[chosen].engine, request)
         due[chosen] = now
     for replica in fleet:

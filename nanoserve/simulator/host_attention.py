@@ -23,9 +23,8 @@ class HostRow:
     """A host sequence whose token is under way."""
 
     context: int
-    """Keys that its attention reads in each layer."""
     answer: Answer
-    """Its token, which becomes known in the end."""
+    """Keys that its attention reads in each layer, and its token, which becomes known in the end."""
     attended: int = 0
     """Layers whose attention the CPU was given before this step; the last of them is not passed yet."""
 
@@ -40,13 +39,11 @@ class _Cohort:
     """Host sequences that began a token in the same step."""
 
     step: int
-    """Number of that step."""
     rows: dict[int, HostRow]
     """Rows by sequence id."""
     layers: int
-    """Number of layers that the cohort has passed."""
     ready: float
-    """Time at which the CPU finishes their attention in the next layer, in seconds."""
+    """Layers that it has passed, and when the CPU finishes its attention in the next layer, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +59,7 @@ class SubBatch:
 class Processor:
     """The host's CPUs: they compute the attention of one cohort in one layer at a time, in the order of arrival.
 
-    Args:
-        tell: is called with what they compute: one layer, or a whole step.
+    ``tell`` is called with what they compute: one layer, or a whole step.
     """
 
     def __init__(self, tell: Callable[[HostTimes], None] = lambda times: None) -> None:
@@ -83,12 +79,7 @@ class Processor:
 
 
 class HostAttention:
-    """The CPU and the host sequences whose tokens are under way.
-
-    Args:
-        times: of a layout of one stage.
-        processor: the CPU.
-    """
+    """The CPU and the host sequences whose tokens are under way; the times are those of a layout of one stage."""
 
     def __init__(self, times: TieredTimes, processor: Processor) -> None:
         self._processor = processor
@@ -114,11 +105,7 @@ class HostAttention:
         return tuple([CohortProgress(cohort.step, cohort.layers) for cohort in self._cohorts])
 
     def take(self, sequence: int) -> HostRow:
-        """Take one host sequence out of its cohort, with the layers behind it.
-
-        Raises:
-            RuntimeError: if its token is not under way.
-        """
+        """Take one host sequence out of its cohort; raises RuntimeError if its token is not under way."""
         for cohort in self._cohorts:
             if row := cohort.rows.pop(sequence, None):
                 if not cohort.rows:
@@ -139,14 +126,8 @@ class HostAttention:
         as the linear layers take longer for the additional rows; what only these rows pass, half a layer for each, is
         all that a step without device rows computes.
 
-        Args:
-            step: number of the step; it names the cohort that begins in it.
-            device: rows whose KV is on the device.
-            beginning: host sequences that begin a token, with the first half of layer 0.
-            start: when the stage could begin.
-
-        Returns:
-            from when to when the device computes, and the tokens that are sampled.
+        The step's number names the cohort of the host sequences that begin a token in it, with the first half of layer
+        0; ``start`` is when the stage could begin. Returns when the device computes, and the tokens that are sampled.
         """
         if not device.tokens and not beginning and self._cohorts:
             start = max(start, min(cohort.ready for cohort in self._cohorts))
@@ -206,12 +187,8 @@ class HostAttention:
         what it was given earlier. Sequences that are part-way take part in the layers that are not behind them; the
         first of these the CPU was given earlier.
 
-        Args:
-            first, second: the sub-batches; all their host rows end their token.
-            start: when the stage could begin.
-
-        Returns:
-            from when to when the step is under way; the device waits for the CPU within it.
+        All host rows of both sub-batches end their token; ``start`` is when the stage could begin. Returns when the
+        step is under way; the device waits for the CPU within it.
         """
         batches = (first, second)
         ends = sum(self._times.ends_seconds(_with_host(batch), 0) for batch in batches)

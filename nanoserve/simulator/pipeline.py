@@ -15,7 +15,6 @@ class StepTimes(Protocol):
     """How long things take; ``nanoserve.costs.StepCosts`` is one. Times are seconds."""
 
     num_stages: int
-    """Number of stages in the pipeline."""
 
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
@@ -47,7 +46,6 @@ class TieredTimes(MovingTimes, Protocol):
     """Step times that also know the host's memory and processor; ``nanoserve.costs.StepCosts`` are such."""
 
     num_layers: int
-    """Number of layers in the model."""
 
     def layers_seconds(self, tokens: int, stage: int) -> float:
         """Time of the linear part of a stage's layers for ``tokens`` tokens."""
@@ -67,11 +65,7 @@ class TieredTimes(MovingTimes, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """How the processes of a pipeline work together.
-
-    Raises:
-        UsageError: for a share outside [0, 1).
-    """
+    """How the processes of a pipeline work together; raises UsageError for a share outside [0, 1)."""
 
     metadata: Literal["decoupled", "coupled"] = "decoupled"
     """"decoupled" (gLLM, section 3.3): plans are sent ahead of the activations, so that a stage prepares its inputs

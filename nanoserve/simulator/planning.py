@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
+from typing import NamedTuple
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs import DoesNotFit, Machine, ParallelLayout, Precision, StepCosts
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
-from nanoserve.costs.predictor import CostPredictor
+from nanoserve.costs.predictor import layout_predictors
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.load import Policy
@@ -31,18 +32,13 @@ _QUANTILES = 64
 
 @dataclass(frozen=True)
 class PlannedWork:
-    """Requests to plan for.
-
-    Raises:
-        UsageError: for a rate that is not above 0.
-    """
+    """Requests to plan for; raises UsageError for a rate that is not above 0."""
 
     shapes: tuple[RequestShape, ...]
     """Length of each request, in tokens."""
     rate: float | None = None
     """Requests per second of Poisson arrivals; None means a closed batch that arrives all at once."""
     seed: int = 0
-    """Seed of the arrivals."""
 
     def __post_init__(self) -> None:
         self.workload()  # refuses the rate
@@ -60,17 +56,14 @@ class PlannedWork:
 
     @cached_property
     def mean_input(self) -> float:
-        """Mean tokens of a prompt."""
         return self.input_tokens / len(self.shapes)
 
     @cached_property
     def mean_output(self) -> float:
-        """Mean tokens of an answer."""
         return sum(shape.output_tokens for shape in self.shapes) / len(self.shapes)
 
     @cached_property
     def input_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(shape.input_tokens for shape in self.shapes)
 
     def output_quantiles(self, number: int) -> list[int]:
@@ -111,9 +104,8 @@ class Candidate:
     host_blocks: int
     """KV blocks of a replica in host memory; 0 with one layout."""
     replicas: int
-    """The data parallel degree."""
     work: PlannedWork
-    """Work of all replicas together."""
+    """The data parallel degree, and the work of all replicas together."""
 
     @property
     def name(self) -> str:
@@ -133,10 +125,10 @@ class Candidate:
         the transitions, and KV out and in where that takes longer than computing meanwhile.
         """
         share = self.work.share(self.replicas)
-        prompts, answers = len(share.shapes) * self._prompt_seconds, self._answers_seconds(share)
+        prompts, answers = len(share.shapes) * self._analyses[0].prefill_seconds, self._answers_seconds(share)
         changing = 0.0
         if self.is_pair:
-            first, second = (CostPredictor(costs, self.layouts) for costs in self.layouts)
+            first, second = layout_predictors(self.layouts)
             prompts = max(prompts, first.swap_seconds(share.input_tokens))
             answers = max(answers, second.swap_seconds(share.input_tokens))
             cycles = -(-share.input_tokens // (self.host_blocks * BLOCK_SIZE))
@@ -152,7 +144,7 @@ class Candidate:
         rate = (self.work.rate or 0.0) / self.replicas
         decoding, found, batch = self._analyses[-1], 0.0, 1
         full = max(1, decoding.largest_batch)
-        busy = self._prompt_seconds + self.work.mean_output * decoding.batch_row(full).tpot / full
+        busy = self._analyses[0].prefill_seconds + self.work.mean_output * decoding.batch_row(full).tpot / full
         if rate * busy >= 1:
             return math.inf
         alone = self.layouts[0].step_seconds(self._analyses[0].prefill_work())
@@ -167,7 +159,6 @@ class Candidate:
 
     @property
     def estimate_text(self) -> str:
-        """The estimate in words."""
         throughput = f"estimated {self.tokens_per_second:,.0f} tokens/s"
         if self.work.rate is None:
             return throughput
@@ -187,18 +178,13 @@ class Candidate:
             max_num_seqs=max_num_seqs,
             host_blocks=self.host_blocks,
             other_layouts=[OtherLayout(costs, blocks) for costs, blocks in pairs[1:]],
-            predictors=[CostPredictor(costs, self.layouts) for costs in self.layouts],
+            predictors=layout_predictors(self.layouts),
         )
 
     @cached_property
     def _analyses(self) -> list[Analysis]:
         lengths = round(self.work.mean_input), round(self.work.mean_output)
         return [Analysis(costs, max(1, lengths[0]), max(1, lengths[1])) for costs in self.layouts]
-
-    @property
-    def _prompt_seconds(self) -> float:
-        """Seconds from one prompt to the next."""
-        return self._analyses[0].prefill_seconds
 
     def _answers_seconds(self, work: PlannedWork) -> float:
         """Seconds for all answers of one replica."""
@@ -213,8 +199,7 @@ class Candidate:
         return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(NamedTuple):
     """A layout or pair that is no candidate, and why."""
 
     name: str
@@ -229,11 +214,7 @@ class Candidates:
     left_out: tuple[LeftOut, ...]
 
     def named(self, name: str) -> Candidate:
-        """The layout or pair of that name.
-
-        Raises:
-            UsageError: if it is left out, with the reason.
-        """
+        """The layout or pair of that name; raises UsageError with the reason if it is left out."""
         found = {one.name: one for one in self.fitting}
         if name not in found:
             reasons = [one.reason for one in self.left_out if one.name == name]
@@ -259,18 +240,10 @@ def find_candidates(
     limits: CacheLimits | None = None,
     step_tokens: int = 0,
 ) -> Candidates:
-    """Every way to use all of the devices.
+    """Every way to use all of the devices, where memory for ``step_tokens``, those of the largest step, stays free.
 
-    Pairs are for closed batches: requests that arrive during a change of layout would wait.
-
-    Args:
-        precision: bits of weights and KV cache.
-        limits: of caches; None for none but the memory there is.
-        step_tokens: of the largest step, for which memory stays free; 0 keeps none free.
-
-    Raises:
-        UsageError: if there is none, saying what the layout lacks that comes closest, and what would fit; and for
-            more devices than MOST_DEVICES.
+    Pairs are for closed batches: requests that arrive during a change of layout would wait. Raises UsageError if there
+    is no way, saying what the layout lacks that comes closest, and for more devices than MOST_DEVICES.
     """
     if devices > MOST_DEVICES:
         raise UsageError(f"plans are for {MOST_DEVICES} devices at most, not {devices}")
@@ -282,7 +255,7 @@ def find_candidates(
         weights = math.inf
         try:
             costs = StepCosts(model, machine, replace(layout, data_parallel=1), precision)
-            weights = max(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages))
+            weights = max(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages))
             fitting.append(_candidate(costs, layout.data_parallel, work, limits, step_tokens))
         except UsageError as error:
             left_out.append(LeftOut(layout.name, str(error)))
@@ -327,7 +300,9 @@ def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candid
     """Both on the same devices; raises UsageError if host memory does not hold the weights and the longest prompt."""
     costs = prompts.layouts[0]
     machine, devices = costs.machine, costs.layout.devices
-    weights = sum(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages)) * costs.layout.tensor_parallel
+    weights = (
+        sum(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages)) * costs.layout.tensor_parallel
+    )
     share = machine.host_memory_bytes * devices / machine.devices_per_node
     room = share * costs.efficiency.usable_memory - weights
     if limits.host_bytes is not None:
@@ -338,10 +313,5 @@ def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candid
             f"{share / GIBI:.0f} GiB of host memory hold the weights ({weights / GIBI:.0f} GiB)"
             f" and {blocks * BLOCK_SIZE:,} tokens of KV cache, less than the longest request"
         )
-    return Candidate(
-        (*prompts.layouts, *answers.layouts),
-        (*prompts.kv_blocks, *answers.kv_blocks),
-        blocks,
-        prompts.replicas,
-        prompts.work,
-    )
+    both = (*prompts.layouts, *answers.layouts), (*prompts.kv_blocks, *answers.kv_blocks)
+    return Candidate(*both, blocks, prompts.replicas, prompts.work)

@@ -9,12 +9,11 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine of a fleet did; None where it had no request to do it with."""
 
     requests: int
-    """Number of requests routed to this engine."""
+    """Those routed to this engine."""
     input_tokens: int
     output_tokens: int
-    """Prompt and answer tokens of all its requests."""
     seconds: float
-    """Time until its last token was known."""
+    """Prompt and answer tokens of all its requests, and the time until its last token was known."""
     ttft_ms: float | None
     tpot_ms: float | None
     e2el_ms: float | None
@@ -22,9 +21,8 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
     bubble_share: float | None
     """Mean bubble share over the stages of this engine."""
     kv_occupancy: float
-    """Share of its KV blocks in use, averaged over the time of the whole fleet."""
     kv_peak: float
-    """Highest share of its KV blocks in use."""
+    """Share of its KV blocks in use, averaged over the time of the whole fleet, and the highest."""
     preemptions: int
     """Its sequences that lost their blocks and were computed again."""
 
@@ -36,12 +34,10 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     requests: int
-    """Number of requests; all ran to their ends."""
     input_tokens: int
     output_tokens: int
-    """Prompt and answer tokens of all requests."""
     seconds: float
-    """Time until the last token was known."""
+    """Prompt and answer tokens of all requests, and the time until the last token was known."""
     requests_per_second: float
     output_tokens_per_second: float
     """Rates over ``seconds``."""
@@ -58,7 +54,6 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """For each stage (of one layout after the other), the share of time in which it computed nothing though something
     was in flight."""
     steps: int
-    """Number of steps."""
     tokens_per_step: Distribution | None
     """Decodes and prompt tokens of a step."""
     tokens_variation: float
@@ -68,9 +63,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     forced_steps: int
     """Steps the scheduler made because the policy moved nothing."""
     kv_occupancy: float
-    """Share of KV blocks in use, averaged over time."""
     kv_peak: float
-    """Highest share of KV blocks in use."""
+    """Share of KV blocks in use, averaged over time, and the highest."""
     kv_series: tuple[tuple[float, float], ...]
     """Share of KV blocks in use over time, as (seconds, share), thinned to at most a thousand points."""
     tokens_series: tuple[tuple[float, int, int, int], ...]
@@ -85,20 +79,17 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     strategy_steps: dict[str, int]
     """How many steps had which strategy."""
     transitions: int
-    """Changes of the parallel layout."""
     transition_seconds: float
-    """Time spent on reloading weights for transitions."""
+    """Changes of the parallel layout, and the time spent on reloading weights for them."""
     layout_seconds: tuple[float, ...]
     """For each layout, how long it was current; transitions belong to none."""
     swapped_out_tokens: int
     swapped_in_tokens: int
     """Tokens in the KV blocks that moved to host memory, and back."""
     host_occupancy: float
-    """Share of the host's KV blocks in use, averaged over time; 0 without any."""
     host_peak: float
-    """Highest share of the host's KV blocks in use."""
     host_series: tuple[tuple[float, float], ...]
-    """Share of the host's KV blocks in use over time, in the form of ``kv_series``."""
+    """The same of the host's KV blocks; 0 without any."""
     host_tokens: int
     """Tokens sampled for sequences in host memory."""
     processor_share: float
@@ -113,7 +104,3 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     def occupancies(self) -> dict[str, tuple[tuple[float, float], ...]]:
         """Share of blocks in use over time, for each tier of the KV cache."""
         return {"device": self.kv_series} | ({"host": self.host_series} if self.host_series else {})
-
-    def spread(self, name: str) -> Distribution | None:
-        """A field of ReplicaFigures over the engines."""
-        return Distribution.of(getattr(replica, name) for replica in self.replicas)

@@ -1,14 +1,14 @@
 """simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, measured as they run."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import UsageError
+from nanoserve.measures.metrics import Slo
 from nanoserve.measures.sketches import Sketch, mean_series
-from nanoserve.measures.slo import Slo
 from nanoserve.record.events import Observer
 from nanoserve.record.metrics import LatencyMetrics, RequestObserver, SloMeter, StepMetrics
 from nanoserve.request import Request
@@ -19,17 +19,14 @@ from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router
 from nanoserve.simulator.pipeline import DECOUPLED, Runtime, StepTimes, TieredTimes
 from nanoserve.simulator.result import SimulationResult
-from nanoserve.simulator.tiered_executor import TieredExecutor
 
 
 @dataclass(frozen=True, slots=True)
 class OtherLayout:
-    """A parallel layout beside the first one."""
+    """A parallel layout beside the first one: times of its stages, links and host, and KV blocks on its devices."""
 
     times: TieredTimes
-    """Times of its stages, its links and the host."""
     num_blocks: int
-    """KV blocks on its devices."""
 
 
 def simulate(
@@ -53,25 +50,21 @@ def simulate(
     """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
 
     Args:
-        policy: decides, as in a real engine.
         times: of stages, links and the host; each stage allows one micro-batch in flight.
         requests: of a Workload, in order of arrival; they are taken as their time comes.
-        num_blocks: KV blocks; all stages share one block table.
-        block_size: tokens per block.
+        num_blocks, block_size: KV blocks, of which all stages share one table, and tokens per block.
         max_num_seqs: sequences that hold blocks at a time.
         runtime: how the stages' processes work together.
         observers: are shown all events; of a fleet, those of its first engine.
         slo: what a good answer keeps to, for attainment and goodput.
         request_observers: are shown every request when it has ended.
-        replicas: whole engines, each like that.
-        router: which of them gets a request: a name in ROUTERS.
+        replicas, router: whole engines like that, and which of them gets a request: a name in ROUTERS.
         host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
         other_layouts: parallel layouts 1, 2, ... that the policy may change to.
         predictors: for the policy, one per layout.
 
-    Raises:
-        UsageError: for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
-            attention on the host under a layout of several stages.
+    Raises UsageError for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
+    attention on the host under a layout of several stages.
     """
     check_replicas(replicas)
     within = SloMeter(slo or Slo())
@@ -90,21 +83,20 @@ def simulate(
         other_layouts=[LayoutCapacity(one.num_blocks, one.times.num_stages) for one in other_layouts],
         predictors=predictors,
     )
-    make_executor: Callable[[], SimulatedExecutor] = partial(SimulatedExecutor, times, runtime=runtime)
-    if host_blocks or other_layouts:
-        if not isinstance(times, TieredTimes):
-            raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
-        layouts = [times, *(layout.times for layout in other_layouts)]
-        make_executor = partial(TieredExecutor, layouts, block_size=block_size, runtime=runtime)
+    if (host_blocks or other_layouts) and not isinstance(times, TieredTimes):
+        raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
+    layouts = [times, *(layout.times for layout in other_layouts)]
     fleet = []
     for _ in range(replicas):
         steps = StepMetrics(block_size, 1 + len(other_layouts))
         lives = LatencyMetrics((within, *request_observers))
-        fleet.append(Replica(make_scheduler(), make_executor(), steps, lives))
+        executor = SimulatedExecutor(*layouts, block_size=block_size, runtime=runtime)
+        fleet.append(Replica(make_scheduler(), executor, steps, lives))
     fleet[0].engine.recorder.add(*observers)
     drive_fleet(fleet, make_router(router), _fitting(requests, longest))
     if not within.requests:
         raise UsageError("there are no requests to simulate")
+    fleet[0].engine.recorder.finish()
     return _result(fleet, None if slo is None else within)
 
 

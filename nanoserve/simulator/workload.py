@@ -33,10 +33,7 @@ _UNLIMITED = SamplingParams(temperature=0.0)
 class Workload:
     """Requests whose tokens mean nothing and whose seed is the length of the answer; it can be gone through once.
 
-    Args:
-        arrivals: seconds, in order.
-        lengths: of each request; the shorter of the two streams ends the workload.
-        limit: requests at most.
+    The shorter of the two streams, arrivals in seconds and lengths, ends it, or the limit of requests.
     """
 
     def __init__(self, arrivals: Iterable[float], lengths: Iterable[RequestShape], limit: int | None = None) -> None:
@@ -58,23 +55,15 @@ def burst() -> Iterator[float]:
 
 
 def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Independent arrivals with a mean of ``rate`` requests per second.
-
-    Raises:
-        UsageError: for a rate that is not above 0, or absurd.
-    """
+    """Independent arrivals with a mean of ``rate`` requests per second; raises as `gamma_arrivals`."""
     return gamma_arrivals(rate, 1.0, seed)
 
 
 def gamma_arrivals(rate: float, variation: float, seed: int) -> Iterator[float]:
-    """Gamma distributed gaps with a mean of 1 / rate.
+    """Gamma distributed gaps with a mean of 1 / rate, where ``rate`` is in requests per second.
 
-    Args:
-        rate: requests per second.
-        variation: the gaps' standard deviation over their mean: 1 is Poisson, more comes in bursts, less evenly.
-
-    Raises:
-        UsageError: for a rate or a variation that is not above 0, or absurd.
+    ``variation`` is the gaps' standard deviation over their mean: 1 is Poisson, more comes in bursts, less evenly.
+    Raises UsageError for a rate or a variation that is not above 0, or absurd.
     """
     for name, value in (("the request rate", rate), ("the variation of the gaps", variation)):
         if not 0 < value < float("inf"):
@@ -87,11 +76,7 @@ def gamma_arrivals(rate: float, variation: float, seed: int) -> Iterator[float]:
 
 
 def trace_arrivals(times: Sequence[float]) -> Iterator[float]:
-    """The times of a trace, counted from its first; the stream ends with it.
-
-    Raises:
-        UsageError: naming the first request that comes before the one in front of it.
-    """
+    """The times of a trace, counted from its first. Raises UsageError, naming the request, if they are not in order."""
     for number, (before, after) in enumerate(pairwise(times), start=2):
         if after < before:
             raise UsageError(f"the trace is not in order of time: request {number} comes before the one in front of it")
@@ -104,8 +89,7 @@ def trace_arrivals(times: Sequence[float]) -> Iterator[float]:
 def named_lengths(name: str, seed: int, others: Sequence[str] = ()) -> Iterator[RequestShape]:
     """Lengths by a shipped table's name, gLLM's moments, or fixed as 512+128.
 
-    Raises:
-        UsageError: listing the names, after ``others`` that the caller knows.
+    Raises UsageError for another name, listing the names after ``others`` that the caller knows.
     """
     if name == GLLMS_SHAREGPT:
         return lognormal_lengths(*_SHAREGPT_MOMENTS, seed=seed)
@@ -119,11 +103,7 @@ def named_lengths(name: str, seed: int, others: Sequence[str] = ()) -> Iterator[
 
 
 def fixed_lengths(input_tokens: int, output_tokens: int) -> Iterator[RequestShape]:
-    """Always the same.
-
-    Raises:
-        UsageError: for a length below one token.
-    """
+    """Always the same; raises UsageError for a length below one token."""
     if min(input_tokens, output_tokens) < 1:
         raise UsageError(f"a request has at least one token in and one out, not {input_tokens} and {output_tokens}")
     return repeat(RequestShape(input_tokens, output_tokens))
@@ -132,14 +112,9 @@ def fixed_lengths(input_tokens: int, output_tokens: int) -> Iterator[RequestShap
 def lognormal_lengths(
     input_mean: float, output_mean: float, input_sigma: float, output_sigma: float, seed: int
 ) -> Iterator[RequestShape]:
-    """Independent lognormal lengths.
+    """Independent lognormal lengths, with means in tokens; the sigmas are those of the lengths' natural logarithms.
 
-    Args:
-        input_mean, output_mean: of the lengths, in tokens.
-        input_sigma, output_sigma: standard deviations of the lengths' natural logarithms.
-
-    Raises:
-        UsageError: for a mean below one token or a negative sigma.
+    Raises UsageError for a mean below one token or a negative sigma.
     """
     if min(input_mean, output_mean) < 1 or min(input_sigma, output_sigma) < 0:
         raise UsageError("lognormal lengths take means of at least one token and sigmas of at least 0")
@@ -161,11 +136,9 @@ class LengthTable(msgspec.Struct, frozen=True, kw_only=True):
     """The lengths of one trace in brief."""
 
     source: str
-    """Where the trace is from."""
     licence: str
-    """Licence of the trace."""
     requests: int
-    """Number of requests in the trace."""
+    """Where the trace is from, its licence, and its number of requests."""
     mean_input: float
     mean_output: float
     """Mean lengths, in tokens."""
@@ -193,8 +166,7 @@ class LengthTable(msgspec.Struct, frozen=True, kw_only=True):
 class _Curve:
     """Lengths between quantiles: linear, but for the last percent, which bends so that the mean is the trace's.
 
-    A few very long requests make the last step a high one. A straight line over it would make them many, and the mean
-    too large: by a fifth for the outputs of azure-code.
+    A few very long requests make the last step a high one; a straight line over it would make the mean too large.
     """
 
     def __init__(self, quantiles: Sequence[int], mean: float) -> None:

@@ -28,18 +28,10 @@ class Screen:
         for number, command, character in _TOKEN.findall(text):
             if command == "A":
                 self.row = max(self.top, self.row - int(number or 1))
-            elif command == "B":
-                self.row = min(self.top + self.height - 1, self.row + int(number or 1))
-            elif command == "C":
-                self.column = min(self.width - 1, self.column + int(number or 1))
             elif command == "H":
                 self.row, self.column = self.top, 0
             elif command == "K":
                 self.lines[self.row] = _cut(self.lines[self.row], self.column)
-            elif command == "M":
-                assert len(self.lines) == self.top + self.height, "the window is not full yet"
-                del self.lines[self.row]
-                self.lines.append("")
             elif command == "J" and (self.row, self.column) == (self.top, 0):  # tmux keeps what it clears
                 self.lines.append("")
                 self.row = self.top = len(self.lines) - 1

@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from nanoserve.commands.batch_progress import Phases
+from nanoserve.commands.batch import Phases
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import Request, SamplingParams, Sequence, SequenceUpdate

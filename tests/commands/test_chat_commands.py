@@ -1,14 +1,18 @@
 """Slash commands: what each says, and that none reaches the model."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanoserve.commands.chat import ChatCommands, CommandOutcome
+from nanoserve.commands import chat
+from nanoserve.commands.chat import ChatOptions, Conversation
 from nanoserve.commands.chat_model import LocalModel
 from tests.commands.fake_llm import FakeLLM
-from tests.commands.test_chat_session import ChatSession, answer, make_session
+from tests.commands.test_chat_session import ChatSession, answer, fake, make_session
+
+Said = Callable[[str], str]
 
 
 @pytest.fixture
@@ -16,25 +20,36 @@ def session() -> ChatSession:
     return make_session()[0]
 
 
+def saying(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> Said:
+    """Runs a command; returns what it says beside answers."""
+    conversation = Conversation(session, ChatOptions(plain=True))
+
+    def run(line: str) -> str:
+        conversation.obey(line)
+        return capsys.readouterr().err.removesuffix("\n")
+
+    return run
+
+
 @pytest.fixture
-def commands(session: ChatSession) -> ChatCommands:
-    return ChatCommands(session, edit=lambda text: text + " edited")
+def said(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> Said:
+    return saying(session, capsys)
 
 
 @pytest.mark.parametrize("line", ["/bogus", "/", "/SET x=1", "/bogus\nsecond line", "//help", "/usr/bin/env is here"])
-def test_unknown_commands_are_messages(commands: ChatCommands, line: str) -> None:
-    outcome = commands.run(line)
-    assert outcome.text.startswith("unknown command /")
-    assert "/help" in outcome.text
-    assert outcome.message is None
-    assert "\n" not in outcome.text
+def test_unknown_commands_are_messages(session: ChatSession, said: Said, line: str) -> None:
+    text = said(line)
+    assert text.startswith("unknown command /")
+    assert "/help" in text
+    assert "\n" not in text
+    assert fake(session).prompts == []
 
 
-def test_help_names_every_command(commands: ChatCommands) -> None:
-    text = commands.run("/help").text
-    assert all(name in text for name in commands.names)
+def test_help_names_every_command(session: ChatSession, said: Said) -> None:
+    names, text = Conversation(session, ChatOptions()).names, said("/help")
+    assert all(name in text for name in names)
     for name in ["help", "reset", "system", "set", "show", "stats", "save", "load", "regen", "undo", "exit", "bye"]:
-        assert f"/{name}" in commands.names
+        assert f"/{name}" in names
 
 
 @pytest.mark.parametrize(
@@ -49,8 +64,8 @@ def test_help_names_every_command(commands: ChatCommands) -> None:
         ("/usr/bin/env", "unknown command /usr/bin/env; /help lists them"),
     ],
 )
-def test_what_is_misspelt_gets_a_suggestion(commands: ChatCommands, line: str, meant: str) -> None:
-    assert commands.run(line).text.startswith(meant)
+def test_what_is_misspelt_gets_a_suggestion(said: Said, line: str, meant: str) -> None:
+    assert said(line).startswith(meant)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +82,10 @@ def test_what_is_misspelt_gets_a_suggestion(commands: ChatCommands, line: str, m
         ("/set presence_penalty=-0.5", "presence_penalty", -0.5, "presence_penalty = -0.5"),
     ],
 )
-def test_set(session: ChatSession, commands: ChatCommands, line: str, name: str, value: object, says: str) -> None:
-    assert commands.run(line).text == says
+def test_set(session: ChatSession, said: Said, line: str, name: str, value: object, says: str) -> None:
+    assert said(line) == says
     assert session.settings == {name: value}
-    commands.run(f"/set {name}=none")
+    said(f"/set {name}=none")
     assert session.settings == {}
 
 
@@ -95,68 +110,73 @@ NUMBER = "temperature must be a number from 0 to 100, not "
         ("stop=[1]", "every stop string must have 1 to 1024 characters"),
     ],
 )
-def test_bad_settings_are_messages(session: ChatSession, commands: ChatCommands, line: str, says: str) -> None:
-    assert commands.run(f"/set {line}").text.startswith(says)
+def test_bad_settings_are_messages(session: ChatSession, said: Said, line: str, says: str) -> None:
+    assert said(f"/set {line}").startswith(says)
     assert session.settings == {}
 
 
-def test_a_seed_of_the_command_line_is_shown() -> None:
+def test_a_seed_of_the_command_line_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     llm: Any = FakeLLM()
-    session = ChatSession(LocalModel(llm, seed=7), notify=print)
-    commands = ChatCommands(session, edit=str)
-    assert "seed = (another for each answer, drawn from --seed 7)\n" in commands.run("/show").text
-    commands.run("/set seed=3")
-    assert "seed = 3\n" in commands.run("/show").text
+    said = saying(ChatSession(LocalModel(llm, seed=7), notify=print), capsys)
+    assert "seed = (another for each answer, drawn from --seed 7)\n" in said("/show")
+    said("/set seed=3")
+    assert "seed = 3\n" in said("/show")
 
 
-def test_system_show_and_stats(session: ChatSession, commands: ChatCommands) -> None:
-    assert commands.run("/stats").text == "there is no answer yet"
-    commands.run("/system Be kind.\nAlways.")
-    commands.run("/set top_k=3")
+def test_system_show_and_stats(session: ChatSession, said: Said) -> None:
+    assert said("/stats") == "there is no answer yet"
+    said("/system Be kind.\nAlways.")
+    said("/set top_k=3")
     answer(session, "hello")
-    shown = commands.run("/show").text
+    shown = said("/show")
     assert "storyteller" in shown
     assert "Be kind.\nAlways." in shown
     assert "top_k = 3\n" in shown
     assert "seed = none  (the model's default)\n" in shown
     assert "temperature = 0.8  (the model's default)" in shown
     assert "of 200 tokens, 1 turn\n" in shown
-    assert commands.run("/stats").text == (
+    assert said("/stats") == (
         "7 prompt (1 cached) · 3 new · TTFT 0.50 s · prefill 24 t/s · decode 10.0 t/s · context 10/200"
     )
-    commands.run("/system")
+    said("/system")
     assert session.system is None
 
 
-def test_save_load_undo_reset(session: ChatSession, commands: ChatCommands, tmp_path: Path) -> None:
-    assert "name a file" in commands.run("/save").text
+def test_save_load_undo_reset(session: ChatSession, said: Said, tmp_path: Path) -> None:
+    assert "name a file" in said("/save")
     answer(session, "hello")
     path = tmp_path / "my chat.json"
-    assert commands.run(f"/save {path}").text == f"saved 2 messages to {path}"
-    assert commands.run("/undo").text == "took back: hello"
-    assert commands.run("/undo").text == "there is no answer yet"
-    loaded = commands.run(f"/load {path}")
-    assert loaded.text == f"loaded 2 messages from {path}"
-    assert [turn.content for turn in loaded.turns] == ["hello", "You said: hello"]
-    commands.run("/reset")
+    assert said(f"/save {path}") == f"saved 2 messages to {path}"
+    assert said("/undo") == "took back: hello"
+    assert said("/undo") == "there is no answer yet"
+    assert said(f"/load {path}") == f"loaded 2 messages from {path}\n>>> hello"
+    assert [turn.content for turn in session.turns] == ["hello", "You said: hello"]
+    said("/reset")
     assert session.turns == []
-    assert "cannot read" in commands.run("/load /nowhere").text
+    assert "cannot read" in said("/load /nowhere")
 
 
-def test_figures_go_with_their_conversation(session: ChatSession, commands: ChatCommands, tmp_path: Path) -> None:
+def test_figures_go_with_their_conversation(session: ChatSession, said: Said, tmp_path: Path) -> None:
     for command in ("/clear", f"/load {tmp_path / 'chat.json'}"):
         answer(session, "hello")
-        commands.run(f"/save {tmp_path / 'chat.json'}")
-        commands.run(command)
-        assert commands.run("/stats").text == "there is no answer yet"
+        said(f"/save {tmp_path / 'chat.json'}")
+        said(command)
+        assert said("/stats") == "there is no answer yet"
 
 
-def test_what_the_chat_must_do(session: ChatSession, commands: ChatCommands) -> None:
-    assert commands.run("/regen") == CommandOutcome(regenerate=True)
-    for name in ("exit", "quit", "bye"):
-        assert commands.run(f"/{name}") == CommandOutcome(leave=True)
+def test_commands_that_ask_the_model(
+    session: ChatSession, said: Said, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chat, "edit_text", lambda text: text and f"{text} edited")
+    assert said("/edit") == "nothing to send"
     answer(session, "hello")
-    assert commands.run("/edit") == CommandOutcome(message="hello edited")
-    commands.run("/think off")
-    assert not commands.show_thinking
-    assert "say /think" in commands.run("/think maybe").text
+    assert "4 new" in said("/edit")
+    assert "4 new" in said("/regen")
+    assert [turn.content for turn in session.turns[::2]] == ["hello", "hello edited"]
+    assert len(fake(session).prompts) == 3
+
+
+def test_reasoning_is_shown_or_not(said: Said) -> None:
+    assert said("/think off") == "reasoning is hidden"
+    assert said("/think on") == "reasoning is shown"
+    assert "say /think" in said("/think maybe")

@@ -214,7 +214,7 @@ def test_only_regular_files_are_saved_to_and_loaded(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match="pipe: it is no regular file"):
         session.save(pipe)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
-    with pytest.raises(UsageError, match="pipe: it is no regular file"):
+    with pytest.raises(UsageError, match="pipe is not a regular file"):
         session.load(pipe)
     link.symlink_to(path)
     session.save(link)

@@ -13,7 +13,7 @@ import pytest
 
 from nanoserve.client.address import parse_url
 from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
-from nanoserve.commands.chat import ChatCommands
+from nanoserve.commands.chat import ChatOptions, Conversation
 from nanoserve.commands.chat_model import RemoteModel
 from nanoserve.commands.chat_session import ChatSession, Message
 from nanoserve.commands.terminal import StopOnInterrupt
@@ -165,7 +165,7 @@ def test_an_answer_that_is_stopped_is_counted_in_chunks() -> None:
         assert [text for _, text in pieces] == ["Hello"]
     assert session.turns[-1] == Message("assistant", "Hello", interrupted=True)
     assert session.last_answer is not None
-    assert session.last_answer.usage.line(None, interrupted=True) == "1 new, interrupted · TTFT 1.00 s"
+    assert session.last_answer.line(None) == "1 new, interrupted · TTFT 1.00 s"
 
 
 def test_reasoning_in_either_dialect() -> None:
@@ -256,20 +256,26 @@ def test_a_server_that_counts_is_asked_before() -> None:
     assert [len(body["messages"]) for body in server.bodies("/v1/chat/completions")] == [1, 3, 3]
 
 
-def test_the_commands_of_the_chat() -> None:
+def test_the_commands_of_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
     with foreign(chat=HELLO) as server:
         session, _ = session_with(server)
-        commands = ChatCommands(session, edit=str)
-        assert commands.run("/set temperature=0.5").text == "temperature = 0.5"
-        assert "top_p must be a number" in commands.run("/set top_p=7").text
+        conversation = Conversation(session, ChatOptions(plain=True))
+
+        def said(line: str) -> str:
+            conversation.obey(line)
+            return capsys.readouterr().err.removesuffix("\n")
+
+        assert said("/set temperature=0.5") == "temperature = 0.5"
+        assert "top_p must be a number" in said("/set top_p=7")
         answer(session, "hi")
-        shown = commands.run("/show").text
-        assert commands.run("/set temperature=none").text == "temperature = (the server's default)"
-        assert commands.run("/regen").regenerate
-        assert commands.run("/undo").text == "took back: hi"
+        shown = said("/show")
+        (body,) = server.bodies("/v1/chat/completions")
+        assert said("/set temperature=none") == "temperature = (the server's default)"
+        said("/regen")
+        assert len(server.bodies("/v1/chat/completions")) == 2
+        assert said("/undo") == "took back: hi"
     assert "model    parrot" in shown and "context  1 turn\n" in shown
     assert "  temperature = 0.5\n" in shown and "  top_k = (the server's default)\n" in shown
-    (body,) = server.bodies("/v1/chat/completions")
     assert body["temperature"] == 0.5 and "top_k" not in body
 
 

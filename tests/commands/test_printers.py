@@ -1,7 +1,7 @@
 """What a terminal shows of a streamed answer, on a small screen that is emulated."""
 
 import io
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nanoserve.commands.printers import Block, BlockSplitter, MarkdownPrinter, PlainPrinter, visible
+from nanoserve.commands.printers import AnswerPrinter, Block, BlockSplitter, visible
 from tests.commands.screen import Screen
 
 ANSWER = """\
@@ -65,6 +65,7 @@ def test_blocks() -> None:
         ("text\n# head\ntext", [PARAGRAPH, HEADING, PARAGRAPH]),
         ("a ```b``` c\n```d``` e", [PARAGRAPH]),
         ("\n\n \n", []),
+        ("[a]: b", ["text"]),
         ("2 * 3\n*emphasis* here", [PARAGRAPH]),
     ],
 )
@@ -83,14 +84,20 @@ def test_no_line_of_the_text_is_lost(text: str) -> None:
     assert [line.rstrip() for line in kept] == [line.rstrip() for line in text.split("\n") if line.strip()]
 
 
-def printed(pieces: list[str], width: int = 40, height: int = 100) -> Screen:
+def printer_on(width: int, height: int, *, markdown: bool = True) -> tuple[AnswerPrinter, Console, Any]:
+    """A printer, its console, and the screen that it writes to."""
     screen: Any = Screen(width, height)
-    console = Console(file=screen, force_terminal=True, width=width, no_color=True, color_system=None)
-    printer = MarkdownPrinter(console, size=lambda: (width, height))
+    console = Console(file=screen, force_terminal=True, width=width, height=height, color_system=None)
+    return AnswerPrinter(console, console, markdown=markdown), console, screen
+
+
+def printed(pieces: list[str], width: int = 40, height: int = 100) -> Screen:
+    printer, _, screen = printer_on(width, height)
     for piece in pieces:
         printer.answer(piece)
     printer.finish()
-    return screen
+    shown: Screen = screen
+    return shown
 
 
 def test_finished_blocks_are_rendered_in_place() -> None:
@@ -133,8 +140,7 @@ def test_a_block_taller_than_the_window_is_rendered_once(block: str, *, whole: b
 
 
 def test_a_preview_shows_the_end_of_a_tall_block() -> None:
-    screen: Any = Screen(40, 5)
-    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: (40, 5))
+    printer, _, screen = printer_on(40, 5)
     for piece in CODE[: CODE.index("line 25")]:
         printer.answer(piece)
     assert screen.window == ["line 21", "line 22", "line 23", "line 24", ""]
@@ -142,11 +148,9 @@ def test_a_preview_shows_the_end_of_a_tall_block() -> None:
 
 
 def test_a_tall_block_is_whole_after_the_window_was_resized() -> None:
-    screen: Any = Screen(40, 5)
-    size = [(40, 5)]
-    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: size[0])
+    printer, console, screen = printer_on(40, 5)
     printer.answer(CODE[: CODE.index("line 20")])
-    size[0] = (39, 5)
+    console.size = (39, 5)
     printer.answer(CODE[CODE.index("line 20") :])
     assert screen.text.split() == [word for number in range(30) for word in ("line", str(number))]
 
@@ -158,10 +162,7 @@ def test_a_word_that_does_not_fit_moves_to_the_next_line_while_it_streams(
     monkeypatch.setenv("TERM", "xterm")
     text = "a word at the right-hand edge is never extraordinarily torn apart, **not even** 日本 while it is written"
     for width in range(16, 40):
-        screen: Any = Screen(width, 50)
-        console = Console(file=screen, force_terminal=True, width=width)
-        size = repeat((width, 50)).__next__
-        printer = PlainPrinter(screen, size=size) if plain else MarkdownPrinter(console, size=size)
+        printer, _, screen = printer_on(width, 50, markdown=not plain)
         for end, piece in enumerate(text, 1):
             printer.answer(piece)
             assert words_of("\n".join(screen.lines)) == words_of(text[:end])
@@ -177,8 +178,7 @@ def test_a_word_longer_than_the_line_is_broken() -> None:
 
 
 def test_text_shows_before_its_block_is_finished() -> None:
-    screen: Any = Screen(20, 10)
-    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=20), size=lambda: (20, 10))
+    printer, _, screen = printer_on(20, 10)
     printer.answer("some **bo")
     assert screen.text == "some **bo"
     printer.answer("ld** words that go on")
@@ -188,19 +188,16 @@ def test_text_shows_before_its_block_is_finished() -> None:
 
 
 def test_a_screen_that_was_resized_is_not_written_over() -> None:
-    screen: Any = Screen(40, 10)
-    size = [(40, 10)]
-    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: size[0])
+    printer, console, screen = printer_on(40, 10)
     printer.answer("one **two**")
-    size[0] = (30, 10)
+    console.size = (30, 10)
     printer.answer(" three\n\n")
     printer.answer("**four**\n\n")
-    assert screen.text == "one **two** three\n\nfour"
+    assert screen.text == "one **two**\nthree\n\nfour"
 
 
 def test_what_others_wrote_is_not_written_over() -> None:
-    screen: Any = Screen(40, 10)
-    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: (40, 10))
+    printer, _, screen = printer_on(40, 10)
     printer.answer("one **two")
     screen.write("\nStopped\n")
     printer.lose_place()
@@ -209,8 +206,7 @@ def test_what_others_wrote_is_not_written_over() -> None:
 
 
 def test_reasoning_stands_apart() -> None:
-    screen: Any = Screen(40, 10)
-    printer = MarkdownPrinter(Console(file=screen, force_terminal=True, width=40), size=lambda: (40, 10))
+    printer, _, screen = printer_on(40, 10)
     printer.thinking("hm **hm")
     printer.thinking("**")
     printer.answer("**yes**")
@@ -225,7 +221,7 @@ def test_escape_sequences_do_not_reach_a_terminal() -> None:
 
 def test_plain_text_is_written_as_it_is() -> None:
     stream = io.StringIO()
-    printer = PlainPrinter(stream)
+    printer = AnswerPrinter(Console(file=stream))
     printer.thinking("nobody sees this")
     for piece in ("# a", "\x1b", "\n\n"):
         printer.answer(piece)

@@ -47,7 +47,7 @@ def test_a_trace_brings_times_and_lengths(command: Run, tmp_path: Path) -> None:
     code, out, _ = command(*SMALL, "--trace", str(trace), "--record", str(bars))
     assert code == 0
     assert "trace.csv, as the trace has them" in out
-    starts = [event["ts"] for event in json.loads(bars.read_text()) if event["ph"] == "X"]
+    starts = [event["ts"] for event in json.loads(bars.read_text()) if event["name"] == "compute"]
     assert len(starts) == 3
     assert starts[2] > 7.5e6
 

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from nanoserve.commands import chat as chat_command
-from nanoserve.commands.printers import MarkdownPrinter, PlainPrinter
+from nanoserve.commands.printers import AnswerPrinter
 from nanoserve.commands.terminal import StopOnInterrupt, remark, say
 from tests.commands.conftest import ROOT
 from tests.commands.screen import Screen
@@ -176,7 +176,7 @@ def converse(monkeypatch: pytest.MonkeyPatch, session: ChatSession, *lines: str,
             return line
 
     monkeypatch.setattr(chat_command, "ChatPrompt", Typed)
-    chat_command._Conversation(session, chat_command.ChatOptions(plain=plain, no_history=True)).run()
+    chat_command.Conversation(session, chat_command.ChatOptions(plain=plain, no_history=True)).run()
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Screen:
@@ -203,7 +203,7 @@ def test_a_notice_stands_below_the_answer(monkeypatch: pytest.MonkeyPatch, *, pl
 
 
 def test_an_answer_goes_on_below_what_a_shell_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stopped(MarkdownPrinter):
+    class Stopped(AnswerPrinter):
         def answer(self, text: str) -> None:
             super().answer(text)
             if text == "two ":
@@ -211,7 +211,7 @@ def test_an_answer_goes_on_below_what_a_shell_wrote(monkeypatch: pytest.MonkeyPa
                 signal.raise_signal(signal.SIGCONT)
 
     screen, (session, _) = watched(monkeypatch), make_session()
-    monkeypatch.setattr(chat_command, "_printer", lambda **_: Stopped(Console(file=sys.stdout), lambda: (40, 10)))
+    monkeypatch.setattr(chat_command, "_printer", lambda **_: Stopped(Console(file=sys.stdout), markdown=True))
     converse(monkeypatch, session, "one two three")
     assert "You said: one two\nStopped\nthree\n" in screen.text
 
@@ -224,15 +224,22 @@ def test_a_loaded_conversation_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_an_interrupt_as_the_answer_ends_does_not_end_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    class InterruptedAtTheEnd(PlainPrinter):
+    class InterruptedAtTheEnd(AnswerPrinter):
         def finish(self) -> None:
             super().finish()
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(chat_command, "_printer", lambda **_: InterruptedAtTheEnd(sys.stdout, None))
+    monkeypatch.setattr(chat_command, "_printer", lambda **_: InterruptedAtTheEnd(Console(file=sys.stdout)))
     session, _ = make_session()
     converse(monkeypatch, session, "one", "two", plain=True)
     assert [turn.content for turn in session.turns] == ["one", "You said: one", "two", "You said: two"]
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "bye"])
+def test_what_leaves(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    session, _ = make_session()
+    converse(monkeypatch, session, "one", f"/{word}", "two")
+    assert [turn.content for turn in session.turns[::2]] == ["one"]
 
 
 def test_no_history(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from nanoserve.kv import BlockPool
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import SequenceTable
+from tests.record.planned import step_tokens
 
 
 def check_integrity(scheduler: Scheduler) -> None:
@@ -17,13 +18,15 @@ def check_integrity(scheduler: Scheduler) -> None:
         _check_state(table, sequence)
     _check_device_blocks(table, sequences)
     _check_host_blocks(table, sequences)
+    if any((plan.decodes, plan.prompt_tokens) != step_tokens(plan) for plan in scheduler.plans_in_flight.values()):
+        raise RuntimeError("a plan's count of its tokens is wrong")
     if table.waiting.tokens != sum(len(sequence.tokens) for sequence in table.waiting):
         raise RuntimeError("the count of waiting tokens is wrong")
     for queue in (table.running, table.on_host, table.moving):
         if not all(table.quarantine.admits(one.request.request_id) for one in queue):
             raise RuntimeError("a sequence runs that the quarantine holds back")
     suspect, next_waiting = table.quarantine.suspect, table.next_waiting
-    if suspect is not None and suspect not in table._requests:
+    if suspect is not None and suspect not in table.requests:
         raise RuntimeError("sequences are held back for a request that is gone")
     admitted = (one for one in table.waiting if table.quarantine.admits(one.request.request_id))
     if next_waiting is not next(admitted, None):

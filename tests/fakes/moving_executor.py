@@ -7,15 +7,15 @@ import msgspec
 from nanoserve.costs.work import StepWork
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes, Times
 from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.pipeline import MovingTimes, Passage
-from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.observed_executor import dummy_answers
 
 KV_BYTES, WEIGHT_BYTES = 64, 4096
 """Bytes of a worker: for each token of a swap, and for its slices of the weights."""
 
 
-class MovingExecutor(TieredExecutor):
+class MovingExecutor(SimulatedExecutor):
     """In virtual time, which begins at ``began``; workers compute from the moment at which the work is there.
 
     Args:
@@ -26,7 +26,7 @@ class MovingExecutor(TieredExecutor):
     def __init__(
         self, layouts: Sequence[MovingTimes], *, block_size: int, workers: int = 2, began: float = 1000.0
     ) -> None:
-        super().__init__(layouts, block_size=block_size, answer=dummy_answers)
+        super().__init__(*layouts, block_size=block_size, answer=dummy_answers)
         self._began = began
         self._workers = workers
         self._swapped: dict[int, int] = {}  # by swap: the bytes of a worker

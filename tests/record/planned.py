@@ -1,7 +1,8 @@
 """Events of plans as a recorder makes them, for what is shown them one by one."""
 
+from msgspec.structs import replace
+
 from nanoserve.record.events import Blocks, Planned
-from nanoserve.record.recorder import step_tokens
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import StepPlan
@@ -9,9 +10,17 @@ from nanoserve.scheduler.plan import StepPlan
 NO_BLOCKS = Blocks(0, 1, 0, 0, 0, 0)
 
 
+def step_tokens(plan: StepPlan) -> tuple[int, int]:
+    """Rows of one token, and tokens of longer rows, counted one by one."""
+    lengths = [len(row.tokens) for row in plan.rows]
+    return lengths.count(1), sum(lengths) - lengths.count(1)
+
+
 def planned(plan: StepPlan, time: float, blocks: Blocks = NO_BLOCKS) -> Planned:
     """A plan that was made at that time."""
-    return Planned(time, time, plan, None, Decision(0, 0), blocks, None, *step_tokens(plan))
+    decodes, prompt_tokens = step_tokens(plan)
+    counted = replace(plan, decodes=decodes, prompt_tokens=prompt_tokens)
+    return Planned(time, time, counted, None, Decision(0, 0), blocks, None)
 
 
 def stage_times(step: int, *spans: tuple[float, float]) -> tuple[StageTimes, ...]:

@@ -16,9 +16,8 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE
+from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExecutor
 from nanoserve.simulator.fleet import drive
-from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.record.planned import planned
 from tests.record.tracks import tracks_of
@@ -50,7 +49,7 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
         Request(f"r{number}", (1,) * 9, SamplingParams(), 12, end_tokens=(END_TOKEN,), arrival_time=number / 2)
         for number in range(24)
     ]
-    engine = Engine(scheduler, TieredExecutor([times], block_size=2), vocab_size=VOCAB_SIZE)
+    engine = Engine(scheduler, SimulatedExecutor(times, block_size=2), vocab_size=VOCAB_SIZE)
     engine.recorder.forecasts.of_all = True
     file = ChromeTraceFile(tmp_path / "trace.json")
     engine.recorder.add(RunTrace(file, engine.now(), close=file.close))

@@ -11,7 +11,7 @@ from nanoserve.engine import Engine
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.record.events import Blocks, Collected, ExecutorFailed, Finished, Planned, Worked
-from nanoserve.record.phases import Phase, PhaseTracker, PhaseTurn, phase_name
+from nanoserve.record.phases import Phase, PhaseTracker, PhaseTurn
 from nanoserve.record.times import SwapTimes
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import Request, SamplingParams
@@ -186,4 +186,4 @@ def test_an_idle_moment_is_no_drain_if_rows_follow() -> None:
     tracker.on_event(_result(3.0, StepResult(2)))
     decode, drain = tracker.on_event(planned(StepPlan(3, layout=1, transition=0), 3.5, blocks))
     assert (decode.ended, decode.swaps_out, drain.swaps_out, drain.began) == (3.0, 1, 0, 3.0)
-    assert phase_name(drain, ["P2", "T2"]) == "draining T2"
+    assert drain.name(["P2", "T2"]) == "draining T2"

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.profile import Profile, read_profile, write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError

@@ -18,9 +18,8 @@ from nanoserve.scheduler.policies.apex import ApexAlgorithm1
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
 from nanoserve.scheduler.policies.neo import AsymmetricPipelining
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE
+from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExecutor
 from nanoserve.simulator.replay import record_run, replay
-from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.test_hybrid import DECODES, PLAN, hosting
 from tests.scheduler.tiered import Bench
@@ -255,7 +254,7 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
         )
         return made[-1]
 
-    executor = TieredExecutor([times], block_size=2)
+    executor = SimulatedExecutor(times, block_size=2)
     record = record_run(Engine(scheduler(), executor, vocab_size=VOCAB_SIZE), requests())
     assert executor.host_tokens > 20
     assert sum(len(result.host_work) for result in record.results) > 20

@@ -1,7 +1,7 @@
 """Micro-batches of the real run take what they took; others, what one of their size took at about that time."""
 
 from nanoserve.costs.work import StepWork
-from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
+from nanoserve.simulator.replay import MeasuredStages, MeasuredStep
 
 
 def _step(work: StepWork, seconds: float) -> MeasuredStep:

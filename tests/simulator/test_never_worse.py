@@ -10,7 +10,7 @@ from nanoserve.costs.predictor import Predictor
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.tiered_executor import TieredExecutor
+from nanoserve.simulator.executor import SimulatedExecutor
 from tests.fakes.distorted_predictor import DistortedPredictor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.fakes.observed_executor import dummy_answers
@@ -36,7 +36,7 @@ def run(policy: str, case: KvCase, times: TierTimes, predictor: Predictor) -> Ru
             predictors=(predictor,),
         )
 
-    executor = TieredExecutor([times], block_size=BLOCK_SIZE, answer=dummy_answers)
+    executor = SimulatedExecutor(times, block_size=BLOCK_SIZE, answer=dummy_answers)
     return run_requests(
         executor, scheduler, make_requests([case.shape] * REQUESTS, [0.0] * REQUESTS, 50, 1), vocab_size=50
     )

@@ -8,7 +8,7 @@ import pytest
 from nanoserve.errors import UsageError
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.sketches import Series, Sketch
-from nanoserve.record.trace import SimulationTrace
+from nanoserve.record.trace import RunTrace
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.simulator import (
@@ -21,6 +21,7 @@ from nanoserve.simulator import (
     simulate,
 )
 from nanoserve.simulator.pipeline import COUPLED
+from tests.record.tracks import tracks_of
 from tests.simulator.linear_times import LinearTimes
 
 
@@ -128,16 +129,19 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 def test_the_stages_time_can_be_looked_at_in_a_browser(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with ChromeTraceFile(path) as file:
-        trace = SimulationTrace(file, block_size=16)
+        trace = RunTrace(file, 0.0)
         workload = Workload(burst(), fixed_lengths(10, 3), limit=1)
         simulate(ChunkedPrefill(64), LinearTimes(num_stages=2), workload, num_blocks=9, observers=[trace])
-    bars = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
-    assert [(event["tid"], event["ts"], event["dur"]) for event in bars[:3]] == [
-        (0, 0, 1e6),
-        (1, 1e6, 1e6),
-        (0, 2e6, 1e6),
-    ]
-    assert [event["name"] for event in bars[1:3]] == ["0 decodes + 10 prompt tokens", "1 decodes + 0 prompt tokens"]
+    bars = tracks_of(json.loads(path.read_text()))
+    spans = {name: [(bar["ts"], bar["dur"]) for bar in track[:2]] for name, track in bars.items()}
+    assert spans == {
+        "stage 0": [(0, 1e6), (2e6, 1e6)],
+        "stage 1": [(1e6, 1e6), (3e6, 1e6)],
+        "micro-batch 0": [(0, 2e6), (2e6, 2e6)],
+    }
+    assert {bar["name"] for name in ("stage 0", "stage 1") for bar in bars[name]} == {"compute"}
+    names = [bar["name"] for bar in bars["micro-batch 0"][:2]]
+    assert names == ["0 decodes + 10 prompt tokens", "1 decodes + 0 prompt tokens"]
 
 
 def test_a_sketch_is_exact_but_for_percentiles_which_are_right_to_a_percent() -> None:

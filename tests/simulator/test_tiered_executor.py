@@ -9,9 +9,8 @@ from nanoserve.errors import UsageError
 from nanoserve.record.times import HostTimes, ReshardTimes, SwapTimes
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
-from nanoserve.simulator.executor import DUMMY_TOKEN, END_TOKEN
+from nanoserve.simulator.executor import DUMMY_TOKEN, END_TOKEN, SimulatedExecutor
 from nanoserve.simulator.pipeline import Passage
-from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.simulator.tier_times import TierTimes
 
 
@@ -36,21 +35,23 @@ def _swap(swap: int, direction: str, blocks: int) -> Swap:
     return Swap(swap, 0, direction, numbers, numbers)  # type: ignore[arg-type]
 
 
-def _swaps(executor: TieredExecutor) -> list[tuple[str, tuple[float, float]]]:
+def _swaps(executor: SimulatedExecutor) -> list[tuple[str, tuple[float, float]]]:
     """When each swap so far moves."""
     return [(one.direction, (one.began, one.ended)) for one in executor.take_times() if isinstance(one, SwapTimes)]
 
 
-def _attention(executor: TieredExecutor) -> list[HostTimes]:
+def _attention(executor: SimulatedExecutor) -> list[HostTimes]:
     """What the CPU computes so far."""
     return [one for one in executor.take_times() if isinstance(one, HostTimes)]
 
 
-def _executor(*layouts: TierTimes) -> TieredExecutor:
-    return TieredExecutor(layouts or (TierTimes(),), block_size=2)
+def _executor(*layouts: TierTimes) -> SimulatedExecutor:
+    return SimulatedExecutor(*layouts or (TierTimes(),), block_size=2)
 
 
-def _step(executor: TieredExecutor, step: int, rows: Iterable[Row] = (), strategy: Strategy = "overlap") -> StepResult:
+def _step(
+    executor: SimulatedExecutor, step: int, rows: Iterable[Row] = (), strategy: Strategy = "overlap"
+) -> StepResult:
     executor.submit(StepPlan(step, rows=tuple(rows), strategy=strategy))
     (result,) = executor.collect(None)
     assert result.step == step
@@ -181,7 +182,7 @@ def test_the_layout_does_not_change_under_a_host_sequence() -> None:
 # ------------------------------------------------------------------------------------------ asynchronous overlap
 
 
-def _started(times: TierTimes, host: int = 1) -> TieredExecutor:
+def _started(times: TierTimes, host: int = 1) -> SimulatedExecutor:
     """One sequence decodes on the device, number 0; host sequences 1, 2, ... have been begun."""
     executor = _executor(times)
     executor.submit(StepPlan(99, begin=_begin(*range(host + 1), answer=100), rows=(_decode(0),)))

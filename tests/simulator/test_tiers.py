@@ -10,10 +10,12 @@ from nanoserve.costs import StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.costs.work import Strategy
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.record.trace import SimulationTrace
+from nanoserve.record.trace import RunTrace
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, fixed_lengths, simulate
+from tests.record.tracks import tracks_of
 from tests.simulator.linear_times import LinearTimes
 from tests.simulator.tier_times import TierTimes
 
@@ -121,15 +123,26 @@ def test_attention_on_the_host_is_refused_for_several_stages() -> None:
 
 def test_host_link_cpu_and_transitions_have_tracks_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
+    layouts = (ParallelLayout(pipeline_parallel=2), ParallelLayout(tensor_parallel=2))
+    times = TierTimes(swap_token=0.3)
     with ChromeTraceFile(path) as file:
-        trace = SimulationTrace(file, block_size=4)
-        times = TierTimes(swap_token=0.3)
+        trace = RunTrace(file, 0.0, layouts=layouts)
         _run(TwoLayouts(), times, 1, 3, other_layouts=[OtherLayout(times, 20)], observers=[trace])
-        _run(ParkThenAttend("overlap"), TierTimes(host_key=0.1), 1, 2, observers=[trace])
-    events = json.loads(path.read_text())
-    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert [name for name in tracks.values() if name != "stage 0"] == ["link out", "link in", "CPU"]
-    bars = [(tracks[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
-    bars = [bar for bar in bars if bar[0] != "stage 0"]
-    assert bars[:3] == [("link out", "4 tokens out"), ("link in", "weights of layout 1"), ("link in", "4 tokens in")]
-    assert bars[-1] == ("CPU", "attention of 1")
+    bars = tracks_of(json.loads(path.read_text()))
+    assert set(bars) == {"micro-batch 0", "phases", "swaps", "worker 0", "worker 0, swaps out", "worker 0, swaps in"}
+    assert [bar["name"] for bar in bars["worker 0"]] == ["compute", "re-shard to T2", *["compute"] * 2]
+    assert [bar["name"] for bar in bars["swaps"]] == ["1 blocks out", "1 blocks in"]
+    assert bars["swaps"][0]["args"] == {"swap": 0, "sequence": 0, "blocks": 1}
+    assert [bar["args"] for bar in bars["worker 0, swaps out"]] == [{"swap": 0}], "no bytes are known"
+    phases = ["prefill in P2", "draining P2", "re-shard to T2", "decode in T2"]
+    assert [bar["name"] for bar in bars["phases"]] == phases
+
+
+def test_attention_on_the_cpu_is_drawn_when_it_runs(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with ChromeTraceFile(path) as file:
+        _run(ParkThenAttend("overlap"), TierTimes(host_key=0.1), 1, 2, observers=[RunTrace(file, 0.0)])
+    bars = tracks_of(json.loads(path.read_text()))
+    assert [bar["name"] for bar in bars["attention on the CPU"]] == ["1 sequences"] * 3
+    spans = [(bar["ts"] / 1e6, bar["dur"] / 1e6) for bar in bars["attention on the CPU"]]
+    assert spans == [(4.5, 0.5), (6, 0.5), (7.5, 0.5)], "each between two halves of a layer"

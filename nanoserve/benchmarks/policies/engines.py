@@ -10,7 +10,7 @@ from nanoserve.assembly import make_predictors
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.config import ModelConfig
-from nanoserve.costs.measured_times import MeasuredTimes
+from nanoserve.costs.profile import MeasuredTimes
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.llm import LLM

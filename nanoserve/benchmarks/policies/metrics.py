@@ -22,8 +22,7 @@ from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, ChartCurve
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
 from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase, PhaseTurn
-from nanoserve.record.run_record import RunRecord
-from nanoserve.record.shares import engine_seconds, reshard_metrics, stage_shares, swap_metrics, working_seconds
+from nanoserve.record.run_record import RunRecord, engine_seconds, move_metrics, stage_shares, working_seconds
 from nanoserve.record.times import StageTimes
 from nanoserve.record.window import StepWindow, token_panels
 from nanoserve.scheduler.plan import StepPlan, Tier
@@ -93,9 +92,9 @@ def layout_metrics(run: Run, first: Run) -> Metrics:
         "steps": sum(bool(plan.rows) for plan in record.plans),
         "transitions": sum(plan.transition is not None for plan in record.plans),
         "phases": _phase_metrics(record.phases) if two else None,
-        "reshards": reshard_metrics(record, link) if two else None,
-        "swaps_out": swap_metrics(record, "out", link) if two else None,
-        "swaps_in": swap_metrics(record, "in", link) if two else None,
+        "reshards": move_metrics(record, "reshard", link) if two else None,
+        "swaps_out": move_metrics(record, "out", link) if two else None,
+        "swaps_in": move_metrics(record, "in", link) if two else None,
         "pool_peak": max(used, default=None),  # largest share of the host pool in use
         "simulated": _simulated(run),
     }
@@ -207,7 +206,7 @@ def stages_picture(benches: Sequence[Bench]) -> Picture:
     of all (gLLM, figure 1)."""
     runs = benches[0].last
     counts = [
-        [(step, planned.decodes, planned.prompt_tokens) for step, planned in run.record.planned.items()]
+        [(step, planned.plan.decodes, planned.plan.prompt_tokens) for step, planned in run.record.planned.items()]
         for run in runs.values()
     ]
     titles = [f"{name}: tokens of each micro-batch" for name in runs]
@@ -232,7 +231,7 @@ def _single_stage(record: RunRecord) -> list[StageTimes]:
     for step, planned in record.planned.items():
         ended = record.known[step]
         began = ended - record.result_of[step].seconds
-        tokens = planned.decodes + planned.prompt_tokens
+        tokens = planned.plan.decodes + planned.plan.prompt_tokens
         times.append(StageTimes(step, 0, tokens, began, began, began, began, ended, ended))
     return times
 

@@ -12,11 +12,10 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, work_of
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.fleet import drive
-from nanoserve.simulator.measured_stages import MeasuredStages, MeasuredStep
 from nanoserve.simulator.pipeline import MovingTimes
-from nanoserve.simulator.replay import replay
-from nanoserve.simulator.tiered_executor import TieredExecutor
+from nanoserve.simulator.replay import MeasuredStages, MeasuredStep, replay
 
 
 def compare_with_simulator(
@@ -59,7 +58,7 @@ def rerun(
 ) -> RunRecord:
     """Simulate a run's requests, which come from time 0 on, in these times; only their lengths matter."""
     scheduler = make_scheduler()
-    executor = TieredExecutor(layouts, block_size=scheduler.pool.block_size, answer=_answers)
+    executor = SimulatedExecutor(*layouts, block_size=scheduler.pool.block_size, answer=_answers)
     again = RunRecord(executor.max_in_flight)
     engine = Engine(scheduler, executor, vocab_size=vocab_size)
     engine.recorder.add(again)

@@ -16,6 +16,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape, random_prompts
+from nanoserve.record.events import Worked
 from nanoserve.record.recorder import Telling
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, SamplingParams
@@ -143,7 +144,8 @@ def run_requests(
     record = record_run(engine, moved)
     record.check()
     wanted, until = workers * sum(bool(plan.rows) for plan in record.plans), executor.now() + _PATIENCE
-    while record.count_stage_times() < wanted:  # reports of the last plans may come behind the results
+    # Reports of the last plans may come behind the results.
+    while sum(len(event.stages) for event in record.of(Worked)) < wanted:
         if executor.now() > until:
             raise RuntimeFailure("the workers did not report what they did for every plan")
         engine.recorder.collect(executor.now() + _LOOK)

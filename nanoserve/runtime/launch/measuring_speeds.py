@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.runtime.profiling.timers import Stopwatch
 from triton_ops import project
 

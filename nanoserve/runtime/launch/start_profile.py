@@ -15,10 +15,9 @@ import torch
 
 from nanoserve import __version__
 from nanoserve.config import ModelConfig, SamplingDefaults
-from nanoserve.costs.calibration import calibrate
-from nanoserve.costs.measured_machine import MachineSpeeds
-from nanoserve.costs.measured_times import MeasuredPredictor
-from nanoserve.costs.profile import SCHEMA, Profile, Reached, read_profile, write_profile
+from nanoserve.costs.hardware import Device, MachineSpeeds
+from nanoserve.costs.predictor import MeasuredPredictor
+from nanoserve.costs.profile import SCHEMA, Profile, calibrate, read_profile, write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
@@ -207,11 +206,11 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         found = take_rounds(probes, lambda _: None, EFFORT)
     seconds, computed = time.perf_counter() - began, time.thread_time() - computed
     operators, layers = engine.code
-    reached = Reached(
+    device = Device(
         name=setting.device,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        read_bytes_per_second=speeds.memory_bandwidth,
-        operations_per_second=speeds.flops,
+        memory_bandwidth=speeds.memory_bandwidth,
+        flops=speeds.flops,
     )
     profile = profile_of(
         found | {"engine": _scheduling(runner.decoder)},
@@ -233,10 +232,10 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
             "threads": torch.get_num_threads(),
             "policy": engine.config.policy_name,
         },
-        device=reached,
-        host=msgspec.structs.replace(reached, name=setting.host),
+        device=device,
+        host=msgspec.structs.replace(device, name=setting.host),
     ).undisturbed()
-    return msgspec.structs.replace(profile.with_factors(calibrate(profile)), model=engine.model)
+    return msgspec.structs.replace(profile, efficiency=calibrate(profile), model=engine.model)
 
 
 def _scheduling(decoder: Decoder) -> dict[tuple[int, ...], list[float]]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, RMSNorm

@@ -10,7 +10,7 @@ import zmq
 from msgspec.structs import replace
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, WorkersFailed

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.models.hub import ResolvedModel

@@ -8,8 +8,8 @@ import msgspec
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.record.times import HostTimes
 from nanoserve.scheduler.plan import HostWork, LayoutCapacity, StepPlan, StepResult
+from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.pipeline import TieredTimes
-from nanoserve.simulator.tiered_executor import TieredExecutor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.fakes.observed_executor import dummy_answers
 from tests.simulator.tier_times import TierTimes
@@ -21,11 +21,11 @@ TIMES = TierTimes(num_layers=LAYERS, layer=1.0, token=2**-6, key=2**-9, host_key
 PREDICTOR = LinearPredictor(num_layers=LAYERS, linear=1.0, row=2**-6, key=2**-9, host_key=HOST_KEY)
 
 
-class HostTellingExecutor(TieredExecutor):
+class HostTellingExecutor(SimulatedExecutor):
     """In virtual time, which begins at ``began``; tells of the CPU's work with the next result."""
 
     def __init__(self, times: TieredTimes, *, began: float = 1000.0) -> None:
-        super().__init__([times], block_size=BLOCK_SIZE, answer=dummy_answers)
+        super().__init__(times, block_size=BLOCK_SIZE, answer=dummy_answers)
         self._began = began
         self._attended: list[HostWork] = []
         self._whole_step = False

@@ -13,8 +13,7 @@ from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
-from nanoserve.record.run_record import RunRecord
-from nanoserve.record.shares import stage_shares
+from nanoserve.record.run_record import RunRecord, stage_shares
 from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.scheduler import Scheduler
 

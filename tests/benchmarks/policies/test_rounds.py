@@ -8,7 +8,7 @@ from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
-from nanoserve.record.shares import StageShares
+from nanoserve.record.run_record import StageShares
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from nanoserve.simulator.executor import SimulatedExecutor

@@ -153,7 +153,7 @@ def test_an_answer_that_nobody_wants_ends_in_its_engine(expected: list[tuple[int
         streams[2].close()
         whole = ["".join(delta.outputs[0].text for delta in stream) for stream in (streams[0], streams[3])]
         assert all(whole)
-        assert [engine.recorder.outstanding for engine in dispatcher(llm).engines] == [0, 0]
+        assert [engine.scheduler.table.outstanding for engine in dispatcher(llm).engines] == [0, 0]
         assert tokens(ask(llm)) == expected
 
 
