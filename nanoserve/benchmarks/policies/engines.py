@@ -1,7 +1,4 @@
-"""The engines that comparisons open: groups of workers, and processes that compute alone.
-
-The end of ``opened`` closes them. All raise NanoserveError where they cannot run.
-"""
+"""The engines that comparisons open, until ``opened`` ends. All raise NanoserveError where they cannot run."""
 
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -41,16 +38,10 @@ def open_workers(
     metadata: Literal["decoupled", "coupled"] = "decoupled",
     simulated: bool = True,
 ) -> OpenEngine:
-    """Start workers of one layout or two, and wait until their layers are compiled."""
+    """Workers of one layout or two, whose layers are compiled."""
     host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
-        resolved,
-        config,
-        model=model,
-        host_blocks=host_blocks,
-        progress=progress,
-        metadata=metadata,
-        observe_times=True,
+        resolved, config, model=model, host_blocks=host_blocks, progress=progress, metadata=metadata, observe_times=True
     )
     opened.callback(executor.close)
     if not config.eager:
@@ -87,17 +78,12 @@ def open_with_host(
     work: KvCases,
     progress: ProgressCallback | None,
 ) -> OpenEngine:
-    """Open a profiled engine of one device and a CPU that attends in host memory; both hold the largest case.
-
-    It has the profile that it makes at its start; its layers run now as they run in the benchmark.
-    """
+    """Open an engine of one device and a CPU that attends in host memory, with the profile that it makes at its start.
+    Both hold the largest case."""
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
     size = kv_bytes_per_block(model, config.block_size, dtype)
-    sized = replace(
-        config,
-        kv_cache_memory=work.device_blocks(work.longest) * size,
-        host_kv_memory=config.host_kv_memory or work.host_blocks(work.longest) * size,
-    )
+    host_bytes = config.host_kv_memory or work.host_blocks(work.longest) * size
+    sized = replace(config, kv_cache_memory=work.device_blocks(work.longest) * size, host_kv_memory=host_bytes)
     llm = _open_llm(opened, resolved, sized, progress)
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"

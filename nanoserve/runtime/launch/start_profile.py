@@ -6,7 +6,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 
@@ -15,9 +15,8 @@ import torch
 
 from nanoserve import __version__
 from nanoserve.config import ModelConfig, SamplingDefaults
-from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.hardware import Device, MachineSpeeds
-from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, calibrate, read_profile, write_profile
+from nanoserve.costs.profile import SCHEMA, Profile, calibrate, read_profile, write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
@@ -26,7 +25,7 @@ from nanoserve.processes.threads import physical_cores, processor_name_and_flags
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import memory_errors
-from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, fields_of, open_probes, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, open_probes, profile_of, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.runtime.profiling.timers import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner
@@ -198,8 +197,11 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         memory_bandwidth=speeds.memory_bandwidth,
         flops=speeds.flops,
     )
-    profile = Profile(
-        schema=SCHEMA,
+    profile = profile_of(
+        found | {"engine": _scheduling(runner.decoder)},
+        runner,
+        engine.processor,
+        block_size=engine.config.block_size,
         about={
             "command": "measured at start",
             "seconds": round(seconds, 1),
@@ -212,35 +214,24 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
             "dtype": setting.dtype,
             **engine.code,
             "threads": torch.get_num_threads(),
-            "host_threads": setting.host_threads,
-            "rounds": len(found["copy"][sizes.copies[:1]]),
             "policy": engine.config.policy_name,
         },
-        model=runner.config,
-        bits=8 * runner.decoder.dtype.itemsize,
         device=device,
         host=msgspec.structs.replace(device, name=setting.host),
-        memory=KvMemory(kv_tokens=len(runner.caches.keys[0]) * engine.config.block_size),
-        engine=_scheduling(runner.decoder),
-        **fields_of(found, engine.processor),
-    )
-    profile = profile.undisturbed()
+    ).undisturbed()
     return msgspec.structs.replace(profile, efficiency=calibrate(profile), model=engine.model)
 
 
-def _scheduling(decoder: Decoder) -> MeasuredCurve:
-    """Seconds of scheduling a step between two passes through the layers: much of a small model's step."""
+def _scheduling(decoder: Decoder) -> dict[tuple[int, ...], list[float]]:
+    """Seconds of scheduling a step between two passes through the layers, by rows: much of a small model's step."""
     compute_piece = linear_pieces(decoder)
 
     def compute() -> None:
         for _ in decoder.layers:
             compute_piece()
 
-    seconds = tuple(
-        median(map(sum, measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)))
-        for rows in _SCHEDULED_ROWS
-    )
-    return MeasuredCurve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)
+    scheduled = partial(measure_scheduler, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)
+    return {(rows,): [median(map(sum, scheduled(rows)))] for rows in _SCHEDULED_ROWS}
 
 
 def _cache_file(engine: StartingEngine, sizes: ProfileSizes) -> Path | None:
