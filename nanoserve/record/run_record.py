@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Literal, TypeVar
 
 import msgspec
@@ -109,11 +110,9 @@ class RunRecord:
 
     def stages(self, tensor_parallel: int = 1) -> list[list[StageTimes]]:
         """What the first rank of each stage did, in the order of the plans."""
-        stages: dict[int, list[StageTimes]] = {}
-        for times in sorted(self.stage_times, key=lambda times: times.step):
-            if times.rank % tensor_parallel == 0:
-                stages.setdefault(times.rank // tensor_parallel, []).append(times)
-        return [stages[stage] for stage in sorted(stages)]
+        ordered = sorted(self.stage_times, key=attrgetter("step"))
+        ranks = sorted({times.rank for times in ordered if times.rank % tensor_parallel == 0})
+        return [[times for times in ordered if times.rank == rank] for rank in ranks]
 
     @cached_property
     def blocks(self) -> list[tuple[float, Blocks]]:
@@ -176,10 +175,9 @@ def tiers_of_tokens(plans: Iterable[StepPlan]) -> dict[int, tuple[Tier, ...]]:
 
 
 class StageShares(msgspec.Struct, frozen=True):
-    """One stage's time with something in flight, divided; the four shares add up to 1."""
+    """One stage's time with something in flight, divided; the first four shares add up to 1."""
 
     computing: float
-    """Share in which the device computed; 1 minus this is the stage's share of bubbles."""
     sending: float
     """Share from the end of computing until the activations, or the answer, were on their way."""
     metadata: float
@@ -229,18 +227,16 @@ def _metadata_seconds(parts: Sequence[StageTimes], given: Sequence[float]) -> fl
 
 def engine_seconds(record: RunRecord) -> list[float]:
     """For each plan, the seconds that the engine took to apply the previous result and to decide."""
-    seconds, done = [], 0.0
-    for planned in record.planned.values():
-        seconds.append(max(0.0, planned.time - max(planned.clock, done)))  # the clock is in ticks
-        done = planned.time
-    return seconds
+    plans = list(record.planned.values())
+    done = [0.0, *(planned.time for planned in plans[:-1])]
+    # The clock is in ticks, so a difference may be below 0.
+    return [max(0.0, one.time - max(one.clock, before)) for one, before in zip(plans, done, strict=True)]
 
 
 class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Moves of one kind."""
 
     count: int
-    """Transitions, or swaps in one direction."""
     num_bytes: int
     """Bytes moved by all workers together."""
     seconds: float
@@ -276,11 +272,8 @@ def move_metrics(record: RunRecord, kind: Literal["reshard", "out", "in"], link:
 
 
 def _spans(moves: Sequence[Move]) -> dict[int, list[Span]]:
-    """Times in which each worker was moving, merged."""
-    spans: dict[int, list[Span]] = {}
-    for move in moves:
-        spans.setdefault(move.rank, []).append((move.began, move.ended))
-    return {rank: merged(of_rank) for rank, of_rank in spans.items()}
+    ranks = {move.rank for move in moves}
+    return {rank: merged((move.began, move.ended) for move in moves if move.rank == rank) for rank in ranks}
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
