@@ -1,7 +1,7 @@
 """Events of a run, in the order in which they become known. An observer is called with each of them.
 
-Every event has the executor's time. A recorder whose clock is stepped (`Recorder.step_clock`) also shows the engine's:
-the engine does everything between two results at one moment.
+Times are the executor's; ``clock`` is the engine's, on which all that happens between two results has one moment if
+the recorder's clock is stepped (`Recorder.step_clock`).
 """
 
 from collections.abc import Callable, Mapping
@@ -67,7 +67,6 @@ class Planned(msgspec.Struct, frozen=True):
 
     time: float
     clock: float
-    """The same on the engine's clock: when the engine last came from waiting, if that is stepped."""
     plan: StepPlan
     load: Load | None
     decision: Decision

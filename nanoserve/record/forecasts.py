@@ -49,8 +49,7 @@ class Forecasts:
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, CorrectedPredictor | None]] = {}
         self._newest: CorrectedPredictor | None = None  # predictor of the newest plan
-        self._plans, self._host_results = _lessons(), _lessons()
-        self._on_measured = on_measured
+        self._plans, self._host_results, self._on_measured = _lessons(), _lessons(), on_measured
 
     @property
     def corrections(self) -> Mapping[str, float]:
@@ -83,7 +82,7 @@ class Forecasts:
                 by_size[one.sequences, one.context_tokens].append(one.seconds)
             for (sequences, context_tokens), seconds in by_size.items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
-        if result.step is None or result.step not in self._in_flight:
+        if result.step not in self._in_flight:
             return
         forecast, predictor = self._in_flight.pop(result.step)
         if result.host_lost is not None:

@@ -62,10 +62,7 @@ class Phase:
 
 
 class PhaseTracker:
-    """Divides a run into phases by what passes between scheduler and executor.
-
-    Only the transition after a drain shows that it was one, so a phase is returned when it is over.
-    """
+    """Divides a run into phases. Only the transition after a drain shows that it was one."""
 
     def __init__(self) -> None:
         self._phase: Phase | None = None
@@ -114,7 +111,6 @@ class PhaseTracker:
         return []
 
     def _finish(self, now: float) -> list[Phase]:
-        """The run is over, or nothing in flight will be answered."""
         over = [] if self._phase is None else [replace(self._phase, ended=now)]
         self._phase = self._idle = self._blocks = None
         return over

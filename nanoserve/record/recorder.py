@@ -99,8 +99,7 @@ class Recorder:
 
     def step_clock(self) -> None:
         """Let the engine's clock advance only while the engine waits for results: that makes a replay exact."""
-        self._clock = 0.0
-        self._tick()
+        self._clock = self._after(0.0)
 
     def finish(self) -> None:
         """Emit the end of the run; the executor stays open."""
@@ -121,7 +120,7 @@ class Recorder:
         """Wait with the executor; raises as it does."""
         results, scheduler = self._call(self.executor.collect, until), self._scheduler
         if self._clock is not None:
-            self._tick()
+            self._clock = self._after(self._clock)
         for result in results:
             self.losses += result.lost is not None
             if (plan := scheduler.plans_in_flight.get(result.step)) is not None:  # its result is not applied yet
@@ -174,9 +173,8 @@ class Recorder:
             beside = tuple([one for one in times if not isinstance(one, StageTimes)])
             self._emit(events.Worked(stages, beside))
 
-    def _tick(self) -> None:
+    def _after(self, clock: float) -> float:
         # Rounded up: a request that is due on the executor's clock is due on this one. No two moments are equal, or a
         # replay could not know whether a result or an arrival came first.
-        assert self._clock is not None, "the clock is stepped"
         ticks = ceil(self.executor.now() * _TICKS_PER_SECOND)
-        self._clock = max(self._clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
+        return max(clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)

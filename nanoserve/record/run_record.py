@@ -61,7 +61,7 @@ class RunRecord:
     @cached_property
     def known(self) -> dict[int, float]:
         """Time of each plan's result or loss on the engine's clock, by step; none for plans that only move KV."""
-        return {step: event.clock for step, (event, _) in self._answers.items()}
+        return {step: moment for step, (moment, _) in self._answers.items()}
 
     @cached_property
     def result_of(self) -> dict[int, StepResult]:
@@ -69,18 +69,20 @@ class RunRecord:
         return {step: result for step, (_, result) in self._answers.items() if result is not None}
 
     @cached_property
-    def _answers(self) -> dict[int, tuple[Collected, StepResult | None]]:
-        answers: dict[int, tuple[Collected, StepResult | None]] = {}
+    def _answers(self) -> dict[int, tuple[float, StepResult | None]]:
+        answers: dict[int, tuple[float, StepResult | None]] = {}
         in_flight: list[int] = []
         for event in self.events:
             if isinstance(event, Planned) and event.plan.ends:
                 in_flight.append(event.plan.step)
-            for result in event.results if isinstance(event, Collected) else ():
+            if not isinstance(event, Collected):
+                continue
+            for result in event.results:
                 if result.lost is not None and in_flight:
-                    answers |= dict.fromkeys(in_flight, (event, None)) | {in_flight[-1]: (event, result)}
+                    answers |= dict.fromkeys(in_flight, (event.clock, None)) | {in_flight[-1]: (event.clock, result)}
                     in_flight.clear()
                 elif result.step is not None:
-                    answers[result.step] = event, result
+                    answers[result.step] = event.clock, result
                     in_flight.remove(result.step)
         return answers
 
@@ -242,8 +244,7 @@ class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Time in which any worker was moving."""
     gb_per_s: float | None
-    """Mean bandwidth of one worker while it was moving; None if nothing was moved. Swaps that follow the row of a step
-    mostly wait for its layers and do not count."""
+    """Mean bandwidth of one worker while it was moving; swaps that follow a step's row mostly wait and do not count."""
     share_of_link: float | None
     """``gb_per_s`` over the measured bandwidth between device and host memory of one worker."""
     hidden: float | None

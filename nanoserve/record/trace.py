@@ -138,16 +138,16 @@ class RunTrace:
                 self._bar(track, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
 
     def _on_step(self, track: int, planned: Planned, result: StepResult, collected: Collected) -> None:
-        plan, now, corrections = planned.plan, collected.time, collected.corrections
+        plan = planned.plan
         counts = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
         name = f"{plan.decodes} decodes + {plan.prompt_tokens} prompt tokens"
         name = name if plan.strategy == "device" else f"{plan.strategy}: {name}"
         facts = counts | {"sequences": len(plan.rows)} | facts_of(planned, result)
-        self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, now, facts)
-        if planned.forecast is not None and corrections != self._corrections:
-            self._corrections = corrections
-            rounded = {part: round(factor, 3) for part, factor in corrections.items()}
-            self._counter("corrections of the prediction", now, rounded)
+        self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, collected.time, facts)
+        if planned.forecast is not None and collected.corrections != self._corrections:
+            self._corrections = collected.corrections
+            rounded = {part: round(factor, 3) for part, factor in self._corrections.items()}
+            self._counter("corrections of the prediction", collected.time, rounded)
 
     def _forget_plans(self) -> None:
         self._in_flight.clear()
@@ -208,9 +208,9 @@ class RunTrace:
         self._file.counter(self._scheduler, name, time - self._began, values)
 
     def _bar(
-        self, track: Track, name: str, start: float, end: float, arguments: Mapping[str, object] | None = None
+        self, track: Track, name: str, start: float, end: float, facts: Mapping[str, object] | None = None
     ) -> None:
-        self._file.bar(track, name, start - self._began, end - self._began, arguments)
+        self._file.bar(track, name, start - self._began, end - self._began, facts)
 
 
 def _first_free(taken: Iterable[int]) -> int:
@@ -250,7 +250,7 @@ def facts_of(planned: Planned, result: StepResult) -> dict[str, object]:
 def _facts(phase: Phase) -> dict[str, object]:
     """Arguments of a phase's bar: what was planned in it, and after a drain the fate of the sequences on the device."""
     if phase.kind == "compute":
-        swaps = {"swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
-        return {"plans": phase.plans, "prompt_tokens": phase.prompt_tokens, "decodes": phase.decodes, **swaps}
+        counts = {"plans": phase.plans, "prompt_tokens": phase.prompt_tokens, "decodes": phase.decodes}
+        return {**counts, "swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
     names = ("finished since the pool was empty", "sequences sent through the pool", "to be computed again")
     return {} if phase.turn is None else dict(zip(names, phase.turn, strict=True))
