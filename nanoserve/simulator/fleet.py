@@ -13,8 +13,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor
 from nanoserve.simulator.result import ReplicaFigures
 
-MOST_REPLICAS = 1024
-"""Each takes a megabyte or more, for its KV blocks alone."""
+MOST_REPLICAS = 1024  # each takes a megabyte or more, for its KV blocks alone
 
 
 def admit(engine: Engine, request: Request) -> None:
@@ -98,7 +97,7 @@ class Replica:
 
 
 def round_robin() -> Router:
-    """Return a router that picks the engines in turn, whatever their load."""
+    """A router that picks the engines in turn, whatever their load."""
     turns = count()
     return lambda outstanding: next(turns) % len(outstanding)
 
