@@ -144,12 +144,10 @@ class SimulatedExecutor:
 
         Raises RuntimeError if nothing is in flight and no moment is given, because the wait would never end.
         """
-        moments = [self._pending[0][0]] if self._pending else []
-        if until is not None:
-            moments.append(until)
-        if not moments:
+        if until is None and not self._pending:
             raise RuntimeError("nothing is in flight: there is nothing to wait for")
-        self._now = max(self._now, min(moments))
+        known, until = self._pending[0][0] if self._pending else math.inf, math.inf if until is None else until
+        self._now = max(self._now, min(known, until))
         results = []
         while self._pending and self._pending[0][0] <= self._now:
             result = heapq.heappop(self._pending)[2]

@@ -64,11 +64,8 @@ class Replica:
     @property
     def stages(self) -> list[StageTime]:
         """Times of the stages of every layout, one layout after the other."""
-        return [
-            (busy, time.working)
-            for pipeline, time in zip(self.executor.pipelines, self.layout_times, strict=True)
-            for busy in pipeline.busy_seconds
-        ]
+        layouts = zip(self.executor.pipelines, self.layout_times, strict=True)
+        return [(busy, time.working) for pipeline, time in layouts for busy in pipeline.busy_seconds]
 
     def advance(self, until: float) -> float:
         """Work until then; returns the time before which only a request can give the engine something to do."""
@@ -114,7 +111,6 @@ def make_router(name: str) -> Router:
 
 
 def check_replicas(number: int) -> None:
-    """Raise UsageError if a fleet cannot have this number of replicas."""
     if not 1 <= number <= MOST_REPLICAS:
         raise UsageError(f"a fleet has 1 to {MOST_REPLICAS} replicas, not {number}")
 

@@ -39,8 +39,7 @@ class _Cohort:
     """Host sequences that began a token in the same step."""
 
     step: int
-    rows: dict[int, HostRow]
-    """Rows by sequence id."""
+    rows: dict[int, HostRow]  # by sequence id
     layers: int
     ready: float
     """Layers that it has passed, and when the CPU finishes its attention in the next layer, in seconds."""
@@ -51,7 +50,6 @@ class SubBatch:
     """One of the two sub-batches of an asymmetric step."""
 
     device: StepWork
-    """Its rows whose KV is on the device."""
     host: Sequence[HostRow] = ()
     """Its rows whose KV is in host memory, each from its layer on."""
 

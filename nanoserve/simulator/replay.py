@@ -66,8 +66,8 @@ class MeasuredStages:
         """Return the nearest step in order with about ``tokens`` tokens; if none has, the closest number counts."""
         factors = [_factor(step.work.tokens, tokens) for step in self._steps]
         accepted = max(_ABOUT, min(factors))
-        nearest = min((abs(other - place), other) for other, factor in enumerate(factors) if factor <= accepted)
-        return self._steps[nearest[1]]
+        _, nearest = min((abs(other - place), other) for other, factor in enumerate(factors) if factor <= accepted)
+        return self._steps[nearest]
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
         return self._step.stages[stage]
@@ -119,8 +119,6 @@ def _step_times(record: RunRecord) -> MeasuredStages:
 
 
 class _ReplayingExecutor(SimulatedExecutor):
-    """Says what the record says, when it was known."""
-
     def __init__(self, record: RunRecord, *, check: Callable[[StepPlan], None]) -> None:
         super().__init__(_step_times(record), max_in_flight=record.max_in_flight, answer=lambda plan: ())
         self._collected = record.collected

@@ -6,10 +6,9 @@ from nanoserve.measures.metrics import Distribution
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine of a fleet did; None where it had no request to do it with."""
+    """What one engine of a fleet did with the requests routed to it; None where it had none."""
 
     requests: int
-    """Those routed to this engine."""
     input_tokens: int
     output_tokens: int
     seconds: float
@@ -91,7 +90,6 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bubble_share(self) -> float:
-        """The mean over stages."""
         return sum(self.bubble_shares) / len(self.bubble_shares)
 
     @property
