@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanoserve.config import ModelConfig, SamplingDefaults
+from nanoserve.costs import Precision, StepCosts
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.costs.measured_machine import MachineSpeeds, layout_predictors, measured_machine
-from nanoserve.costs.measured_times import MeasuredPredictor
-from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.profile import read_profile
+from nanoserve.costs.hardware import MachineSpeeds
+from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
+from nanoserve.costs.profile import Profile, read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
@@ -33,7 +33,7 @@ from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import load_decoder, read_config, usable_device
-from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
@@ -152,16 +152,15 @@ def _build_here(
             runner=executor.runner,
             processor=processor,
             config=config,
-            max_model_len=max_model_len,
+            model=model,
             speeds=speeds,
             compiled=stage.compiled,
         )
         try:
-            measured = hybrid_predictor(starting, progress)
+            predictors = _hybrid_predictors(hybrid_profile(starting, progress))
         except UsageError:  # the profile that is given is of something else
             executor.close()
             raise
-        predictors = () if measured is None else (CorrectedPredictor(measured),)
     scheduler = _make_scheduler(
         config,
         [LayoutCapacity(num_blocks)],
@@ -178,7 +177,7 @@ def _build_on_workers(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
-    from nanoserve.runtime.workers.several import start_workers, wait_for_news  # ZeroMQ is for them alone
+    from nanoserve.runtime.workers.executor import start_workers, wait_for_news  # ZeroMQ is for them alone
 
     model = read_config(resolved)
     shards_of_layouts(model, config)  # a model that cannot be divided is refused before any process is started
@@ -199,12 +198,10 @@ def _build_on_workers(
     max_model_len = min(config.max_model_len or model.max_position_embeddings, blocks * config.block_size)
     engines = []
     for executor in executors:
-        if not config.attends_on_host:
-            predictors = make_predictors(executor.speeds, model, config)
-        elif executor.profile is not None:
-            predictors = (CorrectedPredictor(MeasuredPredictor(executor.profile)),)
+        if config.attends_on_host:
+            predictors = _hybrid_predictors(executor.profile)
         else:
-            predictors = ()
+            predictors = make_predictors(executor.speeds, model, config)
         scheduler = _make_scheduler(config, executor.capacities, max_model_len, host_blocks, predictors)
         engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
     layers, speeds = executors[0].layers, executors[0].speeds
@@ -278,8 +275,14 @@ def make_predictors(speeds: MachineSpeeds | None, model: ModelConfig, config: En
     """Predictors of steps and moves, by layout; none where no speeds were measured."""
     if speeds is None:
         return ()
-    dtype = str(resolve_dtype(config.dtype, torch.device(config.device), model.dtype)).removeprefix("torch.")
-    return layout_predictors(measured_machine(speeds, devices=config.num_workers), model, dtype, config.layouts)
+    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
+    machine, precision = speeds.machine(devices=config.num_workers), Precision.of(8 * dtype.itemsize)
+    return layout_predictors([StepCosts(model, machine, layout, precision) for layout in config.layouts])
+
+
+def _hybrid_predictors(profile: Profile | None) -> Sequence[Predictor]:
+    """The predictor of a policy that attends in host memory; none without a profile."""
+    return () if profile is None else (CorrectedPredictor(MeasuredPredictor(profile)),)
 
 
 def _default_params(defaults: SamplingDefaults, resolved: ResolvedModel) -> SamplingParams:

@@ -27,8 +27,8 @@ def main(name: str, dtype_name: str) -> None:
     prepare_threads()
     import torch
 
-    from nanoserve.costs import ParallelLayout
-    from nanoserve.costs.measured_machine import layout_predictors, measured_machine
+    from nanoserve.costs import Precision, StepCosts
+    from nanoserve.costs.predictor import CostPredictor
     from nanoserve.engine_config import EngineConfig
     from nanoserve.models.hub import resolve_model
     from nanoserve.runtime.launch.measuring_speeds import measure_speeds
@@ -45,8 +45,8 @@ def main(name: str, dtype_name: str) -> None:
     found: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
     for _ in range(ROUNDS):
         speeds = measure_speeds(device, decoder.dtype)
-        machine = measured_machine(speeds, devices=1, memory_bytes=2**40)
-        (predictor,) = layout_predictors(machine, model, dtype_name, [ParallelLayout()])
+        machine, precision = speeds.machine(devices=1, memory_bytes=2**40), Precision.of(8 * decoder.dtype.itemsize)
+        predictor = CostPredictor(StepCosts(model, machine, precision=precision))
         layers, beside = predictor.num_layers, predictor.step_overhead_seconds()
         prefill = layers * (predictor.linear_seconds(CONTEXT) + predictor.prefill_attention_seconds(CONTEXT)) + beside
         decode = layers * (predictor.linear_seconds(BATCH) + predictor.attention_seconds(BATCH * CONTEXT)) + beside

@@ -8,7 +8,7 @@ import torch
 from nanoserve import LLM, SamplingParams
 from nanoserve.assembly import make_predictors
 from nanoserve.costs import load_shape
-from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout

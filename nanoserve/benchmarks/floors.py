@@ -94,5 +94,4 @@ class ModelCost:
 
     def _products(self, step: StepShape) -> list[Operator]:
         """The step's matrix products, which do not depend on token positions."""
-        work = StepWork(decodes=step.tokens, sampled=step.sampled)
-        return [matrix.operator(tokens, layers, 0.0) for matrix, tokens, layers in self._counts.products(work, 0)]
+        return list(self._counts.products(StepWork(decodes=step.tokens, sampled=step.sampled), 0))

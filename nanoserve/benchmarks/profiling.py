@@ -19,9 +19,8 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.machine import describe_machine, describe_run
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
-from nanoserve.costs.calibration import calibrate
-from nanoserve.costs.measured_times import MeasuredTimes
-from nanoserve.costs.profile import SCHEMA, KvMemory, Prediction, Profile, Reached, RunFigures
+from nanoserve.costs.hardware import Device
+from nanoserve.costs.profile import SCHEMA, KvMemory, MeasuredTimes, Prediction, Profile, RunFigures, calibrate
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
@@ -95,7 +94,7 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
         memory=KvMemory(kv_tokens=pool.num_blocks * config.block_size),
         **fields_of(found, processor),
     )
-    profile = profile.with_factors(calibrate(profile))
+    profile = msgspec.structs.replace(profile, efficiency=calibrate(profile))
     predictions = predict_and_run(llm.engine, config, profile, announce)
     return msgspec.structs.replace(profile, predictions=tuple(predictions))
 
@@ -114,17 +113,17 @@ def _engine_seconds(engine: Engine, names: Iterator[str], rows: int) -> float:
     return statistics.median(outside)
 
 
-def _processor(dtype: torch.dtype) -> Reached:
+def _processor(dtype: torch.dtype) -> Device:
     limits = machine_limits(dtype, BandwidthProbe())
-    return Reached(
+    return Device(
         name=describe_machine()["processor"],
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        read_bytes_per_second=limits.bytes_per_second,
-        operations_per_second=limits.operations_per_second,
+        memory_bandwidth=limits.bytes_per_second,
+        flops=limits.operations_per_second,
     )
 
 
-def _accelerator(device: torch.device, dtype: torch.dtype) -> Reached:
+def _accelerator(device: torch.device, dtype: torch.dtype) -> Device:
     """What a GPU reads and multiplies per second: the best of a few."""
     watch, facts = Stopwatch(device), torch.cuda.get_device_properties(device)
     numbers = torch.ones(_READ_NUMBERS, device=device)
@@ -133,11 +132,11 @@ def _accelerator(device: torch.device, dtype: torch.dtype) -> Reached:
     def best(action: Callable[[], object]) -> float:
         return min(watch.seconds(action) for _ in range(10))
 
-    return Reached(
+    return Device(
         name=facts.name,
         memory_bytes=facts.total_memory,
-        read_bytes_per_second=numbers.nbytes / best(numbers.sum),
-        operations_per_second=2 * _PRODUCT_SIZE**3 / best(lambda: factor @ factor),
+        memory_bandwidth=numbers.nbytes / best(numbers.sum),
+        flops=2 * _PRODUCT_SIZE**3 / best(lambda: factor @ factor),
     )
 
 

@@ -118,17 +118,17 @@ def run(options: AnalyzeOptions) -> None:
 
 
 def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> None:
-    costs, memory = analysis.costs, analysis.costs.memory
+    costs, weight_bytes = analysis.costs, analysis.costs.counts.stage_weight_bytes
     device = costs.machine.device
-    fullest = max(range(costs.num_stages), key=memory.weight_bytes)
-    left, tokens = memory.kv_bytes(fullest) / GIBI, analysis.blocks * BLOCK_SIZE
+    fullest = max(range(costs.num_stages), key=weight_bytes)
+    left, tokens = costs.memory.kv_bytes(fullest) / GIBI, analysis.blocks * BLOCK_SIZE
     print(title)
     print(
         f"{device.name}: {device.flops / 1e12:,.4g} TFLOPS, {device.memory_bandwidth / GIGA:,.4g} GB/s,"
         f" {device.intensity:.0f} FLOP/byte; {costs.machine.source}"
     )
     print(
-        f"each device: {memory.weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for keys and values:"
+        f"each device: {weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for keys and values:"
         f" {tokens:,} tokens, {analysis.largest_batch:,} sequences of"
         f" {analysis.input_tokens:,} + {analysis.output_tokens:,}"
     )

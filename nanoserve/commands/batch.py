@@ -24,8 +24,7 @@ from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark, say
 from nanoserve.commands.usage import AnswerUsage
 from nanoserve.costs import Machine, Precision
 from nanoserve.costs.counts import ModelCounts
-from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.measured_machine import MachineSpeeds, measured_machine, precision_of
+from nanoserve.costs.hardware import Efficiency, MachineSpeeds
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
@@ -299,7 +298,7 @@ def advice_for(
 
     config = llm.engine_config
     dtype = resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)
-    precision, limits = precision_of(str(dtype).removeprefix("torch.")), _limits(llm, dtype.itemsize)
+    precision, limits = Precision.of(8 * dtype.itemsize), _limits(llm, dtype.itemsize)
     try:
         return advise(
             llm.config,
@@ -354,8 +353,7 @@ def _machine(llm: "nanoserve.LLM", speeds: MachineSpeeds, precision: Precision, 
     host = available_memory("cpu")
     free = host / devices if config.device == "cpu" else 0.0
     held = (weights + (limits.device_bytes or 0.0)) / config.num_workers
-    return measured_machine(
-        speeds,
+    return speeds.machine(
         devices=devices,
         memory_bytes=(free + held) / usable,
         host_memory_bytes=(host + weights + (limits.host_bytes or 0.0)) / usable,

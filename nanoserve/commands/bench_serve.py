@@ -30,7 +30,7 @@ from nanoserve.commands.terminal import remark, say
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import Chart, draw, panel
-from nanoserve.measures.slo import parse_slo
+from nanoserve.measures.metrics import parse_slo
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.children import run_module
 from nanoserve.processes.installation import install_command

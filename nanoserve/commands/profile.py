@@ -18,7 +18,8 @@ from nanoserve.commands.options import option
 from nanoserve.commands.terminal import remark
 from nanoserve.costs.counts import ModelCounts, Operator, Precision
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
-from nanoserve.costs.profile import Prediction, Profile, Reached, check_writable, write_profile
+from nanoserve.costs.hardware import Device
+from nanoserve.costs.profile import Prediction, Profile, check_writable, write_profile
 from nanoserve.costs.work import StepWork
 from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_threads
 
@@ -91,7 +92,7 @@ def _show(profile: Profile) -> None:
     print(
         f"{profile.name}: {settings['dtype']}, {str(settings['operators']).partition(' (')[0]} operators,"
         f" {settings['layers']} layers, {settings['threads']} threads and {settings['host_threads']} in host memory;"
-        f" at best {device.read_bytes_per_second / 1e9:,.1f} GB/s, {device.operations_per_second / 1e9:,.0f} GFLOP/s"
+        f" at best {device.memory_bandwidth / 1e9:,.1f} GB/s, {device.flops / 1e9:,.0f} GFLOP/s"
     )
     if note := busy_note(profile.foreign_cores):
         print(note)
@@ -110,8 +111,8 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
     """Every measured time, and its share of the least time that its bytes and operations take, where these count."""
     counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
 
-    def least(reached: Reached, num_bytes: float, operations: float) -> float:
-        return max(num_bytes / reached.read_bytes_per_second, operations / reached.operations_per_second)
+    def least(reached: Device, num_bytes: float, operations: float) -> float:
+        return max(num_bytes / reached.memory_bandwidth, operations / reached.flops)
 
     def products(operators: Iterable[Operator]) -> float:
         found = list(operators)
@@ -119,19 +120,18 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
 
     def linear(tokens: int) -> float:
         """A layer, the mean over all."""
-        found = counts.products(StepWork(decodes=tokens), 0)
-        return products(matrix.operator(number, some, 0.0) for matrix, number, some in found) / counts.layers(0)
+        return products(counts.products(StepWork(decodes=tokens), 0)) / counts.layers(0)
 
     def head(rows: int) -> float:
-        return products([counts.head.operator(rows, 1, 0.0)])
+        return products([counts.product(counts.head, rows)])
 
-    def attention(reached: Reached, keys: int, pairs: float) -> float:
+    def attention(reached: Device, keys: int, pairs: float) -> float:
         return least(reached, keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
 
     def prompt(tokens: int) -> float:
         return attention(profile.device, tokens, tokens * (tokens + 1) / 2)
 
-    def decodes(reached: Reached, batch: int, context: int) -> float:
+    def decodes(reached: Device, batch: int, context: int) -> float:
         return attention(reached, batch * context, batch * context)
 
     measured: list[tuple[str, str, MeasuredCurve | MeasuredGrid, Callable[..., float] | None]] = [

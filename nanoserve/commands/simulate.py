@@ -26,8 +26,7 @@ from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.charts import draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.metrics import Distribution
-from nanoserve.measures.slo import parse_slo
+from nanoserve.measures.metrics import Distribution, parse_slo
 from nanoserve.record.trace import RunTrace
 from nanoserve.record.window import StepWindow
 from nanoserve.simulator import OtherLayout, simulate

@@ -10,9 +10,8 @@ from nanoserve.commands.engine_options import parallel_pair, parsed_split
 from nanoserve.commands.options import HARDWARE_PANEL, Options, option
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.hardware import GIBI
-from nanoserve.costs.measured_times import MeasuredPredictor, MeasuredTimes
-from nanoserve.costs.predictor import CostPredictor
-from nanoserve.costs.profile import read_profile
+from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
+from nanoserve.costs.profile import MeasuredTimes, read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.processes.sizes import parse_size
@@ -157,7 +156,7 @@ class SimulatedHardware:
 
     name: str  # the layout, or the two of them
     layouts: Sequence[StepCosts | MeasuredTimes]  # the times of each parallel layout; it begins with the first
-    predictors: Sequence[CostPredictor | MeasuredPredictor]  # one for each layout
+    predictors: Sequence[Predictor]  # one for each layout
     kv_blocks: Sequence[int]  # on the devices of each layout
     host_blocks: int
     facts: Mapping[str, Any] = field(default_factory=dict)  # what a report says of it where the options do not
@@ -177,7 +176,7 @@ class SimulatedHardware:
         return cls(
             name=one_layout if len(costs) == 1 else " -> ".join(each.layout.name for each in costs),
             layouts=costs,
-            predictors=[CostPredictor(each, costs) for each in costs],
+            predictors=layout_predictors(costs),
             kv_blocks=[_kv_blocks(options, each, step_tokens) for each in costs],
             host_blocks=_host_blocks(options, costs[0]),
         )

@@ -21,25 +21,21 @@ class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     """Prefill or decode."""
     operator: str
-    """Name of the operator."""
     flops: float
     bytes: float
-    """What it computes and moves; for communication, the bytes of the tensors."""
+    """For communication, those of the tensors."""
     intensity: float | None
     """Operations per byte; None where nothing is computed."""
     bound: Bound
-    """What its time is made of."""
     seconds: float
-    """How long it takes."""
     share: float
     """Share of the step's time."""
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Decoding with a batch of sequences."""
+    """Decoding with a batch of sequences on the devices of a replica."""
 
     batch: int
-    """Sequences on the devices of a replica."""
     tpot: float
     """Seconds from token to token of a sequence."""
     tokens_per_second: float
@@ -55,16 +51,9 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Analysis:
-    """A model on a machine, for requests of one length.
+    """A model on a machine, for requests of one length. Raises DoesNotFit if weights leave no room for keys and values.
 
-    Args:
-        costs: what computes the times.
-        input_tokens: of each prompt.
-        output_tokens: of each answer. Decoding is looked at in its middle, where the context is prompt and half an
-            answer, but memory must hold whole sequences.
-
-    Raises:
-        DoesNotFit: if the weights leave no room for keys and values.
+    Decoding is looked at in the middle of the answer, but memory must hold whole sequences.
     """
 
     def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int) -> None:
@@ -75,7 +64,7 @@ class Analysis:
 
     @property
     def largest_batch(self) -> int:
-        """Whole sequences that the KV cache can hold; 0 if not even one."""
+        """Whole sequences that the KV cache can hold."""
         return self.blocks // self.blocks_per_sequence
 
     def default_batches(self) -> list[int]:
@@ -86,7 +75,6 @@ class Analysis:
         return sorted({*powers, max(1, self.largest_batch)})
 
     def prefill_work(self) -> StepWork:
-        """One prompt."""
         return self.costs.work([], [(0, self.input_tokens)])
 
     def decode_work(self, batch: int) -> StepWork:
@@ -114,11 +102,10 @@ class Analysis:
     def operator_rows(self, phase: str, work: StepWork) -> list[OperatorRow]:
         """Every part of a step on its way through all stages, in the order in which a layer runs them."""
         costs, stages = self.costs, range(self.costs.num_stages)
-        step = costs.step_seconds(work)
-        operators = [operator for stage in stages for operator in costs.counts.operators(work, stage)]
+        step, rows = costs.step_seconds(work), list[OperatorRow]()
 
-        def row(name: str, bound: Bound, seconds: float, num_bytes: float = 0.0, flops: float = 0.0) -> OperatorRow:
-            return OperatorRow(
+        def add(name: str, bound: Bound, seconds: float, num_bytes: float = 0.0, flops: float = 0.0) -> None:
+            row = OperatorRow(
                 phase=phase,
                 operator=name,
                 flops=flops,
@@ -128,31 +115,28 @@ class Analysis:
                 seconds=seconds,
                 share=seconds / step,
             )
+            rows.append(row)
 
-        def summed(name: str) -> OperatorRow:
+        operators = [operator for stage in stages for operator in costs.counts.operators(work, stage)]
+        for name in sorted({operator.name for operator in operators}, key=_ORDER.index):
             same = [operator for operator in operators if operator.name == name]
             seconds = sum(map(costs.operator_seconds, same))
             computing = sum(map(costs.operator_seconds, filter(costs.is_compute_bound, same)))
-            num_bytes, flops = sum(one.bytes for one in same), sum(one.flops for one in same)
-            return row(name, "compute" if computing > seconds / 2 else "memory", seconds, num_bytes, flops)
-
+            bound: Bound = "compute" if computing > seconds / 2 else "memory"
+            add(name, bound, seconds, sum(one.bytes for one in same), sum(one.flops for one in same))
         hidden = costs.counts.activation_bytes(work.tokens)
-        reduced = sum(map(costs.all_reduces, stages)) * hidden
         reducing, sending, gaps = (
             sum(seconds(work, stage) for stage in stages)
             for seconds in (costs.all_reduce_seconds, costs.send_seconds, costs.kernel_seconds)
         )
-        beside = [
-            row("all-reduce", "link", reducing, reduced),
-            row("send", "link", sending, hidden * (len(stages) - 1)),
-            row("kernel gaps", "overhead", gaps),
-            row("host", "overhead", costs.host_seconds(work)),
-        ]
-        names = sorted({operator.name for operator in operators}, key=_ORDER.index)
-        return [*map(summed, names), *(one for one in beside if one.seconds)]
+        add("all-reduce", "link", reducing, sum(map(costs.all_reduces, stages)) * hidden)
+        add("send", "link", sending, hidden * (len(stages) - 1))
+        add("kernel gaps", "overhead", gaps)
+        add("host", "overhead", costs.host_seconds(work))
+        return [row for row in rows if row.seconds]
 
     def _round_seconds(self, work: StepWork, sequences: int) -> float:
-        """Seconds until every micro-batch had its turn. There is one for each stage, if there are enough sequences.
+        """Seconds until every micro-batch had its turn, one for each stage, if there are enough sequences.
 
         The slowest stage sets the pace of a full pipeline; what one micro-batch needs alone is the least.
         """

@@ -1,15 +1,15 @@
 """The closed forms that APEX's inequality gives, and those of the CS336 lecture on inference.
 
 They leave out embedding and head, activations, latencies and overheads, and take every efficiency for 1. Nothing in
-nanoserve decides by them: the exact model is held against them.
+nanoserve decides by them: the exact model is held against them. Tlin and Tgatt are the device's seconds for a layer's
+linear part and decode attention, NC / NG is the CPU's decode attention over that of the device.
 """
 
 
 def pipelining_break_even(linear: float, attention: float) -> float:
     """APEX, inequality (6): asymmetric pipelining pays without prompts while NG / NC is below this.
 
-    2 Tlin / Tgatt + 3 + Tgatt / Tlin, from the device's seconds for a layer's linear part and decode attention. It
-    leaves out how many host sequences there are.
+    2 Tlin / Tgatt + 3 + Tgatt / Tlin. It leaves out how many host sequences there are.
     """
     return 2 * linear / attention + 3 + attention / linear
 
@@ -20,13 +20,7 @@ def pipelining_speedup_bound(
     """Most that asymmetric pipelining makes of the device's tokens per second, without prompts.
 
     (1 + min(NC / NG (1 + 2 Tlin / Tgatt), C / B)) (Tlin + Tgatt) / (2 Tlin + Tgatt): APEX, inequality (5), divided by
-    its right side, and no more tokens than the C host sequences have.
-
-    Args:
-        linear, attention: Tlin, Tgatt.
-        speed_ratio: NC / NG, decode attention of the CPU over that of the device.
-        decodes: B, on the device.
-        host_sequences: C.
+    its right side, and no more tokens than the C host sequences have beside B decodes on the device.
     """
     added = min(speed_ratio * (1 + 2 * linear / attention), host_sequences / decodes)
     return (1 + added) * (linear + attention) / (2 * linear + attention)
@@ -39,7 +33,6 @@ def overlap_gain_bound(
 
     min(NC / NG (1 + Tlin / Tgatt), C / (B (L + 1))): what the CPU computes in the time of a layer, and one token of
     each host sequence in L + 1 steps. The paper's own estimate (section 5.2), S = b / a, is no ratio of throughputs.
-    Arguments as in ``pipelining_speedup_bound``.
     """
     return min(speed_ratio * (1 + linear / attention), host_sequences / (decodes * (layers + 1)))
 
@@ -65,8 +58,3 @@ def attention_intensity(context: float, tokens: float) -> float:
 def decode_seconds(batch: float, weight_bytes: float, kv_bytes: float, bandwidth: float) -> float:
     """The lecture, section 1.7: L(B) = (M_params + B M_KV) / bandwidth, M_KV being one sequence's keys and values."""
     return (weight_bytes + batch * kv_bytes) / bandwidth
-
-
-def decode_throughput(batch: float, weight_bytes: float, kv_bytes: float, bandwidth: float) -> float:
-    """The lecture, section 1.7: T(B) = B / L(B) tokens per second."""
-    return batch / decode_seconds(batch, weight_bytes, kv_bytes, bandwidth)

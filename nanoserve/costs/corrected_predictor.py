@@ -1,92 +1,67 @@
 """CorrectedPredictor: a Predictor that learns from the steps that it predicted, by a FactorFilter. No torch."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, isfinite, log, log2, sqrt
-from operator import attrgetter
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.work import HostBatch, StepFeatures, Strategy
 
-_OCTAVES: Final = 4
-"""Between one size that has a factor of its own and the next: 16 times as large."""
+_OCTAVES: Final = 4  # between one size that has a factor of its own and the next: 16 times as large
+# Standard deviations of the factors' logarithms before anything is measured: what all sizes of a part have in common,
+# each size's own, and of a strategy.
 _COMMON, _OWN, _OF_STRATEGY = 0.6, 0.4, 0.3
-"""Standard deviations of the factors' logarithms before anything is measured: of the common part of all sizes of a
-part, of each size's own part, and of a strategy."""
-
-_BOUND = log(8.0)
-"""Factors stay between an eighth and 8."""
+_BOUND = log(8.0)  # factors stay between an eighth and 8
+# Larger errors are cut to this many deviations, and count as less certain (Huber). The second limit is for the
+# beginning, when the variance is large and the first steps warm up.
 _MOST_DEVIATIONS, _MOST_AT_ONCE = 2.0, log(2.0)
-"""Larger errors are cut to this many deviations, and count as less certain (Huber). The second limit is for the
-beginning, when the variance is large and the first steps warm up."""
-_FADING = 5e-4
-"""Share of the prior covariance that returns with every number: a factor may change while it is not measured."""
-_DRIFT = 1e-4
-"""Share of its logarithm that an unmeasured factor loses with every number: half of it in 7000."""
-_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5
-"""Relative scatter of measured numbers: initial, least and most."""
+_FADING = 5e-4  # share of the prior that returns with every number: a factor may change while it is not measured
+_DRIFT = 1e-4  # share of its logarithm that an unmeasured factor loses with every number: half of it in 7000
+_NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5  # relative scatter of measured numbers: initial, least and most
 _NOISE_RATE = 0.02
 
-
-class Noise:
-    """The relative scatter of numbers of one kind around their expectation; outliers count in part."""
-
-    def __init__(self) -> None:
-        self.variance = _NOISE**2
-
-    def observe(self, error: float) -> None:
-        """Take in the error of one number, as a logarithm."""
-        limited = min(error * error, 9.0 * self.variance)
-        variance = self.variance + _NOISE_RATE * (limited - self.variance)
-        self.variance = min(max(variance, _LEAST_NOISE**2), _MOST_NOISE**2)
+Vector = NDArray[np.float64]
+"""A number for each factor: seconds that the factor scales, or their share of a measured number."""
 
 
 class FactorFilter:
-    """A Kalman filter over logarithms of factors.
+    """A Kalman filter over logarithms of factors; `prior` is their covariance before anything is measured.
 
-    One number is measured of a step that has several parts, so each must be given its share of the error. Least mean
-    squares would give it to each part by its share of the time, and mistake one part's error for another's as long as
-    they come together; it would take thousands of steps to tell them apart. The filter remembers which combinations are
-    known already: the first steps with a prompt correct the time of prompts and leave alone what a hundred decodes have
-    shown. It costs the square of the number of factors, which are about twenty.
+    One number is measured of a step that has several parts. Least mean squares would give each part a share of the
+    error by its time, and take thousands of steps to tell parts apart that come together. The filter remembers which
+    combinations are known: the first steps with a prompt correct the time of prompts, not what decodes have shown.
 
     In logarithms twice and half the time are equally wrong, no factor becomes negative, and a step in which the
     machine stood still is off by 4 or so and not by a thousand deviations; of that, two deviations count.
-
-    Args:
-        prior: covariance of the logarithms before anything is measured; their mean is 0.
     """
 
-    def __init__(self, prior: Sequence[Sequence[float]]) -> None:
+    def __init__(self, prior: Vector) -> None:
         self.mean = [0.0] * len(prior)  # the logarithms
-        self._covariance = np.array(prior)
-        self._doubt = _FADING * self._covariance
+        self._covariance, self._doubt = prior, _FADING * prior
+        self._variances = defaultdict[str, float](lambda: _NOISE**2)  # of numbers around their expectation, by kind
 
-    def observe(self, gradient: Mapping[int, float], error: float, noise: Noise) -> None:
-        """Take in one number.
+    def observe(self, kind: str, gradient: Vector, error: float) -> None:
+        """Take in one number, of a kind with the same scatter.
 
-        Args:
-            gradient: by factor, how the logarithm of the number grows with the factor's.
-            error: logarithm of what was measured over what was expected.
-            noise: the scatter of such numbers; it takes in this one.
+        `gradient` is how its logarithm grows with that of each factor, `error` the logarithm of measured over expected.
         """
-        slopes = np.zeros(len(self.mean))
-        slopes[list(gradient)] = list(gradient.values())
-        along = self._covariance @ slopes
-        known = float(along @ slopes)
-        most = min(_MOST_DEVIATIONS * sqrt(known + noise.variance), _MOST_AT_ONCE)
-        expected = known + noise.variance * max(1.0, abs(error) / most)
+        variance = self._variances[kind]
+        along = self._covariance @ gradient
+        known = float(along @ gradient)
+        most = min(_MOST_DEVIATIONS * sqrt(known + variance), _MOST_AT_ONCE)
+        expected = known + variance * max(1.0, abs(error) / most)
         step = min(max(error, -most), most) / expected
         moved = zip(self.mean, along.tolist(), strict=True)
         self.mean = [min(max(mean + one * step, -_BOUND), _BOUND) for mean, one in moved]
-        self._covariance *= 1.0 - _FADING
-        self._covariance += self._doubt
-        self._covariance -= np.outer(along, along / expected)
-        noise.observe(error)
+        self._covariance = self._covariance * (1.0 - _FADING) + self._doubt - np.outer(along, along / expected)
+        scatter = variance + _NOISE_RATE * (min(error * error, 9.0 * variance) - variance)  # outliers count in part
+        self._variances[kind] = min(max(scatter, _LEAST_NOISE**2), _MOST_NOISE**2)
 
     def drift_back(self, factors: Iterable[int]) -> None:
         """Move factors a little towards 1: those that may not be measured again while they count as slow."""
@@ -101,23 +76,17 @@ class _Part:
     first: int
     """Number of the part's first factor."""
     factors: int
-    """Number of factors in the part."""
     smallest: int
     """The logarithm (base 16) of the size of the first one."""
 
     @property
     def indices(self) -> range:
-        """Numbers of the part's factors."""
         return range(self.first, self.first + self.factors)
 
     def shares(self, size: float) -> tuple[tuple[int, float], ...]:
         """The factors between which a size lies, and how near it is to each; the outermost count beyond them, too."""
-        place = log2(max(size, 1.0)) / _OCTAVES - self.smallest
-        if place <= 0:
-            return ((self.first, 1.0),)
-        below = int(place)
-        if below >= self.factors - 1:
-            return ((self.first + self.factors - 1, 1.0),)
+        place = min(max(log2(max(size, 1.0)) / _OCTAVES - self.smallest, 0.0), self.factors - 1.0)
+        below = min(int(place), self.factors - 2)
         return (self.first + below, 1.0 - (place - below)), (self.first + below + 1, place - below)
 
 
@@ -130,60 +99,36 @@ _PARTS: Final = {
 }
 _STRATEGIES: Final[dict[Strategy, int]] = {"asymmetric": 18, "overlap": 19}
 _FACTORS: Final = 20
+_NOTHING = np.zeros(_FACTORS)
 
 
-def _prior() -> list[list[float]]:
+def _prior() -> Vector:
     """Covariance: the sizes of a part are wrong alike, for the most part."""
-    rows = [[0.0] * _FACTORS for _ in range(_FACTORS)]
+    covariance = np.zeros((_FACTORS, _FACTORS))
     for part in _PARTS.values():
-        for one in part.indices:
-            for other in part.indices:
-                rows[one][other] = _COMMON**2 + _OWN**2 * (one == other)
+        indices = slice(part.first, part.first + part.factors)
+        covariance[indices, indices] = _COMMON**2 + _OWN**2 * np.eye(part.factors)
     for index in _STRATEGIES.values():
-        rows[index][index] = _OF_STRATEGY**2
-    return rows
-
-
-@dataclass(slots=True)
-class _Sum:
-    """Seconds, and how many of them each factor scales."""
-
-    seconds: float = 0.0
-    by_factor: dict[int, float] = field(default_factory=dict)
-
-    def add(self, other: "_Sum", times: float = 1.0) -> None:
-        self.seconds += times * other.seconds
-        for factor, seconds in other.by_factor.items():
-            self.by_factor[factor] = self.by_factor.get(factor, 0.0) + times * seconds
-
-
-_seconds = attrgetter("seconds")
+        covariance[index, index] = _OF_STRATEGY**2
+    return covariance
 
 
 class CorrectedPredictor:
-    """A Predictor whose times are those of another one, each times a factor that is learned while steps run.
+    """A Predictor whose times are those of `base`, each times a factor that is learned while steps run.
 
     Every part of a step has factors, at sizes 16 times apart and a line between them: the linear layers, attention of
-    decodes and of prompts, attention on the CPU, and what a step takes beside its layers. And there is one for each of
-    the strategies that use the host: running layers in pieces, and a CPU that reads memory beside the device, make all
-    of a step longer. Factors stay between an eighth and 8. All knowledge comes from the
-    arguments of ``observe`` and ``observe_host``, in order: the same calls give the same predictions.
+    decodes and of prompts, attention on the CPU, and what a step takes beside its layers. Each strategy that uses the
+    host has one for the whole step. The same calls of ``observe`` and ``observe_host`` give the same predictions.
 
     The host's factors are measured only if a policy uses the host. So without measurements they drift back to 1:
     otherwise a CPU that was slow once would never be used again.
-
-    Args:
-        base: the predictor whose times are corrected.
     """
 
     def __init__(self, base: Predictor) -> None:
-        self.num_layers = base.num_layers  # layers of the model
+        self.num_layers = base.num_layers
         self._base = base
         self._filter = FactorFilter(_prior())
-        self._noise, self._host_noise = Noise(), Noise()
         self._sizes = {name: 16.0**part.smallest for name, part in _PARTS.items()}
-
-    # ----------------------------------------------------------------------------------------- Predictor
 
     def linear_seconds(self, tokens: int) -> float:
         return self._factor("linear", tokens) * self._base.linear_seconds(tokens)
@@ -213,11 +158,9 @@ class CorrectedPredictor:
     def transition_seconds(self, layout: int) -> float:
         return self._base.transition_seconds(layout)
 
-    # -------------------------------------------------------------------------------------- of whole steps
-
     def step_seconds(self, work: StepFeatures) -> float:
-        """The device's time of a step, its waiting for the CPU in an asymmetric one included."""
-        return self._step(work).seconds * self.slowdown(work.strategy)
+        """The device's time of a step; an asymmetric one includes its waiting for the CPU."""
+        return float(self._step(work).sum()) * self.slowdown(work.strategy)
 
     def observe(self, work: StepFeatures, seconds: float) -> None:
         """Learn from a step's time. Steps without device rows, which wait for the CPU, and times that are not positive
@@ -225,26 +168,29 @@ class CorrectedPredictor:
         if not work.device.tokens or not (seconds > 0 and isfinite(seconds)):
             return
         step = self._step(work)
-        if step.seconds <= 0:
+        predicted = float(step.sum())
+        if predicted <= 0:
             return
-        gradient = {factor: share / step.seconds for factor, share in step.by_factor.items()}
-        used = _STRATEGIES.get(work.strategy)
+        gradient, used = step / predicted, _STRATEGIES.get(work.strategy)
         if used is not None:
             gradient[used] = 1.0
-        error = log(seconds / (step.seconds * self.slowdown(work.strategy)))
-        self._filter.observe(gradient, error, self._noise)
+        self._filter.observe("step", gradient, log(seconds / (predicted * self.slowdown(work.strategy))))
         self._filter.drift_back(index for index in _STRATEGIES.values() if index != used)
         if used is None:
             self._filter.drift_back(_PARTS["host attention"].indices)
-        self._remember(work)
+        device = work.device
+        sizes = {"linear": device.tokens, "attention": device.decode_context, "overhead": work.sampled}
+        self._sizes |= {name: size for name, size in sizes.items() if size}
+        if device.chunks:
+            self._sizes["prefill attention"] = sum(device.chunks[-1])
 
     def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
         """Learn from the time of one layer's attention on the CPU."""
         predicted = self.host_attention_seconds(sequences, context_tokens)
         if not (seconds > 0 and isfinite(seconds)) or predicted <= 0:
             return
-        gradient = dict(_PARTS["host attention"].shares(context_tokens))
-        self._filter.observe(gradient, log(seconds / predicted), self._host_noise)
+        gradient = self._part("host attention", context_tokens, predicted)
+        self._filter.observe("host", gradient / gradient.sum(), log(seconds / predicted))
         self._sizes["host attention"] = context_tokens
 
     @property
@@ -253,83 +199,72 @@ class CorrectedPredictor:
         factors = {name: self._factor(name, size) for name, size in self._sizes.items()}
         return factors | {name: exp(self._filter.mean[index]) for name, index in _STRATEGIES.items()}
 
-    def _remember(self, work: StepFeatures) -> None:
-        device = work.device
-        sizes = {"linear": device.tokens, "attention": device.decode_context, "overhead": work.sampled}
-        self._sizes |= {name: size for name, size in sizes.items() if size}
-        if device.chunks:
-            self._sizes["prefill attention"] = sum(device.chunks[-1])
-
-    # -------------------------------------------------------------------------------------------- inside
-
     def _factor(self, part: str, size: float) -> float:
         mean = self._filter.mean
         return exp(sum([share * mean[index] for index, share in _PARTS[part].shares(size)]))
 
-    def _of(self, part: str, size: float, seconds: float) -> _Sum:
+    def _part(self, part: str, size: float, seconds: float) -> Vector:
         """A part of that size and its seconds by the base, corrected."""
-        corrected = self._factor(part, size) * seconds
-        return _Sum(corrected, {index: share * corrected for index, share in _PARTS[part].shares(size)})
+        corrected, found = self._factor(part, size) * seconds, np.zeros(_FACTORS)
+        for index, share in _PARTS[part].shares(size):
+            found[index] = share * corrected
+        return found
 
-    def _step(self, work: StepFeatures) -> _Sum:
+    def _step(self, work: StepFeatures) -> Vector:
         """A step without the slowdown of its strategy."""
-        step = self._pipelined(work) if work.strategy == "asymmetric" else self._united(work)
+        layers = self._pipelined(work) if work.strategy == "asymmetric" else self._united(work)
         rows = max(1, work.sampled)
-        step.add(self._of("overhead", rows, self._base.step_overhead_seconds(rows)))
-        return step
+        return layers + self._part("overhead", rows, self._base.step_overhead_seconds(rows))
 
-    def _united(self, work: StepFeatures) -> _Sum:
+    def _united(self, work: StepFeatures) -> Vector:
         """All layers of one batch. Host rows that join in the middle of a layer pass its half and that of the next."""
-        layers, tokens = _Sum(), work.device.tokens
+        tokens = work.device.tokens
         alone = self._linear(tokens)
-        layers.add(alone, self.num_layers)
-        layers.add(self._device_attention(work), self.num_layers)
+        layers = self.num_layers * (alone + self._device_attention(work))
         for batch in work.host:
             halves = 1 if batch.attended in (0, self.num_layers) else 2
-            layers.add(self._linear(tokens + batch.sequences), halves / 2)
-            layers.add(alone, -halves / 2)
+            layers += halves / 2 * (self._linear(tokens + batch.sequences) - alone)
         return layers
 
-    def _pipelined(self, work: StepFeatures) -> _Sum:
+    def _pipelined(self, work: StepFeatures) -> Vector:
         """Layers of two sub-batches: while the device computes one, the CPU attends for the other, and both wait.
 
         The rows differ from layer to layer: rows whose tokens were under way skip the layers that they have passed.
         """
         host = (*work.host, *work.host_second)
         changes = {0, self.num_layers, *(batch.first_layer for batch in host), *(batch.attended for batch in host)}
-        attention, layers = self._device_attention(work), _Sum()
+        attention, layers = self._device_attention(work), np.zeros(_FACTORS)
         for layer, until in pairwise(sorted(min(change, self.num_layers) for change in changes)):
-            first = self._linear(work.device.tokens + _come_to(layer, work.host))
-            first.add(attention)
-            second = self._linear(_come_to(layer, work.host_second))
-            layers.add(max(first, self._cpu(layer, work.host_second), key=_seconds), until - layer)
-            layers.add(max(second, self._cpu(layer, work.host), key=_seconds), until - layer)
+            first = self._linear(work.device.tokens + _rows_in(layer, work.host)) + attention
+            second = self._linear(_rows_in(layer, work.host_second))
+            layers += (until - layer) * max(first, self._cpu(layer, work.host_second), key=np.add.reduce)
+            layers += (until - layer) * max(second, self._cpu(layer, work.host), key=np.add.reduce)
         return layers
 
-    def _linear(self, tokens: int) -> _Sum:
+    def _linear(self, tokens: int) -> Vector:
         """The linear part of one layer."""
-        return self._of("linear", tokens, self._base.linear_seconds(tokens)) if tokens else _Sum()
+        return self._part("linear", tokens, self._base.linear_seconds(tokens)) if tokens else _NOTHING
 
-    def _device_attention(self, work: StepFeatures) -> _Sum:
+    def _device_attention(self, work: StepFeatures) -> Vector:
         """Attention of one layer. A chunk takes the difference of a prompt to its end and one to its beginning."""
         keys = work.device.decode_context
-        attention = self._of("attention", keys, self._base.attention_seconds(keys)) if keys else _Sum()
+        attention = self._part("attention", keys, self._base.attention_seconds(keys)) if keys else _NOTHING
         for start, length in work.device.chunks:
             before = self._base.prefill_attention_seconds(start) if start else 0.0
             longer = max(0.0, self._base.prefill_attention_seconds(start + length) - before)
-            attention.add(self._of("prefill attention", start + length, longer))
+            attention = attention + self._part("prefill attention", start + length, longer)
         return attention
 
-    def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> _Sum:
+    def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> Vector:
         """Attention on the CPU for the rows that need it in that layer."""
         attending = [batch for batch in batches if batch.attended <= layer]
         keys = sum([batch.context_tokens for batch in attending])
         if not keys:
-            return _Sum()
+            return _NOTHING
         rows = sum([batch.sequences for batch in attending])
-        return self._of("host attention", keys, self._base.host_attention_seconds(rows, keys))
+        return self._part("host attention", keys, self._base.host_attention_seconds(rows, keys))
 
 
-def _come_to(layer: int, batches: Iterable[HostBatch]) -> int:
+def _rows_in(layer: int, batches: Iterable[HostBatch]) -> int:
     """Rows in the linear part of that layer."""
     return sum([batch.sequences for batch in batches if batch.first_layer <= layer])

@@ -1,39 +1,44 @@
 """Exact operation counts of a step, per operator and device: Appendix A of the Seesaw paper without its shortcuts.
 
-Counted are the matrix products, the attention and the embedding: multiply-adds as two operations; weights, keys and
-values read once; activations read and written once by each operator. Left out are norms, rotary embedding, activation
-function, biases and residual additions: their operations are nothing, their bytes a few percent, their launches count
-as kernels (efficiency.py).
+A multiply-add is two operations; weights, keys and values are read once; each operator reads and writes activations
+once. Norms, rotary embedding, activation function, biases and residual additions count as kernels only (Efficiency).
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import inf
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.work import StepWork, chunk_keys, chunk_pairs
+from nanoserve.costs.work import Chunk, StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 
 # Bits that a stored number takes; four-bit weights come with a 16-bit scale for each group of 128.
 STORED_BITS = {4: 4 + 16 / 128, 8: 8.0, 16: 16.0, 32: 32.0}
 _SAMPLED_ROWS = 256
-_BYTES_PER_LOGIT = 32
-"""Bytes per logit in the largest step: eight float32 numbers, for the logit, its changes and the work of top-p."""
+_BYTES_PER_LOGIT = 32  # in the largest step: eight float32 numbers, for the logit, its changes and the work of top-p
+
+# Pipeline stages are divided by cost. That of a layer, of the embedding and of the head is the mean of its shares in
+# the bytes of a decode step, bound by memory, and in the operations of a mixed step, of whose tokens one in four is
+# sampled. So the head of Qwen2.5 0.5B, as dear as 5.9 layers in the one step and 2.2 in the other, counts as 4. Tensor
+# parallelism divides everything alike and is left out.
+_DECODES, _CONTEXT = 64, 512  # rows of both steps that decode, and the keys that each of them reads
+_CHUNK = 3 * _DECODES  # tokens of a prompt in the mixed step, none of them its last
+_UNITS = 10**9  # costs are parts in a billion of the whole model: integers, so that equal stages are equal
 
 OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Bits per number: the layers' matrices, keys and values, and everything else (activations, embedding, head).
-
-    Raises:
-        UsageError: for a number of bits that is not 4, 8, 16 or 32.
-    """
+    """Bits per number, each 4, 8, 16 or 32: the layers' matrices, keys and values, and everything else (activations,
+    embedding, head). Raises UsageError for other numbers of bits."""
 
     weight_bits: int = 16
     kv_bits: int = 16
@@ -56,24 +61,20 @@ class Precision:
 
     @property
     def kv_bytes(self) -> float:
-        """Bytes per number of a key or value."""
         return self.kv_bits / 8
 
     @property
     def other_bytes(self) -> float:
-        """Bytes per activation, and per weight of embedding or head."""
         return self.other_bits / 8
 
 
 class Operator(msgspec.Struct, frozen=True):
-    """One operator of a step on one device, all its layers in the stage together."""
+    """One operator of a step on one device, in several layers together."""
 
     name: str
     """Qkv, attention, output, gate_up, down, experts, router, embedding, head."""
     kind: OperatorKind
-    """Selects the efficiency."""
     flops: float
-    """Floating point operations."""
     weight_bytes: float
     kv_bytes: float
     activation_bytes: float
@@ -91,34 +92,15 @@ class Operator(msgspec.Struct, frozen=True):
 
 
 class Matrix(msgspec.Struct, frozen=True):
-    """A matrix product of one layer, on one device."""
+    """A matrix of one layer, or of all its experts, on one device."""
 
     name: str
     weights: int
-    """Numbers in the matrix; of all experts, where there are several."""
-    per_token: int
-    """Multiply-adds for one token."""
     activations: int
     """Numbers read and written for one token."""
     bytes_per_weight: float
-    """Bytes per stored weight."""
     reached: float = 1.0
-    """The share of the experts that one token is sent to; 1 for what is no expert."""
-
-    def weights_read(self, tokens: int) -> float:
-        """Weights that this many tokens read; with experts, the expectation if each token chooses evenly."""
-        return self.weights if self.reached == 1.0 else self.weights * (1 - (1 - self.reached) ** tokens)
-
-    def operator(self, tokens: int, layers: int, activation_bytes: float) -> Operator:
-        """The product in `layers` layers for `tokens` tokens, activations of `activation_bytes` bytes per number."""
-        return Operator(
-            self.name,
-            "matrix",
-            2.0 * self.per_token * tokens * layers,
-            self.weights_read(tokens) * self.bytes_per_weight * layers,
-            0.0,
-            self.activations * tokens * activation_bytes * layers,
-        )
+    """The share of the experts that one token is sent to; 1 for other matrices."""
 
 
 class LayerKind(NamedTuple):
@@ -131,12 +113,9 @@ class LayerKind(NamedTuple):
 class ModelCounts:
     """What one device of a layout holds, reads and computes.
 
-    Tensor parallelism divides the heads and the inner size by its degree; beyond the number of KV heads these are
-    replicated. Every device reads the whole activations between the operators. Stages have as many layers as
-    ``pipeline_split`` says; None divides them by cost, as the engine does (stages.py).
-
-    Raises:
-        UsageError: if the layout does not divide the heads, or has more stages than the model has layers.
+    Beyond the number of KV heads, tensor parallelism replicates these. Every device reads the whole activations
+    between the operators. ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises
+    UsageError if the layout does not suit the model.
     """
 
     def __init__(
@@ -159,49 +138,42 @@ class ModelCounts:
         self.stages = tuple(self._stage_kinds(pipeline_split))
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
-        table, ends = model.hidden_size * self.vocabulary, model.hidden_size + self.vocabulary
-        self.head = Matrix("head", table, table, ends, self.precision.other_bytes)
+        self.head = self._matrix("head", model.hidden_size, self.vocabulary, self.precision.other_bytes)
         self._matrices = {kind: tuple(self._layer_matrices(kind)) for stage in self.stages for kind in stage}
-        # By stage, the matrices of its layers, each with the number of layers that have it.
-        self.layer_products = tuple(
-            tuple((matrix, layers) for kind, layers in stage.items() for matrix in self._matrices[kind])
-            for stage in self.stages
-        )
-
-    @property
-    def last_stage(self) -> int:
-        return len(self.stages) - 1
 
     def layers(self, stage: int) -> int:
         """How many layers a stage has."""
         return sum(self.stages[stage].values())
 
     def operators(self, work: StepWork, stage: int) -> list[Operator]:
-        """Everything that one device of the stage does for this work, communication aside; nothing for no tokens.
+        """Everything that one device of the stage does for this work, communication aside; nothing for no tokens."""
+        embedding = [self.embedding(work.tokens)] if stage == 0 and work.tokens else []
+        return [*embedding, *self.products(work, stage), *self.attention(work, stage)]
 
-        Raises:
-            UsageError: if the model has sliding windows and the work was not summed up for them.
-        """
-        number = self.precision.other_bytes
-        found = [matrix.operator(tokens, layers, number) for matrix, tokens, layers in self.products(work, stage)]
-        found += self.attention(work, stage)
-        return [self.embedding(work.tokens), *found] if stage == 0 and work.tokens else found
+    def products(self, work: StepWork, stage: int) -> Iterator[Operator]:
+        """The matrix products of the stage's layers, and of the head in the last stage."""
+        if not work.tokens:
+            return
+        for kind, layers in self.stages[stage].items():
+            for matrix in self._matrices[kind]:
+                yield self.product(matrix, work.tokens, layers)
+        if stage == len(self.stages) - 1 and work.sampled:
+            yield self.product(self.head, work.sampled)
 
-    def products(self, work: StepWork, stage: int) -> Iterator[tuple[Matrix, int, int]]:
-        """The stage's matrix products, the tokens that each computes, and in how many layers."""
-        tokens = work.tokens
-        if tokens:
-            for matrix, layers in self.layer_products[stage]:
-                yield matrix, tokens, layers
-            if stage == self.last_stage and work.sampled:
-                yield self.head, work.sampled, 1
+    def product(self, matrix: Matrix, tokens: int, layers: int = 1) -> Operator:
+        """The matrix applied to these tokens. Reading experts is the expectation if each token chooses evenly."""
+        read = matrix.weights * (1 - (1 - matrix.reached) ** tokens)
+        return Operator(
+            matrix.name,
+            "matrix",
+            flops=2.0 * matrix.weights * matrix.reached * tokens * layers,
+            weight_bytes=read * matrix.bytes_per_weight * layers,
+            kv_bytes=0.0,
+            activation_bytes=matrix.activations * tokens * self.precision.other_bytes * layers,
+        )
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
-        """Attention of a stage's layers. Prompts and single rows apart: they run in different kernels.
-
-        Raises:
-            UsageError: if the model has sliding windows and the work was not summed up for them.
-        """
+        """Attention of a stage's layers. Prompts and single rows are apart: they run in different kernels."""
         if len(work.windowed_decode_context) != len(self.windows):
             raise UsageError(f"sum the work up for this model's sliding windows {self.windows}: StepWork.of(windows=)")
         found = []
@@ -216,7 +188,7 @@ class ModelCounts:
         return found
 
     def embedding(self, tokens: int) -> Operator:
-        """Rows of the embedding; each device holds a part of the vocabulary, and writes all rows."""
+        """Each device holds a part of the vocabulary, and writes all rows."""
         rows = tokens * self.model.hidden_size * self.precision.other_bytes
         return Operator("embedding", "look-up", 0.0, rows / self.layout.tensor_parallel, 0.0, rows)
 
@@ -226,10 +198,9 @@ class ModelCounts:
             count * sum(matrix.weights * matrix.bytes_per_weight for matrix in self._matrices[kind])
             for kind, count in self.stages[stage].items()
         )
-        table = self.head.weights * self.precision.other_bytes
         shares_one = self.model.tie_word_embeddings and len(self.stages) == 1
-        tables = (stage == 0) + (stage == self.last_stage and not shares_one)
-        return layers + table * tables
+        tables = (stage == 0) + (stage == len(self.stages) - 1 and not shares_one)
+        return layers + self.head.weights * self.precision.other_bytes * tables
 
     def kv_bytes_per_token(self, stage: int) -> float:
         """Bytes of keys and values that one device of the stage keeps for a token."""
@@ -237,12 +208,11 @@ class ModelCounts:
 
     @property
     def layer_kv_bytes(self) -> float:
-        """Bytes of keys and values of one token in one layer, on one device."""
         return 2 * self.kv_heads * self.model.head_dim * self.precision.kv_bytes
 
     @property
     def layer_flops_per_pair(self) -> float:
-        """Operations of a layer for one query and one key it sees: a multiply-add for the score, one for the value."""
+        """Operations of a layer for one query and one key: a multiply-add for the score, one for the value."""
         return 4.0 * self.heads * self.model.head_dim
 
     def step_bytes(self, tokens: int, stage: int) -> float:
@@ -250,7 +220,7 @@ class ModelCounts:
         last stage the logits of the sampled rows."""
         parts = [part for kind in self.stages[stage] for part in (self._matrices[kind][:2], self._matrices[kind][2:])]
         widest = self.model.hidden_size + max(sum(matrix.activations for matrix in part) for part in parts)
-        rows = min(tokens, _SAMPLED_ROWS) if stage == self.last_stage else 0
+        rows = min(tokens, _SAMPLED_ROWS) if stage == len(self.stages) - 1 else 0
         return tokens * widest * self.precision.other_bytes + rows * self.model.vocab_size * _BYTES_PER_LOGIT
 
     def activation_bytes(self, tokens: int) -> float:
@@ -258,46 +228,42 @@ class ModelCounts:
         return tokens * self.model.hidden_size * self.precision.other_bytes
 
     def _stage_kinds(self, pipeline_split: Sequence[int] | None) -> Iterator[dict[LayerKind, int]]:
-        from nanoserve.costs.stages import stage_layers  # which asks for the counts of one layer
+        model, stages = self.model, self.layout.pipeline_parallel
+        for layers in stage_layers(model, stages, pipeline_split, asked=f"{stages} pipeline stages"):
+            yield dict(Counter(LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in layers))
 
-        stages = self.layout.pipeline_parallel
-        for layers in stage_layers(self.model, stages, pipeline_split, asked=f"{stages} pipeline stages"):
-            yield dict(
-                Counter(LayerKind(self.model.sliding_window(layer), self.model.is_sparse(layer)) for layer in layers)
-            )
+    def _matrix(self, name: str, inputs: int, outputs: int, per_weight: float | None = None) -> Matrix:
+        return Matrix(name, inputs * outputs, inputs + outputs, per_weight or self.precision.weight_bytes)
 
     def _layer_matrices(self, kind: LayerKind) -> Iterator[Matrix]:
-        model, per_weight = self.model, self.precision.weight_bytes
-        hidden, size = model.hidden_size, model.head_dim
-
-        def product(name: str, inputs: int, outputs: int, per_weight: float = per_weight) -> Matrix:
-            return Matrix(name, inputs * outputs, inputs * outputs, inputs + outputs, per_weight)
-
-        yield product("qkv", hidden, (self.heads + 2 * self.kv_heads) * size)
-        yield product("output", self.heads * size, hidden)
-        degree = self.layout.tensor_parallel
+        model, hidden, size, degree = (
+            self.model,
+            self.model.hidden_size,
+            self.model.head_dim,
+            self.layout.tensor_parallel,
+        )
+        yield self._matrix("qkv", hidden, (self.heads + 2 * self.kv_heads) * size)
+        yield self._matrix("output", self.heads * size, hidden)
         if not kind.sparse or model.moe is None:
             inner = -(-model.intermediate_size // degree)
-            yield product("gate_up", hidden, 2 * inner)
-            yield product("down", inner, hidden)
+            yield self._matrix("gate_up", hidden, 2 * inner)
+            yield self._matrix("down", inner, hidden)
             return
-        moe = model.moe
-        inner = -(-moe.intermediate_size // degree)
-        yield product("router", hidden, moe.num_experts, self.precision.other_bytes)
-        one, chosen = 3 * hidden * inner, moe.experts_per_token
-        yield Matrix(
-            *("experts", moe.num_experts * one, chosen * one, chosen * (2 * hidden + 3 * inner), per_weight),
-            reached=chosen / moe.num_experts,
-        )
+        experts, chosen = model.moe.num_experts, model.moe.experts_per_token
+        inner = -(-model.moe.intermediate_size // degree)
+        yield self._matrix("router", hidden, experts, self.precision.other_bytes)
+        numbers, activations = experts * 3 * hidden * inner, chosen * (2 * hidden + 3 * inner)
+        yield Matrix("experts", numbers, activations, self.precision.weight_bytes, reached=chosen / experts)
 
     def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: int, layers: int) -> Operator:
-        numbers = self.heads * self.model.head_dim
+        query = self.heads * self.model.head_dim * self.precision.other_bytes  # is read, and as much is written
         return Operator(
-            *("attention", kind),
-            self.layer_flops_per_pair * pairs * layers,
-            0.0,
-            keys * self.layer_kv_bytes * layers,
-            2 * tokens * numbers * self.precision.other_bytes * layers,  # the query is read, the result written
+            "attention",
+            kind,
+            flops=self.layer_flops_per_pair * pairs * layers,
+            weight_bytes=0.0,
+            kv_bytes=keys * self.layer_kv_bytes * layers,
+            activation_bytes=2 * tokens * query * layers,
         )
 
 
@@ -309,3 +275,98 @@ def tensor_degrees(model: ModelConfig) -> list[int]:
         for degree in range(1, heads + 1)
         if heads % degree == 0 and max(degree, kv_heads) % min(degree, kv_heads) == 0
     ]
+
+
+def stage_layers(
+    model: ModelConfig, pipeline_parallel: int, pipeline_split: Sequence[int] | None = None, *, asked: str | None = None
+) -> tuple[range, ...]:
+    """The layers of each stage, by `pipeline_split` or by cost. `asked` is the option in errors; None stands for --pp.
+
+    Raises UsageError if the stages cannot be filled, or the split is not one of this model's layers.
+    """
+    if pipeline_parallel < 1:
+        raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
+    if pipeline_parallel > model.num_layers:
+        raise UsageError(
+            f"{asked or f'--pp {pipeline_parallel}'}: the model has {model.num_layers} layers,"
+            f" so there are at most {model.num_layers} stages"
+        )
+    if pipeline_split is not None:
+        _check_split(pipeline_split, pipeline_parallel, model.num_layers)
+    sizes = pipeline_split or divide_layers(model, pipeline_parallel)
+    return tuple(range(first, after) for first, after in pairwise(accumulate(sizes, initial=0)))
+
+
+@lru_cache(maxsize=1024)
+def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """How many layers each stage gets; the embedding belongs to the first, the head to the last."""
+    if stages == 1:  # the counts of a layer are those of such a model
+        return (model.num_layers,)
+    decode, mixed = _shares(model, [], "bytes"), _shares(model, [(0, _CHUNK)], "flops")
+    embedding, *layers, head = (round(_UNITS * sum(both) / 2) for both in zip(decode, mixed, strict=True))
+    layers[0] += embedding
+    layers[-1] += head
+    return divide(layers, stages)
+
+
+def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Cut a row of costs into `stages` pieces, none empty; returns how many entries each has.
+
+    The dearest piece is as cheap as can be; of those divisions the most even one is taken (least sum of squares, so
+    that keys and values are spread well too), and of equally even ones that with the smaller first pieces.
+    O(stages * len(costs)^2).
+    """
+    sums = list(accumulate(costs, initial=0))
+    # By position: the least cost of the dearest piece if the pieces so far end there; then the best such division.
+    dearest: list[float] = [0] + [inf] * len(costs)
+    for _ in range(stages):
+        dearest = [
+            min((max(dearest[cut], sums[end] - sums[cut]) for cut in range(end)), default=inf)
+            for end in range(len(sums))
+        ]
+    most = dearest[-1]
+    divisions: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(inf, ())] * len(costs)
+    for _ in range(stages):
+        divisions = [
+            min(
+                (
+                    (divisions[cut][0] + (sums[end] - sums[cut]) ** 2, (*divisions[cut][1], end - cut))
+                    for cut in range(end)
+                    if sums[end] - sums[cut] <= most
+                ),
+                default=(inf, ()),
+            )
+            for end in range(len(sums))
+        ]
+    return divisions[-1][1]
+
+
+def _check_split(split: Sequence[int], pipeline_parallel: int, num_layers: int) -> None:
+    told = f"--pp-split {','.join(map(str, split))}"
+    if len(split) != pipeline_parallel:
+        raise UsageError(f"{told} names {len(split)} stages, but --pp is {pipeline_parallel}")
+    if min(split) < 1:
+        raise UsageError(f"{told}: every stage needs at least one layer")
+    if sum(split) != num_layers:
+        raise UsageError(f"{told} adds up to {sum(split)} layers, but the model has {num_layers}")
+
+
+def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "flops"]) -> list[float]:
+    """What the embedding, each layer and the head cost in a step with these chunks, as shares of the whole."""
+
+    def cost(operators: Iterable[Operator]) -> float:
+        return sum(operator.bytes if measure == "bytes" else operator.flops for operator in operators)
+
+    def layer_cost(kind: LayerKind) -> float:
+        """The cost of one such layer, in a model of this layer alone."""
+        moe = replace(model.moe, sparse_layers=frozenset({0})) if model.moe is not None and kind.sparse else None
+        alone = ModelCounts(replace(model, num_layers=1, sliding_windows=(kind.window,), moe=moe))
+        work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=alone.windows)
+        return cost([*alone.products(work, 0), *alone.attention(work, 0)])
+
+    kinds = [LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in range(model.num_layers)]
+    costs = {kind: layer_cost(kind) for kind in dict.fromkeys(kinds)}
+    counts = ModelCounts(model)
+    embedding = cost([counts.embedding(_DECODES + sum(length for _, length in chunks))])
+    parts = [embedding, *(costs[kind] for kind in kinds), cost([counts.product(counts.head, _DECODES)])]
+    return [part / sum(parts) for part in parts]

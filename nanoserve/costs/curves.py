@@ -2,18 +2,19 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
-from typing import Any, Self
+from itertools import pairwise
+from typing import Annotated, Any, Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-_LARGEST = 2**50
-"""Largest size, which may be bytes: floats up to here are exact."""
-_LONGEST, _SHORTEST = 3e7, 1e-9
-"""Seconds: the longest measured time, and the shortest difference of two."""
+_SHORTEST = 1e-9  # seconds: the shortest difference of two times
 _TIMES = ("seconds", "low", "high")
 
-Table = tuple[tuple[float, ...], ...]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**50)]  # may be bytes: floats up to here are exact
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=3e7)]
+Table = tuple[tuple[Seconds, ...], ...]
 """Times in seconds, one row for each number of sequences."""
 
 
@@ -21,8 +22,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Measured times: medians, and lower and upper quartiles in the same shape."""
 
     def rising(self) -> Self:
-        """The same, made monotonic: two times that noise has exchanged meet half way."""
-        raise NotImplementedError
+        """The same, made monotonic along each axis: two times that noise has exchanged meet half way."""
+        return self._with(_rising)
 
     def undisturbed(self) -> Self:
         """The same with the lower quartiles as times."""
@@ -33,64 +34,53 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The medians and quartiles by name."""
         return {name: getattr(self, name) for name in _TIMES}
 
-    def _with(self, change: Callable[[Any], Any]) -> Self:
-        return msgspec.structs.replace(self, **{name: change(times) for name, times in self.times.items()})
+    def _with(self, change: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> Self:
+        changed = {name: change(np.array(times)).tolist() for name, times in self.times.items()}
+        return msgspec.convert(msgspec.structs.asdict(self) | changed, type(self))
 
 
 class MeasuredCurve(Measured, frozen=True, kw_only=True):
-    """Times over one size (tokens, rows, bytes).
+    """Times over one size (tokens, rows, bytes). Raises ValueError if these do not fit together."""
 
-    Raises:
-        ValueError: if these do not fit together; msgspec says where.
-    """
-
-    sizes: tuple[int, ...]
-    """Measured sizes, ascending, from 1."""
-    seconds: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+    sizes: tuple[Size, ...]
+    """Measured sizes, ascending."""
+    seconds: tuple[Seconds, ...]
+    low: tuple[Seconds, ...]
+    high: tuple[Seconds, ...]
 
     def __post_init__(self) -> None:
-        _check_sizes("sizes", self.sizes)
+        _check_ascending("sizes", self.sizes)
         for name, seconds in self.times.items():
-            _check_seconds(name, seconds, len(self.sizes))
+            _check_count(name, seconds, len(self.sizes))
 
     def at(self, size: float) -> float:
         """Seconds at that size: 0 at 0, constant below the first size, along the last line beyond the last."""
         return _interpolate(self.sizes, self.seconds, size)
 
-    def rising(self) -> Self:
-        return self._with(_rising)
-
 
 class MeasuredGrid(Measured, frozen=True, kw_only=True):
-    """Times over the number of sequences and the keys that each reads, one row for each number of sequences.
+    """Times over the number of sequences and the keys of each. Raises ValueError if these do not fit together."""
 
-    Raises:
-        ValueError: if these do not fit together; msgspec says where.
-    """
-
-    batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    """Measured sizes, ascending, from 1."""
+    batches: tuple[Size, ...]
+    contexts: tuple[Size, ...]
+    """Measured sizes, ascending."""
     seconds: Table
     low: Table
     high: Table
 
     def __post_init__(self) -> None:
-        _check_sizes("batches", self.batches)
-        _check_sizes("contexts", self.contexts)
+        _check_ascending("batches", self.batches)
+        _check_ascending("contexts", self.contexts)
         for name, rows in self.times.items():
             if len(rows) != len(self.batches):
                 raise ValueError(f"{name} must have a row for each of {len(self.batches)} batches, not {len(rows)}")
             for row in rows:
-                _check_seconds(name, row, len(self.contexts))
+                _check_count(name, row, len(self.contexts))
 
     def at(self, batch: float, context: float) -> float:
         """Seconds for `batch` sequences of `context` keys each: a line over the contexts, then one over the batches.
 
-        Beyond the last sizes it grows in proportion, as reading bytes does. Extended lines in two directions might
-        cross, and then more sequences would take less time.
+        Beyond the last sizes it grows in proportion, as reading bytes does: extended lines might cross.
         """
         if batch <= 0:
             return 0.0
@@ -99,18 +89,10 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
         few, many = (_interpolate(self.contexts, self.seconds[row], min(context, longest)) for row in (lower, upper))
         return _on_line(few, many, share) * max(1.0, batch / most) * max(1.0, context / longest)
 
-    def rising(self) -> Self:
-        """The same grid, made monotonic in sequences and in keys."""
-        return self._with(_rising_rows)
-
     def less(self, part: MeasuredCurve) -> Self:
         """The same grid minus the curve's time for each batch."""
-
-        def without(rows: Table) -> Table:
-            pairs = zip(self.batches, rows, strict=True)
-            return tuple(tuple(max(_SHORTEST, value - part.at(batch)) for value in row) for batch, row in pairs)
-
-        return self._with(without)
+        parts = np.array([[part.at(batch)] for batch in self.batches])
+        return self._with(lambda rows: np.maximum(_SHORTEST, rows - parts))
 
     def cells(self) -> Iterator[tuple[int, int, float]]:
         """Each batch and context with its time."""
@@ -128,7 +110,6 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
 
 
 def _interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
-    """Piecewise linear; 0 at 0, constant below the first size; beyond the last along the last line, never falling."""
     if size <= 0:
         return 0.0
     lower, upper, share = _between(sizes, size)
@@ -136,10 +117,7 @@ def _interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) ->
 
 
 def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
-    """Indices of the sizes around `size`, and its place between them: 0 at the lower, 1 at the upper.
-
-    The place is 0 below the first size. Beyond the last it is above 1, counted from the last two.
-    """
+    """Indices of the sizes around `size`, and its place: 0 at the lower, 1 at the upper, above 1 beyond the last."""
     if size <= sizes[0]:
         return 0, 0, 0.0
     upper = min(bisect_left(sizes, size), len(sizes) - 1)
@@ -153,30 +131,19 @@ def _on_line(lower: float, upper: float, share: float) -> float:
     return upper + (share - 1) * max(0.0, upper - lower)
 
 
-def _rising(values: Sequence[float]) -> tuple[float, ...]:
-    """Half way between the largest so far and the smallest from here on."""
-    largest = accumulate(values, max)
-    smallest = reversed(list(accumulate(reversed(values), min)))
-    return tuple((high + low) / 2 for high, low in zip(largest, smallest, strict=True))
+def _rising(times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Half way between the largest so far and the smallest from here on; along rows first, which columns leave so."""
+    for axis in reversed(range(times.ndim)):
+        smallest = np.flip(np.minimum.accumulate(np.flip(times, axis), axis), axis)
+        times = (np.maximum.accumulate(times, axis) + smallest) / 2
+    return times
 
 
-def _rising_rows(rows: Table) -> Table:
-    """Along each row, then along each column, which leaves rows as they became."""
-    columns = [_rising(column) for column in zip(*map(_rising, rows), strict=True)]
-    return tuple(zip(*columns, strict=True))
+def _check_ascending(name: str, sizes: Sequence[int]) -> None:
+    if len(sizes) < 2 or any(size >= following for size, following in pairwise(sizes)):
+        raise ValueError(f"{name} must be two or more whole numbers, ascending, not {list(sizes)}")
 
 
-def _check_sizes(name: str, sizes: Sequence[int]) -> None:
-    """Check that there are two or more sizes, ascending from 1."""
-    if any(size > _LARGEST for size in sizes):
-        raise ValueError(f"{name} must be at most {_LARGEST}")
-    if len(sizes) < 2 or any(size >= following for size, following in pairwise(chain((0,), sizes))):
-        raise ValueError(f"{name} must be two or more whole numbers from 1, ascending, not {list(sizes)}")
-
-
-def _check_seconds(name: str, seconds: Sequence[float], count: int) -> None:
-    """Check that there are `count` times, above 0 and at most about a year."""
+def _check_count(name: str, seconds: Sequence[float], count: int) -> None:
     if len(seconds) != count:
         raise ValueError(f"{name} must be {count} numbers, one for each size, not {len(seconds)}")
-    if bad := [value for value in seconds if not 0 < value <= _LONGEST]:
-        raise ValueError(f"{name} must be numbers above 0, not {bad[0]}; the most is {_LONGEST:g}")

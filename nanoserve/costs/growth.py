@@ -1,7 +1,7 @@
 """How far the running sequences will grow, estimated from the lengths of the answers that have ended.
 
-Imagine the pool's future with nothing new admitted: every running sequence takes one more token per round until it ends
-and returns its blocks. The most that is ever held beyond what is held now is what a policy should keep free.
+With nothing new admitted, every running sequence takes one more token per round until it ends and returns its blocks.
+The most that is ever held beyond what is held now is what a policy should keep free.
 """
 
 import math
@@ -10,15 +10,14 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+
 from nanoserve.request import Place, Sequence, Status
 
-_RENEWED_EVERY = 16
-"""Steps between two forecasts, each of which looks at all running sequences. In between, those that begin are added."""
-
+_RENEWED_EVERY = 16  # steps between two forecasts of all running sequences; in between, those that begin are added
 _REMEMBERED = 1000
 _GOLDEN_RATIO = 0.6180339887498949
-_DEVIATIONS = 1.5
-"""Added to what is expected: normally distributed sums of lengths exceed that once in fifteen times."""
+_DEVIATIONS = 1.5  # added to what is expected: normally distributed sums of lengths exceed that once in fifteen times
 
 
 class GrowthForecast:
@@ -29,7 +28,7 @@ class GrowthForecast:
     """
 
     def __init__(self) -> None:
-        self._in_order_of_time: deque[int] = deque()
+        self._in_order_of_time = deque[int]()
         self._sorted: list[int] = []
         self._lengths: list[int] = []  # those of _sorted when the curve was drawn
         self._ended: list[float] = []  # the share of answers that are no longer than each of these
@@ -46,23 +45,18 @@ class GrowthForecast:
 
     def renew(self, produced: Iterable[int]) -> None:
         """Draw the curve again, with what the running sequences have produced so far."""
-        going_on = sorted(produced)
+        going_on, self._lengths = sorted(produced), self._sorted.copy()
         self._longest = going_on[-1] if going_on else 0
-        self._lengths, self._ended = self._sorted.copy(), []
-        left, passed = 1.0, 0
-        for number, length in enumerate(self._lengths):
-            while passed < len(going_on) and going_on[passed] < length:
-                passed += 1
-            left *= 1 - 1 / (len(self._lengths) - number + len(going_on) - passed)
-            self._ended.append(1 - left)
+        running = len(going_on) - np.searchsorted(going_on, self._lengths)  # that have produced at least each length
+        ended = np.arange(len(self._lengths), 0, -1)  # answers that are at least as long
+        self._ended = (1 - np.cumprod(1 - 1 / (ended + running))).tolist()
 
     def remaining(self, sequence: Sequence) -> int:
         """Tokens that this sequence may still produce: one draw from the distribution of lengths.
 
-        It is a place on the part of the curve beyond what the sequence has produced. Which one depends on the
-        sequence's id alone: multiples of the golden ratio spread evenly, so that many sequences together show the
-        spread of lengths. Beyond the curve's end the longest running sequence counts as half done. With no answer
-        known, an answer counts as long as its prompt.
+        It lies on the part of the curve beyond what the sequence has produced, at a place that depends on the
+        sequence's id alone: multiples of the golden ratio spread evenly. Beyond the curve's end the longest running
+        sequence counts as half done. With no answer known, an answer counts as long as its prompt.
         """
         produced = sequence.output_length
         bound = sequence.max_length - len(sequence.tokens)
@@ -76,17 +70,13 @@ class GrowthForecast:
         return min(length - produced, bound)
 
     def deviation(self) -> float:
-        """The standard deviation of lengths by the curve."""
-        shares = [after - before for before, after in zip([0.0, *self._ended], [*self._ended, 1.0], strict=True)]
-        lengths = [*self._lengths, 2 * self._longest]
-        mean = sum(share * length for share, length in zip(shares, lengths, strict=True))
-        return math.sqrt(sum(share * (length - mean) ** 2 for share, length in zip(shares, lengths, strict=True)))
+        shares, lengths = np.diff([0.0, *self._ended, 1.0]), np.array([*self._lengths, 2 * self._longest])
+        return math.sqrt(shares @ (lengths - shares @ lengths) ** 2)
 
     def expected_growth(self, running: SequenceOf[Sequence]) -> int:
-        """Tokens by which the running sequences together will at most exceed what they hold now.
+        """Tokens by which the running sequences together will at most exceed what they hold now, prompts included.
 
-        Some standard deviations of the sum of the lengths are added, or every second forecast would be too low. The
-        rest of a partly computed prompt counts as held.
+        Some standard deviations of the sum of the lengths are added, or every second forecast would be too low.
         """
         futures = sorted(((self.remaining(sequence), len(sequence.tokens)) for sequence in running), reverse=True)
         peak = held = 0
@@ -101,11 +91,7 @@ class GrowthForecast:
         self._growth += sum([self.remaining(sequence) for sequence in begun if sequence.place is Place.DEVICE])
 
     def look(self, step: int, running: SequenceOf[Sequence]) -> tuple[int, int]:
-        """The forecast for plan ``step``, from the sequences that run on the device.
-
-        Returns:
-            ``Load.expected_growth`` in tokens, and ``Load.longest_remaining``.
-        """
+        """``Load.expected_growth`` and ``longest_remaining`` for plan ``step``, from the sequences on the device."""
         if step % _RENEWED_EVERY == 0:
             self.renew(sequence.output_length for sequence in running)
             decodes = (sequence for sequence in running if sequence.status is Status.DECODE)

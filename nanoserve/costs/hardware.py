@@ -1,5 +1,6 @@
 """Devices, links, processors and the machines made of them; the figures are data, each with its source."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,75 +15,68 @@ from nanoserve.errors import UsageError
 SHIPPED = Path(__file__).with_name("hardware.toml")
 GIGA = 1e9
 GIBI = 2**30
-MICROSECONDS = 1e6  # in a second
 
-_LARGEST = 1e12
-"""Limit for any figure, in its unit: far beyond all hardware, and small enough for products."""
-
+_Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+_Above0 = Annotated[float, msgspec.Meta(gt=0)]
 _Text = Annotated[str, msgspec.Meta(min_length=1)]
-_Positive = Annotated[float, msgspec.Meta(gt=0, le=_LARGEST)]
+_Figure = Annotated[float, msgspec.Meta(gt=0, le=1e12)]  # far beyond all hardware, and small enough for products
 Tables = Mapping[str, Mapping[str, Any]]
 
 
-class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of a table, such as ``devices.a10``; the units are in the keys' names."""
+class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors between what data sheets promise and what programs reach; docs/costs.md gives each default's source.
 
-    source: _Text
+    Shares do not apply to figures marked as measured.
+    """
 
+    matrix: _Share = 0.7
+    """Share of a device's operations that matrix products reach."""
+    attention: _Share = 0.5
+    """Share of a device's operations that the attention of prompts reaches."""
+    memory: _Share = 0.8
+    """Share of a device's memory bandwidth."""
+    link: _Share = 0.75
+    """Share of a link's bandwidth."""
+    processor: _Share = 0.6
+    """Share of a CPU's memory bandwidth and operations that attention reaches."""
+    usable_memory: _Share = 0.9
+    """Share of a device's memory for weights and KV cache; the rest is for activations and libraries."""
+    kernel_seconds: _NotNegative = 3e-6
+    """Seconds from one kernel's end to the next one's full speed."""
+    kernels_per_layer: Annotated[int, msgspec.Meta(ge=0)] = 10
+    """Norms, qkv, rotary embedding, cache write, attention, output, gate_up, activation, down; no all-reduces."""
+    step_seconds: _NotNegative = 1e-3
+    row_seconds: _NotNegative = 10e-6
+    """The host's work for a step, and for each sequence in it."""
 
-class _DeviceEntry(_Entry, frozen=True, kw_only=True):
-    memory_gib: _Positive
-    memory_gb_per_s: _Positive
-    tflops: _Positive
-    link: _Text
-    host_link: _Text | None = None
-    measured: bool = False
-
-
-class _LinkEntry(_Entry, frozen=True, kw_only=True):
-    gb_per_s: _Positive
-    latency_us: _Positive
-    measured: bool = False
-
-
-class _ProcessorEntry(_Entry, frozen=True, kw_only=True):
-    memory_gb_per_s: _Positive
-    gflops: _Positive
-    measured: bool = False
-
-
-class _MachineEntry(_Entry, frozen=True, kw_only=True):
-    device: _Text
-    devices: Annotated[int, msgspec.Meta(ge=1)]
-    link: _Text | None = None
-    network: _Text | None = None
-    host_link: _Text | None = None
-    processor: _Text | None = None
-    host_memory_gib: _Positive | None = None
+    @classmethod
+    def ideal(cls) -> "Efficiency":
+        """Everything that data sheets promise, and no overhead: the limits that closed forms describe."""
+        shares = dict.fromkeys(("matrix", "attention", "memory", "link", "processor", "usable_memory"), 1.0)
+        return msgspec.structs.replace(
+            cls(kernel_seconds=0.0, kernels_per_layer=0, step_seconds=0.0, row_seconds=0.0), **shares
+        )
 
 
-_KINDS: dict[type[_Entry], str] = {
-    _DeviceEntry: "devices",
-    _LinkEntry: "links",
-    _ProcessorEntry: "processors",
-    _MachineEntry: "machines",
-}
-"""The table of each kind of entry."""
-AnyEntry = TypeVar("AnyEntry", bound=_Entry)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """What computes: a GPU, a CPU in its place, or the CPUs of a host."""
+class Device(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    rename={"memory_bandwidth": "read_bytes_per_second", "flops": "operations_per_second"},
+):
+    """What computes: a GPU, a CPU in its place, or the CPUs of a host. The names in profiles are older."""
 
     name: str
-    memory_bytes: float = 0.0
+    memory_bytes: _Above0 = 0.0
     """Total bytes; 0 for the CPUs of a host, whose memory belongs to the machine."""
-    memory_bandwidth: float
+    memory_bandwidth: _Above0
     """Bytes per second."""
-    flops: float
+    flops: _Above0
     """Operations per second of 16-bit matrix products; of a host's CPUs, of float32."""
-    measured: bool
+    measured: bool = False
     """The figures were reached, not printed in a data sheet."""
 
     @property
@@ -104,13 +98,7 @@ class Link:
     """The bandwidth was reached, not printed in a data sheet."""
 
     def scaled(self, factor: float) -> "Link":
-        """The same with another bandwidth; the latency stays.
-
-        Raises:
-            UsageError: for a factor that is not above 0.
-        """
-        if not factor > 0:
-            raise UsageError(f"a bandwidth is scaled by a factor above 0, not {factor}")
+        """The same with its bandwidth times a factor; the latency stays."""
         return replace(self, bandwidth=self.bandwidth * factor)
 
     def send_seconds(self, num_bytes: float) -> float:
@@ -120,9 +108,8 @@ class Link:
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
         """The sum of ``num_bytes`` on each of `devices` devices, known to all of them.
 
-        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at *bus*
-        bandwidth; *algorithm* bandwidth, bytes over time, is lower by that factor. The shortest way there and back is
-        a tree: 2 ceil(log2 t) messages after one another.
+        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at bus
+        bandwidth. The shortest way there and back is a tree: 2 ceil(log2 t) messages after one another.
         """
         if devices == 1:
             return 0.0
@@ -131,30 +118,26 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Equal devices in one or more nodes."""
+    """Equal devices in one or more nodes, of which those of a node share ``link``."""
 
     name: str
     device: Device
     devices_per_node: int
-    """Devices of a node, which share ``link``."""
     link: Link
-    """Between the devices of a node."""
     network: Link | None = None
     """Between nodes; None if there is but one."""
     host_link: Link
     """Between each device and the host's memory."""
     processor: Device | None = None
-    """The host's CPUs, None if unknown."""
+    """The host's CPUs; None if unknown."""
     host_memory_bytes: float = 0.0
-    """Host memory of a node; 0 if unknown."""
+    """Of a node; 0 if unknown."""
     source: str
-    """Source of the device's data."""
 
     def link_among(self, first: int, count: int) -> Link:
         """What joins ``count`` devices from the one numbered ``first``: the node's link, or the network between nodes.
 
-        Raises:
-            UsageError: if they lie in several nodes and no network is named.
+        Raises UsageError if they lie in several nodes and no network is named.
         """
         if first // self.devices_per_node == (first + count - 1) // self.devices_per_node:
             return self.link
@@ -166,13 +149,85 @@ class Machine:
         return self.network
 
 
+class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """The speeds that each worker reaches while all work: means over workers, measured within a second at a start."""
+
+    memory_bandwidth: _Above0
+    """Bytes of weights per second that products with a small batch read."""
+    flops: _Above0
+    """Operations per second of products with many rows, in the number format of the weights."""
+    host_link_bandwidth: _Above0
+    """Bytes per second between the device and host memory, in the slower direction; on a CPU, copied within memory."""
+    link_bandwidth: _Above0 = math.inf
+    """Bytes per second between workers: bus bandwidth of an all-reduce. Infinite for one worker."""
+    link_latency: _NotNegative = 0.0
+    """Seconds of one message between them; an all-reduce over t workers takes 2 ceil(log2 t)."""
+
+    def machine(self, *, devices: int, memory_bytes: float = 0.0, host_memory_bytes: float = 0.0) -> Machine:
+        """A node of `devices` workers, each a device to the cost model. Memory that does not matter may be 0."""
+        return Machine(
+            name="this machine",
+            device=Device(
+                name="this machine",
+                memory_bytes=memory_bytes,
+                memory_bandwidth=self.memory_bandwidth,
+                flops=self.flops,
+                measured=True,
+            ),
+            devices_per_node=devices,
+            link=Link(name="between workers", bandwidth=self.link_bandwidth, latency=self.link_latency, measured=True),
+            host_link=Link(name="to host memory", bandwidth=self.host_link_bandwidth, latency=0.0, measured=True),
+            host_memory_bytes=host_memory_bytes,
+            source="measured at start",
+        )
+
+
+class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of a table, such as ``devices.a10``; the units are in the keys' names."""
+
+    source: _Text
+
+
+class _DeviceEntry(_Entry, frozen=True, kw_only=True):
+    memory_gib: _Figure
+    memory_gb_per_s: _Figure
+    tflops: _Figure
+    link: _Text
+    host_link: _Text | None = None
+    measured: bool = False
+
+
+class _LinkEntry(_Entry, frozen=True, kw_only=True):
+    gb_per_s: _Figure
+    latency_us: _Figure
+    measured: bool = False
+
+
+class _ProcessorEntry(_Entry, frozen=True, kw_only=True):
+    memory_gb_per_s: _Figure
+    gflops: _Figure
+    measured: bool = False
+
+
+class _MachineEntry(_Entry, frozen=True, kw_only=True):
+    device: _Text
+    devices: Annotated[int, msgspec.Meta(ge=1)]
+    link: _Text | None = None
+    network: _Text | None = None
+    host_link: _Text | None = None
+    processor: _Text | None = None
+    host_memory_gib: _Figure | None = None
+
+
+_KINDS = {_DeviceEntry: "devices", _LinkEntry: "links", _ProcessorEntry: "processors", _MachineEntry: "machines"}
+AnyEntry = TypeVar("AnyEntry", _DeviceEntry, _LinkEntry, _ProcessorEntry, _MachineEntry)
+
+
 def load_machine(name: str) -> Machine:
     """A machine or device of the shipped table, or of a TOML file of the same form, which adds to that table.
 
-    A file must describe exactly one machine, or none and one device: that one is meant.
-
-    Raises:
-        UsageError: for an unknown name, listing the known ones, and for what is wrong in a file, naming the key.
+    A file describes exactly one machine, or none and one device. Raises UsageError for an unknown name, listing the
+    known ones, and for what is wrong in a file, naming the key.
     """
     if name.endswith(".toml"):
         return _machine_of_file(Path(name))
@@ -204,54 +259,47 @@ def _machine_of_file(path: Path) -> Machine:
 
 def _machine(tables: Tables, name: str, source: str) -> Machine:
     """The machine of that name; a device stands for a node of eight of them."""
+
+    def entry(kind: type[AnyEntry], name: str) -> AnyEntry:
+        table = tables[_KINDS[kind]]
+        if name not in table:
+            raise UsageError(f"{source}: there is no {_KINDS[kind]}.{name}; there are {', '.join(sorted(table))}")
+        try:
+            return msgspec.convert(table[name], kind)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"{source}: {_KINDS[kind]}.{name}: {error}") from error
+
+    def link(name: str) -> Link:
+        found = entry(_LinkEntry, name)
+        bandwidth, latency = found.gb_per_s * GIGA, found.latency_us / 1e6
+        return Link(name=name, bandwidth=bandwidth, latency=latency, measured=found.measured)
+
+    def processor(name: str) -> Device:
+        found = entry(_ProcessorEntry, name)
+        bandwidth, flops = found.memory_gb_per_s * GIGA, found.gflops * GIGA
+        return Device(name=name, memory_bandwidth=bandwidth, flops=flops, measured=found.measured)
+
     if name in tables["machines"]:
-        entry = _entry(tables, _MachineEntry, name, source)
-        device = _entry(tables, _DeviceEntry, entry.device, source)
+        machine = entry(_MachineEntry, name)
+        device = entry(_DeviceEntry, machine.device)
     else:
-        device = _entry(tables, _DeviceEntry, name, source)
-        entry = _MachineEntry(source=device.source, device=name, devices=8)
-    link = entry.link or device.link
+        device = entry(_DeviceEntry, name)
+        machine = _MachineEntry(source=device.source, device=name, devices=8)
+    joined = machine.link or device.link
     return Machine(
         name=name,
         device=Device(
-            name=entry.device,
+            name=machine.device,
             memory_bytes=device.memory_gib * GIBI,
             memory_bandwidth=device.memory_gb_per_s * GIGA,
             flops=device.tflops * 1000 * GIGA,
             measured=device.measured,
         ),
-        devices_per_node=entry.devices,
-        link=_link(tables, link, source),
-        network=None if entry.network is None else _link(tables, entry.network, source),
-        host_link=_link(tables, entry.host_link or device.host_link or link, source),
-        processor=None if entry.processor is None else _processor(tables, entry.processor, source),
-        host_memory_bytes=(entry.host_memory_gib or 0.0) * GIBI,
+        devices_per_node=machine.devices,
+        link=link(joined),
+        network=link(machine.network) if machine.network else None,
+        host_link=link(machine.host_link or device.host_link or joined),
+        processor=processor(machine.processor) if machine.processor else None,
+        host_memory_bytes=(machine.host_memory_gib or 0.0) * GIBI,
         source=device.source,
     )
-
-
-def _entry(tables: Tables, kind: type[AnyEntry], name: str, source: str) -> AnyEntry:
-    """The entry of that name in the kind's table.
-
-    Raises:
-        UsageError: listing what there is, or naming the key that is wrong.
-    """
-    table = tables[_KINDS[kind]]
-    if name not in table:
-        raise UsageError(f"{source}: there is no {_KINDS[kind]}.{name}; there are {', '.join(sorted(table))}")
-    try:
-        return msgspec.convert(table[name], kind)
-    except msgspec.ValidationError as error:
-        raise UsageError(f"{source}: {_KINDS[kind]}.{name}: {error}") from error
-
-
-def _link(tables: Tables, name: str, source: str) -> Link:
-    entry = _entry(tables, _LinkEntry, name, source)
-    bandwidth, latency = entry.gb_per_s * GIGA, entry.latency_us / MICROSECONDS
-    return Link(name=name, bandwidth=bandwidth, latency=latency, measured=entry.measured)
-
-
-def _processor(tables: Tables, name: str, source: str) -> Device:
-    entry = _entry(tables, _ProcessorEntry, name, source)
-    bandwidth, flops = entry.memory_gb_per_s * GIGA, entry.gflops * GIGA
-    return Device(name=name, memory_bandwidth=bandwidth, flops=flops, measured=entry.measured)

@@ -1,36 +1,36 @@
-"""Predictor, by which policies know step times in advance, and CostPredictor, which answers from the cost model.
+"""Predictor, by which policies know step times in advance, answered from the cost model or from a profile.
 
-MeasuredPredictor answers from a profile; CorrectedPredictor corrects another Predictor by the steps that ran.
+CorrectedPredictor (corrected_predictor.py) corrects another Predictor by the steps that ran.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
+from nanoserve.costs.profile import Profile
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.costs.work import StepWork, Strategy
 
 
 class Predictor(Protocol):
-    """Times of future steps, from a profile or a cost model.
-
-    Seconds of one layer of one stage, unless a name says otherwise.
-    """
+    """Times of future steps: seconds of one layer of one stage, unless a name says otherwise."""
 
     num_layers: int
-    """Layers of the model."""
+    """Layers of the model, whatever the number of stages."""
 
     def linear_seconds(self, tokens: int) -> float:
         """The linear layers for this many tokens, with everything beside them except attention."""
 
     def attention_seconds(self, context_tokens: int) -> float:
-        """Decode attention on the device over `context_tokens` keys, summed over sequences."""
+        """Decode attention on the device over `context_tokens` keys, summed over sequences.
+
+        With sliding windows this is an upper limit: the sequences' own lengths are not known.
+        """
 
     def prefill_attention_seconds(self, tokens: int) -> float:
         """Attention of one prompt of this many tokens, from its beginning.
 
-        A Load does not tell how many prompts a step's tokens belong to, nor where in them they begin. A policy that
-        asks for all of them at once takes them for one new prompt: too much for several short ones, for the time grows
-        faster than the tokens, and too little for a chunk far into a prompt, which reads the keys before it too.
+        A policy that asks for all prompt tokens of a step at once takes them for one new prompt: too much for several
+        short ones, and too little for a chunk far into a prompt, which reads the keys before it too.
         """
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
@@ -43,46 +43,28 @@ class Predictor(Protocol):
         """The factor by which a step of that strategy takes longer than its parts; 1 if it was not measured."""
 
     def swap_seconds(self, context_tokens: int) -> float:
-        """The KV of this many tokens, all layers, one way between device and host."""
+        """The KV of this many tokens, all layers, one way between device and host; the slowest stage counts."""
 
     def transition_seconds(self, layout: int) -> float:
-        """Changing from the current layout to that one, with nothing in flight."""
+        """Changing from the current layout to that one, with nothing in flight; the slowest stage counts."""
 
 
 class CostPredictor:
-    """The scheduler's Predictor for one layout: seconds of one layer of the first stage unless it says otherwise.
+    """The cost model of the first stage, the mean over its layers. `layouts` are all, by number, for transitions.
 
-    A decode step of a layout of one stage takes ``num_layers * (linear_seconds + attention_seconds) +
-    step_overhead_seconds``. Layers that differ (experts in some, sliding windows in some) count as their mean.
-
-    Args:
-        costs: of the current layout.
-        layouts: of all layouts by number, for transitions; may be empty where there is only one.
-
-    Raises:
-        UsageError: from ``host_attention_seconds``, if the machine names no processor.
+    A decode step of one stage takes ``num_layers * (linear_seconds + attention_seconds) + step_overhead_seconds``.
     """
 
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
-        self.num_layers = costs.num_layers  # layers of the model, whatever the number of stages
-        self._costs = costs
-        self._layouts = tuple(layouts)
-        self._layers = costs.counts.layers(0)
+        self.num_layers = costs.num_layers
+        self._costs, self._layouts, self._layers = costs, layouts, costs.counts.layers(0)
 
     def linear_seconds(self, tokens: int) -> float:
-        """The linear layers for this many tokens, with everything beside them except attention.
-
-        Beside them runs the CPU's work for each sequence. That of a prompt is counted for each of its tokens, which is
-        too much: at the default 10 us, a few percent of what a prompt takes.
-        """
+        """Includes the CPU's work for each sequence; for prompts a few percent too much, at the default 10 us."""
         per_row = tokens * self._costs.efficiency.row_seconds / self.num_layers
         return self._costs.layers_seconds(tokens, 0) / self._layers + per_row
 
     def attention_seconds(self, context_tokens: int) -> float:
-        """Decode attention on the device over `context_tokens` keys, summed over sequences.
-
-        With sliding windows this is an upper limit: the sequences' own lengths are not known.
-        """
         if not context_tokens:
             return 0.0
         windowed = (context_tokens,) * len(self._costs.counts.windows)
@@ -95,6 +77,7 @@ class CostPredictor:
         return self._costs.attention_seconds(self._costs.work([], [(0, tokens)]), 0) / self._layers
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
+        """Raises UsageError if the machine names no processor."""
         return self._costs.host_attention_seconds(context_tokens) + self._costs.host_exchange_seconds(sequences)
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
@@ -106,14 +89,53 @@ class CostPredictor:
         return 1.0
 
     def swap_seconds(self, context_tokens: int) -> float:
-        """The KV of this many tokens, all layers, one way between device and host; the slowest stage counts."""
         return max(self._costs.swap_seconds(context_tokens, stage) for stage in range(self._costs.num_stages))
 
     def transition_seconds(self, layout: int) -> float:
-        """The weights of that layout from host memory (Seesaw), with nothing in flight; the slowest stage counts.
-
-        Raises:
-            IndexError: if there is no such layout.
-        """
+        """The weights of that layout from host memory (Seesaw). Raises IndexError if there is no such layout."""
         costs = self._layouts[layout]
         return max(costs.reload_seconds(stage) for stage in range(costs.num_stages))
+
+
+def layout_predictors(layouts: Sequence[StepCosts]) -> tuple[CostPredictor, ...]:
+    """A predictor for each layout: the times of its steps, and of changing to the others."""
+    return tuple(CostPredictor(costs, layouts) for costs in layouts)
+
+
+class MeasuredPredictor:
+    """A profile (APEX, section 3.4). Times never fall with size, whatever the profile's noise: policies search by
+    bisection for the number of sequences that fits a window."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.num_layers, self.profile = profile.model.num_layers, profile  # the profile as it was measured
+        self._profile = profile = profile.rising()
+        self._attention = profile.decode_attention.over_keys().rising()
+        self._ends = (profile.inputs, profile.head, profile.engine)
+
+    def linear_seconds(self, tokens: int) -> float:
+        return self._profile.linear.at(tokens)
+
+    def attention_seconds(self, context_tokens: int) -> float:
+        return self._attention.at(context_tokens)
+
+    def prefill_attention_seconds(self, tokens: int) -> float:
+        return self._profile.prefill_attention.at(tokens)
+
+    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
+        if sequences <= 0:
+            return 0.0
+        return self._profile.host_attention.at(sequences, context_tokens / sequences)
+
+    def step_overhead_seconds(self, rows: int = 1) -> float:
+        return sum([curve.at(rows) for curve in self._ends])
+
+    def slowdown(self, strategy: Strategy) -> float:
+        """The factor by which the device waits for memory that attention on the CPU reads meanwhile."""
+        return 1.0 if strategy == "device" else self._profile.beside_host
+
+    def swap_seconds(self, context_tokens: int) -> float:
+        return self._profile.swap_seconds(context_tokens)
+
+    def transition_seconds(self, layout: int) -> float:
+        """Infinite for any layout but the measured one."""
+        return 0.0 if layout == 0 else float("inf")

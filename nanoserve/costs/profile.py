@@ -1,54 +1,32 @@
 """Profile: what ``nanoserve profile`` measured of one model on one machine (APEX's offline profiler). No torch.
 
-``MeasuredTimes`` and ``MeasuredPredictor`` (measured_times.py) answer from it; ``step_costs`` is the cost model with
-the factors it reaches. Times are seconds.
+``MeasuredTimes`` and ``MeasuredPredictor`` (predictor.py) answer from it; ``step_costs`` is the cost model with the
+factors that ``calibrate`` finds. Times are seconds.
 """
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.counts import Precision
+from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.curves import Measured, MeasuredCurve, MeasuredGrid
-from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.hardware import Device, Link, Machine
+from nanoserve.costs.hardware import Device, Efficiency, Link, Machine
 from nanoserve.costs.step_costs import StepCosts
+from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.processes.files import read_bytes, replace_file
+from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 
 SCHEMA: Final = "nanoserve-profile/2"
-_MOST_TOKENS = 2**28
-"""Limit for a measured KV cache: each of its blocks takes some memory when it is simulated."""
+_MOST_TOKENS = 2**28  # of a measured KV cache: each of its blocks takes some memory when it is simulated
 _MOST_LAYERS = 100_000
-_MOST_TIMES_AS_LONG = 1000.0
 _SETTINGS = ("model", "dtype", "operators", "layers", "threads", "host_threads", "rounds")
-
-
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
-
-
-class Reached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a device does at best: bytes read per second and operations per second of a large matrix product."""
-
-    name: str
-    memory_bytes: PositiveFloat
-    read_bytes_per_second: PositiveFloat
-    operations_per_second: PositiveFloat
-
-    @property
-    def device(self) -> Device:
-        """The same in the terms of the cost model; ``Efficiency`` has the shares of it that are reached."""
-        return Device(
-            name=self.name,
-            memory_bytes=self.memory_bytes,
-            memory_bandwidth=self.read_bytes_per_second,
-            flops=self.operations_per_second,
-            measured=False,
-        )
 
 
 class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,11 +35,7 @@ class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks of `block_size` tokens.
-
-        Raises:
-            UsageError: if there is not room for one.
-        """
+        """Blocks of `block_size` tokens. Raises UsageError if there is not room for one."""
         if self.kv_tokens < block_size:
             raise UsageError(f"the profile's KV cache holds {self.kv_tokens} tokens, less than a block of {block_size}")
         return self.kv_tokens // block_size
@@ -79,9 +53,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A workload that ran for real, and what was predicted."""
 
     workload: str
-    """Description in words."""
     real: tuple[RunFigures, ...]
-    """Metrics of each run."""
     by_profile: RunFigures
     """The simulator over the measured times."""
     by_factors: RunFigures
@@ -89,37 +61,27 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of a model on a machine.
-
-    Raises:
-        ValueError: for a setting that is missing, bits that no number has, or a number beyond all measure.
-    """
+    """Times of a model on a machine. Raises ValueError for a missing setting, or wrong numbers of bits or layers."""
 
     schema: Literal["nanoserve-profile/2"]
-    """Schema of the file."""
     about: dict[str, Any]
     """Machine, versions, command, commit and when."""
     settings: dict[str, str | int]
-    """Model, number format, operators, threads of the device and of attention in host memory, whether layers are
-    compiled."""
     foreign_cores: float | None
     """Cores that other programs kept busy meanwhile; None if the system does not tell."""
     model: ModelConfig
-    """The model's shape."""
     bits: int
     """Bits of weights, keys and values."""
-    device: Reached
-    host: Reached
-    """The device and the CPU beside it; the same where the CPU is the device."""
+    device: Device
+    host: Device
+    """The best speeds of the device and of the CPU beside it; the same where the CPU is the device."""
     memory: KvMemory
-    """The KV cache."""
     linear: MeasuredCurve
     """A layer without attention, over tokens; embedding and last norm are divided between the layers."""
     decode_attention: MeasuredGrid
     """Attention of single tokens in one layer, on the device."""
     host_attention: MeasuredGrid
-    """Attention by the threads in host memory, beside a busy device, from handing over queries, keys and values until
-    the result is there."""
+    """Attention by the threads in host memory, beside a busy device, until the result is back."""
     host_exchange: MeasuredCurve
     """Host attention for sequences of one key each, over rows: mostly the time of handing over."""
     prefill_attention: MeasuredCurve
@@ -132,13 +94,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Logits and greedy sampling, over sampled rows."""
     engine: MeasuredCurve
     """Scheduling, and taking answers in, over rows."""
-    beside_host: Annotated[float, msgspec.Meta(ge=1, le=_MOST_TIMES_AS_LONG)] = 1.0
-    """How many times as long a layer without attention takes while attention in host memory is busy too: above 1 where
-    both read the same memory."""
+    beside_host: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
+    """How many times as long a layer without attention takes while attention in host memory is busy too."""
     efficiency: Efficiency = Efficiency()
     """The factors that the machine reaches; ``step_costs`` predicts with them."""
     predictions: tuple[Prediction, ...] = ()
-    """Workloads that ran for real, beside what was predicted."""
 
     def __post_init__(self) -> None:
         if missing := [name for name in _SETTINGS if name not in self.settings]:
@@ -149,12 +109,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def name(self) -> str:
-        """Model and device."""
         return f"{self.settings['model']} on {self.device.name}"
-
-    def with_factors(self, efficiency: Efficiency) -> "Profile":
-        """The same with these factors."""
-        return msgspec.structs.replace(self, efficiency=efficiency)
 
     def rising(self) -> "Profile":
         """The same with monotonic times: on a busy machine medians sometimes fall with size."""
@@ -169,8 +124,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         fields = msgspec.structs.asdict(self).items()
         return msgspec.structs.replace(self, **{name: change(one) for name, one in fields if isinstance(one, Measured)})
 
-    def machine(self) -> Machine:
-        """This machine in the terms of the cost model: the best speeds, of which ``efficiency`` has the shares."""
+    def swap_seconds(self, tokens: int) -> float:
+        """The KV of this many tokens, all layers, one way between device and host."""
+        numbers = 2 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim
+        return self.copy.at(tokens * numbers * self.bits / 8)
+
+    def step_costs(self) -> StepCosts:
+        """The cost model of this machine: its best speeds, with the factors it reaches."""
         sizes, seconds = self.copy.sizes, self.copy.seconds
         link = Link(
             name="copy",
@@ -178,28 +138,179 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             latency=seconds[0],
             measured=True,
         )
-        return Machine(
+        machine = Machine(
             name=self.device.name,
-            device=self.device.device,
+            device=self.device,
             devices_per_node=1,
             link=link,
             host_link=link,
-            processor=self.host.device,
+            processor=self.host,
             host_memory_bytes=self.host.memory_bytes,
             source="nanoserve profile",
         )
+        return StepCosts(self.model, machine, precision=Precision.of(self.bits), efficiency=self.efficiency)
 
-    def step_costs(self) -> StepCosts:
-        """The cost model of this machine with the factors it reaches."""
-        return StepCosts(self.model, self.machine(), precision=Precision.of(self.bits), efficiency=self.efficiency)
+
+class MeasuredTimes:
+    """A profile as the simulator's ``TieredTimes`` of one stage."""
+
+    num_stages = 1
+
+    def __init__(self, profile: Profile) -> None:
+        model = profile.model
+        self.profile, self.memory, self.num_layers = profile, profile.memory, model.num_layers
+        # How many layers have each sliding window; a window of 0 sees all.
+        self._layers = Counter(model.sliding_window(layer) for layer in range(model.num_layers))
+        self._windows = tuple(sorted(window for window in self._layers if window))
+        self._host_attention = profile.host_attention.less(profile.host_exchange).over_keys()
+
+    def work(
+        self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
+    ) -> StepWork:
+        return StepWork.of(decode_contexts, chunks, sampled, self._windows)
+
+    def stage_seconds(self, work: StepWork, stage: int = 0) -> float:
+        return self.layers_seconds(work.tokens) + self.attention_seconds(work) + self.ends_seconds(work)
+
+    def layers_seconds(self, tokens: int, stage: int = 0) -> float:
+        return self.profile.linear.at(tokens) * self.num_layers
+
+    def attention_seconds(self, work: StepWork, stage: int = 0) -> float:
+        """All layers' attention. A chunk takes the difference of a prompt to its end and one to its beginning."""
+        seconds = 0.0
+        for window, layers in self._layers.items():
+            if work.decodes:
+                keys = work.windowed_decode_context[self._windows.index(window)] if window else work.decode_context
+                seconds += layers * self.profile.decode_attention.at(work.decodes, keys / work.decodes)
+            for start, length in work.chunks:
+                longer = self._prompt_seconds(start + length, window) - self._prompt_seconds(start, window)
+                seconds += layers * max(0.0, longer)  # medians of a busy machine may fall from one size to the next
+        return seconds
+
+    def ends_seconds(self, work: StepWork, stage: int = 0) -> float:
+        return self.profile.head.at(work.sampled)
+
+    def send_seconds(self, work: StepWork, stage: int) -> float:
+        return 0.0
+
+    def host_seconds(self, work: StepWork) -> float:
+        """The engine and the inputs: with one device, no step is prepared while another one is computed."""
+        return self.profile.inputs.at(work.rows) + self.profile.engine.at(work.rows)
+
+    def swap_seconds(self, tokens: int, stage: int = 0) -> float:
+        return self.profile.swap_seconds(tokens)
+
+    def reload_seconds(self, stage: int) -> float:
+        """Infinite: only one layout was measured."""
+        return float("inf")
+
+    def host_attention_seconds(self, context: int) -> float:
+        return self._host_attention.at(context)
+
+    def host_exchange_seconds(self, rows: int) -> float:
+        return self.profile.host_exchange.at(rows)
+
+    def _prompt_seconds(self, tokens: int, window: int) -> float:
+        """A prompt of this many tokens; beyond a window, each token takes as long as the last one within it."""
+        curve = self.profile.prefill_attention
+        if not window or tokens <= window:
+            return curve.at(tokens)
+        return curve.at(window) + (tokens - window) * max(0.0, curve.at(window) - curve.at(window - 1))
+
+
+def calibrate(profile: Profile) -> Efficiency:
+    """The factors with which the cost model comes closest.
+
+    ``matrix`` and ``attention`` are the shares of the peak that the largest measured sizes reach. ``memory`` and
+    ``kernel_seconds`` are fitted together: of all shares in whole percents, with the best time per kernel for each, the
+    pair with the least squared relative error over a layer of decoding, for every batch and context that was measured.
+    ``step_seconds`` and ``row_seconds`` are the line through the smallest and the largest number of rows. A share is
+    never above 1: what a small model reads from the processor's caches counts as read at full bandwidth.
+    """
+    fitted = _Fit(profile)
+    memory, kernel_seconds = fitted.decode_factors()
+    found = Efficiency(
+        matrix=fitted.matrix,
+        attention=fitted.attention_share(),
+        memory=memory,
+        processor=fitted.processor_share(),
+        kernel_seconds=kernel_seconds,
+    )
+    step_seconds, row_seconds = _host_line(profile, found)
+    return msgspec.structs.replace(found, step_seconds=step_seconds, row_seconds=row_seconds)
+
+
+def _share(floor: float, seconds: float) -> float:
+    return min(1.0, max(0.01, floor / seconds))
+
+
+class _Fit:
+    """Counts of one layer, the mean over all, beside its measured times."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
+        self.matrix = self._matrix_share()
+
+    def _linear(self, tokens: int) -> list[tuple[float, float]]:
+        """(bytes, operations) of each product of a layer, in parts of a layer where not all are equal."""
+        layers, products = self._profile.model.num_layers, self._counts.products(StepWork(decodes=tokens), 0)
+        return [(operator.bytes / layers, operator.flops / layers) for operator in products]
+
+    def _attention(self, keys: int, bandwidth: float | NDArray[np.float64], flops: float) -> NDArray[np.float64]:
+        """The least seconds of a layer's decode attention over this many keys, for one bandwidth or several."""
+        moving, computing = keys * self._counts.layer_kv_bytes, keys * self._counts.layer_flops_per_pair
+        return np.maximum(moving / bandwidth, computing / flops)
+
+    def _matrix_share(self) -> float:
+        """Share of the peak between the last two sizes a factor of two apart, so that overheads cancel."""
+        curve = self._profile.linear
+        large = curve.sizes[-1]
+        small = max([size for size in curve.sizes if size <= large / 2], default=curve.sizes[0])
+        more = sum(flops for _, flops in self._linear(large)) - sum(flops for _, flops in self._linear(small))
+        return _share(more / self._profile.device.flops, max(curve.at(large) - curve.at(small), 1e-12))
+
+    def attention_share(self) -> float:
+        curve = self._profile.prefill_attention
+        pairs = curve.sizes[-1] * (curve.sizes[-1] + 1) / 2
+        return _share(self._counts.layer_flops_per_pair * pairs / self._profile.device.flops, curve.seconds[-1])
+
+    def processor_share(self) -> float:
+        grid, host = self._profile.host_attention, self._profile.host
+        keys = grid.batches[-1] * grid.contexts[-1]
+        return _share(float(self._attention(keys, host.memory_bandwidth, host.flops)), grid.seconds[-1][-1])
+
+    def decode_factors(self) -> tuple[float, float]:
+        """(memory, kernel_seconds)."""
+        device, linear, cells = self._profile.device, self._profile.linear, self._profile.decode_attention.cells()
+        flops, shares = device.flops * self.matrix, np.arange(1, 101) / 100
+        bandwidth = device.memory_bandwidth * shares
+        measured, models = [], []  # of each cell; a layer of decoding without the gaps between kernels, by share
+        for batch, context, seconds in cells:
+            products = sum(np.maximum(size / bandwidth, count / flops) for size, count in self._linear(batch))
+            measured.append(linear.at(batch) + seconds)
+            models.append(self._attention(batch * context, bandwidth, flops) + products)
+        times, model = np.array(measured), np.array(models).T
+        gaps = np.maximum(0.0, ((times - model) / times**2).sum(axis=1) / (1 / times**2).sum())
+        best = int(np.argmin((((model + gaps[:, None]) / times - 1) ** 2).sum(axis=1)))
+        return float(shares[best]), float(gaps[best]) / Efficiency().kernels_per_layer
+
+
+def _host_line(profile: Profile, found: Efficiency) -> tuple[float, float]:
+    """(step_seconds, row_seconds): what a step takes beside its layers and beside the logits that the model counts."""
+    costs = msgspec.structs.replace(profile, efficiency=found).step_costs()
+
+    def beside(rows: int) -> float:
+        head = costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
+        return max(0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head)
+
+    few, many = profile.inputs.sizes[0], profile.inputs.sizes[-1]
+    row_seconds = max(0.0, (beside(many) - beside(few)) / (many - few))
+    return max(0.0, beside(few) - few * row_seconds), row_seconds
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile that ``nanoserve profile --json`` wrote.
-
-    Raises:
-        UsageError: if the file is no profile, naming the key that is wrong.
-    """
+    """A profile that ``nanoserve profile --json`` wrote. Raises UsageError, naming the key that is wrong."""
     content = read_bytes(path, UsageError)
     try:
         return msgspec.json.decode(content, type=Profile)
@@ -208,24 +319,14 @@ def read_profile(path: Path) -> Profile:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a profile can be written there, before anything is measured.
-
-    Raises:
-        RuntimeFailure: if not.
-    """
-    try:
+    """Raise RuntimeFailure unless a profile can be written there: before anything is measured."""
+    with unwritable_as_failure(path):
         place = path if path.exists() and not path.is_file() else path.absolute().parent
         writable = not path.is_dir() and os.access(place, os.W_OK)
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
     if not writable:
         raise RuntimeFailure(f"cannot write {path}: a directory, in no directory, or no permission")
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """One JSON object.
-
-    Raises:
-        RuntimeFailure: if the file cannot be written.
-    """
+    """Write one JSON object. Raises RuntimeFailure if the file cannot be written."""
     replace_file(path, msgspec.json.format(msgspec.json.encode(profile, order="deterministic"), indent=1) + b"\n")

@@ -1,33 +1,109 @@
-"""StepCosts: how long each part of a step takes, from exact counts and data-sheet figures."""
+"""StepCosts: how long each part of a step takes, and what fits into memory, from counts and data-sheet figures."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.counts import Matrix, ModelCounts, Operator, OperatorKind, Precision
-from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.hardware import Link, Machine
-from nanoserve.costs.memory import DeviceMemory
+from nanoserve.costs.counts import STORED_BITS, ModelCounts, Operator, OperatorKind, Precision
+from nanoserve.costs.hardware import GIBI, Efficiency, Link, Machine
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 
 _ALL_REDUCES_PER_LAYER = 2  # behind the attention's output and behind the feed-forward part
 _KERNELS_OF_HEAD = 3  # norm, logits, sampling
+_MOST_STAGES = 1024
+_USEFUL_TOKENS = 4096  # room for fewer keys and values is no advice
+_LIBRARY_BYTES = GIBI / 2  # the CUDA context, workspaces of cuBLAS and buffers of NCCL, about
+
+
+class DoesNotFit(UsageError):
+    """The model is too large for its devices; the message says by how much, and what would fit."""
+
+
+class DeviceMemory:
+    """The memory of the devices of one replica. `step_tokens` are those of the largest step; 0 leaves steps out."""
+
+    def __init__(self, counts: ModelCounts, machine: Machine, efficiency: Efficiency) -> None:
+        self._counts, self._machine, self._efficiency = counts, machine, efficiency
+        self._usable = machine.device.memory_bytes * efficiency.usable_memory
+
+    def kv_bytes(self, stage: int, step_tokens: int = 0) -> float:
+        """Bytes left for keys and values on one device of the stage; negative if the weights do not fit.
+
+        Weights, keys and values take the usable share of memory, less if a step needs more, as an engine measures it.
+        """
+        usable = self._usable
+        if step_tokens:
+            step = self._counts.step_bytes(step_tokens, stage)
+            usable = min(usable, self._machine.device.memory_bytes - _LIBRARY_BYTES - step)
+        return usable - self._counts.stage_weight_bytes(stage)
+
+    def kv_blocks(self, block_size: int, step_tokens: int = 0) -> int:
+        """Blocks of `block_size` tokens that every stage can hold: all stages share one block table.
+
+        Raises DoesNotFit if there is no room for one block beside the weights.
+        """
+        blocks = min(
+            int(self.kv_bytes(stage, step_tokens) // (block_size * self._counts.kv_bytes_per_token(stage)))
+            for stage in range(len(self._counts.stages))
+        )
+        if blocks < 1 and step_tokens:
+            self.kv_blocks(block_size)  # says what is missing without a step, if anything is
+            raise DoesNotFit(f"a step of {step_tokens:,} tokens leaves no room for one KV block; let steps have fewer")
+        if blocks < 1 and self._fits(self._counts):
+            raise DoesNotFit(f"not one KV block of {block_size} tokens fits beside the weights; choose smaller blocks")
+        if blocks < 1:
+            raise DoesNotFit(self._refusal())
+        return blocks
+
+    def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
+        """Blocks of this many tokens, all layers and all heads, in this much host memory."""
+        model = self._counts.model
+        per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * self._counts.precision.kv_bytes
+        return int(host_bytes // (block_size * per_token))
+
+    def _refusal(self) -> str:
+        counts, device, usable = self._counts, self._machine.device, self._usable / GIBI
+        needed = max(map(counts.stage_weight_bytes, range(len(counts.stages)))) / GIBI
+        return (
+            f"the model does not fit: {needed:.1f} GiB of weights on each {device.name} in layout {counts.layout.name},"
+            f" {max(needed - usable, 0.0):.1f} GiB more than the {usable:.1f} GiB that can be used"
+            f" ({self._efficiency.usable_memory:.0%} of {device.memory_bytes / GIBI:.4g} GiB), so that keys and values"
+            f" have no room; {self._advice()}"
+        )
+
+    def _advice(self) -> str:
+        """More stages of the same tensor degree, the first number that fits, or fewer bits."""
+        counts, fitting = self._counts, []
+        first, last = counts.layout.pipeline_parallel + 1, min(counts.model.num_layers, _MOST_STAGES)
+        layouts = [
+            replace(counts.layout, pipeline_parallel=stages, data_parallel=1) for stages in range(first, last + 1)
+        ]
+        if layouts and self._fits(ModelCounts(counts.model, layouts[-1], counts.precision)):
+            larger = (ModelCounts(counts.model, layout, counts.precision) for layout in layouts)
+            layout = next(filter(self._fits, larger)).layout
+            fitting.append(f"{layout.devices} devices (layout {layout.name})")
+        split = [counts.layers(stage) for stage in range(len(counts.stages))]
+        for bits in [bits for bits in STORED_BITS if bits < counts.precision.weight_bits]:
+            precision = replace(counts.precision, weight_bits=bits)
+            if self._fits(ModelCounts(counts.model, counts.layout, precision, split)):
+                fitting.append(f"{bits}-bit weights")
+        return f"what would fit: {' or '.join(fitting)}" if fitting else "no number of these devices would fit it"
+
+    def _fits(self, counts: ModelCounts) -> bool:
+        """Whether these weights fit with room for a few thousand tokens."""
+        return all(
+            self._usable - counts.stage_weight_bytes(stage) >= _USEFUL_TOKENS * counts.kv_bytes_per_token(stage)
+            for stage in range(len(counts.stages))
+        )
 
 
 class StepCosts:
-    """The times of one replica of a model (data parallel degree 1) on a machine.
+    """The times of one replica of a model on a machine; the data parallel degree of the layout is ignored.
 
-    Args:
-        model: its shape.
-        machine: what it runs on.
-        layout: tensor and pipeline degrees; a data parallel degree makes replicas, and is not looked at.
-        precision: bits of weights and KV cache.
-        efficiency: shares of the data sheet that are reached.
-        pipeline_split: layers of each stage; None divides them by cost.
-
-    Raises:
-        UsageError: if the layout does not suit the model or the machine.
+    ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises UsageError if the layout does
+    not suit the model or the machine.
     """
 
     def __init__(
@@ -53,7 +129,6 @@ class StepCosts:
             "decode attention": device.flops * factors.matrix,
             "prefill attention": device.flops * factors.attention,
         }
-        self._activation_bytes = self.counts.precision.other_bytes
         self._degree = self.layout.tensor_parallel
         self._group = [self._joining(stage, 1) for stage in range(self.num_stages)]
         self._onward = [self._joining(stage, 2) for stage in range(self.num_stages - 1)]
@@ -63,8 +138,6 @@ class StepCosts:
         self._layers_seconds: dict[tuple[int, int], float] = {}  # by tokens and stage: many steps have as many tokens
         self._newest: StepWork | None = None
         self._layers_of_newest: dict[int, float] = {}  # layers and attention, by stage
-
-    # --------------------------------------------------------------------------------------------- a step
 
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
@@ -87,16 +160,13 @@ class StepCosts:
         """A stage's layers without their attention: products, gaps between kernels, all-reduces. 0 for no tokens."""
         if not tokens:
             return 0.0
-        if (tokens, stage) in self._layers_seconds:
-            return self._layers_seconds[tokens, stage]
-        layers = self.counts.layers(stage)
-        seconds = layers * self.efficiency.kernels_per_layer * self.efficiency.kernel_seconds
-        if self._degree > 1:
-            seconds += layers * _ALL_REDUCES_PER_LAYER * self._all_reduce_seconds(tokens, stage)
-        for matrix, times in self.counts.layer_products[stage]:
-            seconds += self._product_seconds(matrix, tokens) * times
-        self._layers_seconds[tokens, stage] = seconds
-        return seconds
+        if (tokens, stage) not in self._layers_seconds:
+            factors, reduce = self.efficiency, self._all_reduce_seconds(tokens, stage)
+            beside = factors.kernels_per_layer * factors.kernel_seconds + _ALL_REDUCES_PER_LAYER * reduce
+            products = self.counts.products(StepWork(decodes=tokens), stage)
+            seconds = self.counts.layers(stage) * beside + sum(map(self.operator_seconds, products))
+            self._layers_seconds[tokens, stage] = seconds
+        return self._layers_seconds[tokens, stage]
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
         """The attention of a stage's layers on the device."""
@@ -104,24 +174,23 @@ class StepCosts:
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
         """What a stage computes outside its layers: the embedding before the first, the head behind the last."""
-        seconds = 0.0
+        seconds, gap = 0.0, self.efficiency.kernel_seconds
         if stage == 0 and work.tokens:
-            seconds = self.operator_seconds(self.counts.embedding(work.tokens)) + self.efficiency.kernel_seconds
-            if self._degree > 1:
-                seconds += self._all_reduce_seconds(work.tokens, stage)
+            embedding = self.operator_seconds(self.counts.embedding(work.tokens))
+            seconds = embedding + gap + self._all_reduce_seconds(work.tokens, stage)
         if stage == self.num_stages - 1 and work.sampled:
-            seconds += self._product_seconds(self.counts.head, work.sampled) + self._gather_seconds(work, stage)
-            seconds += _KERNELS_OF_HEAD * self.efficiency.kernel_seconds
+            head = self.operator_seconds(self.counts.product(self.counts.head, work.sampled))
+            seconds += head + self._gather_seconds(work, stage) + _KERNELS_OF_HEAD * gap
         return seconds
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
-        """Hidden states to the next stage: each device sends them whole to its peer there. 0 after the last stage."""
+        """Each device sends the hidden states whole to its peer in the next stage. 0 after the last stage."""
         if stage == self.num_stages - 1 or not work.tokens:
             return 0.0
         return self._onward[stage].send_seconds(self.counts.activation_bytes(work.tokens))
 
     def host_seconds(self, work: StepWork) -> float:
-        """The CPU's part of a step: scheduling, inputs, outputs. Whether it overlaps is the runtime's matter."""
+        """The CPU's part of a step: scheduling, inputs, outputs. The runtime may overlap it."""
         return self.efficiency.step_seconds + work.rows * self.efficiency.row_seconds
 
     def step_seconds(self, work: StepWork) -> float:
@@ -130,14 +199,11 @@ class StepCosts:
         device = sum(self.stage_seconds(work, stage) + self.send_seconds(work, stage) for stage in stages)
         return self.host_seconds(work) + device
 
-    # ---------------------------------------------------------------------------------------- its parts
-
     def operator_seconds(self, operator: Operator) -> float:
         """The longer of moving its bytes and computing its operations (the roofline)."""
         return max(operator.bytes / self._bandwidth, operator.flops / self._flops[operator.kind])
 
     def is_compute_bound(self, operator: Operator) -> bool:
-        """Whether its operations take longer than its bytes."""
         return operator.flops / self._flops[operator.kind] > operator.bytes / self._bandwidth
 
     def kernel_seconds(self, work: StepWork, stage: int) -> float:
@@ -153,14 +219,9 @@ class StepCosts:
 
     def all_reduce_seconds(self, work: StepWork, stage: int) -> float:
         """All of a stage's all-reduces, and gathering the divided logits on the last one."""
-        if self._degree == 1:
-            return 0.0
         seconds = self.all_reduces(stage) * self._all_reduce_seconds(work.tokens, stage)
-        if stage == self.num_stages - 1 and work.sampled:
-            seconds += self._gather_seconds(work, stage)
-        return seconds
-
-    # ------------------------------------------------------------------------- host memory and processor
+        gathers = stage == self.num_stages - 1 and work.sampled
+        return seconds + self._gather_seconds(work, stage) if gathers else seconds
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
         """The KV of this many tokens between device and host, one way; the devices of all stages work at once."""
@@ -171,12 +232,9 @@ class StepCosts:
         return self._host.send_seconds(self.counts.stage_weight_bytes(stage))
 
     def host_attention_seconds(self, context: int) -> float:
-        """One layer's decode attention on the CPU, for rows that read `context` keys in total (APEX).
+        """One layer's decode attention on the CPU, all heads, for rows that read `context` keys in total (APEX).
 
-        All heads: one CPU serves all devices of a stage.
-
-        Raises:
-            UsageError: if the machine names no processor.
+        Raises UsageError if the machine names no processor.
         """
         processor = self.machine.processor
         if processor is None:
@@ -196,16 +254,8 @@ class StepCosts:
         there, back = number * (counts.heads + 2 * counts.kv_heads), number * counts.heads
         return self._host.send_seconds(there) + self._host.send_seconds(back)
 
-    # ------------------------------------------------------------------------------------------- inside
-
-    def _product_seconds(self, matrix: Matrix, tokens: int) -> float:
-        """What operator_seconds says of ``matrix.operator(tokens)``, without making one: this is asked most often."""
-        weights = matrix.weights_read(tokens) * matrix.bytes_per_weight
-        moved = weights + matrix.activations * tokens * self._activation_bytes
-        return max(moved / self._bandwidth, 2.0 * matrix.per_token * tokens / self._flops["matrix"])
-
     def _all_reduce_seconds(self, tokens: int, stage: int) -> float:
-        """One all-reduce of the hidden states of this many tokens."""
+        """One all-reduce of the hidden states of this many tokens; 0 without tensor parallelism."""
         return self._group[stage].all_reduce_seconds(self.counts.activation_bytes(tokens), self._degree)
 
     def _gather_seconds(self, work: StepWork, stage: int) -> float:

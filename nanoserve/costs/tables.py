@@ -14,11 +14,7 @@ SHIPPED_MODELS = Path(__file__).with_name("models.toml")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's top-level tables.
-
-    Raises:
-        UsageError: if it cannot be read or is not TOML, naming it.
-    """
+    """The file's top-level tables. Raises UsageError, naming it, if it cannot be read or is not TOML."""
     import tomllib
 
     try:
@@ -30,15 +26,18 @@ def read_toml(path: Path) -> dict[str, Any]:
 @cache
 def published_shapes() -> Mapping[str, Mapping[str, Any]]:
     """Each model's config.json, as far as its shape goes."""
-    return MappingProxyType({name: _config(entry) for name, entry in read_toml(SHIPPED_MODELS).items()})
+
+    def config(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        kept = {key: value for key, value in entry.items() if key not in ("source", "null_keys")}
+        return kept | dict.fromkeys(entry.get("null_keys", ()))
+
+    return MappingProxyType({name: config(entry) for name, entry in read_toml(SHIPPED_MODELS).items()})
 
 
 def load_shape(spec: str) -> ModelConfig:
     """The shape of a published model, of a config.json, or of a directory that holds one. No weights are needed.
 
-    Raises:
-        UsageError: for an unknown name, listing the known ones.
-        ModelError: for a config.json that cannot be used.
+    Raises UsageError for an unknown name, listing the known ones, and ModelError for a config.json that is wrong.
     """
     path = Path(spec)
     with unreadable_as_model_error():
@@ -53,8 +52,3 @@ def load_shape(spec: str) -> ModelConfig:
             f"unknown model {spec!r}: no config.json, no directory with one, and none of {', '.join(shapes)}"
         )
     return ModelConfig.from_hf(shapes[name], source=name)
-
-
-def _config(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    config = {key: value for key, value in entry.items() if key not in ("source", "null_keys")}
-    return config | dict.fromkeys(entry.get("null_keys", ()))

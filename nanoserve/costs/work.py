@@ -1,7 +1,4 @@
-"""What the cost of a micro-batch depends on, and StepFeatures: what the time of a step depends on.
-
-StepFeatures are made from a plan before it runs and from its result afterwards.
-"""
+"""StepWork and StepFeatures: what the cost of a micro-batch and the time of a step depend on."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -23,12 +20,10 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     decode_context: int = 0
     """Keys that they read, each its own included, summed over rows."""
     chunks: tuple[Chunk, ...] = ()
-    """(first position, tokens) of each prefill chunk."""
     sampled: int = 0
     """Rows whose last position gets logits."""
     windowed_decode_context: tuple[int, ...] = ()
-    """The same sum for each sliding window of the model, ascending: a row reads no more keys than the window. Empty for
-    models without."""
+    """The same sum for each sliding window of the model, ascending: a row reads no more keys than the window."""
 
     @classmethod
     def of(
@@ -38,16 +33,12 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         sampled: int | None = None,
         windows: Sequence[int] = (),
     ) -> "StepWork":
-        """Sum up rows; O(rows).
+        """Sum up rows; O(rows). Raises UsageError for an empty context, an empty chunk or a negative position.
 
         Args:
-            decode_contexts: of each decode row, the keys it reads, its own included.
-            chunks: (first position, tokens) of each prefill chunk.
+            decode_contexts: the keys that each decode row reads, its own included.
             sampled: rows that get logits; None stands for all of them.
             windows: the model's sliding windows, ascending.
-
-        Raises:
-            UsageError: for an empty context, an empty chunk or a negative position.
         """
         pieces = tuple(chunks)
         if decode_contexts and min(decode_contexts) < 1:
@@ -56,14 +47,13 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if start < 0 or length < 1:
                 raise UsageError(f"a chunk starts at 0 or later and holds a token or more, not {(start, length)}")
         rows = len(decode_contexts) + len(pieces)
+        windowed = tuple(sum(min(context, window) for context in decode_contexts) for window in windows)
         return cls(
             decodes=len(decode_contexts),
             decode_context=sum(decode_contexts),
             chunks=pieces,
             sampled=rows if sampled is None else sampled,
-            windowed_decode_context=tuple(
-                sum(min(context, window) for context in decode_contexts) for window in windows
-            ),
+            windowed_decode_context=windowed,
         )
 
     @cached_property
@@ -73,27 +63,23 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def rows(self) -> int:
-        """Sequences that take part."""
         return self.decodes + len(self.chunks)
 
 
 Strategy = Literal["device", "asymmetric", "overlap"]
 """How a step treats sequences whose KV is in host memory: "device", none begins a token in it; "asymmetric", two
 sub-batches alternate between device and CPU within the step (NEO); "overlap", their attention runs beside the steps,
-and they advance by one layer a step (APEX). Where a step is decided to be the device's alone, those that are under way
-advance too, and its plan says "overlap"."""
+and they advance by one layer a step (APEX), as sequences under way do in a step of the device's alone."""
 
 
 class HostBatch(msgspec.Struct, frozen=True):
     """Host sequences that take part in a step and are equally far."""
 
     sequences: int
-    """Number of sequences."""
     context_tokens: int
     """Keys that their attention reads in each layer, summed over them."""
     attended: int = 0
-    """Layers whose attention the CPU was given before the step; 0 for those that begin their token. The last of these
-    layers is not passed yet."""
+    """Layers whose attention the CPU was given before the step; the last of them is not passed yet."""
 
     @property
     def first_layer(self) -> int:
@@ -102,15 +88,14 @@ class HostBatch(msgspec.Struct, frozen=True):
 
 
 class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
-    """A step, reduced to what its time depends on."""
+    """A step, reduced to what its time depends on: from its plan before it runs, from its result afterwards."""
 
     strategy: Strategy
-    """How host sequences take part."""
     device: StepWork
     """The rows whose KV is on the device."""
     host: tuple[HostBatch, ...] = ()
-    """In an overlapped step, those that begin a token and those that join the device's rows in a layer: before the
-    step, all that may. In an asymmetric one, sub-batch 0, with the device's rows."""
+    """In an overlapped step, those that begin a token and those that join the device's rows; before the step, all that
+    may. In an asymmetric one, sub-batch 0, with the device's rows."""
     host_second: tuple[HostBatch, ...] = ()
     """Sub-batch 1 of an asymmetric step."""
 
@@ -129,8 +114,8 @@ def chunk_keys(start: int, length: int, window: int = 0) -> int:
 def chunk_pairs(start: int, length: int, window: int = 0) -> int:
     """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that is less.
 
-    For a whole prompt of n tokens without a window that is n (n + 1) / 2: half of the square that Seesaw's Appendix A
-    prints, and the reason why a prompt's attention takes 2 b hq s^2 d operations and not 4.
+    For a whole prompt of n tokens without a window that is n (n + 1) / 2, half of the square that Seesaw's Appendix A
+    prints: a prompt's attention takes 2 b hq s^2 d operations and not 4.
     """
     if not window:
         return length * start + length * (length + 1) // 2

@@ -3,33 +3,25 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
-from nanoserve.errors import RuntimeFailure
+from nanoserve.processes.files import unwritable_as_failure
 
 _MICROSECONDS = 1e6
 
 
 class Track(NamedTuple):
-    """A line of bars: a thread of a process, as the format calls them."""
+    """A line of bars within a group of tracks: a thread of a process, as the format calls them."""
 
     group: str
-    """Name of the group of tracks, such as "workers"."""
     name: str
-    """Within the group."""
 
 
 class ChromeTraceFile:
-    """A context that writes events as they are told, in the trace event format's JSON array.
+    """A context that writes events to a JSON array in the trace event format.
 
     The array may end anywhere: what is in the file after a ``flush`` can be looked at, even if nothing follows it.
-
-    Args:
-        path: of the JSON file.
-
-    Raises:
-        RuntimeFailure: from every method, if it cannot be written.
+    Every method raises RuntimeFailure if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,23 +29,19 @@ class ChromeTraceFile:
         self._separator = "[\n"
         self._groups: dict[str, int] = {}
         self._tracks: dict[Track, int] = {}
-        try:
+        with unwritable_as_failure(path):
             self._file = path.open("w", encoding="utf-8")
-        except OSError as error:
-            raise self._failure(error) from error
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def bar(
         self, track: Track, name: str, start: float, end: float, arguments: Mapping[str, object] | None = None
     ) -> None:
-        """Something that lasts, from when to when in seconds; bars of a track lie within each other or apart."""
+        """Something that lasts from `start` to `end`, in seconds; bars of a track lie within each other or apart."""
         begin, duration = round(start * _MICROSECONDS, 1), round((end - start) * _MICROSECONDS, 1)
         place = {"pid": self._group(track.group), "tid": self._track(track)}
         self._write({"name": name, "ph": "X", "ts": begin, "dur": duration, **place, "args": arguments or {}})
@@ -64,21 +52,17 @@ class ChromeTraceFile:
         self._write({"name": name, "ph": "C", "ts": moment, "pid": self._group(group), "args": values})
 
     def flush(self) -> None:
-        """Have everything in the file that was told so far."""
-        try:
+        """Put all events so far into the file."""
+        with unwritable_as_failure(self._path):
             self._file.flush()
-        except OSError as error:
-            raise self._failure(error) from error
 
     def close(self) -> None:
         """End the array; closing again does nothing."""
         if self._file.closed:
             return
-        try:
+        with unwritable_as_failure(self._path):
             self._file.write("[]\n" if self._separator == "[\n" else "\n]\n")
             self._file.close()
-        except OSError as error:
-            raise self._failure(error) from error
 
     def _group(self, name: str) -> int:
         """Number of the group; its name is written before its first event."""
@@ -96,11 +80,6 @@ class ChromeTraceFile:
         return self._tracks[track]
 
     def _write(self, event: Mapping[str, object]) -> None:
-        try:
+        with unwritable_as_failure(self._path):
             self._file.write(self._separator + json.dumps(event))
-        except OSError as error:
-            raise self._failure(error) from error
         self._separator = ",\n"
-
-    def _failure(self, error: OSError) -> RuntimeFailure:
-        return RuntimeFailure(f"cannot write {self._path}: {error.strerror or error}")

@@ -6,6 +6,8 @@ from typing import Protocol, Self
 import msgspec
 import numpy as np
 
+from nanoserve.errors import UsageError
+
 MILLISECONDS = 1000.0
 
 
@@ -13,7 +15,6 @@ class RequestTiming(msgspec.Struct, frozen=True):
     """When the tokens of one request became known."""
 
     input_tokens: int
-    """Length of the prompt."""
     token_times: tuple[float, ...]
     """Seconds from the request's issue to each of its output tokens, at least one, in order."""
 
@@ -74,11 +75,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Mean, lowest and highest of one value or more.
-
-        Raises:
-            ValueError: without values.
-        """
+        """Mean, lowest and highest. Raises ValueError without values."""
         found = list(values)
         if not found:
             raise ValueError("a spread takes one value at least")
@@ -149,3 +146,36 @@ def mean_of_known(values: Iterable[float | None]) -> float:
     """The mean of the values that are not None; 0 if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else 0.0
+
+
+SLO_NAMES = ("ttft", "tpot", "e2el")
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """What a good answer keeps to, in milliseconds; None where anything is good enough."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+    def allows(self, ttft: float, tpot: float | None, e2el: float) -> bool:
+        """Whether times in seconds are within all of the limits; a TPOT that does not exist breaks none."""
+        pairs = ((self.ttft, ttft), (self.tpot, tpot), (self.e2el, e2el))
+        return not any(limit is not None and time is not None and time * MILLISECONDS > limit for limit, time in pairs)
+
+
+def parse_slo(text: str | None) -> Slo | None:
+    """``ttft=2000,tpot=100,e2el=30000``, any of them, in milliseconds. Raises UsageError for anything else."""
+    if text is None:
+        return None
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = -1.0
+        if name not in SLO_NAMES or name in limits or not 0 < limit < float("inf"):
+            raise UsageError(f"--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000, not {text!r:.100}")
+        limits[name] = limit
+    return Slo(**limits)

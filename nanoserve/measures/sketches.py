@@ -10,9 +10,7 @@ from nanoserve.measures.metrics import Distribution
 
 Value = TypeVar("Value")
 
-_RESOLUTION = 1.01
-"""Percentiles are right to half a percent."""
-_LOG_RESOLUTION = math.log(_RESOLUTION)
+_LOG_RESOLUTION = math.log(1.01)  # percentiles are right to half a percent
 _SMALLEST = 1e-9
 _KEPT_POINTS = 1000
 
@@ -39,7 +37,6 @@ class Sketch:
 
     @classmethod
     def merged(cls, sketches: Iterable[Self]) -> Self:
-        """One sketch of all the values that these sketches hold."""
         whole = cls()
         for sketch in sketches:
             whole._count += sketch._count
@@ -56,9 +53,9 @@ class Sketch:
 
     def distribution(self) -> Distribution | None:
         """Distribution of the values; None without values."""
-        if not self._count:
+        mean = self.mean
+        if mean is None:
             return None
-        mean = self._sum / self._count
         deviation = math.sqrt(max(0.0, self._sum_of_squares / self._count - mean * mean))
         p50, p90, p99 = (self._percentile(share) for share in (0.5, 0.9, 0.99))
         return Distribution(self._count, mean, deviation, self._min, p50, p90, p99, self._max)
@@ -77,18 +74,16 @@ class Series(Generic[Value]):
 
     def __init__(self) -> None:
         self.points: list[tuple[float, Value]] = []
-        self._stride = self._skipped = 1
+        self._seen, self._stride = 0, 1
 
     def add(self, time: float, value: Value) -> None:
         """One more point, not earlier than any other."""
-        if self._skipped < self._stride:
-            self._skipped += 1
-            return
-        self._skipped = 1
-        self.points.append((time, value))
-        if len(self.points) > _KEPT_POINTS:
-            del self.points[1::2]
-            self._stride *= 2
+        if self._seen % self._stride == 0:
+            self.points.append((time, value))
+            if len(self.points) > _KEPT_POINTS:
+                del self.points[1::2]
+                self._stride *= 2
+        self._seen += 1
 
 
 def mean_series(curves: Sequence[Series[float]]) -> Series[float]:

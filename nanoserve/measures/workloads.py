@@ -3,10 +3,9 @@
 import csv
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -14,8 +13,7 @@ from typing import NamedTuple
 from nanoserve.errors import UsageError
 
 LARGEST_SIZE = 2**20
-_LATEST = 1e12
-"""Seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost."""
+_LATEST = 1e12  # seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +76,9 @@ PRESETS: dict[str, Preset] = {
 }
 """nano-vllm is the setting of that project's benchmark; the others are a quarter and an eighth of its lengths."""
 
-_TIME_COLUMNS = ("TIMESTAMP", "arrived_at", "arrival_time")
-"""Azure's moments of a calendar, vidur's seconds, and seconds."""
-_TRACE_COLUMNS = (
+_TIME_COLUMNS = (("TIMESTAMP",), ("arrived_at",), ("arrival_time",))
+"""Azure's moments of a calendar (ISO 8601), vidur's seconds, and seconds."""
+_LENGTH_COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),  # Azure LLM inference traces
     ("num_prefill_tokens", "num_decode_tokens"),  # vidur's processed traces
     ("input_tokens", "output_tokens"),
@@ -88,26 +86,15 @@ _TRACE_COLUMNS = (
 
 
 def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
-    """Whole numbers from 1, separated by commas: "1,4,16".
-
-    Raises:
-        UsageError: naming the flag.
-    """
-    sizes = []
-    for part in text.split(","):
-        digits = part.strip()
-        if not (digits.isascii() and digits.isdigit()) or not 1 <= int(digits[:12]) <= LARGEST_SIZE:
-            raise UsageError(f"{flag} takes whole numbers from 1 to {LARGEST_SIZE} such as 1,4,16, not {text!r}")
-        sizes.append(int(digits))
+    """Whole numbers from 1, separated by commas: "1,4,16". Raises UsageError, naming the flag."""
+    sizes = [_size(part.strip()) for part in text.split(",")]
+    if not all(sizes):
+        raise UsageError(f"{flag} takes whole numbers from 1 to {LARGEST_SIZE} such as 1,4,16, not {text!r}")
     return tuple(dict.fromkeys(sizes))
 
 
 def parse_lengths(text: str, flag: str) -> tuple[RequestShape, ...]:
-    """Tokens in and out of requests, separated by commas: "128+32" or "128+32,512+64".
-
-    Raises:
-        UsageError: naming the flag.
-    """
+    """Tokens in and out of requests, separated by commas: "128+32,512+64". Raises UsageError, naming the flag."""
     shapes = []
     for part in text.split(","):
         words = part.split("+")
@@ -124,46 +111,34 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[t
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
-    """The lengths in a CSV trace with a header; its arrival times are for ``read_arrivals``.
+    """The lengths in at most `limit` rows of a CSV trace with a header; its arrival times are for ``read_arrivals``.
 
-    Known columns: ContextTokens and GeneratedTokens, num_prefill_tokens and num_decode_tokens, input_tokens and
-    output_tokens. At most ``limit`` rows are read.
-
-    Raises:
-        UsageError: naming the file, and the row (its line in the file) that makes no sense.
+    Raises UsageError, naming the file, and the row (its line in the file) that makes no sense.
     """
-    columns = partial(_length_columns, path)
-    return [
-        RequestShape(*(_length(row[column], f"{place}, {column}") for column in used))
-        for place, row, used in _rows(path, limit, columns)
-    ]
+    known = "; ".join(" and ".join(pair) for pair in _LENGTH_COLUMNS)
+    rows = _rows(path, limit, _LENGTH_COLUMNS, f"has none of these pairs of columns: {known}")
+    return [RequestShape(*(_length(text, place) for place, text in row)) for row in rows]
 
 
 def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = False) -> list[float]:
     """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows.
 
-    Known columns: TIMESTAMP (ISO 8601), arrived_at or arrival_time (seconds).
-
-    Raises:
-        UsageError: as ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it.
+    Raises UsageError as ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it.
     """
-    columns = partial(_time_column, path)
+    known = ", ".join(name for (name,) in _TIME_COLUMNS)
     moments: list[float] = []
-    for place, row, used in _rows(path, limit, columns):
-        text = row[used[0]]
-        moment = _moment(text, f"{place}, {used[0]}")
+    for ((place, text),) in _rows(
+        path, limit, _TIME_COLUMNS, f"tells no arrival times: it has none of {known}; give a rate"
+    ):
+        moment = _moment(text, place)
         if in_order and moments and moment < moments[-1]:
-            raise UsageError(f"{place}, {used[0]}: {text} is before the row in front of it; sort the trace by time")
+            raise UsageError(f"{place}: {text} is before the row in front of it; sort the trace by time")
         moments.append(moment)
     return moments
 
 
-Row = tuple[str, dict[str, str | None], Sequence[str]]
-"""A row of a trace: its place in the file, its fields, and the names of the wanted fields."""
-
-
-def _rows(path: Path, limit: int | None, choose: Callable[[Sequence[str]], Sequence[str]]) -> list[Row]:
-    """The first rows of a trace; ``choose`` picks columns from its header."""
+def _rows(path: Path, limit: int | None, known: Sequence[Sequence[str]], refusal: str) -> list[list[tuple[str, str]]]:
+    """The places and texts of the first known columns in the first rows of a trace; `refusal` is for none of them."""
     try:
         if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
             raise UsageError(f"the trace {path} is not a regular file")
@@ -171,8 +146,13 @@ def _rows(path: Path, limit: int | None, choose: Callable[[Sequence[str]], Seque
             reader = csv.DictReader(file)
             if not reader.fieldnames:
                 raise UsageError(f"the trace {path} is empty")
-            columns = choose(reader.fieldnames)
-            rows = [(f"{path}, row {reader.line_num}", row, columns) for row in islice(reader, limit)]
+            columns = next((names for names in known if set(names) <= set(reader.fieldnames)), None)
+            if columns is None:
+                raise UsageError(f"the trace {path} {refusal}")
+            rows = [
+                [(f"{path}, row {reader.line_num}, {column}", row[column] or "") for column in columns]
+                for row in islice(reader, limit)
+            ]
     except OSError as error:
         raise UsageError(f"cannot read the trace {path}: {error.strerror or error}") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -182,30 +162,13 @@ def _rows(path: Path, limit: int | None, choose: Callable[[Sequence[str]], Seque
     return rows
 
 
-def _length_columns(path: Path, header: Sequence[str]) -> Sequence[str]:
-    found = next((pair for pair in _TRACE_COLUMNS if set(pair) <= set(header)), None)
-    if found is None:
-        known = "; ".join(" and ".join(pair) for pair in _TRACE_COLUMNS)
-        raise UsageError(f"the trace {path} has none of these pairs of columns: {known}")
-    return found
-
-
-def _time_column(path: Path, header: Sequence[str]) -> Sequence[str]:
-    found = [name for name in _TIME_COLUMNS if name in header]
-    if not found:
-        raise UsageError(
-            f"the trace {path} tells no arrival times: it has none of {', '.join(_TIME_COLUMNS)}; give a rate"
-        )
-    return found[:1]
-
-
-def _moment(text: str | None, place: str) -> float:
+def _moment(text: str, place: str) -> float:
     """Seconds; of a date, since 1970 as if it were in UTC: only differences are looked at."""
     try:
-        seconds = float(text or "")
+        seconds = float(text)
     except ValueError:
         try:
-            seconds = datetime.fromisoformat(text or "").replace(tzinfo=UTC).timestamp()
+            seconds = datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
         except ValueError:
             seconds = math.nan
     if not -_LATEST <= seconds <= _LATEST:  # which a NaN is not, either
@@ -213,8 +176,14 @@ def _moment(text: str | None, place: str) -> float:
     return seconds
 
 
-def _length(text: str | None, place: str) -> int:
-    digits = (text or "").strip().removesuffix(".0")
-    if not (digits.isascii() and digits.isdigit()) or not 1 <= int(digits[:12]) <= LARGEST_SIZE:
-        raise UsageError(f"{place}: {text or ''!r:.60} is not a number of tokens from 1 to {LARGEST_SIZE}")
-    return int(digits)
+def _length(text: str, place: str) -> int:
+    size = _size(text.strip().removesuffix(".0"))
+    if not size:
+        raise UsageError(f"{place}: {text!r:.60} is not a number of tokens from 1 to {LARGEST_SIZE}")
+    return size
+
+
+def _size(text: str) -> int:
+    """A whole number from 1 to the largest size; 0 if it is none."""
+    size = int(text[:12]) if text.isascii() and text.isdigit() else 0
+    return size if size <= LARGEST_SIZE else 0

@@ -14,8 +14,7 @@ Inner sizes and the vocabulary are padded with zeros where they do not divide ev
 from dataclasses import dataclass, replace
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.counts import tensor_degrees
-from nanoserve.costs.stages import stage_layers
+from nanoserve.costs.counts import stage_layers, tensor_degrees
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 

@@ -11,9 +11,8 @@ from msgspec.structs import replace
 
 from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
-from nanoserve.costs.predictor import CostPredictor
-from nanoserve.measures.metrics import Distribution, Spread
-from nanoserve.measures.slo import Slo
+from nanoserve.costs.predictor import layout_predictors
+from nanoserve.measures.metrics import Distribution, Slo, Spread
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow, StepSample
@@ -164,7 +163,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             replicas=replicas,
             host_blocks=host_blocks if is_tiered else 0,
             other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
-            predictors=[CostPredictor(costs, layouts) for costs in layouts] if is_tiered else (),
+            predictors=layout_predictors(layouts) if is_tiered else (),
         )
         return Outcome(
             result=result,

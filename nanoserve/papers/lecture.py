@@ -11,7 +11,7 @@ from typing import Any
 from nanoserve.benchmarks.tables import Column
 from nanoserve.costs import Efficiency, StepCosts, StepWork, load_machine, load_shape
 from nanoserve.costs.analysis import Analysis
-from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, decode_throughput, mlp_intensity
+from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
 from nanoserve.costs.counts import Operator
 from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
 from nanoserve.measures.metrics import Spread
@@ -153,7 +153,7 @@ def batches(scale: Scale, run: Run) -> Finding:
 
 
 def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
-    weights = costs.memory.weight_bytes(0)
+    weights = costs.counts.stage_weight_bytes(0)
     kv, bandwidth = costs.counts.kv_bytes_per_token(0) * CONTEXT, costs.machine.device.memory_bandwidth
     real = StepCosts(load_shape(MODEL), load_machine(DEVICE))
     rows: list[dict[str, Any]] = []
@@ -166,7 +166,7 @@ def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
                 "closed": decode_seconds(batch, weights, kv, bandwidth) * 1e3,
                 "real": real.step_seconds(real.work([CONTEXT] * batch)) * 1e3,
                 "throughput": batch / exact,
-                "throughput_closed": decode_throughput(batch, weights, kv, bandwidth),
+                "throughput_closed": batch / decode_seconds(batch, weights, kv, bandwidth),
                 "fits": "yes" if batch <= most else "no",
             }
         )

@@ -20,6 +20,15 @@ def unreadable_as_model_error() -> Iterator[None]:
         raise ModelError(f"the model cannot be read: {error.strerror or error} ({error.filename})") from error
 
 
+@contextmanager
+def unwritable_as_failure(path: Path) -> Iterator[None]:
+    """Raise RuntimeFailure for errors of the file system while that file is written."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error
+
+
 def read_bytes(path: Path, failure: type[NanoserveError] = ModelError) -> bytes:
     """The file's content. Raises ``failure`` naming the file when it cannot be read."""
     try:
@@ -63,7 +72,7 @@ def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
     draft = path.parent / f".{path.name}.{os.getpid()}"
-    try:
+    with unwritable_as_failure(path):
         if path.exists() and not path.is_file():  # a device must not be replaced by a file
             path.write_bytes(data)
             return
@@ -76,5 +85,3 @@ def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror or error}") from error

@@ -4,9 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from nanoserve.measures.metrics import MILLISECONDS
+from nanoserve.measures.metrics import MILLISECONDS, Slo
 from nanoserve.measures.sketches import Occupancy, Series, Sketch
-from nanoserve.measures.slo import Slo
 from nanoserve.record.events import Event, Gained, Planned, StepObserver
 from nanoserve.record.times import Beside, ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import Sequence

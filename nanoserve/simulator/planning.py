@@ -16,7 +16,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.costs import DoesNotFit, Machine, ParallelLayout, Precision, StepCosts
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
-from nanoserve.costs.predictor import CostPredictor
+from nanoserve.costs.predictor import layout_predictors
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.load import Policy
@@ -120,7 +120,7 @@ class Candidate:
         prompts, answers = len(share.shapes) * self._analyses[0].prefill_seconds, self._answers_seconds(share)
         changing = 0.0
         if self.is_pair:
-            first, second = (CostPredictor(costs, self.layouts) for costs in self.layouts)
+            first, second = layout_predictors(self.layouts)
             prompts = max(prompts, first.swap_seconds(share.input_tokens))
             answers = max(answers, second.swap_seconds(share.input_tokens))
             cycles = -(-share.input_tokens // (self.host_blocks * BLOCK_SIZE))
@@ -170,7 +170,7 @@ class Candidate:
             max_num_seqs=max_num_seqs,
             host_blocks=self.host_blocks,
             other_layouts=[OtherLayout(*other) for other in others],
-            predictors=[CostPredictor(costs, self.layouts) for costs in self.layouts],
+            predictors=layout_predictors(self.layouts),
         )
 
     @cached_property
@@ -242,7 +242,7 @@ def find_candidates(
         weights = math.inf
         try:
             costs = StepCosts(model, machine, replace(layout, data_parallel=1), precision)
-            weights = max(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages))
+            weights = max(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages))
             fitting.append(_candidate(costs, layout.data_parallel, work, limits, step_tokens))
         except UsageError as error:
             left_out.append(LeftOut(layout.name, str(error)))
@@ -286,7 +286,9 @@ def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candid
     """Both on the same devices; raises UsageError if host memory does not hold the weights and the longest prompt."""
     costs = prompts.layouts[0]
     machine, devices = costs.machine, costs.layout.devices
-    weights = sum(costs.memory.weight_bytes(stage) for stage in range(costs.num_stages)) * costs.layout.tensor_parallel
+    weights = (
+        sum(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages)) * costs.layout.tensor_parallel
+    )
     share = machine.host_memory_bytes * devices / machine.devices_per_node
     room = share * costs.efficiency.usable_memory - weights
     if limits.host_bytes is not None:

@@ -7,8 +7,8 @@ from functools import partial
 
 from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import UsageError
+from nanoserve.measures.metrics import Slo
 from nanoserve.measures.sketches import Sketch, mean_series
-from nanoserve.measures.slo import Slo
 from nanoserve.record.events import Observer
 from nanoserve.record.metrics import LatencyMetrics, RequestObserver, SloMeter, StepMetrics
 from nanoserve.request import Request

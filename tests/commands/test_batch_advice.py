@@ -7,7 +7,7 @@ import pytest
 
 from nanoserve.commands import batch
 from nanoserve.commands.batch import advice_for
-from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
-from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, Reached
+from nanoserve.costs.hardware import Device
+from nanoserve.costs.profile import SCHEMA, KvMemory, Profile
 from tests.costs.conftest import tiny_model
 
 
@@ -23,7 +24,7 @@ def grid(batches: Sequence[int], contexts: Sequence[int], seconds: Callable[[int
 def made_up_profile(model: ModelConfig | None = None, **changes: object) -> Profile:
     """Two layers; a token takes 1 s in a layer, a key 0.01 s, on the host ten times that and 0.25 s for each
     sequence, a prompt of n tokens n² / 1000 s, a byte 1 ms."""
-    machine = Reached(name="abacus", memory_bytes=1e4, read_bytes_per_second=100.0, operations_per_second=1000.0)
+    machine = Device(name="abacus", memory_bytes=1e4, memory_bandwidth=100.0, flops=1000.0)
     settings: dict[str, str | int] = {"model": "tiny", "dtype": "bfloat16", "operators": "fingers", "layers": "eager"}
     fields: dict[str, object] = {
         "schema": SCHEMA,

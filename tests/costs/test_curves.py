@@ -2,6 +2,7 @@
 
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,15 +95,18 @@ def test_a_rising_grid_rises(batches: list[int], contexts: list[int], data: st.D
     [
         ((1,), (1.0,), "sizes must be two or more"),
         ((2, 1), (1.0, 1.0), "ascending, not [2, 1]"),
-        ((0, 1), (1.0, 1.0), "from 1"),
+        ((0, 1), (1.0, 1.0), "Expected `int` >= 1 - at `$.sizes[0]`"),
+        ((1, 2**51), (1.0, 1.0), "Expected `int` <= 1125899906842624 - at `$.sizes[1]`"),
         ((1, 2), (1.0,), "seconds must be 2 numbers, one for each size, not 1"),
-        ((1, 2), (1.0, -1.0), "seconds must be numbers above 0, not -1.0"),
-        ((1, 2), (1.0, float("nan")), "seconds must be numbers above 0, not nan"),
+        ((1, 2), (1.0, -1.0), "Expected `float` > 0.0 - at `$.seconds[1]`"),
+        ((1, 2), (1.0, 4e7), "Expected `float` <= 30000000.0 - at `$.seconds[1]`"),
+        ((1, 2), (1.0, float("nan")), "Expected `float` > 0.0 - at `$.seconds[1]`"),
     ],
 )
 def test_what_is_no_curve_is_refused(sizes: tuple[int, ...], seconds: tuple[float, ...], says: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        MeasuredCurve(sizes=sizes, seconds=seconds, low=(1.0, 1.0), high=(1.0, 1.0))
+    fields = {"sizes": sizes, "seconds": seconds, "low": (1.0, 1.0), "high": (1.0, 1.0)}
+    with pytest.raises(msgspec.ValidationError) as refused:
+        msgspec.convert(fields, MeasuredCurve)
     assert says in str(refused.value)
 
 

@@ -5,9 +5,10 @@ import math
 import msgspec
 import pytest
 
-from nanoserve.costs import ParallelLayout, load_shape
-from nanoserve.costs.measured_machine import MachineSpeeds, layout_predictors, measured_machine
-from nanoserve.costs.stages import divide_layers
+from nanoserve.costs import Machine, ParallelLayout, Precision, StepCosts, load_shape
+from nanoserve.costs.counts import divide_layers
+from nanoserve.costs.hardware import MachineSpeeds
+from nanoserve.costs.predictor import CostPredictor, layout_predictors
 from nanoserve.errors import UsageError
 
 MODEL = load_shape("qwen3-0.6b")
@@ -15,11 +16,15 @@ SPEEDS = MachineSpeeds(
     memory_bandwidth=4e9, flops=100e9, host_link_bandwidth=5e9, link_bandwidth=1e9, link_latency=1e-4
 )
 P2, T2 = ParallelLayout(pipeline_parallel=2), ParallelLayout(tensor_parallel=2)
-MACHINE = measured_machine(SPEEDS, devices=2, memory_bytes=2**33)
+MACHINE = SPEEDS.machine(devices=2, memory_bytes=2**33)
+
+
+def predictors(machine: Machine, bits: int, *layouts: ParallelLayout) -> tuple[CostPredictor, ...]:
+    return layout_predictors([StepCosts(MODEL, machine, layout, Precision.of(bits)) for layout in layouts])
 
 
 def test_weights_and_keys_move_at_the_measured_speed_and_no_share_of_it() -> None:
-    stages, ranks = layout_predictors(MACHINE, MODEL, "float32", [P2, T2])
+    stages, ranks = predictors(MACHINE, 32, P2, T2)
     kv_bytes = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 4 / 2
     longer = divide_layers(MODEL, 2)[0] / (MODEL.num_layers / 2)  # the first stage has more layers, for the head
     assert stages.swap_seconds(1000) == pytest.approx(1000 * kv_bytes * longer / 5e9)
@@ -30,13 +35,13 @@ def test_weights_and_keys_move_at_the_measured_speed_and_no_share_of_it() -> Non
 
 
 def test_half_the_bits_move_in_half_the_time() -> None:
-    (wide,), (narrow,) = (layout_predictors(MACHINE, MODEL, dtype, [T2]) for dtype in ("float32", "bfloat16"))
+    (wide,), (narrow,) = (predictors(MACHINE, bits, T2) for bits in (32, 16))
     assert wide.swap_seconds(512) == pytest.approx(2 * narrow.swap_seconds(512))
 
 
 def test_tensor_parallelism_pays_for_a_slow_link_with_every_token() -> None:
-    slow = measured_machine(msgspec.structs.replace(SPEEDS, link_bandwidth=1e6), devices=2, memory_bytes=2**33)
-    near, far = (layout_predictors(machine, MODEL, "float32", [P2, T2]) for machine in (MACHINE, slow))
+    slow = msgspec.structs.replace(SPEEDS, link_bandwidth=1e6).machine(devices=2, memory_bytes=2**33)
+    near, far = (predictors(machine, 32, P2, T2) for machine in (MACHINE, slow))
     more = 2 * 512 * MODEL.hidden_size * 4 * (1 / 1e6 - 1 / 1e9)  # two all-reduces a layer, of two ranks
     assert far[1].linear_seconds(512) - near[1].linear_seconds(512) == pytest.approx(more)
     assert far[0].linear_seconds(512) == near[0].linear_seconds(512)
@@ -45,18 +50,15 @@ def test_tensor_parallelism_pays_for_a_slow_link_with_every_token() -> None:
 def test_one_worker_alone_has_a_link_that_takes_no_time() -> None:
     alone = MachineSpeeds(memory_bandwidth=4e9, flops=100e9, host_link_bandwidth=5e9)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(alone), type=MachineSpeeds) == alone
-    (predictor,) = layout_predictors(
-        measured_machine(alone, devices=1, memory_bytes=2**33), MODEL, "float32", [ParallelLayout()]
-    )
+    (predictor,) = predictors(alone.machine(devices=1, memory_bytes=2**33), 32, ParallelLayout())
     assert 0 < predictor.linear_seconds(1) < math.inf
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="flops must be above 0"):
-        msgspec.structs.replace(SPEEDS, flops=0.0)
-    with pytest.raises(ValueError, match="link_latency"):
-        msgspec.structs.replace(SPEEDS, link_latency=-1.0)
-    with pytest.raises(UsageError, match="use one of float32, bfloat16, float16"):
-        layout_predictors(MACHINE, MODEL, "int8", [T2])
+    speeds = msgspec.to_builtins(SPEEDS)
+    with pytest.raises(msgspec.ValidationError, match=r"Expected `float` > 0.0 - at `\$.flops`"):
+        msgspec.convert(speeds | {"flops": 0.0}, MachineSpeeds)
+    with pytest.raises(msgspec.ValidationError, match="link_latency"):
+        msgspec.convert(speeds | {"link_latency": -1.0}, MachineSpeeds)
     with pytest.raises(UsageError, match="2 devices"):
-        layout_predictors(MACHINE, MODEL, "float32", [ParallelLayout(tensor_parallel=4)])
+        predictors(MACHINE, 32, ParallelLayout(tensor_parallel=4))

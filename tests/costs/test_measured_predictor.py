@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.costs.measured_times import MeasuredPredictor
-from nanoserve.costs.predictor import Predictor
+from nanoserve.costs.predictor import MeasuredPredictor, Predictor
 from nanoserve.costs.work import Strategy
 from tests.costs.profiles import curve, grid, made_up_profile
 

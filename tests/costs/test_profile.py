@@ -8,11 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from nanoserve.costs.calibration import calibrate
 from nanoserve.costs.curves import MeasuredCurve
-from nanoserve.costs.efficiency import Efficiency
-from nanoserve.costs.measured_times import MeasuredTimes
-from nanoserve.costs.profile import Prediction, RunFigures, check_writable, read_profile, write_profile
+from nanoserve.costs.hardware import Efficiency
+from nanoserve.costs.profile import (
+    MeasuredTimes,
+    Prediction,
+    RunFigures,
+    calibrate,
+    check_writable,
+    read_profile,
+    write_profile,
+)
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.simulator.pipeline import StepTimes, TieredTimes
@@ -73,7 +79,7 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda found: found["linear"].update(sizes=[10, 1]), "ascending, not [10, 1] - at `$.linear`"),
         (lambda found: found["host_attention"]["seconds"].pop(), "$.host_attention"),
         (lambda found: found["device"].update(memory_bytes=0), "Expected `float` > 0.0 - at `$.device.memory_bytes`"),
-        (lambda found: found["efficiency"].update(matrix=2), "matrix is a share above 0 and at most 1, not 2"),
+        (lambda found: found["efficiency"].update(matrix=2), "Expected `float` <= 1.0 - at `$.efficiency.matrix`"),
         (lambda found: found["model"].update(num_layers="many"), "$.model.num_layers"),
     ],
 )
@@ -115,8 +121,8 @@ def test_calibration_finds_the_factors_that_the_times_were_made_with() -> None:
     known = Efficiency(
         matrix=0.5, attention=0.25, memory=0.4, processor=0.2, kernel_seconds=0.01, step_seconds=3.0, row_seconds=0.5
     )
-    device = msgspec.structs.replace(made_up_profile().device, operations_per_second=200.0)
-    blank = made_up_profile(device=device, host=device).with_factors(known)
+    device = msgspec.structs.replace(made_up_profile().device, flops=200.0)
+    blank = made_up_profile(device=device, host=device, efficiency=known)
     costs = blank.step_costs()
     per_layer = costs.counts.layer_kv_bytes
 
@@ -144,14 +150,13 @@ def test_calibration_finds_the_factors_that_the_times_were_made_with() -> None:
 
 def layer_seconds(costs: StepCosts, tokens: int) -> float:
     """One of the two equal layers, without attention."""
-    products = costs.counts.products(costs.work([1] * tokens, sampled=0), 0)
-    operators = [matrix.operator(number, layers, 2.0) for matrix, number, layers in products]
+    operators = costs.counts.products(costs.work([1] * tokens, sampled=0), 0)
     kernels = costs.efficiency.kernels_per_layer * costs.efficiency.kernel_seconds
     return sum(costs.operator_seconds(operator) for operator in operators) / 2 + kernels
 
 
 def head_seconds(costs: StepCosts, rows: int) -> float:
-    return costs.operator_seconds(costs.counts.head.operator(rows, 1, 2.0))
+    return costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
 
 
 def pairs_curve(rate: float) -> MeasuredCurve:

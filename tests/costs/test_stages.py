@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nanoserve.config import MoeConfig
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
-from nanoserve.costs.stages import divide, divide_layers, stage_layers
+from nanoserve.costs.counts import divide, divide_layers, stage_layers
 from nanoserve.costs.tables import published_shapes
 
 MODEL = load_shape("llama-3.2-1b")

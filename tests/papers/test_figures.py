@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanoserve.costs import ParallelLayout
-from nanoserve.measures.slo import Slo
+from nanoserve.measures.metrics import Slo
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.cases import Case, Outcome, System
 from nanoserve.papers.claims import stated_claims

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoserve.measures.slo import Slo
+from nanoserve.measures.metrics import Slo
 from nanoserve.record.metrics import CompletedRequest, SloMeter
 from nanoserve.scheduler import make_policy
 from nanoserve.simulator import Workload, fixed_lengths, poisson_arrivals, simulate

@@ -13,7 +13,8 @@ from nanoserve.assembly import make_predictors
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.config import ModelConfig
-from nanoserve.costs.measured_times import MeasuredTimes
+from nanoserve.costs.predictor import MeasuredPredictor
+from nanoserve.costs.profile import MeasuredTimes
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.llm import LLM
@@ -22,7 +23,7 @@ from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import kv_bytes_per_block
-from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor, measure_shortly
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile, measure_shortly
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import choose_host_blocks
 from nanoserve.runtime.workers.executor import WorkersExecutor
@@ -106,17 +107,17 @@ def open_with_host(
         runner=executor.runner,
         processor=processor,
         config=sized,
-        max_model_len=llm.max_model_len,
+        model=llm.config,
         speeds=measure_speeds(executor.runner.device, executor.runner.decoder.dtype),
         compiled=llm.compiled,
     )
-    predictor = hybrid_predictor(starting, progress)
-    if predictor is None:
+    profile = hybrid_profile(starting, progress)
+    if profile is None:
         raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
 
     def measure_times() -> MeasuredTimes:
         if config.profile is not None:
-            return MeasuredTimes(predictor.profile)
+            return MeasuredTimes(profile)
         try:
             return MeasuredTimes(measure_shortly(starting, starting.sizes()))
         except HostAttentionLost as reason:
@@ -124,7 +125,7 @@ def open_with_host(
 
     return replace(
         _of_llm("device and CPU", llm),
-        predictors=(predictor,),
+        predictors=(MeasuredPredictor(profile),),
         host_blocks=llm.engine.scheduler.host_pool.num_blocks,
         host_threads=processor.threads,
         measure_times=measure_times,

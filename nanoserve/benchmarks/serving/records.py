@@ -11,8 +11,14 @@ from typing import Any
 import msgspec
 
 from nanoserve.client.events import ServerUsage
-from nanoserve.measures.metrics import MILLISECONDS, in_milliseconds, mean_of_known, request_distributions
-from nanoserve.measures.slo import SLO_NAMES, Slo
+from nanoserve.measures.metrics import (
+    MILLISECONDS,
+    SLO_NAMES,
+    Slo,
+    in_milliseconds,
+    mean_of_known,
+    request_distributions,
+)
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):

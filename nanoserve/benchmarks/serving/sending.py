@@ -31,7 +31,7 @@ from nanoserve.client.events import (
     read_error,
 )
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.slo import Slo
+from nanoserve.measures.metrics import Slo
 from nanoserve.measures.workloads import RequestShape
 
 _READ_BYTES = 1 << 16

@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from nanoserve.benchmarks.tables import Column
 from nanoserve.measures.charts import Chart, Panel, panel
-from nanoserve.measures.metrics import Spread
-from nanoserve.measures.slo import Slo
+from nanoserve.measures.metrics import Slo, Spread
 from nanoserve.papers.cases import TOKEN_BUDGETS, Case, Metric, Outcome, Runs, System, over_seeds, tuned
 from nanoserve.papers.claims import Ours, claims
 from nanoserve.papers.framework import Finding, Run, Scale

@@ -98,11 +98,11 @@ class WorkerAgent:
     def _keep_worker(self, number: int, child: TiedChild, start: WorkerStart) -> None:
         """Have it work; if it dies, tell the engine, which then calls the next meeting."""
         child.tell(msgspec.json.encode(start))
-        alive = True
+        pulses = [child.pulse]
         while not self._over(number):
-            readable, _, _ = select.select([child.pulse] if alive else [], [], [], _POLL_SECONDS)
+            readable, _, _ = select.select(pulses, [], [], _POLL_SECONDS)
             if readable and not child.beats():
-                alive = False
+                pulses.clear()
                 _report(start, f"its process {child.ending()} on {socket.gethostname()}")
 
 

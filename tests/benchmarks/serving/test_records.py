@@ -6,7 +6,7 @@ import pytest
 
 from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord, figures, peak_concurrency, warnings
 from nanoserve.errors import UsageError
-from nanoserve.measures.slo import Slo, parse_slo
+from nanoserve.measures.metrics import Slo, parse_slo
 
 PROMPT = RequestRecord(
     scheduled=1.0, started=1.0, ended=2.0, text_times=[1.2, 1.6, 2.0], input_tokens=10, output_tokens=3, wanted_tokens=3

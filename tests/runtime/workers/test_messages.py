@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import SamplingParams, TokenLogprob

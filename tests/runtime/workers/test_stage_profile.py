@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.measured_machine import MachineSpeeds
+from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.profile import write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
