@@ -15,15 +15,14 @@ Bound = Literal["compute", "memory", "link", "overhead"]
 _ORDER = ("embedding", "qkv", "attention", "output", "router", "experts", "gate_up", "down", "head")
 
 
-class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
+class OperatorRow(msgspec.Struct, frozen=True):
     """One operator of a step, summed over layers and stages; on one device of each stage."""
 
     phase: str
-    """Prefill or decode."""
     operator: str
     flops: float
     bytes: float
-    """For communication, those of the tensors."""
+    """Of communication, those of the tensors."""
     intensity: float | None
     """Operations per byte; None where nothing is computed."""
     bound: Bound
@@ -39,7 +38,7 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     tpot: float
     """Seconds from token to token of a sequence."""
     tokens_per_second: float
-    """Output tokens of all sequences per second: batch / tpot."""
+    """batch / tpot."""
     tokens_per_second_with_prefill: float
     """Output tokens over the time of their prompts and their own."""
     kv_share: float
@@ -69,9 +68,7 @@ class Analysis:
 
     def default_batches(self) -> list[int]:
         """Powers of two up to the limit, the limit itself, and the power beyond it."""
-        powers = [1]
-        while powers[-1] <= self.largest_batch:
-            powers.append(powers[-1] * 2)
+        powers = (2**exponent for exponent in range(self.largest_batch.bit_length() + 1))
         return sorted({*powers, max(1, self.largest_batch)})
 
     def prefill_work(self) -> StepWork:
@@ -100,22 +97,13 @@ class Analysis:
         return self._round_seconds(self.prefill_work(), prompts) / prompts
 
     def operator_rows(self, phase: str, work: StepWork) -> list[OperatorRow]:
-        """Every part of a step on its way through all stages, in the order in which a layer runs them."""
+        """Every part of a step through all stages, in the order in which a layer runs them."""
         costs, stages = self.costs, range(self.costs.num_stages)
         step, rows = costs.step_seconds(work), list[OperatorRow]()
 
-        def add(name: str, bound: Bound, seconds: float, num_bytes: float = 0.0, flops: float = 0.0) -> None:
-            row = OperatorRow(
-                phase=phase,
-                operator=name,
-                flops=flops,
-                bytes=num_bytes,
-                intensity=flops / num_bytes if flops else None,
-                bound=bound,
-                seconds=seconds,
-                share=seconds / step,
-            )
-            rows.append(row)
+        def add(name: str, bound: Bound, seconds: float, size: float = 0.0, flops: float = 0.0) -> None:
+            intensity = flops / size if flops else None
+            rows.append(OperatorRow(phase, name, flops, size, intensity, bound, seconds, seconds / step))
 
         operators = [operator for stage in stages for operator in costs.counts.operators(work, stage)]
         for name in sorted({operator.name for operator in operators}, key=_ORDER.index):

@@ -30,16 +30,11 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     Shares do not apply to figures marked as measured.
     """
 
-    matrix: _Share = 0.7
-    """Share of a device's operations that matrix products reach."""
-    attention: _Share = 0.5
-    """Share of a device's operations that the attention of prompts reaches."""
-    memory: _Share = 0.8
-    """Share of a device's memory bandwidth."""
+    matrix: _Share = 0.7  # of a device's operations, for matrix products
+    attention: _Share = 0.5  # of a device's operations, for the attention of prompts
+    memory: _Share = 0.8  # of a device's memory bandwidth
     link: _Share = 0.75
-    """Share of a link's bandwidth."""
-    processor: _Share = 0.6
-    """Share of a CPU's memory bandwidth and operations that attention reaches."""
+    processor: _Share = 0.6  # of a CPU's memory bandwidth and operations, for attention
     usable_memory: _Share = 0.9
     """Share of a device's memory for weights and KV cache; the rest is for activations and libraries."""
     kernel_seconds: _NotNegative = 3e-6
@@ -54,9 +49,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     def ideal(cls) -> "Efficiency":
         """Everything that data sheets promise, and no overhead: the limits that closed forms describe."""
         shares = dict.fromkeys(("matrix", "attention", "memory", "link", "processor", "usable_memory"), 1.0)
-        return msgspec.structs.replace(
-            cls(kernel_seconds=0.0, kernels_per_layer=0, step_seconds=0.0, row_seconds=0.0), **shares
-        )
+        return cls(kernel_seconds=0.0, kernels_per_layer=0, step_seconds=0.0, row_seconds=0.0, **shares)
 
 
 class Device(
@@ -77,7 +70,7 @@ class Device(
     flops: _Above0
     """Operations per second of 16-bit matrix products; of a host's CPUs, of float32."""
     measured: bool = False
-    """The figures were reached, not printed in a data sheet."""
+    """Whether the figures were reached, or printed in a data sheet."""
 
     @property
     def intensity(self) -> float:
@@ -85,7 +78,7 @@ class Device(
         return self.flops / self.memory_bandwidth
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Link:
     """What joins devices, or a device and its host."""
 
@@ -95,21 +88,14 @@ class Link:
     latency: float
     """Seconds that one message takes beside its bytes."""
     measured: bool
-    """The bandwidth was reached, not printed in a data sheet."""
-
-    def scaled(self, factor: float) -> "Link":
-        """The same with its bandwidth times a factor; the latency stays."""
-        return replace(self, bandwidth=self.bandwidth * factor)
 
     def send_seconds(self, num_bytes: float) -> float:
-        """Seconds to send one message from one device to another."""
         return self.latency + num_bytes / self.bandwidth
 
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
-        """The sum of ``num_bytes`` on each of `devices` devices, known to all of them.
+        """A ring moves 2 (t - 1) / t of the bytes of each of t devices, reduce-scatter then all-gather.
 
-        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at bus
-        bandwidth. The shortest way there and back is a tree: 2 ceil(log2 t) messages after one another.
+        The shortest way there and back is a tree: 2 ceil(log2 t) messages after one another.
         """
         if devices == 1:
             return 0.0
@@ -130,14 +116,13 @@ class Machine:
     """Between each device and the host's memory."""
     processor: Device | None = None
     """The host's CPUs; None if unknown."""
-    host_memory_bytes: float = 0.0
-    """Of a node; 0 if unknown."""
+    host_memory_bytes: float = 0.0  # of a node; 0 if unknown
     source: str
 
     def link_among(self, first: int, count: int) -> Link:
         """What joins ``count`` devices from the one numbered ``first``: the node's link, or the network between nodes.
 
-        Raises UsageError if they lie in several nodes and no network is named.
+        Raises UsageError for several nodes without a network.
         """
         if first // self.devices_per_node == (first + count - 1) // self.devices_per_node:
             return self.link
@@ -167,16 +152,10 @@ class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
         """A node of `devices` workers, each a device to the cost model. Memory that does not matter may be 0."""
         return Machine(
             name="this machine",
-            device=Device(
-                name="this machine",
-                memory_bytes=memory_bytes,
-                memory_bandwidth=self.memory_bandwidth,
-                flops=self.flops,
-                measured=True,
-            ),
+            device=Device("this machine", memory_bytes, self.memory_bandwidth, self.flops, measured=True),
             devices_per_node=devices,
-            link=Link(name="between workers", bandwidth=self.link_bandwidth, latency=self.link_latency, measured=True),
-            host_link=Link(name="to host memory", bandwidth=self.host_link_bandwidth, latency=0.0, measured=True),
+            link=Link("between workers", self.link_bandwidth, self.link_latency, measured=True),
+            host_link=Link("to host memory", self.host_link_bandwidth, latency=0.0, measured=True),
             host_memory_bytes=host_memory_bytes,
             source="measured at start",
         )
@@ -271,13 +250,11 @@ def _machine(tables: Tables, name: str, source: str) -> Machine:
 
     def link(name: str) -> Link:
         found = entry(_LinkEntry, name)
-        bandwidth, latency = found.gb_per_s * GIGA, found.latency_us / 1e6
-        return Link(name=name, bandwidth=bandwidth, latency=latency, measured=found.measured)
+        return Link(name, found.gb_per_s * GIGA, found.latency_us / 1e6, measured=found.measured)
 
     def processor(name: str) -> Device:
         found = entry(_ProcessorEntry, name)
-        bandwidth, flops = found.memory_gb_per_s * GIGA, found.gflops * GIGA
-        return Device(name=name, memory_bandwidth=bandwidth, flops=flops, measured=found.measured)
+        return Device(name, 0.0, found.memory_gb_per_s * GIGA, found.gflops * GIGA, measured=found.measured)
 
     if name in tables["machines"]:
         machine = entry(_MachineEntry, name)
@@ -289,10 +266,10 @@ def _machine(tables: Tables, name: str, source: str) -> Machine:
     return Machine(
         name=name,
         device=Device(
-            name=machine.device,
-            memory_bytes=device.memory_gib * GIBI,
-            memory_bandwidth=device.memory_gb_per_s * GIGA,
-            flops=device.tflops * 1000 * GIGA,
+            machine.device,
+            device.memory_gib * GIBI,
+            device.memory_gb_per_s * GIGA,
+            device.tflops * 1000 * GIGA,
             measured=device.measured,
         ),
         devices_per_node=machine.devices,

@@ -13,12 +13,11 @@ Chunk = tuple[int, int]
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A micro-batch of decode rows and prefill chunks, summed up."""
+    """A micro-batch of decode rows, of one token each, and prefill chunks, summed up."""
 
     decodes: int = 0
-    """Rows of one token."""
     decode_context: int = 0
-    """Keys that they read, each its own included, summed over rows."""
+    """Keys that they read, their own included, summed over rows."""
     chunks: tuple[Chunk, ...] = ()
     sampled: int = 0
     """Rows whose last position gets logits."""
@@ -33,12 +32,9 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         sampled: int | None = None,
         windows: Sequence[int] = (),
     ) -> "StepWork":
-        """Sum up rows; O(rows). Raises UsageError for an empty context, an empty chunk or a negative position.
+        """Sum up rows; O(rows). Decode rows read these keys, their own included; None samples all rows.
 
-        Args:
-            decode_contexts: the keys that each decode row reads, its own included.
-            sampled: rows that get logits; None stands for all of them.
-            windows: the model's sliding windows, ascending.
+        ``windows`` are the model's, ascending. Raises UsageError for an empty context or chunk, or a negative position.
         """
         pieces = tuple(chunks)
         if decode_contexts and min(decode_contexts) < 1:
@@ -47,18 +43,16 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if start < 0 or length < 1:
                 raise UsageError(f"a chunk starts at 0 or later and holds a token or more, not {(start, length)}")
         rows = len(decode_contexts) + len(pieces)
-        windowed = tuple(sum(min(context, window) for context in decode_contexts) for window in windows)
         return cls(
             decodes=len(decode_contexts),
             decode_context=sum(decode_contexts),
             chunks=pieces,
             sampled=rows if sampled is None else sampled,
-            windowed_decode_context=windowed,
+            windowed_decode_context=tuple(sum(min(keys, window) for keys in decode_contexts) for window in windows),
         )
 
     @cached_property
     def tokens(self) -> int:
-        """Positions computed."""
         return self.decodes + sum([length for _, length in self.chunks])
 
     @property
@@ -94,8 +88,8 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
     device: StepWork
     """The rows whose KV is on the device."""
     host: tuple[HostBatch, ...] = ()
-    """In an overlapped step, those that begin a token and those that join the device's rows; before the step, all that
-    may. In an asymmetric one, sub-batch 0, with the device's rows."""
+    """In an overlapped step, those that begin a token or join the device's rows; before the step, all that may. In an
+    asymmetric one, sub-batch 0, with the device's rows."""
     host_second: tuple[HostBatch, ...] = ()
     """Sub-batch 1 of an asymmetric step."""
 
