@@ -89,6 +89,10 @@ class Link:
     """Seconds that one message takes beside its bytes."""
     measured: bool
 
+    def scaled(self, factor: float) -> "Link":
+        """The same with this many times the bandwidth."""
+        return replace(self, bandwidth=self.bandwidth * factor)
+
     def send_seconds(self, num_bytes: float) -> float:
         return self.latency + num_bytes / self.bandwidth
 
@@ -152,7 +156,13 @@ class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
         """A node of `devices` workers, each a device to the cost model. Memory that does not matter may be 0."""
         return Machine(
             name="this machine",
-            device=Device("this machine", memory_bytes, self.memory_bandwidth, self.flops, measured=True),
+            device=Device(
+                name="this machine",
+                memory_bytes=memory_bytes,
+                memory_bandwidth=self.memory_bandwidth,
+                flops=self.flops,
+                measured=True,
+            ),
             devices_per_node=devices,
             link=Link("between workers", self.link_bandwidth, self.link_latency, measured=True),
             host_link=Link("to host memory", self.host_link_bandwidth, latency=0.0, measured=True),
@@ -254,7 +264,8 @@ def _machine(tables: Tables, name: str, source: str) -> Machine:
 
     def processor(name: str) -> Device:
         found = entry(_ProcessorEntry, name)
-        return Device(name, 0.0, found.memory_gb_per_s * GIGA, found.gflops * GIGA, measured=found.measured)
+        bandwidth, flops = found.memory_gb_per_s * GIGA, found.gflops * GIGA
+        return Device(name=name, memory_bandwidth=bandwidth, flops=flops, measured=found.measured)
 
     if name in tables["machines"]:
         machine = entry(_MachineEntry, name)
@@ -266,10 +277,10 @@ def _machine(tables: Tables, name: str, source: str) -> Machine:
     return Machine(
         name=name,
         device=Device(
-            machine.device,
-            device.memory_gib * GIBI,
-            device.memory_gb_per_s * GIGA,
-            device.tflops * 1000 * GIGA,
+            name=machine.device,
+            memory_bytes=device.memory_gib * GIBI,
+            memory_bandwidth=device.memory_gb_per_s * GIGA,
+            flops=device.tflops * 1000 * GIGA,
             measured=device.measured,
         ),
         devices_per_node=machine.devices,

@@ -77,9 +77,8 @@ class DeviceMemory:
         """More stages of the same tensor degree, the first number that fits, or fewer bits."""
         counts, fitting = self._counts, []
         first, last = counts.layout.pipeline_parallel + 1, min(counts.model.num_layers, _MOST_STAGES)
-        layouts = [
-            replace(counts.layout, pipeline_parallel=stages, data_parallel=1) for stages in range(first, last + 1)
-        ]
+        alone = replace(counts.layout, data_parallel=1)
+        layouts = [replace(alone, pipeline_parallel=stages) for stages in range(first, last + 1)]
         if layouts and self._fits(ModelCounts(counts.model, layouts[-1], counts.precision)):
             larger = (ModelCounts(counts.model, layout, counts.precision) for layout in layouts)
             layout = next(filter(self._fits, larger)).layout
@@ -124,10 +123,8 @@ class StepCosts:
         device, factors = machine.device, Efficiency.ideal() if machine.device.measured else self.efficiency
         self._bandwidth = device.memory_bandwidth * factors.memory
         self._flops: dict[OperatorKind, float] = {
-            "matrix": device.flops * factors.matrix,
-            "look-up": device.flops * factors.matrix,
-            "decode attention": device.flops * factors.matrix,
             "prefill attention": device.flops * factors.attention,
+            **dict.fromkeys(("matrix", "look-up", "decode attention"), device.flops * factors.matrix),
         }
         self._degree = self.layout.tensor_parallel
         self._group = [self._joining(stage, 1) for stage in range(self.num_stages)]
