@@ -52,7 +52,6 @@ class ChromeTraceFile:
         self._write({"name": name, "ph": "C", "ts": moment, "pid": self._group(group), "args": values})
 
     def flush(self) -> None:
-        """Put all events so far into the file."""
         with unwritable_as_failure(self._path):
             self._file.flush()
 

@@ -1,6 +1,7 @@
 """The field's metrics, under the field's names; docs/benchmarks.md spells the definitions out."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Protocol, Self
 
 import msgspec
@@ -29,7 +30,7 @@ class RequestTiming(msgspec.Struct, frozen=True):
 
     @property
     def e2el(self) -> float:
-        """End-to-end latency: to the last token, in seconds."""
+        """End-to-end latency, in seconds."""
         return self.token_times[-1]
 
     @property
@@ -40,7 +41,7 @@ class RequestTiming(msgspec.Struct, frozen=True):
     @property
     def itls(self) -> tuple[float, ...]:
         """Inter-token latencies: the gap before each token after the first."""
-        return tuple(after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False))
+        return tuple(after - before for before, after in pairwise(self.token_times))
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -61,9 +62,8 @@ class Distribution(msgspec.Struct, frozen=True):
         known = np.array([value for value in values if value is not None], dtype=np.float64)
         if not known.size:
             return None
-        p50, p90, p99 = (float(value) for value in np.percentile(known, (50, 90, 99)))
-        low, high = float(known.min()), float(known.max())
-        return cls(int(known.size), float(known.mean()), float(known.std()), low, p50, p90, p99, high)
+        low, p50, p90, p99, high = np.percentile(known, (0, 50, 90, 99, 100)).tolist()
+        return cls(known.size, float(known.mean()), float(known.std()), low, p50, p90, p99, high)
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Mean, lowest and highest. Raises ValueError without values."""
+        """Raises ValueError without values."""
         found = list(values)
         if not found:
             raise ValueError("a spread takes one value at least")
@@ -95,9 +95,8 @@ class BatchRates(msgspec.Struct, frozen=True):
     decode: float | None
     """Tokens after the first of all, over the time from there to the end; None if there are none."""
     output: float
-    """All output tokens over the whole time."""
     total: float
-    """Prompt and output tokens over the whole time."""
+    """All output tokens, and those with the prompts, over the whole time."""
 
     @classmethod
     def of(cls, timings: Sequence[RequestTiming]) -> Self:
@@ -128,17 +127,15 @@ class TimedRequest(Protocol):
 
 def request_distributions(requests: Sequence[TimedRequest]) -> dict[str, Distribution | None]:
     """TTFT, TPOT and E2EL over requests, and ITL over the pooled gaps of all requests; all in milliseconds."""
-    pooled: dict[str, list[float | None]] = {
-        "ttft_ms": [request.ttft for request in requests],
-        "tpot_ms": [request.tpot for request in requests],
-        "itl_ms": [gap for request in requests for gap in request.itls],
-        "e2el_ms": [request.e2el for request in requests],
+    return {
+        "ttft_ms": in_milliseconds(request.ttft for request in requests),
+        "tpot_ms": in_milliseconds(request.tpot for request in requests),
+        "itl_ms": in_milliseconds(gap for request in requests for gap in request.itls),
+        "e2el_ms": in_milliseconds(request.e2el for request in requests),
     }
-    return {name: in_milliseconds(values) for name, values in pooled.items()}
 
 
 def in_milliseconds(seconds: Iterable[float | None]) -> Distribution | None:
-    """Times in seconds as a distribution of milliseconds."""
     return Distribution.of(None if value is None else value * MILLISECONDS for value in seconds)
 
 

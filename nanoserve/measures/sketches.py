@@ -25,14 +25,11 @@ class Sketch:
         self._classes: Counter[int] = Counter()
 
     def add(self, value: float, times: int = 1) -> None:
-        """Add a value ``times`` times; it must not be negative."""
+        """Add a value, not negative, this many times."""
         self._count += times
         self._sum += value * times
         self._sum_of_squares += value * value * times
-        if value < self._min:
-            self._min = value
-        if value > self._max:
-            self._max = value
+        self._min, self._max = min(self._min, value), max(self._max, value)
         self._classes[round(math.log(max(value, _SMALLEST)) / _LOG_RESOLUTION)] += times
 
     @classmethod
@@ -48,11 +45,9 @@ class Sketch:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the values; None without values."""
         return self._sum / self._count if self._count else None
 
     def distribution(self) -> Distribution | None:
-        """Distribution of the values; None without values."""
         mean = self.mean
         if mean is None:
             return None
@@ -104,7 +99,7 @@ class Occupancy:
     """The share of KV blocks in use over time."""
 
     def __init__(self) -> None:
-        self.series = Series[float]()  # the curve, thinned
+        self.series = Series[float]()
         self.seconds = self.peak = 0.0  # the share, integrated over time; the highest
         self._time = self._share = 0.0
 

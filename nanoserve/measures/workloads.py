@@ -46,10 +46,8 @@ class LocalCase(NamedTuple):
 
     name: str
     shapes: Sequence[RequestShape]
-    warm_up: Sequence[RequestShape]
-    """Requests that run before them, unmeasured."""
-    announced: str
-    """What is measured, in words."""
+    warm_up: Sequence[RequestShape]  # these run before, unmeasured
+    announced: str  # what is measured, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,6 @@ class Preset:
     output_range: tuple[int, int]
 
     def draw(self, seed: int) -> list[RequestShape]:
-        """The same lengths for the same seed."""
         generator = random.Random(seed)
         return [
             RequestShape(generator.randint(*self.input_range), generator.randint(*self.output_range))
@@ -126,10 +123,8 @@ def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = Fals
     Raises UsageError as ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it.
     """
     known = ", ".join(name for (name,) in _TIME_COLUMNS)
-    moments: list[float] = []
-    for ((place, text),) in _rows(
-        path, limit, _TIME_COLUMNS, f"tells no arrival times: it has none of {known}; give a rate"
-    ):
+    refusal, moments = f"tells no arrival times: it has none of {known}; give a rate", list[float]()
+    for ((place, text),) in _rows(path, limit, _TIME_COLUMNS, refusal):
         moment = _moment(text, place)
         if in_order and moments and moment < moments[-1]:
             raise UsageError(f"{place}: {text} is before the row in front of it; sort the trace by time")
@@ -138,7 +133,7 @@ def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = Fals
 
 
 def _rows(path: Path, limit: int | None, known: Sequence[Sequence[str]], refusal: str) -> list[list[tuple[str, str]]]:
-    """The places and texts of the first known columns in the first rows of a trace; `refusal` is for none of them."""
+    """Places and texts of the first known columns in the first rows of a trace; `refusal` is the error for none."""
     try:
         if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
             raise UsageError(f"the trace {path} is not a regular file")

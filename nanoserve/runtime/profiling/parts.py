@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,27 +28,25 @@ from nanoserve.runtime.step.model_runner import ModelRunner
 
 Point = tuple[int, ...]
 """The size or sizes at which something is timed."""
-Probes = Mapping[str, Mapping[Point, Callable[[], float]]]
-"""Functions that take one sample in seconds, by what they time and by point."""
+Probe = Callable[[], float]
+"""Takes one sample, in seconds."""
+Probes = Mapping[str, Mapping[Point, Probe]]
 Sampled = Mapping[Point, Sequence[float]]
 Samples = dict[str, dict[Point, list[float]]]
 
 _MOST_REPEATS = 8
-_SMALLEST = 1e-9
-"""A difference of two measured times is no less than this."""
+_PAUSE = 1e-4
+_SMALLEST = 1e-9  # a difference of two measured times is no less
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured."""
 
-    seconds: float
-    """Time for all samples, the warm-up included."""
-    fewest_rounds: int
+    seconds: float  # for all samples, the warm-up included
+    fewest_rounds: int  # whatever they take
     most_rounds: int
-    """Bounds for the number of rounds, whatever they take. A point that no round reaches keeps its warm-up's sample."""
-    longest_sample: float
-    """Seconds. If a size takes longer, larger ones are not measured."""
+    longest_sample: float  # in seconds; if a size takes longer, larger ones are not measured
     repeat_seconds: float = 0.0
     """Points that take less are sampled a few times within a round, until this much time has passed."""
 
@@ -77,14 +75,14 @@ def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort)
     }
 
 
-def _repeated(probe: Callable[[], float], seconds: float) -> list[float]:
+def _repeated(probe: Probe, seconds: float) -> list[float]:
     until, samples = time.perf_counter() + seconds, [probe()]
     while len(samples) < _MOST_REPEATS and time.perf_counter() < until:
         samples.append(probe())
     return samples
 
 
-def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) -> dict[Point, float]:
+def _within_reason(points: Mapping[Point, Probe], longest: float) -> dict[Point, float]:
     """Warm up. A curve ends at the first size that takes too long; its last line is extrapolated."""
     kept: dict[Point, float] = {}
     for point, probe in points.items():
@@ -96,7 +94,6 @@ def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) 
 
 
 def curve_of(samples: Sampled) -> MeasuredCurve:
-    """Medians and quartiles over one size."""
     low, seconds, high = zip(*map(_quartiles, samples.values()), strict=True)
     return MeasuredCurve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
 
@@ -110,7 +107,6 @@ def difference_of(samples: Sampled, less: Sampled) -> MeasuredCurve:
 
 
 def grid_of(samples: Sampled) -> MeasuredGrid:
-    """Medians and quartiles over batch and context."""
     batches, contexts = (tuple(dict.fromkeys(sizes)) for sizes in zip(*samples, strict=True))
     found = zip(*map(_quartiles, samples.values()), strict=True)
     low, seconds, high = (tuple(zip(*[iter(values)] * len(contexts), strict=True)) for values in found)
@@ -119,36 +115,28 @@ def grid_of(samples: Sampled) -> MeasuredGrid:
 
 def _quartiles(samples: Sequence[float]) -> list[float]:
     """Low, median, high; one sample is all three."""
-    quartiles: list[float] = np.percentile(samples, (25, 50, 75)).tolist()
-    return quartiles
-
-
-_PAUSE = 1e-4
+    return cast(list[float], np.percentile(samples, (25, 50, 75)).tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSizes:
     """The sizes at which the parts of a step are timed; ascending, two or more of each."""
 
-    tokens: tuple[int, ...]
-    """Tokens of a step, for its layers."""
-    prompts: tuple[int, ...]
-    """Tokens of one prompt, for its attention."""
+    tokens: tuple[int, ...]  # of a step, for its layers
+    prompts: tuple[int, ...]  # tokens of one prompt, for its attention
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     """Sequences, and keys of each, for decode attention on the device and in host memory."""
-    rows: tuple[int, ...]
-    """Rows of a step, for its inputs, logits and scheduling."""
-    copies: tuple[int, ...]
-    """Bytes of copies between device and host memory."""
+    rows: tuple[int, ...]  # of a step, for its inputs, logits and scheduling
+    copies: tuple[int, ...]  # bytes between device and host memory
     kv_bytes: int
     """Bytes of keys and values that attention is timed over, on the device and in host memory each."""
 
     def within(self, runner: ModelRunner, config: EngineConfig, *, rows: int, context: int) -> "ProfileSizes":
-        """The sizes that an engine with at most these rows in a step and this context reaches, with the KV cache of its
-        runner; UsageError if it does not allow two of each.
+        """The sizes that an engine with at most these rows in a step and this context reaches with its KV cache.
 
-        Contexts with which the largest batch takes more than ``kv_bytes`` are left out.
+        Contexts with which the largest batch takes more than ``kv_bytes`` are left out. Raises UsageError if there are
+        not two of each.
         """
         shape, blocks = runner.config, len(runner.caches.keys[0])
         step_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
@@ -174,9 +162,8 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
 @contextmanager
 def open_probes(
     runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
-) -> Iterator[dict[str, Mapping[Point, Callable[[], float]]]]:
-    """Probes for an idle runner, and for the part of the CPU that attends in host memory. Of the runner only the
-    content of the KV cache changes. See ``ProfileSizes.within``."""
+) -> Iterator[dict[str, Mapping[Point, Probe]]]:
+    """Probes for an idle runner, of which only the KV cache's content changes, and for attention in host memory."""
     config, device = runner.config, runner.device
     steps = StepTimer(runner, block_size=block_size)
     cells, largest = (sizes.batches, sizes.contexts), (sizes.batches[-1], sizes.contexts[-1])
@@ -192,11 +179,10 @@ def open_probes(
     attention = partial(attention_seconds, config, regions(device=device))
     shares_memory = processor.confines_device
     keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(_PAUSE)
-    host = HostAttentionTimer(
-        config, regions(device=torch.device("cpu")), processor, device=device, keep_busy=keep_busy
-    )
+    on_host = regions(device=torch.device("cpu"))
+    host = HostAttentionTimer(config, on_host, processor, device=device, keep_busy=keep_busy)
     try:
-        probes: dict[str, Mapping[Point, Callable[[], float]]] = {
+        probes = {
             "layer": _over(steps.layer_seconds, sizes.tokens),
             "its attention": _over(lambda tokens: attention(*steps.attention_shape(tokens)), sizes.tokens),
             "decode_attention": _over(lambda batch, context: attention(batch, 1, context), *cells),
@@ -230,8 +216,7 @@ def fields_of(found: Samples, processor: HostProcessor) -> dict[str, Any]:
 def beside_host(found: Samples, most: float) -> float:
     """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory.
 
-    Both share the memory's bandwidth by threads: a factor above ``most``, threads of both over those of the device,
-    comes from other programs.
+    A factor above ``most``, threads of both over those of the device, comes from other programs.
     """
     if "beside host" not in found:
         return 1.0
@@ -239,6 +224,6 @@ def beside_host(found: Samples, most: float) -> float:
     return min(max(1.0, _quartiles(beside)[0] / _quartiles(alone)[0]), most)
 
 
-def _over(sample: Callable[..., float], *axes: Sequence[int]) -> dict[Point, Callable[[], float]]:
+def _over(sample: Callable[..., float], *axes: Sequence[int]) -> dict[Point, Probe]:
     """The sample at every combination of sizes."""
     return {point: partial(sample, *point) for point in product(*axes)}

@@ -23,9 +23,9 @@ def measure_scheduler(
     policy: str = "sarathi",
     compute: Callable[[], object] = lambda: None,
 ) -> list[tuple[float, float]]:
-    """Seconds of ``schedule`` and of ``apply``, step by step, with this many decoding sequences, each of ``context``
-    tokens at the start. ``compute`` runs before each step and is not timed: as in an engine, it displaces data from the
-    processor's caches.
+    """Seconds of ``schedule`` and of ``apply`` in each step, with sequences that decode, at first ``context`` long.
+
+    ``compute`` runs untimed before each step and displaces data from the processor's caches, as in an engine.
     """
     scheduler = _running_scheduler(sequences, context, steps, policy)
     seconds = []
