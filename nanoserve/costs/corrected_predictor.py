@@ -30,7 +30,7 @@ Vector = NDArray[np.float64]
 
 
 class FactorFilter:
-    """A Kalman filter over logarithms of factors; `prior` is their covariance before anything is measured.
+    """A Kalman filter over logarithms of factors, whose covariance before anything is measured is `prior`.
 
     One number is measured of a step that has several parts. The filter remembers which combinations are known: the
     first steps with a prompt correct the time of prompts, not what decodes have shown. Least mean squares would take
@@ -44,10 +44,7 @@ class FactorFilter:
         self._variances = defaultdict[str, float](lambda: _NOISE**2)  # of numbers around their expectation, by kind
 
     def observe(self, kind: str, gradient: Vector, error: float) -> None:
-        """Take in one number, of a kind with the same scatter.
-
-        `gradient` is how its logarithm grows with that of each factor, `error` the logarithm of measured over expected.
-        """
+        """Take in a number of a kind: how its logarithm grows with those of the factors, and log(measured / expected)."""
         variance = self._variances[kind]
         along = self._covariance @ gradient
         known = float(along @ gradient)
@@ -152,8 +149,7 @@ class CorrectedPredictor:
         return _seconds(self._step(work)) * self.slowdown(work.strategy)
 
     def observe(self, work: StepFeatures, seconds: float) -> None:
-        """Learn from a step's time. Steps without device rows, which wait for the CPU, and times that are not positive
-        are ignored."""
+        """Learn from a step's time, unless it is not positive, or without device rows, which waits for the CPU."""
         if not work.device.tokens or not (seconds > 0 and isfinite(seconds)):
             return
         step = self._step(work)
@@ -194,7 +190,6 @@ class CorrectedPredictor:
         return exp(sum([share * mean[index] for index, share in _PARTS[part].shares(size)]))
 
     def _term(self, part: str, size: float, seconds: float) -> Term:
-        """A part of that size and its seconds by the base, corrected."""
         return part, size, self._factor(part, size) * seconds
 
     def _step(self, work: StepFeatures) -> list[Term]:
@@ -229,7 +224,6 @@ class CorrectedPredictor:
         return layers
 
     def _linear(self, tokens: int) -> list[Term]:
-        """The linear part of one layer."""
         return [self._term("linear", tokens, self._base.linear_seconds(tokens))] if tokens else []
 
     def _device_attention(self, work: StepFeatures) -> list[Term]:
@@ -243,14 +237,12 @@ class CorrectedPredictor:
         return attention
 
     def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> list[Term]:
-        """Attention on the CPU for the rows that need it in that layer."""
         attending = [batch for batch in batches if batch.attended <= layer]
         keys, rows = sum([batch.context_tokens for batch in attending]), sum([batch.sequences for batch in attending])
         return [self._term("host attention", keys, self._base.host_attention_seconds(rows, keys))] if keys else []
 
 
 def _rows_in(layer: int, batches: Iterable[HostBatch]) -> int:
-    """Rows in the linear part of that layer."""
     return sum([batch.sequences for batch in batches if batch.first_layer <= layer])
 
 

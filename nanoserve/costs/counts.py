@@ -93,11 +93,9 @@ class Matrix(msgspec.Struct, frozen=True):
 
     name: str
     weights: int
-    activations: int
-    """Numbers read and written for one token."""
+    activations: int  # numbers read and written for one token
     bytes_per_weight: float
-    reached: float = 1.0
-    """The share of the experts that one token is sent to; 1 for other matrices."""
+    reached: float = 1.0  # the share of the experts that one token is sent to
 
 
 class LayerKind(NamedTuple):
@@ -148,7 +146,7 @@ class ModelCounts:
         return sum(self.stages[stage].values())
 
     def operators(self, work: StepWork, stage: int) -> list[Operator]:
-        """Everything that one device of the stage does for this work, communication aside; nothing for no tokens."""
+        """Everything that one device of the stage does for this work, communication aside."""
         embedding = [self.embedding(work.tokens)] if stage == 0 and work.tokens else []
         return [*embedding, *self.products(work, stage), *self.attention(work, stage)]
 
@@ -165,14 +163,9 @@ class ModelCounts:
     def product(self, matrix: Matrix, tokens: int, layers: int = 1) -> Operator:
         """The matrix applied to these tokens. Reading experts is the expectation if each token chooses evenly."""
         read = matrix.weights * (1 - (1 - matrix.reached) ** tokens)
-        return Operator(
-            matrix.name,
-            "matrix",
-            flops=2.0 * matrix.weights * matrix.reached * tokens * layers,
-            weight_bytes=read * matrix.bytes_per_weight * layers,
-            kv_bytes=0.0,
-            activation_bytes=matrix.activations * tokens * self.precision.other_bytes * layers,
-        )
+        flops, weight_bytes = 2.0 * matrix.weights * matrix.reached * tokens, read * matrix.bytes_per_weight
+        activation_bytes = matrix.activations * tokens * self.precision.other_bytes
+        return Operator(matrix.name, "matrix", flops * layers, weight_bytes * layers, 0.0, activation_bytes * layers)
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
         """Attention of a stage's layers. Prompts and single rows are apart: they run in different kernels."""
@@ -195,7 +188,6 @@ class ModelCounts:
         return Operator("embedding", "look-up", 0.0, rows / self.layout.tensor_parallel, 0.0, rows)
 
     def stage_weight_bytes(self, stage: int) -> float:
-        """Bytes of weights that one device of the stage holds."""
         kinds = self.stages[stage].items()
         layers = sum(count * sum(m.weights * m.bytes_per_weight for m in self._matrices[kind]) for kind, count in kinds)
         shares_one = self.model.tie_word_embeddings and len(self.stages) == 1
@@ -203,7 +195,6 @@ class ModelCounts:
         return layers + self.head.weights * self.precision.other_bytes * tables
 
     def kv_bytes_per_token(self, stage: int) -> float:
-        """Bytes of keys and values that one device of the stage keeps for a token."""
         return self.layers(stage) * self.layer_kv_bytes
 
     @property
@@ -216,15 +207,14 @@ class ModelCounts:
         return 4.0 * self.heads * self.model.head_dim
 
     def step_bytes(self, tokens: int, stage: int) -> float:
-        """Bytes that a step of this many tokens holds at once on one device: the widest part of a layer, and on the
-        last stage the logits of the sampled rows."""
+        """Bytes that a step holds at once: the widest part of a layer, and on the last stage the logits."""
         parts = [part for kind in self.stages[stage] for part in (self._matrices[kind][:2], self._matrices[kind][2:])]
         widest = self.model.hidden_size + max(sum(matrix.activations for matrix in part) for part in parts)
         rows = min(tokens, _SAMPLED_ROWS) if stage == len(self.stages) - 1 else 0
         return tokens * widest * self.precision.other_bytes + rows * self.model.vocab_size * _BYTES_PER_LOGIT
 
     def activation_bytes(self, tokens: int) -> float:
-        """Bytes of the hidden states of this many tokens, which all-reduces sum and stages send on."""
+        """Bytes of hidden states, which all-reduces sum and stages send on."""
         return tokens * self.model.hidden_size * self.precision.other_bytes
 
     def _matrix(self, name: str, inputs: int, outputs: int, per_weight: float | None = None) -> Matrix:
@@ -247,14 +237,8 @@ class ModelCounts:
 
     def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: int, layers: int) -> Operator:
         query = self.heads * self.model.head_dim * self.precision.other_bytes  # is read, and as much is written
-        return Operator(
-            "attention",
-            kind,
-            flops=self.layer_flops_per_pair * pairs * layers,
-            weight_bytes=0.0,
-            kv_bytes=keys * self.layer_kv_bytes * layers,
-            activation_bytes=2 * tokens * query * layers,
-        )
+        flops, kv_bytes = self.layer_flops_per_pair * pairs * layers, keys * self.layer_kv_bytes * layers
+        return Operator("attention", kind, flops, 0.0, kv_bytes, activation_bytes=2 * tokens * query * layers)
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
@@ -267,7 +251,7 @@ def tensor_degrees(model: ModelConfig) -> list[int]:
 def stage_layers(
     model: ModelConfig, pipeline_parallel: int, pipeline_split: Sequence[int] | None = None, *, asked: str | None = None
 ) -> tuple[range, ...]:
-    """The layers of each stage, by `pipeline_split` or by cost. `asked` is the option in errors; None stands for --pp.
+    """The layers of each stage, by `pipeline_split` or by cost. `asked` stands for --pp in errors.
 
     Raises UsageError if the stages cannot be filled, or the split is not one of this model's layers.
     """

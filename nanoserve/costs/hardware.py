@@ -41,9 +41,8 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from one kernel's end to the next one's full speed."""
     kernels_per_layer: Annotated[int, msgspec.Meta(ge=0)] = 10
     """Norms, qkv, rotary embedding, cache write, attention, output, gate_up, activation, down; no all-reduces."""
-    step_seconds: _NotNegative = 1e-3
-    row_seconds: _NotNegative = 10e-6
-    """The host's work for a step, and for each sequence in it."""
+    step_seconds: _NotNegative = 1e-3  # the host's work for a step
+    row_seconds: _NotNegative = 10e-6  # and for each sequence in it
 
     @classmethod
     def ideal(cls) -> "Efficiency":
@@ -65,8 +64,7 @@ class Device(
     name: str
     memory_bytes: _Above0 = 0.0
     """Total bytes; 0 for the CPUs of a host, whose memory belongs to the machine."""
-    memory_bandwidth: _Above0
-    """Bytes per second."""
+    memory_bandwidth: _Above0  # bytes per second
     flops: _Above0
     """Operations per second of 16-bit matrix products; of a host's CPUs, of float32."""
     measured: bool = False
@@ -85,8 +83,7 @@ class Link:
     name: str
     bandwidth: float
     """Bytes per second of one device in one direction; in an all-reduce, bus bandwidth."""
-    latency: float
-    """Seconds that one message takes beside its bytes."""
+    latency: float  # seconds of a message beside its bytes
     measured: bool
 
     def scaled(self, factor: float) -> "Link":
@@ -114,12 +111,9 @@ class Machine:
     device: Device
     devices_per_node: int
     link: Link
-    network: Link | None = None
-    """Between nodes; None if there is but one."""
-    host_link: Link
-    """Between each device and the host's memory."""
-    processor: Device | None = None
-    """The host's CPUs; None if unknown."""
+    network: Link | None = None  # between nodes
+    host_link: Link  # between each device and the host's memory
+    processor: Device | None = None  # the host's CPUs
     host_memory_bytes: float = 0.0  # of a node; 0 if unknown
     source: str
 
@@ -153,7 +147,7 @@ class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one message between them; an all-reduce over t workers takes 2 ceil(log2 t)."""
 
     def machine(self, *, devices: int, memory_bytes: float = 0.0, host_memory_bytes: float = 0.0) -> Machine:
-        """A node of `devices` workers, each a device to the cost model. Memory that does not matter may be 0."""
+        """A node of workers, each a device to the cost model. Memory that does not matter may be 0."""
         return Machine(
             name="this machine",
             device=Device(
@@ -213,10 +207,9 @@ AnyEntry = TypeVar("AnyEntry", _DeviceEntry, _LinkEntry, _ProcessorEntry, _Machi
 
 
 def load_machine(name: str) -> Machine:
-    """A machine or device of the shipped table, or of a TOML file of the same form, which adds to that table.
+    """A machine or device of the shipped table, or the only one of a TOML file, which adds to that table.
 
-    A file describes exactly one machine, or none and one device. Raises UsageError for an unknown name, listing the
-    known ones, and for what is wrong in a file, naming the key.
+    Raises UsageError for an unknown name, listing the known ones, and for what is wrong in a file, naming the key.
     """
     if name.endswith(".toml"):
         return _machine_of_file(Path(name))

@@ -34,14 +34,14 @@ class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks of `block_size` tokens. Raises UsageError if there is not room for one."""
+        """Raises UsageError if there is not room for one block."""
         if self.kv_tokens < block_size:
             raise UsageError(f"the profile's KV cache holds {self.kv_tokens} tokens, less than a block of {block_size}")
         return self.kv_tokens // block_size
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run in three numbers: until the last token, and the means over its requests."""
+    """The time until the last token, and the means over requests."""
 
     seconds: float
     ttft_ms: float
@@ -115,7 +115,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return msgspec.structs.replace(self, **{name: change(one) for name, one in fields if isinstance(one, Measured)})
 
     def swap_seconds(self, tokens: int) -> float:
-        """The KV of this many tokens, all layers, one way between device and host."""
         numbers = 2 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim
         return self.copy.at(tokens * numbers * self.bits / 8)
 
@@ -162,7 +161,7 @@ class MeasuredTimes:
         return self.profile.linear.at(tokens) * self.num_layers
 
     def attention_seconds(self, work: StepWork, stage: int = 0) -> float:
-        """All layers' attention. A chunk takes the difference of a prompt to its end and one to its beginning."""
+        """A chunk takes the difference of a prompt to its end and one to its beginning."""
         seconds = 0.0
         for window, layers in self._layers.items():
             if work.decodes:
@@ -304,5 +303,5 @@ def check_writable(path: Path) -> None:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write one JSON object. Raises RuntimeFailure if the file cannot be written."""
+    """Raises RuntimeFailure if the file cannot be written."""
     replace_file(path, msgspec.json.format(msgspec.json.encode(profile, order="deterministic"), indent=1) + b"\n")

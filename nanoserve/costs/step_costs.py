@@ -31,7 +31,7 @@ class DeviceMemory:
     def kv_bytes(self, stage: int, step_tokens: int = 0) -> float:
         """Bytes left for keys and values on one device of the stage; negative if the weights do not fit.
 
-        Weights, keys and values take the usable share of memory, less if a step needs more, as an engine measures it.
+        A step that needs more than the rest of memory takes from the usable share, as an engine measures it.
         """
         usable = self._usable
         if step_tokens:
@@ -40,10 +40,7 @@ class DeviceMemory:
         return usable - self._counts.stage_weight_bytes(stage)
 
     def kv_blocks(self, block_size: int, step_tokens: int = 0) -> int:
-        """Blocks of `block_size` tokens that every stage can hold: all stages share one block table.
-
-        Raises DoesNotFit if there is no room for one block beside the weights.
-        """
+        """Blocks that every stage can hold: all share one block table. Raises DoesNotFit if not one fits."""
         blocks = min(
             int(self.kv_bytes(stage, step_tokens) // (block_size * self._counts.kv_bytes_per_token(stage)))
             for stage in range(len(self._counts.stages))
@@ -58,7 +55,7 @@ class DeviceMemory:
         return blocks
 
     def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
-        """Blocks of this many tokens, all layers and all heads, in this much host memory."""
+        """Blocks with all layers and all heads."""
         model = self._counts.model
         per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * self._counts.precision.kv_bytes
         return int(host_bytes // (block_size * per_token))
@@ -74,7 +71,7 @@ class DeviceMemory:
         )
 
     def _advice(self) -> str:
-        """More stages of the same tensor degree, the first number that fits, or fewer bits."""
+        """The first number of stages that fits, or fewer bits."""
         counts, fitting = self._counts, []
         first, last = counts.layout.pipeline_parallel + 1, min(counts.model.num_layers, _MOST_STAGES)
         alone = replace(counts.layout, data_parallel=1)
@@ -139,7 +136,6 @@ class StepCosts:
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
     ) -> StepWork:
-        """Sum a micro-batch up for this model: see StepWork.of."""
         return StepWork.of(decode_contexts, chunks, sampled, self.counts.windows)
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
@@ -166,7 +162,6 @@ class StepCosts:
         return self._layers_seconds[tokens, stage]
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
-        """The attention of a stage's layers on the device."""
         return sum([self.operator_seconds(operator) for operator in self.counts.attention(work, stage)])
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
@@ -204,7 +199,6 @@ class StepCosts:
         return operator.flops / self._flops[operator.kind] > operator.bytes / self._bandwidth
 
     def kernel_seconds(self, work: StepWork, stage: int) -> float:
-        """The gaps between a stage's kernels."""
         is_last = stage == self.num_stages - 1
         ends = (stage == 0) + (_KERNELS_OF_HEAD if is_last and work.sampled else 0)
         kernels = self.counts.layers(stage) * self.efficiency.kernels_per_layer + ends
@@ -221,7 +215,7 @@ class StepCosts:
         return seconds + self._gather_seconds(work, stage) if gathers else seconds
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
-        """The KV of this many tokens between device and host, one way; the devices of all stages work at once."""
+        """The KV of these tokens between device and host, one way; the devices of all stages work at once."""
         return self._host.send_seconds(tokens * self.counts.kv_bytes_per_token(stage))
 
     def reload_seconds(self, stage: int) -> float:
@@ -229,10 +223,7 @@ class StepCosts:
         return self._host.send_seconds(self.counts.stage_weight_bytes(stage))
 
     def host_attention_seconds(self, context: int) -> float:
-        """One layer's decode attention on the CPU, all heads, for rows that read `context` keys in total (APEX).
-
-        Raises UsageError if the machine names no processor.
-        """
+        """One layer's decode attention over `context` keys on the CPU (APEX). Raises UsageError without a processor."""
         processor = self.machine.processor
         if processor is None:
             raise UsageError(f"{self.machine.name} names no processor for attention on the host")
@@ -252,7 +243,7 @@ class StepCosts:
         return self._host.send_seconds(there) + self._host.send_seconds(back)
 
     def _all_reduce_seconds(self, tokens: int, stage: int) -> float:
-        """One all-reduce of the hidden states of this many tokens; 0 without tensor parallelism."""
+        """One all-reduce; 0 without tensor parallelism."""
         return self._group[stage].all_reduce_seconds(self.counts.activation_bytes(tokens), self._degree)
 
     def _gather_seconds(self, work: StepWork, stage: int) -> float:
@@ -263,7 +254,7 @@ class StepCosts:
         return self._group[stage].send_seconds(logits * (self._degree - 1))
 
     def _joining(self, stage: int, stages: int) -> Link:
-        """What joins the devices of this many stages from that one on, as programs reach it."""
+        """The link among the devices of this many stages, as programs reach it."""
         return self._reached(self.machine.link_among(stage * self._degree, stages * self._degree))
 
     def _reached(self, link: Link) -> Link:

@@ -224,7 +224,7 @@ class StepTimer:
         self._runner.execute(StepPlan(0, end=tuple(self._begun)))
 
     def _forward_seconds(self, sizes: Sequence[int]) -> float:
-        """Seconds of the layers over prompts of these sizes, in a whole step: its end displaces data of a CPU's caches."""
+        """Seconds of the layers over prompts of these sizes, in a whole step, whose end displaces a CPU's caches."""
         texts = [tuple(self._generator.randrange(self._runner.config.vocab_size) for _ in range(n)) for n in sizes]
         rows = [Row(-1 - n, 0, text, sample=True, new_blocks=(n,)) for n, text in enumerate(texts)]
         step = self._runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
