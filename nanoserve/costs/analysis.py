@@ -51,9 +51,7 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class Analysis:
     """A model on a machine, for requests of one length. Raises DoesNotFit if weights leave no room for keys and values.
-
-    Decoding is looked at in the middle of the answer, but memory must hold whole sequences.
-    """
+    Decoding is looked at in the middle of the answer, but memory must hold whole sequences."""
 
     def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int) -> None:
         self.costs, self.input_tokens, self.output_tokens = costs, input_tokens, output_tokens
@@ -124,10 +122,8 @@ class Analysis:
         return [row for row in rows if row.seconds]
 
     def _round_seconds(self, work: StepWork, sequences: int) -> float:
-        """Seconds until every micro-batch had its turn, one for each stage, if there are enough sequences.
-
-        The slowest stage sets the pace of a full pipeline; what one micro-batch needs alone is the least.
-        """
+        """Seconds until every micro-batch had its turn, one for each stage, if there are enough sequences. The slowest
+        stage sets the pace of a full pipeline; what one micro-batch needs alone is the least."""
         stages = range(self.costs.num_stages)
         pace = max(self.costs.stage_seconds(work, stage) + self.costs.send_seconds(work, stage) for stage in stages)
         return max(min(len(stages), sequences) * pace, self.costs.step_seconds(work))

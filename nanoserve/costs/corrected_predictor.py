@@ -44,7 +44,7 @@ class FactorFilter:
         self._variances = defaultdict[str, float](lambda: _NOISE**2)  # of numbers around their expectation, by kind
 
     def observe(self, kind: str, gradient: Vector, error: float) -> None:
-        """Take in a number of a kind: how its logarithm grows with those of the factors, and log(measured / expected)."""
+        """Take in a number of a kind: how its logarithm grows with each factor's, and log(measured / expected)."""
         variance = self._variances[kind]
         along = self._covariance @ gradient
         known = float(along @ gradient)
@@ -209,10 +209,8 @@ class CorrectedPredictor:
         return layers
 
     def _pipelined(self, work: StepFeatures) -> list[Term]:
-        """Layers of two sub-batches: while the device computes one, the CPU attends for the other, and both wait.
-
-        The rows differ from layer to layer: rows whose tokens were under way skip the layers that they have passed.
-        """
+        """Layers of two sub-batches: while the device computes one, the CPU attends for the other, and both wait. The
+        rows differ from layer to layer: rows whose tokens were under way skip the layers that they have passed."""
         host = (*work.host, *work.host_second)
         changes = {0, self.num_layers, *(batch.first_layer for batch in host), *(batch.attended for batch in host)}
         attention, layers = self._device_attention(work), list[Term]()

@@ -251,10 +251,8 @@ def tensor_degrees(model: ModelConfig) -> list[int]:
 def stage_layers(
     model: ModelConfig, pipeline_parallel: int, pipeline_split: Sequence[int] | None = None, *, asked: str | None = None
 ) -> tuple[range, ...]:
-    """The layers of each stage, by `pipeline_split` or by cost. `asked` stands for --pp in errors.
-
-    Raises UsageError if the stages cannot be filled, or the split is not one of this model's layers.
-    """
+    """The layers of each stage, by `pipeline_split` or by cost. `asked` stands for --pp in errors. Raises UsageError if
+    the stages cannot be filled, or the split is not one of this model's layers."""
     if pipeline_parallel < 1:
         raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
     if pipeline_parallel > model.num_layers:

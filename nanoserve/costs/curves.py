@@ -77,9 +77,7 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
 
     def at(self, batch: float, context: float) -> float:
         """Seconds for `batch` sequences of `context` keys each, on a line over the contexts, then one over the batches.
-
-        Beyond the last sizes it grows in proportion, as reading bytes does: extended lines might cross.
-        """
+        Beyond the last sizes it grows in proportion, as reading bytes does: extended lines might cross."""
         if batch <= 0:
             return 0.0
         most, longest = self.batches[-1], self.contexts[-1]

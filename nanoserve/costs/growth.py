@@ -74,10 +74,8 @@ class GrowthForecast:
         return math.sqrt(shares @ (lengths - shares @ lengths) ** 2)
 
     def expected_growth(self, running: SequenceOf[Sequence]) -> int:
-        """Tokens by which the running sequences together will at most exceed what they hold now, prompts included.
-
-        Some standard deviations of the sum of the lengths are added, or every second forecast would be too low.
-        """
+        """Tokens by which the running sequences together will at most exceed what they hold now, prompts included. Some
+        standard deviations of the sum of the lengths are added, or every second forecast would be too low."""
         futures = sorted(((self.remaining(sequence), len(sequence.tokens)) for sequence in running), reverse=True)
         peak = held = 0
         # From the last to end to the first: when the one with `remaining` ends, all before it in the list still run.

@@ -26,9 +26,7 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     """Factors between what data sheets promise and what programs reach; docs/costs.md gives each default's source.
-
-    Shares do not apply to figures marked as measured.
-    """
+    Shares do not apply to figures marked as measured."""
 
     matrix: _Share = 0.7  # of a device's operations, for matrix products
     attention: _Share = 0.5  # of a device's operations, for the attention of prompts
@@ -94,10 +92,8 @@ class Link:
         return self.latency + num_bytes / self.bandwidth
 
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
-        """A ring moves 2 (t - 1) / t of the bytes of each of t devices, reduce-scatter then all-gather.
-
-        The shortest way there and back is a tree: 2 ceil(log2 t) messages after one another.
-        """
+        """A ring moves 2 (t - 1) / t of the bytes of each of t devices, reduce-scatter then all-gather. The shortest
+        way there and back is a tree: 2 ceil(log2 t) messages after one another."""
         if devices == 1:
             return 0.0
         return 2 * (devices - 1).bit_length() * self.latency + 2 * (devices - 1) / devices * num_bytes / self.bandwidth
@@ -119,9 +115,7 @@ class Machine:
 
     def link_among(self, first: int, count: int) -> Link:
         """What joins ``count`` devices from the one numbered ``first``: the node's link, or the network between nodes.
-
-        Raises UsageError for several nodes without a network.
-        """
+        Raises UsageError for several nodes without a network."""
         if first // self.devices_per_node == (first + count - 1) // self.devices_per_node:
             return self.link
         if self.network is None:
@@ -207,10 +201,8 @@ AnyEntry = TypeVar("AnyEntry", _DeviceEntry, _LinkEntry, _ProcessorEntry, _Machi
 
 
 def load_machine(name: str) -> Machine:
-    """A machine or device of the shipped table, or the only one of a TOML file, which adds to that table.
-
-    Raises UsageError for an unknown name, listing the known ones, and for what is wrong in a file, naming the key.
-    """
+    """A machine or device of the shipped table, or the only one of a TOML file, which adds to that table. Raises
+    UsageError for an unknown name, listing the known ones, and for what is wrong in a file, naming the key."""
     if name.endswith(".toml"):
         return _machine_of_file(Path(name))
     tables = _shipped()

@@ -20,16 +20,12 @@ class Predictor(Protocol):
         """The linear layers for this many tokens, with everything beside them except attention."""
 
     def attention_seconds(self, context_tokens: int) -> float:
-        """Decode attention on the device over `context_tokens` keys, summed over sequences.
-
-        With sliding windows this is an upper limit: the sequences' own lengths are not known.
-        """
+        """Decode attention on the device over `context_tokens` keys, summed over sequences. With sliding windows this
+        is an upper limit: the sequences' own lengths are not known."""
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of one prompt of this many tokens, from its beginning.
-
-        For several short prompts that is too much, for a chunk far into a prompt, which reads earlier keys, too little.
-        """
+        """Attention of one prompt of this many tokens, from its beginning. For several short prompts that is too much,
+        for a chunk far into a prompt, which reads earlier keys, too little."""
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
         """Decode attention on the CPU over this many keys, with moving queries, keys, values and results."""
@@ -48,10 +44,8 @@ class Predictor(Protocol):
 
 
 class CostPredictor:
-    """The cost model of the first stage, the mean over its layers. `layouts` are all, by number, for transitions.
-
-    A decode step of one stage takes ``num_layers * (linear_seconds + attention_seconds) + step_overhead_seconds``.
-    """
+    """The cost model of the first stage, the mean over its layers. `layouts` are all, by number, for transitions. A
+    decode step of one stage takes ``num_layers * (linear_seconds + attention_seconds) + step_overhead_seconds``."""
 
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
         self.num_layers = costs.num_layers

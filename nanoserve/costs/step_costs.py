@@ -29,10 +29,8 @@ class DeviceMemory:
         self._usable = machine.device.memory_bytes * efficiency.usable_memory
 
     def kv_bytes(self, stage: int, step_tokens: int = 0) -> float:
-        """Bytes left for keys and values on one device of the stage; negative if the weights do not fit.
-
-        A step that needs more than the rest of memory takes from the usable share, as an engine measures it.
-        """
+        """Bytes left for keys and values on one device of the stage; negative if the weights do not fit. A step that
+        needs more than the rest of memory takes from the usable share, as an engine measures it."""
         usable = self._usable
         if step_tokens:
             step = self._counts.step_bytes(step_tokens, stage)

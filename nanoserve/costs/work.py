@@ -32,10 +32,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         sampled: int | None = None,
         windows: Sequence[int] = (),
     ) -> "StepWork":
-        """Sum up rows; O(rows). Decode rows read these keys, their own included; None samples all rows.
-
-        ``windows`` are the model's, ascending. Raises UsageError for an empty context or chunk, or a negative position.
-        """
+        """Sum up rows; O(rows). Decode rows read these keys, their own included; None samples all rows. ``windows`` are
+        the model's, ascending. Raises UsageError for an empty context or chunk, or a negative position."""
         pieces = tuple(chunks)
         if decode_contexts and min(decode_contexts) < 1:
             raise UsageError(f"a decode row reads at least its own key, not {min(decode_contexts)}")

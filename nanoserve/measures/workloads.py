@@ -109,19 +109,15 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[t
 
 def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
     """The lengths in at most `limit` rows of a CSV trace with a header; its arrival times are for ``read_arrivals``.
-
-    Raises UsageError, naming the file, and the row (its line in the file) that makes no sense.
-    """
+    Raises UsageError, naming the file, and the row (its line in the file) that makes no sense."""
     known = "; ".join(" and ".join(pair) for pair in _LENGTH_COLUMNS)
     rows = _rows(path, limit, _LENGTH_COLUMNS, f"has none of these pairs of columns: {known}")
     return [RequestShape(*(_length(text, place) for place, text in row)) for row in rows]
 
 
 def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = False) -> list[float]:
-    """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows.
-
-    Raises UsageError as ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it.
-    """
+    """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows. Raises UsageError as
+    ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it."""
     known = ", ".join(name for (name,) in _TIME_COLUMNS)
     refusal, moments = f"tells no arrival times: it has none of {known}; give a rate", list[float]()
     for ((place, text),) in _rows(path, limit, _TIME_COLUMNS, refusal):

@@ -53,9 +53,7 @@ class Effort:
 
 def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:
     """Sample every point once a round, so that a busy moment spoils one sample of many points and no point as a whole.
-
-    The first call of each probe is a warm-up, which does not count unless there is no time for a second.
-    """
+    The first call of each probe is a warm-up, which does not count unless there is no time for a second."""
     announce("warming up ...")
     began = time.perf_counter()
     first = {name: _within_reason(points, effort.longest_sample) for name, points in probes.items()}
@@ -214,10 +212,8 @@ def fields_of(found: Samples, processor: HostProcessor) -> dict[str, Any]:
 
 
 def beside_host(found: Samples, most: float) -> float:
-    """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory.
-
-    A factor above ``most``, threads of both over those of the device, comes from other programs.
-    """
+    """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory. A
+    factor above ``most``, threads of both over those of the device, comes from other programs."""
     if "beside host" not in found:
         return 1.0
     (beside,), (alone,) = found["beside host"].values(), found["alone"].values()

@@ -24,9 +24,7 @@ def measure_scheduler(
     compute: Callable[[], object] = lambda: None,
 ) -> list[tuple[float, float]]:
     """Seconds of ``schedule`` and of ``apply`` in each step, with sequences that decode, at first ``context`` long.
-
-    ``compute`` runs untimed before each step and displaces data from the processor's caches, as in an engine.
-    """
+    ``compute`` runs untimed before each step and displaces data from the processor's caches, as in an engine."""
     scheduler = _running_scheduler(sequences, context, steps, policy)
     seconds = []
     was_enabled = gc.isenabled()

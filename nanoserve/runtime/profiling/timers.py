@@ -91,10 +91,8 @@ class KvRegions:
 
 
 def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, queries: int, keys: int) -> float:
-    """Seconds of one layer's attention on the device where the regions are. Sliding windows are not applied.
-
-    Each row has ``queries`` queries, at the end of ``keys`` keys.
-    """
+    """Seconds of one layer's attention on the device where the regions are. Sliding windows are not applied. Each row
+    has ``queries`` queries, at the end of ``keys`` keys."""
     (key_cache, value_cache), device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
     tokens, dtype, watch = rows * queries, regions.blocks.dtype, Stopwatch(device)
     out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
