@@ -21,28 +21,21 @@ class OperatorRow(msgspec.Struct, frozen=True):
     phase: str
     operator: str
     flops: float
-    bytes: float
-    """Of communication, those of the tensors."""
-    intensity: float | None
-    """Operations per byte; None where nothing is computed."""
+    bytes: float  # of communication, those of the tensors
+    intensity: float | None  # operations per byte; None where nothing is computed
     bound: Bound
     seconds: float
-    share: float
-    """Share of the step's time."""
+    share: float  # of the step's time
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     """Decoding with a batch of sequences on the devices of a replica."""
 
     batch: int
-    tpot: float
-    """Seconds from token to token of a sequence."""
-    tokens_per_second: float
-    """batch / tpot."""
-    tokens_per_second_with_prefill: float
-    """Output tokens over the time of their prompts and their own."""
-    kv_share: float
-    """Keys and values of whole sequences over the memory that weights leave; above 1 they do not fit."""
+    tpot: float  # seconds from token to token of a sequence
+    tokens_per_second: float  # batch / tpot
+    tokens_per_second_with_prefill: float  # output tokens over the time of their prompts and their own
+    kv_share: float  # keys and values of whole sequences over the memory that weights leave; above 1 they do not fit
 
     @property
     def fits(self) -> bool:

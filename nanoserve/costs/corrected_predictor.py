@@ -25,8 +25,7 @@ _DRIFT = 1e-4  # share of its logarithm that an unmeasured factor loses with eve
 _NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5  # relative scatter of measured numbers: initial, least and most
 _NOISE_RATE = 0.02
 
-Vector = NDArray[np.float64]
-"""A number for each factor."""
+Vector = NDArray[np.float64]  # a number for each factor
 
 
 class FactorFilter:
@@ -87,8 +86,7 @@ _PARTS: Final = {
 _STRATEGIES: Final[dict[Strategy, int]] = {"asymmetric": 18, "overlap": 19}
 _FACTORS: Final = 20
 
-Term = tuple[str, float, float]
-"""A part of a step: its name, its size, and its corrected seconds."""
+Term = tuple[str, float, float]  # a part of a step: its name, its size, and its corrected seconds
 
 
 def _prior() -> Vector:

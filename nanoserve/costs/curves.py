@@ -41,8 +41,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class MeasuredCurve(Measured, frozen=True, kw_only=True):
     """Times over one size (tokens, rows, bytes). Raises ValueError if these do not fit together."""
 
-    sizes: tuple[Size, ...]
-    """Ascending."""
+    sizes: tuple[Size, ...]  # ascending
     seconds: tuple[Seconds, ...]
     low: tuple[Seconds, ...]
     high: tuple[Seconds, ...]

@@ -35,8 +35,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     processor: _Share = 0.6  # of a CPU's memory bandwidth and operations, for attention
     usable_memory: _Share = 0.9
     """Share of a device's memory for weights and KV cache; the rest is for activations and libraries."""
-    kernel_seconds: _NotNegative = 3e-6
-    """Seconds from one kernel's end to the next one's full speed."""
+    kernel_seconds: _NotNegative = 3e-6  # seconds from one kernel's end to the next one's full speed
     kernels_per_layer: Annotated[int, msgspec.Meta(ge=0)] = 10
     """Norms, qkv, rotary embedding, cache write, attention, output, gate_up, activation, down; no all-reduces."""
     step_seconds: _NotNegative = 1e-3  # the host's work for a step
@@ -60,13 +59,10 @@ class Device(
     """What computes: a GPU, a CPU in its place, or the CPUs of a host. The names in profiles are older."""
 
     name: str
-    memory_bytes: _Above0 = 0.0
-    """Total bytes; 0 for the CPUs of a host, whose memory belongs to the machine."""
+    memory_bytes: _Above0 = 0.0  # total bytes; 0 for the CPUs of a host, whose memory belongs to the machine
     memory_bandwidth: _Above0  # bytes per second
-    flops: _Above0
-    """Operations per second of 16-bit matrix products; of a host's CPUs, of float32."""
-    measured: bool = False
-    """Whether the figures were reached, or printed in a data sheet."""
+    flops: _Above0  # operations per second of 16-bit matrix products; of a host's CPUs, of float32
+    measured: bool = False  # whether the figures were reached, or printed in a data sheet
 
     @property
     def intensity(self) -> float:
@@ -79,8 +75,7 @@ class Link:
     """What joins devices, or a device and its host."""
 
     name: str
-    bandwidth: float
-    """Bytes per second of one device in one direction; in an all-reduce, bus bandwidth."""
+    bandwidth: float  # bytes per second of one device in one direction; in an all-reduce, bus bandwidth
     latency: float  # seconds of a message beside its bytes
     measured: bool
 
@@ -129,10 +124,8 @@ class Machine:
 class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
     """The speeds that each worker reaches while all work: means over workers, measured within a second at a start."""
 
-    memory_bandwidth: _Above0
-    """Bytes of weights per second that products with a small batch read."""
-    flops: _Above0
-    """Operations per second of products with many rows, in the number format of the weights."""
+    memory_bandwidth: _Above0  # bytes of weights per second that products with a small batch read
+    flops: _Above0  # operations per second of products with many rows, in the number format of the weights
     host_link_bandwidth: _Above0
     """Bytes per second between the device and host memory, in the slower direction; on a CPU, copied within memory."""
     link_bandwidth: _Above0 = math.inf

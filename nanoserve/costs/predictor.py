@@ -1,7 +1,4 @@
-"""Predictor, by which policies know step times in advance, answered from the cost model or from a profile.
-
-CorrectedPredictor (corrected_predictor.py) corrects another Predictor by the steps that ran.
-"""
+"""Predictor, by which policies know step times in advance, answered from the cost model or from a profile."""
 
 from collections.abc import Sequence
 from typing import Protocol

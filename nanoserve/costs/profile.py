@@ -63,24 +63,20 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     schema: Literal["nanoserve-profile/2"]
     about: dict[str, Any]
     settings: dict[str, str | int]
-    foreign_cores: float | None
-    """Cores that other programs kept busy meanwhile; None if the system does not tell."""
+    foreign_cores: float | None  # cores that other programs kept busy meanwhile; None if the system does not tell
     model: ModelConfig
     bits: int  # of weights, keys and values
     device: Device
-    host: Device
-    """The best speeds of the device and of the CPU beside it; the same where the CPU is the device."""
+    host: Device  # the best speeds of the device and of the CPU beside it; the same where the CPU is the device
     memory: KvMemory
     linear: MeasuredCurve
     """A layer without attention, over tokens; embedding and last norm are divided between the layers."""
-    decode_attention: MeasuredGrid
-    """Attention of single tokens in one layer, on the device."""
+    decode_attention: MeasuredGrid  # attention of single tokens in one layer, on the device
     host_attention: MeasuredGrid
     """Attention by the threads in host memory, beside a busy device, until the result is back."""
     host_exchange: MeasuredCurve
     """Host attention for sequences of one key each, over rows: mostly the time of handing over."""
-    prefill_attention: MeasuredCurve
-    """Attention of one whole prompt in one layer, over tokens."""
+    prefill_attention: MeasuredCurve  # attention of one whole prompt in one layer, over tokens
     copy: MeasuredCurve
     """Between device memory and the CPU's, over bytes; one place to another where both are the same."""
     inputs: MeasuredCurve  # an executor's work in a step before the layers, over rows
@@ -144,8 +140,7 @@ class MeasuredTimes:
     def __init__(self, profile: Profile) -> None:
         model = profile.model
         self.profile, self.memory, self.num_layers = profile, profile.memory, model.num_layers
-        # By sliding window; a window of 0 sees all.
-        self._layers = Counter(model.sliding_window(layer) for layer in range(model.num_layers))
+        self._layers = Counter(map(model.sliding_window, range(model.num_layers)))  # by window; one of 0 sees all
         self._windows = tuple(sorted(window for window in self._layers if window))
         self._host_attention = profile.host_attention.less(profile.host_exchange).over_keys()
 

@@ -154,9 +154,8 @@ class StepCosts:
         if (tokens, stage) not in self._layers_seconds:
             factors, reduce = self.efficiency, self._all_reduce_seconds(tokens, stage)
             beside = factors.kernels_per_layer * factors.kernel_seconds + _ALL_REDUCES_PER_LAYER * reduce
-            products = self.counts.products(StepWork(decodes=tokens), stage)
-            seconds = self.counts.layers(stage) * beside + sum(map(self.operator_seconds, products))
-            self._layers_seconds[tokens, stage] = seconds
+            products = sum(map(self.operator_seconds, self.counts.products(StepWork(decodes=tokens), stage)))
+            self._layers_seconds[tokens, stage] = self.counts.layers(stage) * beside + products
         return self._layers_seconds[tokens, stage]
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
@@ -197,9 +196,8 @@ class StepCosts:
         return operator.flops / self._flops[operator.kind] > operator.bytes / self._bandwidth
 
     def kernel_seconds(self, work: StepWork, stage: int) -> float:
-        is_last = stage == self.num_stages - 1
-        ends = (stage == 0) + (_KERNELS_OF_HEAD if is_last and work.sampled else 0)
-        kernels = self.counts.layers(stage) * self.efficiency.kernels_per_layer + ends
+        head = _KERNELS_OF_HEAD if stage == self.num_stages - 1 and work.sampled else 0
+        kernels = self.counts.layers(stage) * self.efficiency.kernels_per_layer + (stage == 0) + head
         return kernels * self.efficiency.kernel_seconds
 
     def all_reduces(self, stage: int) -> int:
@@ -208,9 +206,8 @@ class StepCosts:
 
     def all_reduce_seconds(self, work: StepWork, stage: int) -> float:
         """All of a stage's all-reduces, and gathering the divided logits on the last one."""
-        seconds = self.all_reduces(stage) * self._all_reduce_seconds(work.tokens, stage)
-        gathers = stage == self.num_stages - 1 and work.sampled
-        return seconds + self._gather_seconds(work, stage) if gathers else seconds
+        one = self._all_reduce_seconds(work.tokens, stage)
+        return self.all_reduces(stage) * one + self._gather_seconds(work, stage)
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
         """The KV of these tokens between device and host, one way; the devices of all stages work at once."""
@@ -236,17 +233,17 @@ class StepCosts:
         if not rows:
             return 0.0
         counts = self.counts
-        number = rows * counts.model.head_dim * counts.precision.other_bytes
-        there, back = number * (counts.heads + 2 * counts.kv_heads), number * counts.heads
-        return self._host.send_seconds(there) + self._host.send_seconds(back)
+        size = rows * counts.model.head_dim * counts.precision.other_bytes
+        send = self._host.send_seconds
+        return send(size * (counts.heads + 2 * counts.kv_heads)) + send(size * counts.heads)
 
     def _all_reduce_seconds(self, tokens: int, stage: int) -> float:
         """One all-reduce; 0 without tensor parallelism."""
         return self._group[stage].all_reduce_seconds(self.counts.activation_bytes(tokens), self._degree)
 
     def _gather_seconds(self, work: StepWork, stage: int) -> float:
-        """The divided logits: one device receives all the others' parts."""
-        if self._degree == 1:
+        """The divided logits on the last stage: one device receives all the others' parts."""
+        if self._degree == 1 or stage < self.num_stages - 1 or not work.sampled:
             return 0.0
         logits = work.sampled * self.counts.vocabulary * self.counts.precision.other_bytes
         return self._group[stage].send_seconds(logits * (self._degree - 1))

@@ -8,19 +8,16 @@ import msgspec
 
 from nanoserve.errors import UsageError
 
-Chunk = tuple[int, int]
-"""First position and number of tokens of a prefill chunk; (0, n) is a whole prompt."""
+Chunk = tuple[int, int]  # first position and number of tokens of a prefill chunk; (0, n) is a whole prompt
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A micro-batch of decode rows, of one token each, and prefill chunks, summed up."""
 
     decodes: int = 0
-    decode_context: int = 0
-    """Keys that they read, their own included, summed over rows."""
+    decode_context: int = 0  # keys that they read, their own included, summed over rows
     chunks: tuple[Chunk, ...] = ()
-    sampled: int = 0
-    """Rows whose last position gets logits."""
+    sampled: int = 0  # rows whose last position gets logits
     windowed_decode_context: tuple[int, ...] = ()
     """The same sum for each sliding window of the model, ascending: a row reads no more keys than the window."""
 
@@ -68,10 +65,8 @@ class HostBatch(msgspec.Struct, frozen=True):
     """Host sequences that take part in a step and are equally far."""
 
     sequences: int
-    context_tokens: int
-    """Keys that their attention reads in each layer, summed over them."""
-    attended: int = 0
-    """Layers whose attention the CPU was given before the step; the last of them is not passed yet."""
+    context_tokens: int  # keys that their attention reads in each layer, summed over them
+    attended: int = 0  # layers whose attention the CPU was given before the step; the last of them is not passed yet
 
     @property
     def first_layer(self) -> int:
@@ -83,13 +78,11 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
     """A step, reduced to what its time depends on: from its plan before it runs, from its result afterwards."""
 
     strategy: Strategy
-    device: StepWork
-    """The rows whose KV is on the device."""
+    device: StepWork  # the rows whose KV is on the device
     host: tuple[HostBatch, ...] = ()
     """In an overlapped step, those that begin a token or join the device's rows; before the step, all that may. In an
     asymmetric one, sub-batch 0, with the device's rows."""
-    host_second: tuple[HostBatch, ...] = ()
-    """Sub-batch 1 of an asymmetric step."""
+    host_second: tuple[HostBatch, ...] = ()  # sub-batch 1 of an asymmetric step
 
     @property
     def sampled(self) -> int:

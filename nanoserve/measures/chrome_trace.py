@@ -11,7 +11,7 @@ _MICROSECONDS = 1e6
 
 
 class Track(NamedTuple):
-    """A line of bars within a group of tracks: a thread of a process, as the format calls them."""
+    """A line of bars in a group: a thread of a process, as the format calls them."""
 
     group: str
     name: str

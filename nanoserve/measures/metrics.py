@@ -67,7 +67,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A metric over repeated runs, such as seeds, which differ in arrivals and lengths."""
+    """A metric over repeated runs, such as seeds: mean, lowest and highest."""
 
     mean: float
     low: float
@@ -90,13 +90,10 @@ class Spread(msgspec.Struct, frozen=True):
 class BatchRates(msgspec.Struct, frozen=True):
     """Tokens per second of requests that were issued together."""
 
-    prefill: float
-    """Prompt tokens of all over the time until every request had its first token."""
-    decode: float | None
-    """Tokens after the first of all, over the time from there to the end; None if there are none."""
-    output: float
-    total: float
-    """All output tokens, and those with the prompts, over the whole time."""
+    prefill: float  # prompt tokens of all over the time until every request had its first token
+    decode: float | None  # tokens after the first of all, over the time from there to the end; None if there are none
+    output: float  # all output tokens over the whole time
+    total: float  # prompt and output tokens over the whole time
 
     @classmethod
     def of(cls, timings: Sequence[RequestTiming]) -> Self:

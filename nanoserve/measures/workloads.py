@@ -4,6 +4,7 @@ import csv
 import math
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -155,14 +156,12 @@ def _rows(path: Path, limit: int | None, known: Sequence[Sequence[str]], refusal
 
 def _moment(text: str, place: str) -> float:
     """Seconds; of a date, since 1970 as if it were in UTC: only differences are looked at."""
-    try:
+    seconds = math.nan
+    with suppress(ValueError):
+        seconds = datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+    with suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        try:
-            seconds = datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
-        except ValueError:
-            seconds = math.nan
-    if not -_LATEST <= seconds <= _LATEST:  # which a NaN is not, either
+    if not -_LATEST <= seconds <= _LATEST:  # nor is a NaN
         raise UsageError(f"{place}: {text!r:.60} is no time in seconds or as 2023-11-16 18:17:03.97")
     return seconds
 

@@ -26,10 +26,8 @@ from nanoserve.runtime.profiling.timers import (
 )
 from nanoserve.runtime.step.model_runner import ModelRunner
 
-Point = tuple[int, ...]
-"""The size or sizes at which something is timed."""
-Probe = Callable[[], float]
-"""Takes one sample, in seconds."""
+Point = tuple[int, ...]  # the size or sizes at which something is timed
+Probe = Callable[[], float]  # takes one sample, in seconds
 Probes = Mapping[str, Mapping[Point, Probe]]
 Sampled = Mapping[Point, Sequence[float]]
 Samples = dict[str, dict[Point, list[float]]]
@@ -123,12 +121,10 @@ class ProfileSizes:
     tokens: tuple[int, ...]  # of a step, for its layers
     prompts: tuple[int, ...]  # tokens of one prompt, for its attention
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    """Sequences, and keys of each, for decode attention on the device and in host memory."""
+    contexts: tuple[int, ...]  # sequences, and keys of each, for decode attention on the device and in host memory
     rows: tuple[int, ...]  # of a step, for its inputs, logits and scheduling
     copies: tuple[int, ...]  # bytes between device and host memory
-    kv_bytes: int
-    """Bytes of keys and values that attention is timed over, on the device and in host memory each."""
+    kv_bytes: int  # bytes of keys and values that attention is timed over, on the device and in host memory each
 
     def within(self, runner: ModelRunner, config: EngineConfig, *, rows: int, context: int) -> "ProfileSizes":
         """The sizes that an engine with at most these rows in a step and this context reaches with its KV cache.
