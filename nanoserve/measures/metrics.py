@@ -62,8 +62,8 @@ class Distribution(msgspec.Struct, frozen=True):
         known = np.array([value for value in values if value is not None], dtype=np.float64)
         if not known.size:
             return None
-        low, p50, p90, p99, high = np.percentile(known, (0, 50, 90, 99, 100)).tolist()
-        return cls(known.size, float(known.mean()), float(known.std()), low, p50, p90, p99, high)
+        found = known.mean(), known.std(), *np.percentile(known, (0, 50, 90, 99, 100))
+        return cls(known.size, *map(float, found))
 
 
 class Spread(msgspec.Struct, frozen=True):

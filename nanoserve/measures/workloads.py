@@ -47,7 +47,7 @@ class LocalCase(NamedTuple):
 
     name: str
     shapes: Sequence[RequestShape]
-    warm_up: Sequence[RequestShape]  # these run before, unmeasured
+    warm_up: Sequence[RequestShape]  # run before them, unmeasured
     announced: str  # what is measured, in words
 
 

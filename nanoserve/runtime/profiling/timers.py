@@ -24,8 +24,7 @@ from triton_ops import paged_attention
 _SAMPLE_SECONDS = 2e-3
 _MOST_CALLS = 50
 _GREEDY = SamplingParams(temperature=0.0)
-# Shorter steps (seconds) are run twice: in an engine a step finds its predecessor's data in the processor's caches.
-_BRIEF = 0.05
+_BRIEF = 0.05  # seconds; shorter steps run twice: in an engine a step finds its predecessor's data in the caches
 _MOST_DECODES = 64
 _BUSY_ROWS = 8
 
@@ -91,8 +90,8 @@ class KvRegions:
 
 
 def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, queries: int, keys: int) -> float:
-    """Seconds of one layer's attention on the device where the regions are. Sliding windows are not applied. Each row
-    has ``queries`` queries, at the end of ``keys`` keys."""
+    """Seconds of one layer's attention on the device of the regions, with ``queries`` queries at the end of the
+    ``keys`` keys of each row. Sliding windows are not applied."""
     (key_cache, value_cache), device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
     tokens, dtype, watch = rows * queries, regions.blocks.dtype, Stopwatch(device)
     out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
