@@ -8,10 +8,9 @@ import msgspec
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.costs.work import StepWork
 
-BLOCK_SIZE = 16
-
 Bound = Literal["compute", "memory", "link", "overhead"]
 
+BLOCK_SIZE = 16
 _ORDER = ("embedding", "qkv", "attention", "output", "router", "experts", "gate_up", "down", "head")
 
 

@@ -163,9 +163,8 @@ class CorrectedPredictor:
         self._filter.drift_back([*unmeasured, *(index for index in _STRATEGIES.values() if index != used)])
         device = work.device
         sizes = {"linear": device.tokens, "attention": device.decode_context, "overhead": work.sampled}
+        sizes["prefill attention"] = sum(device.chunks[-1]) if device.chunks else 0
         self._sizes |= {name: size for name, size in sizes.items() if size}
-        if device.chunks:
-            self._sizes["prefill attention"] = sum(device.chunks[-1])
 
     def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
         """Learn from the time of one layer's attention on the CPU."""
@@ -256,4 +255,5 @@ def _by_factor(terms: Iterable[Term]) -> Vector:
     for part, size, seconds in terms:
         for index, share in _PARTS[part].shares(size):
             found[index] += share * seconds
-    return found / found.sum()
+    found /= found.sum()
+    return found

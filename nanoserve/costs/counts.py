@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -110,12 +109,9 @@ def _layer_kinds(model: ModelConfig, layers: range) -> list[LayerKind]:
 
 
 class ModelCounts:
-    """What one device of a layout holds, reads and computes.
-
-    Tensor parallelism beyond the number of KV heads replicates these. Every device reads the whole activations
-    between operators. ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises UsageError
-    if the layout does not suit the model.
-    """
+    """What one device of a layout holds, reads and computes. Tensor parallelism beyond the number of KV heads
+    replicates these. Every device reads the whole activations between operators. ``pipeline_split`` gives the layers of
+    each stage; None divides them by cost. Raises UsageError if the layout does not suit the model."""
 
     def __init__(
         self,
@@ -284,12 +280,9 @@ def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Cut a row of costs into `stages` pieces, none empty; returns how many entries each has.
-
-    The dearest piece is as cheap as can be; of those divisions the most even one is taken (least sum of squares, so
-    that keys and values are spread well too), and of equally even ones that with the smaller first pieces.
-    O(stages * len(costs)^2).
-    """
+    """Cut a row of costs into `stages` pieces, none empty; returns how many entries each has. The dearest piece is as
+    cheap as can be; of those divisions the most even one is taken (least sum of squares, so that keys and values are
+    spread well too), and of equally even ones that with the smaller first pieces. O(stages * len(costs)^2)."""
     sums, positions = list(accumulate(costs, initial=0)), range(len(costs) + 1)
     dearest: list[float] = [0] + [inf] * len(costs)  # by position: the least if the pieces so far end there
     for _ in range(stages):
@@ -317,7 +310,7 @@ def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "
     """What the embedding, each layer and the head cost in a step with these chunks, as shares of the whole."""
 
     def cost(operators: Iterable[Operator]) -> float:
-        return sum(map(attrgetter(measure), operators))
+        return sum(operator.bytes if measure == "bytes" else operator.flops for operator in operators)
 
     def layer_cost(kind: LayerKind) -> float:
         """The cost of one such layer, in a model of this layer alone."""

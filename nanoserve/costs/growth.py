@@ -1,7 +1,6 @@
 """How far the running sequences will grow, estimated from the lengths of the answers that have ended.
 
-With nothing new admitted, every running sequence takes one more token per round until it ends and returns its blocks.
-The most that is ever held beyond what is held now is what a policy should keep free.
+With nothing new admitted, a policy should keep free the most that they will ever hold beyond what they hold now.
 """
 
 import math
@@ -21,11 +20,9 @@ _DEVIATIONS = 1.5  # added to what is expected: normally distributed sums of len
 
 
 class GrowthForecast:
-    """How far answers will grow, by the last thousand that ended and those that still run.
-
-    The first answers to end are the short ones, so running ones count too. Kaplan's and Meier's estimate (1958) of a
-    survival curve takes both into account.
-    """
+    """How far answers will grow, by the last thousand that ended and those that still run. The first answers to end are
+    the short ones, so running ones count too. Kaplan's and Meier's estimate (1958) of a survival curve takes both into
+    account."""
 
     def __init__(self) -> None:
         self._in_order_of_time = deque[int]()

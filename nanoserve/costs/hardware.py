@@ -33,8 +33,7 @@ class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     memory: _Share = 0.8  # of a device's memory bandwidth
     link: _Share = 0.75
     processor: _Share = 0.6  # of a CPU's memory bandwidth and operations, for attention
-    usable_memory: _Share = 0.9
-    """Share of a device's memory for weights and KV cache; the rest is for activations and libraries."""
+    usable_memory: _Share = 0.9  # of a device's memory, for weights and KV cache, not activations and libraries
     kernel_seconds: _NotNegative = 3e-6  # seconds from one kernel's end to the next one's full speed
     kernels_per_layer: Annotated[int, msgspec.Meta(ge=0)] = 10
     """Norms, qkv, rotary embedding, cache write, attention, output, gate_up, activation, down; no all-reduces."""
@@ -80,7 +79,6 @@ class Link:
     measured: bool
 
     def scaled(self, factor: float) -> "Link":
-        """The same with this many times the bandwidth."""
         return replace(self, bandwidth=self.bandwidth * factor)
 
     def send_seconds(self, num_bytes: float) -> float:
@@ -126,12 +124,9 @@ class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
 
     memory_bandwidth: _Above0  # bytes of weights per second that products with a small batch read
     flops: _Above0  # operations per second of products with many rows, in the number format of the weights
-    host_link_bandwidth: _Above0
-    """Bytes per second between the device and host memory, in the slower direction; on a CPU, copied within memory."""
-    link_bandwidth: _Above0 = math.inf
-    """Bytes per second between workers: bus bandwidth of an all-reduce. Infinite for one worker."""
-    link_latency: _NotNegative = 0.0
-    """Seconds of one message between them; an all-reduce over t workers takes 2 ceil(log2 t)."""
+    host_link_bandwidth: _Above0  # to host memory and back, the slower direction; on a CPU, copied within memory
+    link_bandwidth: _Above0 = math.inf  # between workers: bus bandwidth of an all-reduce; infinite for one worker
+    link_latency: _NotNegative = 0.0  # seconds of a message; an all-reduce over t workers takes 2 ceil(log2 t)
 
     def machine(self, *, devices: int, memory_bytes: float = 0.0, host_memory_bytes: float = 0.0) -> Machine:
         """A node of workers, each a device to the cost model. Memory that does not matter may be 0."""

@@ -122,5 +122,4 @@ class MeasuredPredictor:
         return self._profile.swap_seconds(context_tokens)
 
     def transition_seconds(self, layout: int) -> float:
-        """Infinite for any layout but the measured one."""
         return 0.0 if layout == 0 else float("inf")

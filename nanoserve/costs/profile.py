@@ -69,16 +69,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     device: Device
     host: Device  # the best speeds of the device and of the CPU beside it; the same where the CPU is the device
     memory: KvMemory
-    linear: MeasuredCurve
-    """A layer without attention, over tokens; embedding and last norm are divided between the layers."""
+    linear: MeasuredCurve  # a layer without attention, over tokens, with its share of embedding and last norm
     decode_attention: MeasuredGrid  # attention of single tokens in one layer, on the device
-    host_attention: MeasuredGrid
-    """Attention by the threads in host memory, beside a busy device, until the result is back."""
-    host_exchange: MeasuredCurve
-    """Host attention for sequences of one key each, over rows: mostly the time of handing over."""
+    host_attention: MeasuredGrid  # by the threads in host memory, beside a busy device, until the result is back
+    host_exchange: MeasuredCurve  # host attention over rows of one key each: mostly the time of handing over
     prefill_attention: MeasuredCurve  # attention of one whole prompt in one layer, over tokens
-    copy: MeasuredCurve
-    """Between device memory and the CPU's, over bytes; one place to another where both are the same."""
+    copy: MeasuredCurve  # from device memory to the CPU's, over bytes; within it where both are the same
     inputs: MeasuredCurve  # an executor's work in a step before the layers, over rows
     head: MeasuredCurve  # logits and greedy sampling, over sampled rows
     engine: MeasuredCurve  # scheduling, and taking answers in, over rows
@@ -207,7 +203,16 @@ def calibrate(profile: Profile) -> Efficiency:
     never above 1: what a small model reads from the processor's caches counts as read at full bandwidth.
     """
     found = _Fit(profile).efficiency()
-    step_seconds, row_seconds = _host_line(profile, found)
+    costs = msgspec.structs.replace(profile, efficiency=found).step_costs()
+
+    def beside(rows: int) -> float:
+        """What a step takes beside its layers and beside the logits that the model counts."""
+        head = costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
+        return max(0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head)
+
+    few, many = profile.inputs.sizes[0], profile.inputs.sizes[-1]
+    row_seconds = max(0.0, (beside(many) - beside(few)) / (many - few))
+    step_seconds = max(0.0, beside(few) - few * row_seconds)
     return msgspec.structs.replace(found, step_seconds=step_seconds, row_seconds=row_seconds)
 
 
@@ -264,19 +269,6 @@ class _Fit:
         gaps = np.maximum(0.0, ((times - model) / times**2).sum(axis=1) / (1 / times**2).sum())
         best = int(np.argmin((((model + gaps[:, None]) / times - 1) ** 2).sum(axis=1)))
         return float(shares[best]), float(gaps[best]) / Efficiency().kernels_per_layer
-
-
-def _host_line(profile: Profile, found: Efficiency) -> tuple[float, float]:
-    """(step_seconds, row_seconds): what a step takes beside its layers and beside the logits that the model counts."""
-    costs = msgspec.structs.replace(profile, efficiency=found).step_costs()
-
-    def beside(rows: int) -> float:
-        head = costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
-        return max(0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head)
-
-    few, many = profile.inputs.sizes[0], profile.inputs.sizes[-1]
-    row_seconds = max(0.0, (beside(many) - beside(few)) / (many - few))
-    return max(0.0, beside(few) - few * row_seconds), row_seconds
 
 
 def read_profile(path: Path) -> Profile:

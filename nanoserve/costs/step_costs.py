@@ -95,10 +95,8 @@ class DeviceMemory:
 
 class StepCosts:
     """The times of one replica of a model on a machine; the data parallel degree of the layout is ignored.
-
     ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises UsageError if the layout does
-    not suit the model or the machine.
-    """
+    not suit the model or the machine."""
 
     def __init__(
         self,
@@ -111,8 +109,7 @@ class StepCosts:
     ) -> None:
         self.machine, self.efficiency = machine, efficiency or Efficiency()
         self.counts = ModelCounts(model, layout, precision, pipeline_split)
-        self.layout = self.counts.layout
-        self.num_layers = model.num_layers
+        self.layout, self.num_layers = self.counts.layout, model.num_layers
         self.num_stages = self.layout.pipeline_parallel
         self.memory = DeviceMemory(self.counts, machine, self.efficiency)
         device, factors = machine.device, Efficiency.ideal() if machine.device.measured else self.efficiency

@@ -97,11 +97,9 @@ def chunk_keys(start: int, length: int, window: int = 0) -> int:
 
 
 def chunk_pairs(start: int, length: int, window: int = 0) -> int:
-    """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that is less.
-
-    For a whole prompt of n tokens without a window that is n (n + 1) / 2, half of the square that Seesaw's Appendix A
-    prints: a prompt's attention takes 2 b hq s^2 d operations and not 4.
-    """
+    """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that is less. For a whole
+    prompt of n tokens without a window that is n (n + 1) / 2, half of the square that Seesaw's Appendix A prints: a
+    prompt's attention takes 2 b hq s^2 d operations and not 4."""
     if not window:
         return length * start + length * (length + 1) // 2
     growing = max(0, min(length, window - 1 - start))  # positions that see less than a whole window

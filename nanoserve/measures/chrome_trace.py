@@ -18,11 +18,9 @@ class Track(NamedTuple):
 
 
 class ChromeTraceFile:
-    """A context that writes events to a JSON array in the trace event format.
-
-    The array may end anywhere: what is in the file after a ``flush`` can be looked at, even if nothing follows it.
-    Every method raises RuntimeFailure if the file cannot be written.
-    """
+    """A context that writes events to a JSON array in the trace event format. The array may end anywhere: what is in
+    the file after a ``flush`` can be looked at, even if nothing follows it. Every method raises RuntimeFailure if the
+    file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,7 +62,6 @@ class ChromeTraceFile:
             self._file.close()
 
     def _group(self, name: str) -> int:
-        """Number of the group; its name is written before its first event."""
         if name not in self._groups:
             self._groups[name] = number = len(self._groups)
             self._write({"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}})

@@ -16,8 +16,7 @@ class RequestTiming(msgspec.Struct, frozen=True):
     """When the tokens of one request became known."""
 
     input_tokens: int
-    token_times: tuple[float, ...]
-    """Seconds from the request's issue to each of its output tokens, at least one, in order."""
+    token_times: tuple[float, ...]  # seconds from the request's issue to each output token, one at least, in order
 
     @property
     def output_tokens(self) -> int:

@@ -74,8 +74,7 @@ PRESETS: dict[str, Preset] = {
 }
 """nano-vllm is the setting of that project's benchmark; the others are a quarter and an eighth of its lengths."""
 
-_TIME_COLUMNS = (("TIMESTAMP",), ("arrived_at",), ("arrival_time",))
-"""Azure's moments of a calendar (ISO 8601), vidur's seconds, and seconds."""
+_TIME_COLUMNS = (("TIMESTAMP",), ("arrived_at",), ("arrival_time",))  # Azure's dates (ISO 8601); seconds, as vidur's
 _LENGTH_COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),  # Azure LLM inference traces
     ("num_prefill_tokens", "num_decode_tokens"),  # vidur's processed traces

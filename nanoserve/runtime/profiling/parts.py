@@ -45,8 +45,7 @@ class Effort:
     fewest_rounds: int
     most_rounds: int  # both hold whatever rounds take. A point that no round reaches keeps its warm-up's sample
     longest_sample: float  # seconds. If a size takes longer, larger ones are not measured
-    repeat_seconds: float = 0.0
-    """Points that take less are sampled a few times within a round, until this much time has passed."""
+    repeat_seconds: float = 0.0  # faster points are sampled a few times in a round, until this much time has passed
 
 
 def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:
@@ -173,7 +172,7 @@ def open_probes(
     on_host = regions(device=torch.device("cpu"))
     host = HostAttentionTimer(config, on_host, processor, device=device, keep_busy=keep_busy)
     try:
-        probes = {
+        probes: dict[str, Mapping[Point, Probe]] = {
             "layer": _over(steps.layer_seconds, sizes.tokens),
             "its attention": _over(lambda tokens: attention(*steps.attention_shape(tokens)), sizes.tokens),
             "decode_attention": _over(lambda batch, context: attention(batch, 1, context), *cells),

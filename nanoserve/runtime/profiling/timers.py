@@ -55,11 +55,9 @@ def _mean_seconds(sample: Callable[[], Iterable[float]]) -> float:
 
 
 class KvRegions:
-    """Random keys and values of one layer, in which consecutive calls read different blocks.
-
-    In a step each call reads another layer's cache. So there is one region for each layer of the model, or as many as
-    fit ``most_bytes``. The largest of ``calls`` (rows, keys of each) always has room.
-    """
+    """Random keys and values of one layer, in which consecutive calls read different blocks. In a step each call reads
+    another layer's cache. So there is one region for each layer of the model, or as many as fit ``most_bytes``. The
+    largest of ``calls`` (rows, keys of each) always has room."""
 
     def __init__(
         self,
@@ -108,11 +106,9 @@ def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, querie
 
 
 class HostAttentionTimer:
-    """Attention in host memory as in the engine, by a thread with cores of its own while the device computes.
-
-    A CPU shares the memory's bandwidth. Windows are not applied. The regions lie in host memory; ``keep_busy`` is a
-    piece of the device's work, a few milliseconds at most.
-    """
+    """Attention in host memory as in the engine, by a thread with cores of its own while the device computes. A CPU
+    shares the memory's bandwidth. Windows are not applied. The regions lie in host memory; ``keep_busy`` is a piece of
+    the device's work, a few milliseconds at most."""
 
     def __init__(
         self,
