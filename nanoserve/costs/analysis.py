@@ -8,42 +8,33 @@ import msgspec
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.costs.work import StepWork
 
-BLOCK_SIZE = 16
-
 Bound = Literal["compute", "memory", "link", "overhead"]
 
+BLOCK_SIZE = 16
 _ORDER = ("embedding", "qkv", "attention", "output", "router", "experts", "gate_up", "down", "head")
 
 
-class OperatorRow(msgspec.Struct, frozen=True, kw_only=True):
+class OperatorRow(msgspec.Struct, frozen=True):
     """One operator of a step, summed over layers and stages; on one device of each stage."""
 
     phase: str
-    """Prefill or decode."""
     operator: str
     flops: float
-    bytes: float
-    """For communication, those of the tensors."""
-    intensity: float | None
-    """Operations per byte; None where nothing is computed."""
+    bytes: float  # of communication, those of the tensors
+    intensity: float | None  # operations per byte; None where nothing is computed
     bound: Bound
     seconds: float
-    share: float
-    """Share of the step's time."""
+    share: float  # of the step's time
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     """Decoding with a batch of sequences on the devices of a replica."""
 
     batch: int
-    tpot: float
-    """Seconds from token to token of a sequence."""
-    tokens_per_second: float
-    """Output tokens of all sequences per second: batch / tpot."""
-    tokens_per_second_with_prefill: float
-    """Output tokens over the time of their prompts and their own."""
-    kv_share: float
-    """Keys and values of whole sequences over the memory that weights leave; above 1 they do not fit."""
+    tpot: float  # seconds from token to token of a sequence
+    tokens_per_second: float  # batch / tpot
+    tokens_per_second_with_prefill: float  # output tokens over the time of their prompts and their own
+    kv_share: float  # keys and values of whole sequences over the memory that weights leave; above 1 they do not fit
 
     @property
     def fits(self) -> bool:
@@ -52,9 +43,7 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class Analysis:
     """A model on a machine, for requests of one length. Raises DoesNotFit if weights leave no room for keys and values.
-
-    Decoding is looked at in the middle of the answer, but memory must hold whole sequences.
-    """
+    Decoding is looked at in the middle of the answer, but memory must hold whole sequences."""
 
     def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int) -> None:
         self.costs, self.input_tokens, self.output_tokens = costs, input_tokens, output_tokens
@@ -69,9 +58,7 @@ class Analysis:
 
     def default_batches(self) -> list[int]:
         """Powers of two up to the limit, the limit itself, and the power beyond it."""
-        powers = [1]
-        while powers[-1] <= self.largest_batch:
-            powers.append(powers[-1] * 2)
+        powers = (2**exponent for exponent in range(self.largest_batch.bit_length() + 1))
         return sorted({*powers, max(1, self.largest_batch)})
 
     def prefill_work(self) -> StepWork:
@@ -100,22 +87,13 @@ class Analysis:
         return self._round_seconds(self.prefill_work(), prompts) / prompts
 
     def operator_rows(self, phase: str, work: StepWork) -> list[OperatorRow]:
-        """Every part of a step on its way through all stages, in the order in which a layer runs them."""
+        """Every part of a step through all stages, in the order in which a layer runs them."""
         costs, stages = self.costs, range(self.costs.num_stages)
         step, rows = costs.step_seconds(work), list[OperatorRow]()
 
-        def add(name: str, bound: Bound, seconds: float, num_bytes: float = 0.0, flops: float = 0.0) -> None:
-            row = OperatorRow(
-                phase=phase,
-                operator=name,
-                flops=flops,
-                bytes=num_bytes,
-                intensity=flops / num_bytes if flops else None,
-                bound=bound,
-                seconds=seconds,
-                share=seconds / step,
-            )
-            rows.append(row)
+        def add(name: str, bound: Bound, seconds: float, size: float = 0.0, flops: float = 0.0) -> None:
+            intensity = flops / size if flops else None
+            rows.append(OperatorRow(phase, name, flops, size, intensity, bound, seconds, seconds / step))
 
         operators = [operator for stage in stages for operator in costs.counts.operators(work, stage)]
         for name in sorted({operator.name for operator in operators}, key=_ORDER.index):
@@ -136,10 +114,8 @@ class Analysis:
         return [row for row in rows if row.seconds]
 
     def _round_seconds(self, work: StepWork, sequences: int) -> float:
-        """Seconds until every micro-batch had its turn, one for each stage, if there are enough sequences.
-
-        The slowest stage sets the pace of a full pipeline; what one micro-batch needs alone is the least.
-        """
+        """Seconds until every micro-batch had its turn, one for each stage, if there are enough sequences. The slowest
+        stage sets the pace of a full pipeline; what one micro-batch needs alone is the least."""
         stages = range(self.costs.num_stages)
         pace = max(self.costs.stage_seconds(work, stage) + self.costs.send_seconds(work, stage) for stage in stages)
         return max(min(len(stages), sequences) * pace, self.costs.step_seconds(work))

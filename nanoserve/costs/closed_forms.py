@@ -1,8 +1,7 @@
-"""The closed forms that APEX's inequality gives, and those of the CS336 lecture on inference.
+"""The closed forms of APEX's inequality and of the CS336 lecture on inference. The exact model is held against them.
 
-They leave out embedding and head, activations, latencies and overheads, and take every efficiency for 1. Nothing in
-nanoserve decides by them: the exact model is held against them. Tlin and Tgatt are the device's seconds for a layer's
-linear part and decode attention, NC / NG is the CPU's decode attention over that of the device.
+They leave out embedding, head, activations, latencies and overheads. Tlin and Tgatt are the device's seconds for a
+layer's linear part and decode attention, NC / NG is the CPU's decode attention over that of the device.
 """
 
 

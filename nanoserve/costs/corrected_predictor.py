@@ -2,10 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, isfinite, log, log2, sqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,19 +25,16 @@ _DRIFT = 1e-4  # share of its logarithm that an unmeasured factor loses with eve
 _NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5  # relative scatter of measured numbers: initial, least and most
 _NOISE_RATE = 0.02
 
-Vector = NDArray[np.float64]
-"""A number for each factor: seconds that the factor scales, or their share of a measured number."""
+Vector = NDArray[np.float64]  # a number for each factor
 
 
 class FactorFilter:
-    """A Kalman filter over logarithms of factors; `prior` is their covariance before anything is measured.
+    """A Kalman filter over logarithms of factors, whose covariance before anything is measured is `prior`.
 
-    One number is measured of a step that has several parts. Least mean squares would give each part a share of the
-    error by its time, and take thousands of steps to tell parts apart that come together. The filter remembers which
-    combinations are known: the first steps with a prompt correct the time of prompts, not what decodes have shown.
-
-    In logarithms twice and half the time are equally wrong, no factor becomes negative, and a step in which the
-    machine stood still is off by 4 or so and not by a thousand deviations; of that, two deviations count.
+    One number is measured of a step that has several parts. The filter remembers which combinations are known: the
+    first steps with a prompt correct the time of prompts, not what decodes have shown. Least mean squares would take
+    thousands of steps for that. In logarithms twice and half the time are equally wrong, no factor becomes negative,
+    and a step in which the machine stood still is off by 4 or so, of which two deviations count.
     """
 
     def __init__(self, prior: Vector) -> None:
@@ -47,10 +43,7 @@ class FactorFilter:
         self._variances = defaultdict[str, float](lambda: _NOISE**2)  # of numbers around their expectation, by kind
 
     def observe(self, kind: str, gradient: Vector, error: float) -> None:
-        """Take in one number, of a kind with the same scatter.
-
-        `gradient` is how its logarithm grows with that of each factor, `error` the logarithm of measured over expected.
-        """
+        """Take in a number of a kind: how its logarithm grows with each factor's, and log(measured / expected)."""
         variance = self._variances[kind]
         along = self._covariance @ gradient
         known = float(along @ gradient)
@@ -69,19 +62,12 @@ class FactorFilter:
             self.mean[factor] *= 1.0 - _DRIFT
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Something that steps spend time on. Its factor is a line over the logarithm of its size."""
 
-    first: int
-    """Number of the part's first factor."""
+    first: int  # number of its first factor
     factors: int
-    smallest: int
-    """The logarithm (base 16) of the size of the first one."""
-
-    @property
-    def indices(self) -> range:
-        return range(self.first, self.first + self.factors)
+    smallest: int  # the logarithm (base 16) of the size of the first one
 
     def shares(self, size: float) -> tuple[tuple[int, float], ...]:
         """The factors between which a size lies, and how near it is to each; the outermost count beyond them, too."""
@@ -99,15 +85,15 @@ _PARTS: Final = {
 }
 _STRATEGIES: Final[dict[Strategy, int]] = {"asymmetric": 18, "overlap": 19}
 _FACTORS: Final = 20
-_NOTHING = np.zeros(_FACTORS)
+
+Term = tuple[str, float, float]  # a part of a step: its name, its size, and its corrected seconds
 
 
 def _prior() -> Vector:
     """Covariance: the sizes of a part are wrong alike, for the most part."""
     covariance = np.zeros((_FACTORS, _FACTORS))
-    for part in _PARTS.values():
-        indices = slice(part.first, part.first + part.factors)
-        covariance[indices, indices] = _COMMON**2 + _OWN**2 * np.eye(part.factors)
+    for first, factors, _ in _PARTS.values():
+        covariance[first : first + factors, first : first + factors] = _COMMON**2 + _OWN**2 * np.eye(factors)
     for index in _STRATEGIES.values():
         covariance[index, index] = _OF_STRATEGY**2
     return covariance
@@ -120,8 +106,7 @@ class CorrectedPredictor:
     decodes and of prompts, attention on the CPU, and what a step takes beside its layers. Each strategy that uses the
     host has one for the whole step. The same calls of ``observe`` and ``observe_host`` give the same predictions.
 
-    The host's factors are measured only if a policy uses the host. So without measurements they drift back to 1:
-    otherwise a CPU that was slow once would never be used again.
+    Without measurements the host's factors drift back to 1: otherwise a CPU that was slow once would never be used.
     """
 
     def __init__(self, base: Predictor) -> None:
@@ -147,8 +132,7 @@ class CorrectedPredictor:
         return self._factor("overhead", rows) * self._base.step_overhead_seconds(rows)
 
     def slowdown(self, strategy: Strategy) -> float:
-        index = _STRATEGIES.get(strategy)
-        learned = 1.0 if index is None else exp(self._filter.mean[index])
+        learned = exp(self._filter.mean[_STRATEGIES[strategy]]) if strategy in _STRATEGIES else 1.0
         return learned * self._base.slowdown(strategy)
 
     def swap_seconds(self, context_tokens: int) -> float:
@@ -160,37 +144,36 @@ class CorrectedPredictor:
 
     def step_seconds(self, work: StepFeatures) -> float:
         """The device's time of a step; an asymmetric one includes its waiting for the CPU."""
-        return float(self._step(work).sum()) * self.slowdown(work.strategy)
+        return _seconds(self._step(work)) * self.slowdown(work.strategy)
 
     def observe(self, work: StepFeatures, seconds: float) -> None:
-        """Learn from a step's time. Steps without device rows, which wait for the CPU, and times that are not positive
-        are ignored."""
+        """Learn from a step's time, unless it is not positive, or without device rows, which waits for the CPU."""
         if not work.device.tokens or not (seconds > 0 and isfinite(seconds)):
             return
         step = self._step(work)
-        predicted = float(step.sum())
+        predicted = _seconds(step)
         if predicted <= 0:
             return
-        gradient, used = step / predicted, _STRATEGIES.get(work.strategy)
+        gradient, used = _by_factor(step), _STRATEGIES.get(work.strategy)
         if used is not None:
             gradient[used] = 1.0
         self._filter.observe("step", gradient, log(seconds / (predicted * self.slowdown(work.strategy))))
-        self._filter.drift_back(index for index in _STRATEGIES.values() if index != used)
-        if used is None:
-            self._filter.drift_back(_PARTS["host attention"].indices)
+        host = _PARTS["host attention"]
+        unmeasured = range(host.first, host.first + host.factors) if used is None else ()
+        self._filter.drift_back([*unmeasured, *(index for index in _STRATEGIES.values() if index != used)])
         device = work.device
         sizes = {"linear": device.tokens, "attention": device.decode_context, "overhead": work.sampled}
+        sizes["prefill attention"] = sum(device.chunks[-1]) if device.chunks else 0
         self._sizes |= {name: size for name, size in sizes.items() if size}
-        if device.chunks:
-            self._sizes["prefill attention"] = sum(device.chunks[-1])
 
     def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
         """Learn from the time of one layer's attention on the CPU."""
         predicted = self.host_attention_seconds(sequences, context_tokens)
         if not (seconds > 0 and isfinite(seconds)) or predicted <= 0:
             return
-        gradient = self._part("host attention", context_tokens, predicted)
-        self._filter.observe("host", gradient / gradient.sum(), log(seconds / predicted))
+        self._filter.observe(
+            "host", _by_factor([("host attention", context_tokens, predicted)]), log(seconds / predicted)
+        )
         self._sizes["host attention"] = context_tokens
 
     @property
@@ -203,68 +186,74 @@ class CorrectedPredictor:
         mean = self._filter.mean
         return exp(sum([share * mean[index] for index, share in _PARTS[part].shares(size)]))
 
-    def _part(self, part: str, size: float, seconds: float) -> Vector:
-        """A part of that size and its seconds by the base, corrected."""
-        corrected, found = self._factor(part, size) * seconds, np.zeros(_FACTORS)
-        for index, share in _PARTS[part].shares(size):
-            found[index] = share * corrected
-        return found
+    def _term(self, part: str, size: float, seconds: float) -> Term:
+        return part, size, self._factor(part, size) * seconds
 
-    def _step(self, work: StepFeatures) -> Vector:
+    def _step(self, work: StepFeatures) -> list[Term]:
         """A step without the slowdown of its strategy."""
-        layers = self._pipelined(work) if work.strategy == "asymmetric" else self._united(work)
         rows = max(1, work.sampled)
-        return layers + self._part("overhead", rows, self._base.step_overhead_seconds(rows))
+        overhead = self._term("overhead", rows, self._base.step_overhead_seconds(rows))
+        return [overhead, *(self._pipelined(work) if work.strategy == "asymmetric" else self._united(work))]
 
-    def _united(self, work: StepFeatures) -> Vector:
+    def _united(self, work: StepFeatures) -> list[Term]:
         """All layers of one batch. Host rows that join in the middle of a layer pass its half and that of the next."""
         tokens = work.device.tokens
         alone = self._linear(tokens)
-        layers = self.num_layers * (alone + self._device_attention(work))
+        layers = _times(self.num_layers, alone + self._device_attention(work))
         for batch in work.host:
             halves = 1 if batch.attended in (0, self.num_layers) else 2
-            layers += halves / 2 * (self._linear(tokens + batch.sequences) - alone)
+            layers += _times(halves / 2, self._linear(tokens + batch.sequences)) + _times(-halves / 2, alone)
         return layers
 
-    def _pipelined(self, work: StepFeatures) -> Vector:
-        """Layers of two sub-batches: while the device computes one, the CPU attends for the other, and both wait.
-
-        The rows differ from layer to layer: rows whose tokens were under way skip the layers that they have passed.
-        """
+    def _pipelined(self, work: StepFeatures) -> list[Term]:
+        """Layers of two sub-batches: while the device computes one, the CPU attends for the other, and both wait. The
+        rows differ from layer to layer: rows whose tokens were under way skip the layers that they have passed."""
         host = (*work.host, *work.host_second)
         changes = {0, self.num_layers, *(batch.first_layer for batch in host), *(batch.attended for batch in host)}
-        attention, layers = self._device_attention(work), np.zeros(_FACTORS)
+        attention, layers = self._device_attention(work), list[Term]()
         for layer, until in pairwise(sorted(min(change, self.num_layers) for change in changes)):
             first = self._linear(work.device.tokens + _rows_in(layer, work.host)) + attention
             second = self._linear(_rows_in(layer, work.host_second))
-            layers += (until - layer) * max(first, self._cpu(layer, work.host_second), key=np.add.reduce)
-            layers += (until - layer) * max(second, self._cpu(layer, work.host), key=np.add.reduce)
+            layers += _times(until - layer, max(first, self._cpu(layer, work.host_second), key=_seconds))
+            layers += _times(until - layer, max(second, self._cpu(layer, work.host), key=_seconds))
         return layers
 
-    def _linear(self, tokens: int) -> Vector:
-        """The linear part of one layer."""
-        return self._part("linear", tokens, self._base.linear_seconds(tokens)) if tokens else _NOTHING
+    def _linear(self, tokens: int) -> list[Term]:
+        return [self._term("linear", tokens, self._base.linear_seconds(tokens))] if tokens else []
 
-    def _device_attention(self, work: StepFeatures) -> Vector:
+    def _device_attention(self, work: StepFeatures) -> list[Term]:
         """Attention of one layer. A chunk takes the difference of a prompt to its end and one to its beginning."""
         keys = work.device.decode_context
-        attention = self._part("attention", keys, self._base.attention_seconds(keys)) if keys else _NOTHING
+        attention = [self._term("attention", keys, self._base.attention_seconds(keys))] if keys else []
         for start, length in work.device.chunks:
             before = self._base.prefill_attention_seconds(start) if start else 0.0
             longer = max(0.0, self._base.prefill_attention_seconds(start + length) - before)
-            attention = attention + self._part("prefill attention", start + length, longer)
+            attention.append(self._term("prefill attention", start + length, longer))
         return attention
 
-    def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> Vector:
-        """Attention on the CPU for the rows that need it in that layer."""
+    def _cpu(self, layer: int, batches: Sequence[HostBatch]) -> list[Term]:
         attending = [batch for batch in batches if batch.attended <= layer]
-        keys = sum([batch.context_tokens for batch in attending])
-        if not keys:
-            return _NOTHING
-        rows = sum([batch.sequences for batch in attending])
-        return self._part("host attention", keys, self._base.host_attention_seconds(rows, keys))
+        keys, rows = sum([batch.context_tokens for batch in attending]), sum([batch.sequences for batch in attending])
+        return [self._term("host attention", keys, self._base.host_attention_seconds(rows, keys))] if keys else []
 
 
 def _rows_in(layer: int, batches: Iterable[HostBatch]) -> int:
-    """Rows in the linear part of that layer."""
     return sum([batch.sequences for batch in batches if batch.first_layer <= layer])
+
+
+def _times(number: float, terms: Iterable[Term]) -> list[Term]:
+    return [(part, size, number * seconds) for part, size, seconds in terms]
+
+
+def _seconds(terms: Iterable[Term]) -> float:
+    return sum([seconds for _, _, seconds in terms])
+
+
+def _by_factor(terms: Iterable[Term]) -> Vector:
+    """The share of the terms' seconds that each factor scales."""
+    found = np.zeros(_FACTORS)
+    for part, size, seconds in terms:
+        for index, share in _PARTS[part].shares(size):
+            found[index] += share * seconds
+    found /= found.sum()
+    return found

@@ -51,12 +51,11 @@ class Precision:
 
     @classmethod
     def of(cls, bits: int) -> "Precision":
-        """Every number in this many bits."""
         return cls(weight_bits=bits, kv_bits=bits, other_bits=bits)
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes per weight of a layer, its share of the scales included."""
+        """Bytes of a weight and its share of the scales."""
         return STORED_BITS[self.weight_bits] / 8
 
     @property
@@ -72,22 +71,19 @@ class Operator(msgspec.Struct, frozen=True):
     """One operator of a step on one device, in several layers together."""
 
     name: str
-    """Qkv, attention, output, gate_up, down, experts, router, embedding, head."""
     kind: OperatorKind
     flops: float
     weight_bytes: float
     kv_bytes: float
     activation_bytes: float
-    """Bytes that the operator reads and writes."""
 
     @property
     def bytes(self) -> float:
-        """All bytes that move between memory and processor."""
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
     @property
     def intensity(self) -> float:
-        """Operations per byte: the lecture's arithmetic intensity, definition 1."""
+        """Operations per byte (the lecture, definition 1)."""
         return self.flops / self.bytes if self.flops else 0.0
 
 
@@ -96,27 +92,26 @@ class Matrix(msgspec.Struct, frozen=True):
 
     name: str
     weights: int
-    activations: int
-    """Numbers read and written for one token."""
+    activations: int  # numbers read and written for one token
     bytes_per_weight: float
-    reached: float = 1.0
-    """The share of the experts that one token is sent to; 1 for other matrices."""
+    reached: float = 1.0  # the share of the experts that one token is sent to
 
 
 class LayerKind(NamedTuple):
-    """Layers that cost the same: those with equal window and feed-forward part."""
+    """Layers of one kind cost the same."""
 
     window: int
     sparse: bool
 
 
-class ModelCounts:
-    """What one device of a layout holds, reads and computes.
+def _layer_kinds(model: ModelConfig, layers: range) -> list[LayerKind]:
+    return [LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in layers]
 
-    Beyond the number of KV heads, tensor parallelism replicates these. Every device reads the whole activations
-    between the operators. ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises
-    UsageError if the layout does not suit the model.
-    """
+
+class ModelCounts:
+    """What one device of a layout holds, reads and computes. Tensor parallelism beyond the number of KV heads
+    replicates these. Every device reads the whole activations between operators. ``pipeline_split`` gives the layers of
+    each stage; None divides them by cost. Raises UsageError if the layout does not suit the model."""
 
     def __init__(
         self,
@@ -135,18 +130,19 @@ class ModelCounts:
         self.heads = model.num_heads // degree
         self.kv_heads = max(1, model.num_kv_heads // degree)
         self.windows = tuple(sorted({window for window in model.sliding_windows if window}))
-        self.stages = tuple(self._stage_kinds(pipeline_split))
+        stages = self.layout.pipeline_parallel
+        layers = stage_layers(model, stages, pipeline_split, asked=f"{stages} pipeline stages")
+        self.stages = tuple(dict(Counter(_layer_kinds(model, stage))) for stage in layers)
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
         self.head = self._matrix("head", model.hidden_size, self.vocabulary, self.precision.other_bytes)
         self._matrices = {kind: tuple(self._layer_matrices(kind)) for stage in self.stages for kind in stage}
 
     def layers(self, stage: int) -> int:
-        """How many layers a stage has."""
         return sum(self.stages[stage].values())
 
     def operators(self, work: StepWork, stage: int) -> list[Operator]:
-        """Everything that one device of the stage does for this work, communication aside; nothing for no tokens."""
+        """Everything that one device of the stage does for this work, communication aside."""
         embedding = [self.embedding(work.tokens)] if stage == 0 and work.tokens else []
         return [*embedding, *self.products(work, stage), *self.attention(work, stage)]
 
@@ -163,14 +159,9 @@ class ModelCounts:
     def product(self, matrix: Matrix, tokens: int, layers: int = 1) -> Operator:
         """The matrix applied to these tokens. Reading experts is the expectation if each token chooses evenly."""
         read = matrix.weights * (1 - (1 - matrix.reached) ** tokens)
-        return Operator(
-            matrix.name,
-            "matrix",
-            flops=2.0 * matrix.weights * matrix.reached * tokens * layers,
-            weight_bytes=read * matrix.bytes_per_weight * layers,
-            kv_bytes=0.0,
-            activation_bytes=matrix.activations * tokens * self.precision.other_bytes * layers,
-        )
+        flops, weight_bytes = 2.0 * matrix.weights * matrix.reached * tokens, read * matrix.bytes_per_weight
+        activation_bytes = matrix.activations * tokens * self.precision.other_bytes
+        return Operator(matrix.name, "matrix", flops * layers, weight_bytes * layers, 0.0, activation_bytes * layers)
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
         """Attention of a stage's layers. Prompts and single rows are apart: they run in different kernels."""
@@ -193,17 +184,13 @@ class ModelCounts:
         return Operator("embedding", "look-up", 0.0, rows / self.layout.tensor_parallel, 0.0, rows)
 
     def stage_weight_bytes(self, stage: int) -> float:
-        """Bytes of weights that one device of the stage holds."""
-        layers = sum(
-            count * sum(matrix.weights * matrix.bytes_per_weight for matrix in self._matrices[kind])
-            for kind, count in self.stages[stage].items()
-        )
+        kinds = self.stages[stage].items()
+        layers = sum(count * sum(m.weights * m.bytes_per_weight for m in self._matrices[kind]) for kind, count in kinds)
         shares_one = self.model.tie_word_embeddings and len(self.stages) == 1
         tables = (stage == 0) + (stage == len(self.stages) - 1 and not shares_one)
         return layers + self.head.weights * self.precision.other_bytes * tables
 
     def kv_bytes_per_token(self, stage: int) -> float:
-        """Bytes of keys and values that one device of the stage keeps for a token."""
         return self.layers(stage) * self.layer_kv_bytes
 
     @property
@@ -212,38 +199,27 @@ class ModelCounts:
 
     @property
     def layer_flops_per_pair(self) -> float:
-        """Operations of a layer for one query and one key: a multiply-add for the score, one for the value."""
+        """A multiply-add for the score of a query and a key, and one for the value."""
         return 4.0 * self.heads * self.model.head_dim
 
     def step_bytes(self, tokens: int, stage: int) -> float:
-        """Bytes that a step of this many tokens holds at once on one device: the widest part of a layer, and on the
-        last stage the logits of the sampled rows."""
+        """Bytes that a step holds at once: the widest part of a layer, and on the last stage the logits."""
         parts = [part for kind in self.stages[stage] for part in (self._matrices[kind][:2], self._matrices[kind][2:])]
         widest = self.model.hidden_size + max(sum(matrix.activations for matrix in part) for part in parts)
         rows = min(tokens, _SAMPLED_ROWS) if stage == len(self.stages) - 1 else 0
         return tokens * widest * self.precision.other_bytes + rows * self.model.vocab_size * _BYTES_PER_LOGIT
 
     def activation_bytes(self, tokens: int) -> float:
-        """Bytes of the hidden states of this many tokens, which all-reduces sum and stages send on."""
+        """Bytes of hidden states, which all-reduces sum and stages send on."""
         return tokens * self.model.hidden_size * self.precision.other_bytes
-
-    def _stage_kinds(self, pipeline_split: Sequence[int] | None) -> Iterator[dict[LayerKind, int]]:
-        model, stages = self.model, self.layout.pipeline_parallel
-        for layers in stage_layers(model, stages, pipeline_split, asked=f"{stages} pipeline stages"):
-            yield dict(Counter(LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in layers))
 
     def _matrix(self, name: str, inputs: int, outputs: int, per_weight: float | None = None) -> Matrix:
         return Matrix(name, inputs * outputs, inputs + outputs, per_weight or self.precision.weight_bytes)
 
     def _layer_matrices(self, kind: LayerKind) -> Iterator[Matrix]:
-        model, hidden, size, degree = (
-            self.model,
-            self.model.hidden_size,
-            self.model.head_dim,
-            self.layout.tensor_parallel,
-        )
-        yield self._matrix("qkv", hidden, (self.heads + 2 * self.kv_heads) * size)
-        yield self._matrix("output", self.heads * size, hidden)
+        model, degree, hidden = self.model, self.layout.tensor_parallel, self.model.hidden_size
+        yield self._matrix("qkv", hidden, (self.heads + 2 * self.kv_heads) * model.head_dim)
+        yield self._matrix("output", self.heads * model.head_dim, hidden)
         if not kind.sparse or model.moe is None:
             inner = -(-model.intermediate_size // degree)
             yield self._matrix("gate_up", hidden, 2 * inner)
@@ -257,33 +233,22 @@ class ModelCounts:
 
     def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: int, layers: int) -> Operator:
         query = self.heads * self.model.head_dim * self.precision.other_bytes  # is read, and as much is written
-        return Operator(
-            "attention",
-            kind,
-            flops=self.layer_flops_per_pair * pairs * layers,
-            weight_bytes=0.0,
-            kv_bytes=keys * self.layer_kv_bytes * layers,
-            activation_bytes=2 * tokens * query * layers,
-        )
+        flops, kv_bytes = self.layer_flops_per_pair * pairs * layers, keys * self.layer_kv_bytes * layers
+        return Operator("attention", kind, flops, 0.0, kv_bytes, activation_bytes=2 * tokens * query * layers)
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Tensor parallel degrees that divide the heads."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
-    return [
-        degree
-        for degree in range(1, heads + 1)
-        if heads % degree == 0 and max(degree, kv_heads) % min(degree, kv_heads) == 0
-    ]
+    divisors = [degree for degree in range(1, heads + 1) if heads % degree == 0]
+    return [degree for degree in divisors if max(degree, kv_heads) % min(degree, kv_heads) == 0]
 
 
 def stage_layers(
     model: ModelConfig, pipeline_parallel: int, pipeline_split: Sequence[int] | None = None, *, asked: str | None = None
 ) -> tuple[range, ...]:
-    """The layers of each stage, by `pipeline_split` or by cost. `asked` is the option in errors; None stands for --pp.
-
-    Raises UsageError if the stages cannot be filled, or the split is not one of this model's layers.
-    """
+    """The layers of each stage, by `pipeline_split` or by cost. `asked` stands for --pp in errors. Raises UsageError if
+    the stages cannot be filled, or the split is not one of this model's layers."""
     if pipeline_parallel < 1:
         raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
     if pipeline_parallel > model.num_layers:
@@ -291,9 +256,14 @@ def stage_layers(
             f"{asked or f'--pp {pipeline_parallel}'}: the model has {model.num_layers} layers,"
             f" so there are at most {model.num_layers} stages"
         )
-    if pipeline_split is not None:
-        _check_split(pipeline_split, pipeline_parallel, model.num_layers)
-    sizes = pipeline_split or divide_layers(model, pipeline_parallel)
+    sizes = divide_layers(model, pipeline_parallel) if pipeline_split is None else pipeline_split
+    option = f"--pp-split {','.join(map(str, sizes))}"
+    if len(sizes) != pipeline_parallel:
+        raise UsageError(f"{option} names {len(sizes)} stages, but --pp is {pipeline_parallel}")
+    if min(sizes) < 1:
+        raise UsageError(f"{option}: every stage needs at least one layer")
+    if sum(sizes) != model.num_layers:
+        raise UsageError(f"{option} adds up to {sum(sizes)} layers, but the model has {model.num_layers}")
     return tuple(range(first, after) for first, after in pairwise(accumulate(sizes, initial=0)))
 
 
@@ -310,45 +280,30 @@ def divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
 
 
 def divide(costs: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Cut a row of costs into `stages` pieces, none empty; returns how many entries each has.
-
-    The dearest piece is as cheap as can be; of those divisions the most even one is taken (least sum of squares, so
-    that keys and values are spread well too), and of equally even ones that with the smaller first pieces.
-    O(stages * len(costs)^2).
-    """
-    sums = list(accumulate(costs, initial=0))
-    # By position: the least cost of the dearest piece if the pieces so far end there; then the best such division.
-    dearest: list[float] = [0] + [inf] * len(costs)
+    """Cut a row of costs into `stages` pieces, none empty; returns how many entries each has. The dearest piece is as
+    cheap as can be; of those divisions the most even one is taken (least sum of squares, so that keys and values are
+    spread well too), and of equally even ones that with the smaller first pieces. O(stages * len(costs)^2)."""
+    sums, positions = list(accumulate(costs, initial=0)), range(len(costs) + 1)
+    dearest: list[float] = [0] + [inf] * len(costs)  # by position: the least if the pieces so far end there
     for _ in range(stages):
         dearest = [
-            min((max(dearest[cut], sums[end] - sums[cut]) for cut in range(end)), default=inf)
-            for end in range(len(sums))
+            min((max(dearest[cut], sums[end] - sums[cut]) for cut in range(end)), default=inf) for end in positions
         ]
-    most = dearest[-1]
-    divisions: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(inf, ())] * len(costs)
+    # By position: the sum of squares and the pieces of the best division with no dearer piece.
+    best: list[tuple[float, tuple[int, ...]]] = [(0, ())] + [(inf, ())] * len(costs)
     for _ in range(stages):
-        divisions = [
+        best = [
             min(
                 (
-                    (divisions[cut][0] + (sums[end] - sums[cut]) ** 2, (*divisions[cut][1], end - cut))
+                    (best[cut][0] + (sums[end] - sums[cut]) ** 2, (*best[cut][1], end - cut))
                     for cut in range(end)
-                    if sums[end] - sums[cut] <= most
+                    if sums[end] - sums[cut] <= dearest[-1]
                 ),
                 default=(inf, ()),
             )
-            for end in range(len(sums))
+            for end in positions
         ]
-    return divisions[-1][1]
-
-
-def _check_split(split: Sequence[int], pipeline_parallel: int, num_layers: int) -> None:
-    told = f"--pp-split {','.join(map(str, split))}"
-    if len(split) != pipeline_parallel:
-        raise UsageError(f"{told} names {len(split)} stages, but --pp is {pipeline_parallel}")
-    if min(split) < 1:
-        raise UsageError(f"{told}: every stage needs at least one layer")
-    if sum(split) != num_layers:
-        raise UsageError(f"{told} adds up to {sum(split)} layers, but the model has {num_layers}")
+    return best[-1][1]
 
 
 def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "flops"]) -> list[float]:
@@ -364,7 +319,7 @@ def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "
         work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=alone.windows)
         return cost([*alone.products(work, 0), *alone.attention(work, 0)])
 
-    kinds = [LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in range(model.num_layers)]
+    kinds = _layer_kinds(model, range(model.num_layers))
     costs = {kind: layer_cost(kind) for kind in dict.fromkeys(kinds)}
     counts = ModelCounts(model)
     embedding = cost([counts.embedding(_DECODES + sum(length for _, length in chunks))])

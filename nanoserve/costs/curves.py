@@ -1,8 +1,9 @@
 """MeasuredCurve and MeasuredGrid: measured times over sizes, straight lines between the sizes that were measured."""
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, product
 from typing import Annotated, Any, Self
 
 import msgspec
@@ -14,8 +15,7 @@ _TIMES = ("seconds", "low", "high")
 
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**50)]  # may be bytes: floats up to here are exact
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=3e7)]
-Table = tuple[tuple[Seconds, ...], ...]
-"""Times in seconds, one row for each number of sequences."""
+Table = tuple[tuple[Seconds, ...], ...]  # one row for each number of sequences
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,7 +31,6 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def times(self) -> dict[str, Any]:
-        """The medians and quartiles by name."""
         return {name: getattr(self, name) for name in _TIMES}
 
     def _with(self, change: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> Self:
@@ -42,8 +41,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class MeasuredCurve(Measured, frozen=True, kw_only=True):
     """Times over one size (tokens, rows, bytes). Raises ValueError if these do not fit together."""
 
-    sizes: tuple[Size, ...]
-    """Measured sizes, ascending."""
+    sizes: tuple[Size, ...]  # ascending
     seconds: tuple[Seconds, ...]
     low: tuple[Seconds, ...]
     high: tuple[Seconds, ...]
@@ -63,7 +61,6 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
 
     batches: tuple[Size, ...]
     contexts: tuple[Size, ...]
-    """Measured sizes, ascending."""
     seconds: Table
     low: Table
     high: Table
@@ -78,42 +75,40 @@ class MeasuredGrid(Measured, frozen=True, kw_only=True):
                 _check_count(name, row, len(self.contexts))
 
     def at(self, batch: float, context: float) -> float:
-        """Seconds for `batch` sequences of `context` keys each: a line over the contexts, then one over the batches.
-
-        Beyond the last sizes it grows in proportion, as reading bytes does: extended lines might cross.
-        """
+        """Seconds for `batch` sequences of `context` keys each, on a line over the contexts, then one over the batches.
+        Beyond the last sizes it grows in proportion, as reading bytes does: extended lines might cross."""
         if batch <= 0:
             return 0.0
         most, longest = self.batches[-1], self.contexts[-1]
-        lower, upper, share = _between(self.batches, min(batch, most))
-        few, many = (_interpolate(self.contexts, self.seconds[row], min(context, longest)) for row in (lower, upper))
-        return _on_line(few, many, share) * max(1.0, batch / most) * max(1.0, context / longest)
+        *rows, share = _between(self.batches, min(batch, most))
+        few, many = [_interpolate(self.contexts, self.seconds[row], min(context, longest)) for row in rows]
+        return (few + share * (many - few)) * max(1.0, batch / most) * max(1.0, context / longest)
 
     def less(self, part: MeasuredCurve) -> Self:
         """The same grid minus the curve's time for each batch."""
-        parts = np.array([[part.at(batch)] for batch in self.batches])
+        parts = [[part.at(batch)] for batch in self.batches]
         return self._with(lambda rows: np.maximum(_SHORTEST, rows - parts))
 
     def cells(self) -> Iterator[tuple[int, int, float]]:
         """Each batch and context with its time."""
-        for batch, row in zip(self.batches, self.seconds, strict=True):
-            yield from ((batch, context, seconds) for context, seconds in zip(self.contexts, row, strict=True))
+        for (batch, context), seconds in zip(product(self.batches, self.contexts), chain(*self.seconds), strict=True):
+            yield batch, context, seconds
 
     def over_keys(self) -> MeasuredCurve:
         """A curve over the total number of keys: the means of the cells with equal totals."""
-        cells: dict[int, list[float]] = {}
+        cells = defaultdict[int, list[float]](list)
         for batch, context, seconds in self.cells():
-            cells.setdefault(batch * context, []).append(seconds)
-        sizes = tuple(sorted(cells))
-        means = tuple(sum(cells[size]) / len(cells[size]) for size in sizes)
-        return MeasuredCurve(sizes=sizes, seconds=means, low=means, high=means)
+            cells[batch * context].append(seconds)
+        means = tuple(sum(cells[size]) / len(cells[size]) for size in sorted(cells))
+        return MeasuredCurve(sizes=tuple(sorted(cells)), seconds=means, low=means, high=means)
 
 
 def _interpolate(sizes: Sequence[int], seconds: Sequence[float], size: float) -> float:
     if size <= 0:
         return 0.0
     lower, upper, share = _between(sizes, size)
-    return _on_line(seconds[lower], seconds[upper], share)
+    below, above = seconds[lower], seconds[upper]
+    return below + share * (above - below) if share <= 1 else above + (share - 1) * max(0.0, above - below)
 
 
 def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
@@ -121,14 +116,7 @@ def _between(sizes: Sequence[int], size: float) -> tuple[int, int, float]:
     if size <= sizes[0]:
         return 0, 0, 0.0
     upper = min(bisect_left(sizes, size), len(sizes) - 1)
-    below = sizes[upper - 1]
-    return upper - 1, upper, (size - below) / (sizes[upper] - below)
-
-
-def _on_line(lower: float, upper: float, share: float) -> float:
-    if share <= 1:
-        return lower + share * (upper - lower)
-    return upper + (share - 1) * max(0.0, upper - lower)
+    return upper - 1, upper, (size - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
 
 
 def _rising(times: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,7 +1,6 @@
 """How far the running sequences will grow, estimated from the lengths of the answers that have ended.
 
-With nothing new admitted, every running sequence takes one more token per round until it ends and returns its blocks.
-The most that is ever held beyond what is held now is what a policy should keep free.
+With nothing new admitted, a policy should keep free the most that they will ever hold beyond what they hold now.
 """
 
 import math
@@ -21,11 +20,9 @@ _DEVIATIONS = 1.5  # added to what is expected: normally distributed sums of len
 
 
 class GrowthForecast:
-    """How far answers will grow: from the last thousand that ended by themselves, and those that have not ended yet.
-
-    The first answers to end are the short ones, so running ones count too: each shows that answers can be longer than
-    what it has produced. Kaplan's and Meier's estimate (1958) of a survival curve takes both into account.
-    """
+    """How far answers will grow, by the last thousand that ended and those that still run. The first answers to end are
+    the short ones, so running ones count too. Kaplan's and Meier's estimate (1958) of a survival curve takes both into
+    account."""
 
     def __init__(self) -> None:
         self._in_order_of_time = deque[int]()
@@ -36,7 +33,7 @@ class GrowthForecast:
         self._growth = self._longest_remaining = 0
 
     def record(self, length: int) -> None:
-        """An answer has ended after ``length`` tokens."""
+        """Take in the length of an answer that has ended."""
         if len(self._sorted) == _REMEMBERED:
             oldest = self._in_order_of_time.popleft()
             del self._sorted[bisect_right(self._sorted, oldest) - 1]
@@ -54,9 +51,9 @@ class GrowthForecast:
     def remaining(self, sequence: Sequence) -> int:
         """Tokens that this sequence may still produce: one draw from the distribution of lengths.
 
-        It lies on the part of the curve beyond what the sequence has produced, at a place that depends on the
-        sequence's id alone: multiples of the golden ratio spread evenly. Beyond the curve's end the longest running
-        sequence counts as half done. With no answer known, an answer counts as long as its prompt.
+        It lies on the curve beyond what the sequence has produced, at a place that depends on its id alone: multiples
+        of the golden ratio spread evenly. Beyond the curve's end the longest running sequence counts as half done.
+        With no answer known, an answer counts as long as its prompt.
         """
         produced = sequence.output_length
         bound = sequence.max_length - len(sequence.tokens)
@@ -74,10 +71,8 @@ class GrowthForecast:
         return math.sqrt(shares @ (lengths - shares @ lengths) ** 2)
 
     def expected_growth(self, running: SequenceOf[Sequence]) -> int:
-        """Tokens by which the running sequences together will at most exceed what they hold now, prompts included.
-
-        Some standard deviations of the sum of the lengths are added, or every second forecast would be too low.
-        """
+        """Tokens by which the running sequences together will at most exceed what they hold now, prompts included. Some
+        standard deviations of the sum of the lengths are added, or every second forecast would be too low."""
         futures = sorted(((self.remaining(sequence), len(sequence.tokens)) for sequence in running), reverse=True)
         peak = held = 0
         # From the last to end to the first: when the one with `remaining` ends, all before it in the list still run.

@@ -26,37 +26,25 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 class Efficiency(msgspec.Struct, frozen=True, kw_only=True):
     """Factors between what data sheets promise and what programs reach; docs/costs.md gives each default's source.
+    Shares do not apply to figures marked as measured."""
 
-    Shares do not apply to figures marked as measured.
-    """
-
-    matrix: _Share = 0.7
-    """Share of a device's operations that matrix products reach."""
-    attention: _Share = 0.5
-    """Share of a device's operations that the attention of prompts reaches."""
-    memory: _Share = 0.8
-    """Share of a device's memory bandwidth."""
+    matrix: _Share = 0.7  # of a device's operations, for matrix products
+    attention: _Share = 0.5  # of a device's operations, for the attention of prompts
+    memory: _Share = 0.8  # of a device's memory bandwidth
     link: _Share = 0.75
-    """Share of a link's bandwidth."""
-    processor: _Share = 0.6
-    """Share of a CPU's memory bandwidth and operations that attention reaches."""
-    usable_memory: _Share = 0.9
-    """Share of a device's memory for weights and KV cache; the rest is for activations and libraries."""
-    kernel_seconds: _NotNegative = 3e-6
-    """Seconds from one kernel's end to the next one's full speed."""
+    processor: _Share = 0.6  # of a CPU's memory bandwidth and operations, for attention
+    usable_memory: _Share = 0.9  # of a device's memory, for weights and KV cache, not activations and libraries
+    kernel_seconds: _NotNegative = 3e-6  # seconds from one kernel's end to the next one's full speed
     kernels_per_layer: Annotated[int, msgspec.Meta(ge=0)] = 10
     """Norms, qkv, rotary embedding, cache write, attention, output, gate_up, activation, down; no all-reduces."""
-    step_seconds: _NotNegative = 1e-3
-    row_seconds: _NotNegative = 10e-6
-    """The host's work for a step, and for each sequence in it."""
+    step_seconds: _NotNegative = 1e-3  # the host's work for a step
+    row_seconds: _NotNegative = 10e-6  # and for each sequence in it
 
     @classmethod
     def ideal(cls) -> "Efficiency":
         """Everything that data sheets promise, and no overhead: the limits that closed forms describe."""
         shares = dict.fromkeys(("matrix", "attention", "memory", "link", "processor", "usable_memory"), 1.0)
-        return msgspec.structs.replace(
-            cls(kernel_seconds=0.0, kernels_per_layer=0, step_seconds=0.0, row_seconds=0.0), **shares
-        )
+        return cls(kernel_seconds=0.0, kernels_per_layer=0, step_seconds=0.0, row_seconds=0.0, **shares)
 
 
 class Device(
@@ -70,14 +58,10 @@ class Device(
     """What computes: a GPU, a CPU in its place, or the CPUs of a host. The names in profiles are older."""
 
     name: str
-    memory_bytes: _Above0 = 0.0
-    """Total bytes; 0 for the CPUs of a host, whose memory belongs to the machine."""
-    memory_bandwidth: _Above0
-    """Bytes per second."""
-    flops: _Above0
-    """Operations per second of 16-bit matrix products; of a host's CPUs, of float32."""
-    measured: bool = False
-    """The figures were reached, not printed in a data sheet."""
+    memory_bytes: _Above0 = 0.0  # total bytes; 0 for the CPUs of a host, whose memory belongs to the machine
+    memory_bandwidth: _Above0  # bytes per second
+    flops: _Above0  # operations per second of 16-bit matrix products; of a host's CPUs, of float32
+    measured: bool = False  # whether the figures were reached, or printed in a data sheet
 
     @property
     def intensity(self) -> float:
@@ -85,32 +69,24 @@ class Device(
         return self.flops / self.memory_bandwidth
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Link:
     """What joins devices, or a device and its host."""
 
     name: str
-    bandwidth: float
-    """Bytes per second of one device in one direction; in an all-reduce, bus bandwidth."""
-    latency: float
-    """Seconds that one message takes beside its bytes."""
+    bandwidth: float  # bytes per second of one device in one direction; in an all-reduce, bus bandwidth
+    latency: float  # seconds of a message beside its bytes
     measured: bool
-    """The bandwidth was reached, not printed in a data sheet."""
 
     def scaled(self, factor: float) -> "Link":
-        """The same with its bandwidth times a factor; the latency stays."""
         return replace(self, bandwidth=self.bandwidth * factor)
 
     def send_seconds(self, num_bytes: float) -> float:
-        """Seconds to send one message from one device to another."""
         return self.latency + num_bytes / self.bandwidth
 
     def all_reduce_seconds(self, num_bytes: float, devices: int) -> float:
-        """The sum of ``num_bytes`` on each of `devices` devices, known to all of them.
-
-        Every device sends and receives 2 (t - 1) / t of the bytes (a ring, reduce-scatter then all-gather), at bus
-        bandwidth. The shortest way there and back is a tree: 2 ceil(log2 t) messages after one another.
-        """
+        """A ring moves 2 (t - 1) / t of the bytes of each of t devices, reduce-scatter then all-gather. The shortest
+        way there and back is a tree: 2 ceil(log2 t) messages after one another."""
         if devices == 1:
             return 0.0
         return 2 * (devices - 1).bit_length() * self.latency + 2 * (devices - 1) / devices * num_bytes / self.bandwidth
@@ -124,21 +100,15 @@ class Machine:
     device: Device
     devices_per_node: int
     link: Link
-    network: Link | None = None
-    """Between nodes; None if there is but one."""
-    host_link: Link
-    """Between each device and the host's memory."""
-    processor: Device | None = None
-    """The host's CPUs; None if unknown."""
-    host_memory_bytes: float = 0.0
-    """Of a node; 0 if unknown."""
+    network: Link | None = None  # between nodes
+    host_link: Link  # between each device and the host's memory
+    processor: Device | None = None  # the host's CPUs
+    host_memory_bytes: float = 0.0  # of a node; 0 if unknown
     source: str
 
     def link_among(self, first: int, count: int) -> Link:
         """What joins ``count`` devices from the one numbered ``first``: the node's link, or the network between nodes.
-
-        Raises UsageError if they lie in several nodes and no network is named.
-        """
+        Raises UsageError for several nodes without a network."""
         if first // self.devices_per_node == (first + count - 1) // self.devices_per_node:
             return self.link
         if self.network is None:
@@ -152,19 +122,14 @@ class Machine:
 class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
     """The speeds that each worker reaches while all work: means over workers, measured within a second at a start."""
 
-    memory_bandwidth: _Above0
-    """Bytes of weights per second that products with a small batch read."""
-    flops: _Above0
-    """Operations per second of products with many rows, in the number format of the weights."""
-    host_link_bandwidth: _Above0
-    """Bytes per second between the device and host memory, in the slower direction; on a CPU, copied within memory."""
-    link_bandwidth: _Above0 = math.inf
-    """Bytes per second between workers: bus bandwidth of an all-reduce. Infinite for one worker."""
-    link_latency: _NotNegative = 0.0
-    """Seconds of one message between them; an all-reduce over t workers takes 2 ceil(log2 t)."""
+    memory_bandwidth: _Above0  # bytes of weights per second that products with a small batch read
+    flops: _Above0  # operations per second of products with many rows, in the number format of the weights
+    host_link_bandwidth: _Above0  # to host memory and back, the slower direction; on a CPU, copied within memory
+    link_bandwidth: _Above0 = math.inf  # between workers: bus bandwidth of an all-reduce; infinite for one worker
+    link_latency: _NotNegative = 0.0  # seconds of a message; an all-reduce over t workers takes 2 ceil(log2 t)
 
     def machine(self, *, devices: int, memory_bytes: float = 0.0, host_memory_bytes: float = 0.0) -> Machine:
-        """A node of `devices` workers, each a device to the cost model. Memory that does not matter may be 0."""
+        """A node of workers, each a device to the cost model. Memory that does not matter may be 0."""
         return Machine(
             name="this machine",
             device=Device(
@@ -175,8 +140,8 @@ class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
                 measured=True,
             ),
             devices_per_node=devices,
-            link=Link(name="between workers", bandwidth=self.link_bandwidth, latency=self.link_latency, measured=True),
-            host_link=Link(name="to host memory", bandwidth=self.host_link_bandwidth, latency=0.0, measured=True),
+            link=Link("between workers", self.link_bandwidth, self.link_latency, measured=True),
+            host_link=Link("to host memory", self.host_link_bandwidth, latency=0.0, measured=True),
             host_memory_bytes=host_memory_bytes,
             source="measured at start",
         )
@@ -224,11 +189,8 @@ AnyEntry = TypeVar("AnyEntry", _DeviceEntry, _LinkEntry, _ProcessorEntry, _Machi
 
 
 def load_machine(name: str) -> Machine:
-    """A machine or device of the shipped table, or of a TOML file of the same form, which adds to that table.
-
-    A file describes exactly one machine, or none and one device. Raises UsageError for an unknown name, listing the
-    known ones, and for what is wrong in a file, naming the key.
-    """
+    """A machine or device of the shipped table, or the only one of a TOML file, which adds to that table. Raises
+    UsageError for an unknown name, listing the known ones, and for what is wrong in a file, naming the key."""
     if name.endswith(".toml"):
         return _machine_of_file(Path(name))
     tables = _shipped()
@@ -271,8 +233,7 @@ def _machine(tables: Tables, name: str, source: str) -> Machine:
 
     def link(name: str) -> Link:
         found = entry(_LinkEntry, name)
-        bandwidth, latency = found.gb_per_s * GIGA, found.latency_us / 1e6
-        return Link(name=name, bandwidth=bandwidth, latency=latency, measured=found.measured)
+        return Link(name, found.gb_per_s * GIGA, found.latency_us / 1e6, measured=found.measured)
 
     def processor(name: str) -> Device:
         found = entry(_ProcessorEntry, name)

@@ -1,7 +1,4 @@
-"""Predictor, by which policies know step times in advance, answered from the cost model or from a profile.
-
-CorrectedPredictor (corrected_predictor.py) corrects another Predictor by the steps that ran.
-"""
+"""Predictor, by which policies know step times in advance, answered from the cost model or from a profile."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,24 +11,18 @@ from nanoserve.costs.work import StepWork, Strategy
 class Predictor(Protocol):
     """Times of future steps: seconds of one layer of one stage, unless a name says otherwise."""
 
-    num_layers: int
-    """Layers of the model, whatever the number of stages."""
+    num_layers: int  # of the model, whatever the number of stages
 
     def linear_seconds(self, tokens: int) -> float:
         """The linear layers for this many tokens, with everything beside them except attention."""
 
     def attention_seconds(self, context_tokens: int) -> float:
-        """Decode attention on the device over `context_tokens` keys, summed over sequences.
-
-        With sliding windows this is an upper limit: the sequences' own lengths are not known.
-        """
+        """Decode attention on the device over `context_tokens` keys, summed over sequences. With sliding windows this
+        is an upper limit: the sequences' own lengths are not known."""
 
     def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of one prompt of this many tokens, from its beginning.
-
-        A policy that asks for all prompt tokens of a step at once takes them for one new prompt: too much for several
-        short ones, and too little for a chunk far into a prompt, which reads the keys before it too.
-        """
+        """Attention of one prompt of this many tokens, from its beginning. For several short prompts that is too much,
+        for a chunk far into a prompt, which reads earlier keys, too little."""
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
         """Decode attention on the CPU over this many keys, with moving queries, keys, values and results."""
@@ -50,10 +41,8 @@ class Predictor(Protocol):
 
 
 class CostPredictor:
-    """The cost model of the first stage, the mean over its layers. `layouts` are all, by number, for transitions.
-
-    A decode step of one stage takes ``num_layers * (linear_seconds + attention_seconds) + step_overhead_seconds``.
-    """
+    """The cost model of the first stage, the mean over its layers. `layouts` are all, by number, for transitions. A
+    decode step of one stage takes ``num_layers * (linear_seconds + attention_seconds) + step_overhead_seconds``."""
 
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
         self.num_layers = costs.num_layers
@@ -81,9 +70,8 @@ class CostPredictor:
         return self._costs.host_attention_seconds(context_tokens) + self._costs.host_exchange_seconds(sequences)
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
-        work = StepWork(decodes=rows, sampled=rows)
-        ends = sum(self._costs.ends_seconds(work, stage) for stage in range(self._costs.num_stages))
-        return self._costs.efficiency.step_seconds + ends
+        costs, work = self._costs, StepWork(decodes=rows, sampled=rows)
+        return costs.efficiency.step_seconds + sum(costs.ends_seconds(work, stage) for stage in range(costs.num_stages))
 
     def slowdown(self, strategy: Strategy) -> float:
         return 1.0
@@ -103,8 +91,7 @@ def layout_predictors(layouts: Sequence[StepCosts]) -> tuple[CostPredictor, ...]
 
 
 class MeasuredPredictor:
-    """A profile (APEX, section 3.4). Times never fall with size, whatever the profile's noise: policies search by
-    bisection for the number of sequences that fits a window."""
+    """A profile (APEX, section 3.4), its times made rising: policies search by bisection."""
 
     def __init__(self, profile: Profile) -> None:
         self.num_layers, self.profile = profile.model.num_layers, profile  # the profile as it was measured
@@ -122,9 +109,7 @@ class MeasuredPredictor:
         return self._profile.prefill_attention.at(tokens)
 
     def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        if sequences <= 0:
-            return 0.0
-        return self._profile.host_attention.at(sequences, context_tokens / sequences)
+        return self._profile.host_attention.at(sequences, context_tokens / sequences) if sequences > 0 else 0.0
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
         return sum([curve.at(rows) for curve in self._ends])
@@ -137,5 +122,4 @@ class MeasuredPredictor:
         return self._profile.swap_seconds(context_tokens)
 
     def transition_seconds(self, layout: int) -> float:
-        """Infinite for any layout but the measured one."""
         return 0.0 if layout == 0 else float("inf")

@@ -1,7 +1,6 @@
-"""Profile: what ``nanoserve profile`` measured of one model on one machine (APEX's offline profiler). No torch.
+"""Profile: what ``nanoserve profile`` measured of one model on one machine, in seconds (APEX's offline profiler).
 
-``MeasuredTimes`` and ``MeasuredPredictor`` (predictor.py) answer from it; ``step_costs`` is the cost model with the
-factors that ``calibrate`` finds. Times are seconds.
+``MeasuredTimes`` and ``MeasuredPredictor`` answer from it; ``step_costs`` is the cost model with calibrated factors.
 """
 
 import os
@@ -35,14 +34,14 @@ class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_tokens: Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
 
     def kv_blocks(self, block_size: int) -> int:
-        """Blocks of `block_size` tokens. Raises UsageError if there is not room for one."""
+        """Raises UsageError if there is not room for one block."""
         if self.kv_tokens < block_size:
             raise UsageError(f"the profile's KV cache holds {self.kv_tokens} tokens, less than a block of {block_size}")
         return self.kv_tokens // block_size
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run in three numbers: until the last token, and the means over its requests."""
+    """The time until the last token, and the means over requests."""
 
     seconds: float
     ttft_ms: float
@@ -54,10 +53,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     workload: str
     real: tuple[RunFigures, ...]
-    by_profile: RunFigures
-    """The simulator over the measured times."""
-    by_factors: RunFigures
-    """The simulator over exact counts and the calibrated factors."""
+    by_profile: RunFigures  # simulated over the measured times
+    by_factors: RunFigures  # simulated over exact counts and the calibrated factors
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,39 +62,25 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     schema: Literal["nanoserve-profile/2"]
     about: dict[str, Any]
-    """Machine, versions, command, commit and when."""
     settings: dict[str, str | int]
-    foreign_cores: float | None
-    """Cores that other programs kept busy meanwhile; None if the system does not tell."""
+    foreign_cores: float | None  # cores that other programs kept busy meanwhile; None if the system does not tell
     model: ModelConfig
-    bits: int
-    """Bits of weights, keys and values."""
+    bits: int  # of weights, keys and values
     device: Device
-    host: Device
-    """The best speeds of the device and of the CPU beside it; the same where the CPU is the device."""
+    host: Device  # the best speeds of the device and of the CPU beside it; the same where the CPU is the device
     memory: KvMemory
-    linear: MeasuredCurve
-    """A layer without attention, over tokens; embedding and last norm are divided between the layers."""
-    decode_attention: MeasuredGrid
-    """Attention of single tokens in one layer, on the device."""
-    host_attention: MeasuredGrid
-    """Attention by the threads in host memory, beside a busy device, until the result is back."""
-    host_exchange: MeasuredCurve
-    """Host attention for sequences of one key each, over rows: mostly the time of handing over."""
-    prefill_attention: MeasuredCurve
-    """Attention of one whole prompt in one layer, over its tokens."""
-    copy: MeasuredCurve
-    """Between device memory and the CPU's, over bytes; one place to another where both are the same."""
-    inputs: MeasuredCurve
-    """Work of an executor in a step before the layers, over rows."""
-    head: MeasuredCurve
-    """Logits and greedy sampling, over sampled rows."""
-    engine: MeasuredCurve
-    """Scheduling, and taking answers in, over rows."""
+    linear: MeasuredCurve  # a layer without attention, over tokens, with its share of embedding and last norm
+    decode_attention: MeasuredGrid  # attention of single tokens in one layer, on the device
+    host_attention: MeasuredGrid  # by the threads in host memory, beside a busy device, until the result is back
+    host_exchange: MeasuredCurve  # host attention over rows of one key each: mostly the time of handing over
+    prefill_attention: MeasuredCurve  # attention of one whole prompt in one layer, over tokens
+    copy: MeasuredCurve  # from device memory to the CPU's, over bytes; within it where both are the same
+    inputs: MeasuredCurve  # an executor's work in a step before the layers, over rows
+    head: MeasuredCurve  # logits and greedy sampling, over sampled rows
+    engine: MeasuredCurve  # scheduling, and taking answers in, over rows
     beside_host: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
     """How many times as long a layer without attention takes while attention in host memory is busy too."""
     efficiency: Efficiency = Efficiency()
-    """The factors that the machine reaches; ``step_costs`` predicts with them."""
     predictions: tuple[Prediction, ...] = ()
 
     def __post_init__(self) -> None:
@@ -113,31 +96,25 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def rising(self) -> "Profile":
         """The same with monotonic times: on a busy machine medians sometimes fall with size."""
-        return self._with(lambda measured: measured.rising())
+        return self._with(Measured.rising)
 
     def undisturbed(self) -> "Profile":
         """The same with lower quartiles as times: other programs may disturb more than half of a few samples."""
-        return self._with(lambda measured: measured.undisturbed())
+        return self._with(Measured.undisturbed)
 
     def _with(self, change: Callable[[Measured], Measured]) -> "Profile":
-        """The same with all measured times changed."""
         fields = msgspec.structs.asdict(self).items()
         return msgspec.structs.replace(self, **{name: change(one) for name, one in fields if isinstance(one, Measured)})
 
     def swap_seconds(self, tokens: int) -> float:
-        """The KV of this many tokens, all layers, one way between device and host."""
         numbers = 2 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim
         return self.copy.at(tokens * numbers * self.bits / 8)
 
     def step_costs(self) -> StepCosts:
         """The cost model of this machine: its best speeds, with the factors it reaches."""
         sizes, seconds = self.copy.sizes, self.copy.seconds
-        link = Link(
-            name="copy",
-            bandwidth=(sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-12),
-            latency=seconds[0],
-            measured=True,
-        )
+        bandwidth = (sizes[-1] - sizes[0]) / max(seconds[-1] - seconds[0], 1e-12)
+        link = Link("copy", bandwidth, latency=seconds[0], measured=True)
         machine = Machine(
             name=self.device.name,
             device=self.device,
@@ -159,8 +136,7 @@ class MeasuredTimes:
     def __init__(self, profile: Profile) -> None:
         model = profile.model
         self.profile, self.memory, self.num_layers = profile, profile.memory, model.num_layers
-        # How many layers have each sliding window; a window of 0 sees all.
-        self._layers = Counter(model.sliding_window(layer) for layer in range(model.num_layers))
+        self._layers = Counter(map(model.sliding_window, range(model.num_layers)))  # by window; one of 0 sees all
         self._windows = tuple(sorted(window for window in self._layers if window))
         self._host_attention = profile.host_attention.less(profile.host_exchange).over_keys()
 
@@ -176,7 +152,7 @@ class MeasuredTimes:
         return self.profile.linear.at(tokens) * self.num_layers
 
     def attention_seconds(self, work: StepWork, stage: int = 0) -> float:
-        """All layers' attention. A chunk takes the difference of a prompt to its end and one to its beginning."""
+        """A chunk takes the difference of a prompt to its end and one to its beginning."""
         seconds = 0.0
         for window, layers in self._layers.items():
             if work.decodes:
@@ -194,15 +170,14 @@ class MeasuredTimes:
         return 0.0
 
     def host_seconds(self, work: StepWork) -> float:
-        """The engine and the inputs: with one device, no step is prepared while another one is computed."""
+        """With one device, no step is prepared while another one is computed."""
         return self.profile.inputs.at(work.rows) + self.profile.engine.at(work.rows)
 
     def swap_seconds(self, tokens: int, stage: int = 0) -> float:
         return self.profile.swap_seconds(tokens)
 
     def reload_seconds(self, stage: int) -> float:
-        """Infinite: only one layout was measured."""
-        return float("inf")
+        return float("inf")  # only one layout was measured
 
     def host_attention_seconds(self, context: int) -> float:
         return self._host_attention.at(context)
@@ -227,16 +202,17 @@ def calibrate(profile: Profile) -> Efficiency:
     ``step_seconds`` and ``row_seconds`` are the line through the smallest and the largest number of rows. A share is
     never above 1: what a small model reads from the processor's caches counts as read at full bandwidth.
     """
-    fitted = _Fit(profile)
-    memory, kernel_seconds = fitted.decode_factors()
-    found = Efficiency(
-        matrix=fitted.matrix,
-        attention=fitted.attention_share(),
-        memory=memory,
-        processor=fitted.processor_share(),
-        kernel_seconds=kernel_seconds,
-    )
-    step_seconds, row_seconds = _host_line(profile, found)
+    found = _Fit(profile).efficiency()
+    costs = msgspec.structs.replace(profile, efficiency=found).step_costs()
+
+    def beside(rows: int) -> float:
+        """What a step takes beside its layers and beside the logits that the model counts."""
+        head = costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
+        return max(0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head)
+
+    few, many = profile.inputs.sizes[0], profile.inputs.sizes[-1]
+    row_seconds = max(0.0, (beside(many) - beside(few)) / (many - few))
+    step_seconds = max(0.0, beside(few) - few * row_seconds)
     return msgspec.structs.replace(found, step_seconds=step_seconds, row_seconds=row_seconds)
 
 
@@ -250,7 +226,6 @@ class _Fit:
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._counts = ModelCounts(profile.model, precision=Precision.of(profile.bits))
-        self.matrix = self._matrix_share()
 
     def _linear(self, tokens: int) -> list[tuple[float, float]]:
         """(bytes, operations) of each product of a layer, in parts of a layer where not all are equal."""
@@ -262,51 +237,38 @@ class _Fit:
         moving, computing = keys * self._counts.layer_kv_bytes, keys * self._counts.layer_flops_per_pair
         return np.maximum(moving / bandwidth, computing / flops)
 
-    def _matrix_share(self) -> float:
-        """Share of the peak between the last two sizes a factor of two apart, so that overheads cancel."""
-        curve = self._profile.linear
-        large = curve.sizes[-1]
-        small = max([size for size in curve.sizes if size <= large / 2], default=curve.sizes[0])
+    def efficiency(self) -> Efficiency:
+        device, host, linear = self._profile.device, self._profile.host, self._profile.linear
+        # Between the last two sizes a factor of two apart, so that overheads cancel.
+        large = linear.sizes[-1]
+        small = max([size for size in linear.sizes if size <= large / 2], default=linear.sizes[0])
         more = sum(flops for _, flops in self._linear(large)) - sum(flops for _, flops in self._linear(small))
-        return _share(more / self._profile.device.flops, max(curve.at(large) - curve.at(small), 1e-12))
+        matrix = _share(more / device.flops, max(linear.at(large) - linear.at(small), 1e-12))
+        prompts, grid = self._profile.prefill_attention, self._profile.host_attention
+        pairs = prompts.sizes[-1] * (prompts.sizes[-1] + 1) / 2
+        on_host = self._attention(grid.batches[-1] * grid.contexts[-1], host.memory_bandwidth, host.flops)
+        memory, kernel_seconds = self._decode_factors(device.flops * matrix)
+        return Efficiency(
+            matrix=matrix,
+            attention=_share(self._counts.layer_flops_per_pair * pairs / device.flops, prompts.seconds[-1]),
+            memory=memory,
+            processor=_share(float(on_host), grid.seconds[-1][-1]),
+            kernel_seconds=kernel_seconds,
+        )
 
-    def attention_share(self) -> float:
-        curve = self._profile.prefill_attention
-        pairs = curve.sizes[-1] * (curve.sizes[-1] + 1) / 2
-        return _share(self._counts.layer_flops_per_pair * pairs / self._profile.device.flops, curve.seconds[-1])
-
-    def processor_share(self) -> float:
-        grid, host = self._profile.host_attention, self._profile.host
-        keys = grid.batches[-1] * grid.contexts[-1]
-        return _share(float(self._attention(keys, host.memory_bandwidth, host.flops)), grid.seconds[-1][-1])
-
-    def decode_factors(self) -> tuple[float, float]:
-        """(memory, kernel_seconds)."""
-        device, linear, cells = self._profile.device, self._profile.linear, self._profile.decode_attention.cells()
-        flops, shares = device.flops * self.matrix, np.arange(1, 101) / 100
-        bandwidth = device.memory_bandwidth * shares
+    def _decode_factors(self, flops: float) -> tuple[float, float]:
+        """(memory, kernel_seconds), with this many operations per second."""
+        shares = np.arange(1, 101) / 100
+        bandwidth = self._profile.device.memory_bandwidth * shares
         measured, models = [], []  # of each cell; a layer of decoding without the gaps between kernels, by share
-        for batch, context, seconds in cells:
+        for batch, context, seconds in self._profile.decode_attention.cells():
             products = sum(np.maximum(size / bandwidth, count / flops) for size, count in self._linear(batch))
-            measured.append(linear.at(batch) + seconds)
+            measured.append(self._profile.linear.at(batch) + seconds)
             models.append(self._attention(batch * context, bandwidth, flops) + products)
         times, model = np.array(measured), np.array(models).T
         gaps = np.maximum(0.0, ((times - model) / times**2).sum(axis=1) / (1 / times**2).sum())
         best = int(np.argmin((((model + gaps[:, None]) / times - 1) ** 2).sum(axis=1)))
         return float(shares[best]), float(gaps[best]) / Efficiency().kernels_per_layer
-
-
-def _host_line(profile: Profile, found: Efficiency) -> tuple[float, float]:
-    """(step_seconds, row_seconds): what a step takes beside its layers and beside the logits that the model counts."""
-    costs = msgspec.structs.replace(profile, efficiency=found).step_costs()
-
-    def beside(rows: int) -> float:
-        head = costs.operator_seconds(costs.counts.product(costs.counts.head, rows))
-        return max(0.0, profile.inputs.at(rows) + profile.engine.at(rows) + profile.head.at(rows) - head)
-
-    few, many = profile.inputs.sizes[0], profile.inputs.sizes[-1]
-    row_seconds = max(0.0, (beside(many) - beside(few)) / (many - few))
-    return max(0.0, beside(few) - few * row_seconds), row_seconds
 
 
 def read_profile(path: Path) -> Profile:
@@ -319,7 +281,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def check_writable(path: Path) -> None:
-    """Raise RuntimeFailure unless a profile can be written there: before anything is measured."""
+    """Raise RuntimeFailure, before anything is measured, unless a profile can be written there."""
     with unwritable_as_failure(path):
         place = path if path.exists() and not path.is_file() else path.absolute().parent
         writable = not path.is_dir() and os.access(place, os.W_OK)
@@ -328,5 +290,5 @@ def check_writable(path: Path) -> None:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write one JSON object. Raises RuntimeFailure if the file cannot be written."""
+    """Raises RuntimeFailure if the file cannot be written."""
     replace_file(path, msgspec.json.format(msgspec.json.encode(profile, order="deterministic"), indent=1) + b"\n")

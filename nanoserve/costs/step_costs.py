@@ -29,10 +29,8 @@ class DeviceMemory:
         self._usable = machine.device.memory_bytes * efficiency.usable_memory
 
     def kv_bytes(self, stage: int, step_tokens: int = 0) -> float:
-        """Bytes left for keys and values on one device of the stage; negative if the weights do not fit.
-
-        Weights, keys and values take the usable share of memory, less if a step needs more, as an engine measures it.
-        """
+        """Bytes left for keys and values on one device of the stage; negative if the weights do not fit. A step that
+        needs more than the rest of memory takes from the usable share, as an engine measures it."""
         usable = self._usable
         if step_tokens:
             step = self._counts.step_bytes(step_tokens, stage)
@@ -40,10 +38,7 @@ class DeviceMemory:
         return usable - self._counts.stage_weight_bytes(stage)
 
     def kv_blocks(self, block_size: int, step_tokens: int = 0) -> int:
-        """Blocks of `block_size` tokens that every stage can hold: all stages share one block table.
-
-        Raises DoesNotFit if there is no room for one block beside the weights.
-        """
+        """Blocks that every stage can hold: all share one block table. Raises DoesNotFit if not one fits."""
         blocks = min(
             int(self.kv_bytes(stage, step_tokens) // (block_size * self._counts.kv_bytes_per_token(stage)))
             for stage in range(len(self._counts.stages))
@@ -58,7 +53,7 @@ class DeviceMemory:
         return blocks
 
     def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
-        """Blocks of this many tokens, all layers and all heads, in this much host memory."""
+        """Blocks with all layers and all heads."""
         model = self._counts.model
         per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * self._counts.precision.kv_bytes
         return int(host_bytes // (block_size * per_token))
@@ -74,12 +69,11 @@ class DeviceMemory:
         )
 
     def _advice(self) -> str:
-        """More stages of the same tensor degree, the first number that fits, or fewer bits."""
+        """The first number of stages that fits, or fewer bits."""
         counts, fitting = self._counts, []
         first, last = counts.layout.pipeline_parallel + 1, min(counts.model.num_layers, _MOST_STAGES)
-        layouts = [
-            replace(counts.layout, pipeline_parallel=stages, data_parallel=1) for stages in range(first, last + 1)
-        ]
+        alone = replace(counts.layout, data_parallel=1)
+        layouts = [replace(alone, pipeline_parallel=stages) for stages in range(first, last + 1)]
         if layouts and self._fits(ModelCounts(counts.model, layouts[-1], counts.precision)):
             larger = (ModelCounts(counts.model, layout, counts.precision) for layout in layouts)
             layout = next(filter(self._fits, larger)).layout
@@ -101,10 +95,8 @@ class DeviceMemory:
 
 class StepCosts:
     """The times of one replica of a model on a machine; the data parallel degree of the layout is ignored.
-
     ``pipeline_split`` gives the layers of each stage; None divides them by cost. Raises UsageError if the layout does
-    not suit the model or the machine.
-    """
+    not suit the model or the machine."""
 
     def __init__(
         self,
@@ -117,17 +109,14 @@ class StepCosts:
     ) -> None:
         self.machine, self.efficiency = machine, efficiency or Efficiency()
         self.counts = ModelCounts(model, layout, precision, pipeline_split)
-        self.layout = self.counts.layout
-        self.num_layers = model.num_layers
+        self.layout, self.num_layers = self.counts.layout, model.num_layers
         self.num_stages = self.layout.pipeline_parallel
         self.memory = DeviceMemory(self.counts, machine, self.efficiency)
         device, factors = machine.device, Efficiency.ideal() if machine.device.measured else self.efficiency
         self._bandwidth = device.memory_bandwidth * factors.memory
         self._flops: dict[OperatorKind, float] = {
-            "matrix": device.flops * factors.matrix,
-            "look-up": device.flops * factors.matrix,
-            "decode attention": device.flops * factors.matrix,
             "prefill attention": device.flops * factors.attention,
+            **dict.fromkeys(("matrix", "look-up", "decode attention"), device.flops * factors.matrix),
         }
         self._degree = self.layout.tensor_parallel
         self._group = [self._joining(stage, 1) for stage in range(self.num_stages)]
@@ -142,7 +131,6 @@ class StepCosts:
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
     ) -> StepWork:
-        """Sum a micro-batch up for this model: see StepWork.of."""
         return StepWork.of(decode_contexts, chunks, sampled, self.counts.windows)
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
@@ -163,13 +151,11 @@ class StepCosts:
         if (tokens, stage) not in self._layers_seconds:
             factors, reduce = self.efficiency, self._all_reduce_seconds(tokens, stage)
             beside = factors.kernels_per_layer * factors.kernel_seconds + _ALL_REDUCES_PER_LAYER * reduce
-            products = self.counts.products(StepWork(decodes=tokens), stage)
-            seconds = self.counts.layers(stage) * beside + sum(map(self.operator_seconds, products))
-            self._layers_seconds[tokens, stage] = seconds
+            products = sum(map(self.operator_seconds, self.counts.products(StepWork(decodes=tokens), stage)))
+            self._layers_seconds[tokens, stage] = self.counts.layers(stage) * beside + products
         return self._layers_seconds[tokens, stage]
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
-        """The attention of a stage's layers on the device."""
         return sum([self.operator_seconds(operator) for operator in self.counts.attention(work, stage)])
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
@@ -207,10 +193,8 @@ class StepCosts:
         return operator.flops / self._flops[operator.kind] > operator.bytes / self._bandwidth
 
     def kernel_seconds(self, work: StepWork, stage: int) -> float:
-        """The gaps between a stage's kernels."""
-        is_last = stage == self.num_stages - 1
-        ends = (stage == 0) + (_KERNELS_OF_HEAD if is_last and work.sampled else 0)
-        kernels = self.counts.layers(stage) * self.efficiency.kernels_per_layer + ends
+        head = _KERNELS_OF_HEAD if stage == self.num_stages - 1 and work.sampled else 0
+        kernels = self.counts.layers(stage) * self.efficiency.kernels_per_layer + (stage == 0) + head
         return kernels * self.efficiency.kernel_seconds
 
     def all_reduces(self, stage: int) -> int:
@@ -219,12 +203,11 @@ class StepCosts:
 
     def all_reduce_seconds(self, work: StepWork, stage: int) -> float:
         """All of a stage's all-reduces, and gathering the divided logits on the last one."""
-        seconds = self.all_reduces(stage) * self._all_reduce_seconds(work.tokens, stage)
-        gathers = stage == self.num_stages - 1 and work.sampled
-        return seconds + self._gather_seconds(work, stage) if gathers else seconds
+        one = self._all_reduce_seconds(work.tokens, stage)
+        return self.all_reduces(stage) * one + self._gather_seconds(work, stage)
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
-        """The KV of this many tokens between device and host, one way; the devices of all stages work at once."""
+        """The KV of these tokens between device and host, one way; the devices of all stages work at once."""
         return self._host.send_seconds(tokens * self.counts.kv_bytes_per_token(stage))
 
     def reload_seconds(self, stage: int) -> float:
@@ -232,10 +215,7 @@ class StepCosts:
         return self._host.send_seconds(self.counts.stage_weight_bytes(stage))
 
     def host_attention_seconds(self, context: int) -> float:
-        """One layer's decode attention on the CPU, all heads, for rows that read `context` keys in total (APEX).
-
-        Raises UsageError if the machine names no processor.
-        """
+        """One layer's decode attention over `context` keys on the CPU (APEX). Raises UsageError without a processor."""
         processor = self.machine.processor
         if processor is None:
             raise UsageError(f"{self.machine.name} names no processor for attention on the host")
@@ -250,23 +230,23 @@ class StepCosts:
         if not rows:
             return 0.0
         counts = self.counts
-        number = rows * counts.model.head_dim * counts.precision.other_bytes
-        there, back = number * (counts.heads + 2 * counts.kv_heads), number * counts.heads
-        return self._host.send_seconds(there) + self._host.send_seconds(back)
+        size = rows * counts.model.head_dim * counts.precision.other_bytes
+        send = self._host.send_seconds
+        return send(size * (counts.heads + 2 * counts.kv_heads)) + send(size * counts.heads)
 
     def _all_reduce_seconds(self, tokens: int, stage: int) -> float:
-        """One all-reduce of the hidden states of this many tokens; 0 without tensor parallelism."""
+        """One all-reduce; 0 without tensor parallelism."""
         return self._group[stage].all_reduce_seconds(self.counts.activation_bytes(tokens), self._degree)
 
     def _gather_seconds(self, work: StepWork, stage: int) -> float:
-        """The divided logits: one device receives all the others' parts."""
-        if self._degree == 1:
+        """The divided logits on the last stage: one device receives all the others' parts."""
+        if self._degree == 1 or stage < self.num_stages - 1 or not work.sampled:
             return 0.0
         logits = work.sampled * self.counts.vocabulary * self.counts.precision.other_bytes
         return self._group[stage].send_seconds(logits * (self._degree - 1))
 
     def _joining(self, stage: int, stages: int) -> Link:
-        """What joins the devices of this many stages from that one on, as programs reach it."""
+        """The link among the devices of this many stages, as programs reach it."""
         return self._reached(self.machine.link_among(stage * self._degree, stages * self._degree))
 
     def _reached(self, link: Link) -> Link:

@@ -35,10 +35,8 @@ def published_shapes() -> Mapping[str, Mapping[str, Any]]:
 
 
 def load_shape(spec: str) -> ModelConfig:
-    """The shape of a published model, of a config.json, or of a directory that holds one. No weights are needed.
-
-    Raises UsageError for an unknown name, listing the known ones, and ModelError for a config.json that is wrong.
-    """
+    """The shape of a published model, of a config.json, or of a directory that holds one. No weights are needed. Raises
+    UsageError for an unknown name, listing the known ones, and ModelError for a config.json that is wrong."""
     path = Path(spec)
     with unreadable_as_model_error():
         if spec.endswith(".json") and path.is_file():

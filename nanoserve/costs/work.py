@@ -8,20 +8,16 @@ import msgspec
 
 from nanoserve.errors import UsageError
 
-Chunk = tuple[int, int]
-"""First position and number of tokens of a prefill chunk; (0, n) is a whole prompt."""
+Chunk = tuple[int, int]  # first position and number of tokens of a prefill chunk; (0, n) is a whole prompt
 
 
 class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """A micro-batch of decode rows and prefill chunks, summed up."""
+    """A micro-batch of decode rows, of one token each, and prefill chunks, summed up."""
 
     decodes: int = 0
-    """Rows of one token."""
-    decode_context: int = 0
-    """Keys that they read, each its own included, summed over rows."""
+    decode_context: int = 0  # keys that they read, their own included, summed over rows
     chunks: tuple[Chunk, ...] = ()
-    sampled: int = 0
-    """Rows whose last position gets logits."""
+    sampled: int = 0  # rows whose last position gets logits
     windowed_decode_context: tuple[int, ...] = ()
     """The same sum for each sliding window of the model, ascending: a row reads no more keys than the window."""
 
@@ -33,13 +29,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         sampled: int | None = None,
         windows: Sequence[int] = (),
     ) -> "StepWork":
-        """Sum up rows; O(rows). Raises UsageError for an empty context, an empty chunk or a negative position.
-
-        Args:
-            decode_contexts: the keys that each decode row reads, its own included.
-            sampled: rows that get logits; None stands for all of them.
-            windows: the model's sliding windows, ascending.
-        """
+        """Sum up rows; O(rows). Decode rows read these keys, their own included; None samples all rows. ``windows`` are
+        the model's, ascending. Raises UsageError for an empty context or chunk, or a negative position."""
         pieces = tuple(chunks)
         if decode_contexts and min(decode_contexts) < 1:
             raise UsageError(f"a decode row reads at least its own key, not {min(decode_contexts)}")
@@ -47,18 +38,16 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if start < 0 or length < 1:
                 raise UsageError(f"a chunk starts at 0 or later and holds a token or more, not {(start, length)}")
         rows = len(decode_contexts) + len(pieces)
-        windowed = tuple(sum(min(context, window) for context in decode_contexts) for window in windows)
         return cls(
             decodes=len(decode_contexts),
             decode_context=sum(decode_contexts),
             chunks=pieces,
             sampled=rows if sampled is None else sampled,
-            windowed_decode_context=windowed,
+            windowed_decode_context=tuple(sum(min(keys, window) for keys in decode_contexts) for window in windows),
         )
 
     @cached_property
     def tokens(self) -> int:
-        """Positions computed."""
         return self.decodes + sum([length for _, length in self.chunks])
 
     @property
@@ -76,10 +65,8 @@ class HostBatch(msgspec.Struct, frozen=True):
     """Host sequences that take part in a step and are equally far."""
 
     sequences: int
-    context_tokens: int
-    """Keys that their attention reads in each layer, summed over them."""
-    attended: int = 0
-    """Layers whose attention the CPU was given before the step; the last of them is not passed yet."""
+    context_tokens: int  # keys that their attention reads in each layer, summed over them
+    attended: int = 0  # layers whose attention the CPU was given before the step; the last of them is not passed yet
 
     @property
     def first_layer(self) -> int:
@@ -91,13 +78,11 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
     """A step, reduced to what its time depends on: from its plan before it runs, from its result afterwards."""
 
     strategy: Strategy
-    device: StepWork
-    """The rows whose KV is on the device."""
+    device: StepWork  # the rows whose KV is on the device
     host: tuple[HostBatch, ...] = ()
-    """In an overlapped step, those that begin a token and those that join the device's rows; before the step, all that
-    may. In an asymmetric one, sub-batch 0, with the device's rows."""
-    host_second: tuple[HostBatch, ...] = ()
-    """Sub-batch 1 of an asymmetric step."""
+    """In an overlapped step, those that begin a token or join the device's rows; before the step, all that may. In an
+    asymmetric one, sub-batch 0, with the device's rows."""
+    host_second: tuple[HostBatch, ...] = ()  # sub-batch 1 of an asymmetric step
 
     @property
     def sampled(self) -> int:
@@ -112,11 +97,9 @@ def chunk_keys(start: int, length: int, window: int = 0) -> int:
 
 
 def chunk_pairs(start: int, length: int, window: int = 0) -> int:
-    """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that is less.
-
-    For a whole prompt of n tokens without a window that is n (n + 1) / 2, half of the square that Seesaw's Appendix A
-    prints: a prompt's attention takes 2 b hq s^2 d operations and not 4.
-    """
+    """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that is less. For a whole
+    prompt of n tokens without a window that is n (n + 1) / 2, half of the square that Seesaw's Appendix A prints: a
+    prompt's attention takes 2 b hq s^2 d operations and not 4."""
     if not window:
         return length * start + length * (length + 1) // 2
     growing = max(0, min(length, window - 1 - start))  # positions that see less than a whole window

@@ -11,18 +11,16 @@ _MICROSECONDS = 1e6
 
 
 class Track(NamedTuple):
-    """A line of bars within a group of tracks: a thread of a process, as the format calls them."""
+    """A line of bars in a group: a thread of a process, as the format calls them."""
 
     group: str
     name: str
 
 
 class ChromeTraceFile:
-    """A context that writes events to a JSON array in the trace event format.
-
-    The array may end anywhere: what is in the file after a ``flush`` can be looked at, even if nothing follows it.
-    Every method raises RuntimeFailure if the file cannot be written.
-    """
+    """A context that writes events to a JSON array in the trace event format. The array may end anywhere: what is in
+    the file after a ``flush`` can be looked at, even if nothing follows it. Every method raises RuntimeFailure if the
+    file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -52,7 +50,6 @@ class ChromeTraceFile:
         self._write({"name": name, "ph": "C", "ts": moment, "pid": self._group(group), "args": values})
 
     def flush(self) -> None:
-        """Put all events so far into the file."""
         with unwritable_as_failure(self._path):
             self._file.flush()
 
@@ -65,7 +62,6 @@ class ChromeTraceFile:
             self._file.close()
 
     def _group(self, name: str) -> int:
-        """Number of the group; its name is written before its first event."""
         if name not in self._groups:
             self._groups[name] = number = len(self._groups)
             self._write({"name": "process_name", "ph": "M", "pid": number, "args": {"name": name}})

@@ -1,6 +1,7 @@
 """The field's metrics, under the field's names; docs/benchmarks.md spells the definitions out."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Protocol, Self
 
 import msgspec
@@ -15,8 +16,7 @@ class RequestTiming(msgspec.Struct, frozen=True):
     """When the tokens of one request became known."""
 
     input_tokens: int
-    token_times: tuple[float, ...]
-    """Seconds from the request's issue to each of its output tokens, at least one, in order."""
+    token_times: tuple[float, ...]  # seconds from the request's issue to each output token, one at least, in order
 
     @property
     def output_tokens(self) -> int:
@@ -29,7 +29,7 @@ class RequestTiming(msgspec.Struct, frozen=True):
 
     @property
     def e2el(self) -> float:
-        """End-to-end latency: to the last token, in seconds."""
+        """End-to-end latency, in seconds."""
         return self.token_times[-1]
 
     @property
@@ -40,7 +40,7 @@ class RequestTiming(msgspec.Struct, frozen=True):
     @property
     def itls(self) -> tuple[float, ...]:
         """Inter-token latencies: the gap before each token after the first."""
-        return tuple(after - before for before, after in zip(self.token_times, self.token_times[1:], strict=False))
+        return tuple(after - before for before, after in pairwise(self.token_times))
 
 
 class Distribution(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """A metric over repeated runs, such as seeds, which differ in arrivals and lengths."""
+    """A metric over repeated runs, such as seeds: mean, lowest and highest."""
 
     mean: float
     low: float
@@ -74,7 +74,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Mean, lowest and highest. Raises ValueError without values."""
+        """Raises ValueError without values."""
         found = list(values)
         if not found:
             raise ValueError("a spread takes one value at least")
@@ -123,17 +123,15 @@ class TimedRequest(Protocol):
 
 def request_distributions(requests: Sequence[TimedRequest]) -> dict[str, Distribution | None]:
     """TTFT, TPOT and E2EL over requests, and ITL over the pooled gaps of all requests; all in milliseconds."""
-    pooled: dict[str, list[float | None]] = {
-        "ttft_ms": [request.ttft for request in requests],
-        "tpot_ms": [request.tpot for request in requests],
-        "itl_ms": [gap for request in requests for gap in request.itls],
-        "e2el_ms": [request.e2el for request in requests],
+    return {
+        "ttft_ms": in_milliseconds(request.ttft for request in requests),
+        "tpot_ms": in_milliseconds(request.tpot for request in requests),
+        "itl_ms": in_milliseconds(gap for request in requests for gap in request.itls),
+        "e2el_ms": in_milliseconds(request.e2el for request in requests),
     }
-    return {name: in_milliseconds(values) for name, values in pooled.items()}
 
 
 def in_milliseconds(seconds: Iterable[float | None]) -> Distribution | None:
-    """Times in seconds as a distribution of milliseconds."""
     return Distribution.of(None if value is None else value * MILLISECONDS for value in seconds)
 
 

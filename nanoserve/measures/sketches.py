@@ -19,27 +19,21 @@ class Sketch:
     """Many positive values in brief: count, mean, deviation and ends exactly, percentiles by logarithmic classes."""
 
     def __init__(self) -> None:
-        self._count = 0
         self._sum = self._sum_of_squares = 0.0
         self._min, self._max = math.inf, -math.inf
         self._classes: Counter[int] = Counter()
 
     def add(self, value: float, times: int = 1) -> None:
-        """Add a value ``times`` times; it must not be negative."""
-        self._count += times
+        """Add a value, not negative, this many times."""
         self._sum += value * times
         self._sum_of_squares += value * value * times
-        if value < self._min:
-            self._min = value
-        if value > self._max:
-            self._max = value
+        self._min, self._max = min(self._min, value), max(self._max, value)
         self._classes[round(math.log(max(value, _SMALLEST)) / _LOG_RESOLUTION)] += times
 
     @classmethod
     def merged(cls, sketches: Iterable[Self]) -> Self:
         whole = cls()
         for sketch in sketches:
-            whole._count += sketch._count
             whole._sum += sketch._sum
             whole._sum_of_squares += sketch._sum_of_squares
             whole._min, whole._max = min(whole._min, sketch._min), max(whole._max, sketch._max)
@@ -48,20 +42,18 @@ class Sketch:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the values; None without values."""
-        return self._sum / self._count if self._count else None
+        return self._sum / self._classes.total() if self._classes else None
 
     def distribution(self) -> Distribution | None:
-        """Distribution of the values; None without values."""
-        mean = self.mean
+        mean, count = self.mean, self._classes.total()
         if mean is None:
             return None
-        deviation = math.sqrt(max(0.0, self._sum_of_squares / self._count - mean * mean))
+        deviation = math.sqrt(max(0.0, self._sum_of_squares / count - mean * mean))
         p50, p90, p99 = (self._percentile(share) for share in (0.5, 0.9, 0.99))
-        return Distribution(self._count, mean, deviation, self._min, p50, p90, p99, self._max)
+        return Distribution(count, mean, deviation, self._min, p50, p90, p99, self._max)
 
     def _percentile(self, share: float) -> float:
-        wanted, passed = share * (self._count - 1), 0
+        wanted, passed = share * (self._classes.total() - 1), 0
         for number in sorted(self._classes):
             passed += self._classes[number]
             if passed > wanted:
@@ -104,7 +96,7 @@ class Occupancy:
     """The share of KV blocks in use over time."""
 
     def __init__(self) -> None:
-        self.series = Series[float]()  # the curve, thinned
+        self.series = Series[float]()
         self.seconds = self.peak = 0.0  # the share, integrated over time; the highest
         self._time = self._share = 0.0
 

@@ -4,6 +4,7 @@ import csv
 import math
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
@@ -59,7 +60,6 @@ class Preset:
     output_range: tuple[int, int]
 
     def draw(self, seed: int) -> list[RequestShape]:
-        """The same lengths for the same seed."""
         generator = random.Random(seed)
         return [
             RequestShape(generator.randint(*self.input_range), generator.randint(*self.output_range))
@@ -74,8 +74,7 @@ PRESETS: dict[str, Preset] = {
 }
 """nano-vllm is the setting of that project's benchmark; the others are a quarter and an eighth of its lengths."""
 
-_TIME_COLUMNS = (("TIMESTAMP",), ("arrived_at",), ("arrival_time",))
-"""Azure's moments of a calendar (ISO 8601), vidur's seconds, and seconds."""
+_TIME_COLUMNS = (("TIMESTAMP",), ("arrived_at",), ("arrival_time",))  # Azure's dates (ISO 8601); seconds, as vidur's
 _LENGTH_COLUMNS = (
     ("ContextTokens", "GeneratedTokens"),  # Azure LLM inference traces
     ("num_prefill_tokens", "num_decode_tokens"),  # vidur's processed traces
@@ -110,24 +109,18 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int) -> list[t
 
 def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
     """The lengths in at most `limit` rows of a CSV trace with a header; its arrival times are for ``read_arrivals``.
-
-    Raises UsageError, naming the file, and the row (its line in the file) that makes no sense.
-    """
+    Raises UsageError, naming the file, and the row (its line in the file) that makes no sense."""
     known = "; ".join(" and ".join(pair) for pair in _LENGTH_COLUMNS)
     rows = _rows(path, limit, _LENGTH_COLUMNS, f"has none of these pairs of columns: {known}")
     return [RequestShape(*(_length(text, place) for place, text in row)) for row in rows]
 
 
 def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = False) -> list[float]:
-    """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows.
-
-    Raises UsageError as ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it.
-    """
+    """The arrival times in a CSV trace, in seconds from some moment on, in the order of its rows. Raises UsageError as
+    ``read_trace`` does; with ``in_order`` also for a row that comes before the one in front of it."""
     known = ", ".join(name for (name,) in _TIME_COLUMNS)
-    moments: list[float] = []
-    for ((place, text),) in _rows(
-        path, limit, _TIME_COLUMNS, f"tells no arrival times: it has none of {known}; give a rate"
-    ):
+    refusal, moments = f"tells no arrival times: it has none of {known}; give a rate", list[float]()
+    for ((place, text),) in _rows(path, limit, _TIME_COLUMNS, refusal):
         moment = _moment(text, place)
         if in_order and moments and moment < moments[-1]:
             raise UsageError(f"{place}: {text} is before the row in front of it; sort the trace by time")
@@ -136,7 +129,7 @@ def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = Fals
 
 
 def _rows(path: Path, limit: int | None, known: Sequence[Sequence[str]], refusal: str) -> list[list[tuple[str, str]]]:
-    """The places and texts of the first known columns in the first rows of a trace; `refusal` is for none of them."""
+    """Places and texts of the first known columns in the first rows of a trace; `refusal` is the error for none."""
     try:
         if path.exists() and not path.is_file():  # a directory; or a pipe or device, reading which might never end
             raise UsageError(f"the trace {path} is not a regular file")
@@ -162,14 +155,12 @@ def _rows(path: Path, limit: int | None, known: Sequence[Sequence[str]], refusal
 
 def _moment(text: str, place: str) -> float:
     """Seconds; of a date, since 1970 as if it were in UTC: only differences are looked at."""
-    try:
+    seconds = math.nan
+    with suppress(ValueError):
+        seconds = datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+    with suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        try:
-            seconds = datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
-        except ValueError:
-            seconds = math.nan
-    if not -_LATEST <= seconds <= _LATEST:  # which a NaN is not, either
+    if not -_LATEST <= seconds <= _LATEST:  # nor is a NaN
         raise UsageError(f"{place}: {text!r:.60} is no time in seconds or as 2023-11-16 18:17:03.97")
     return seconds
 

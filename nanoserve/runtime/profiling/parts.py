@@ -28,8 +28,8 @@ from nanoserve.runtime.profiling.timers import (
 from nanoserve.runtime.step.model_runner import ModelRunner
 
 Point = tuple[int, ...]  # the size or sizes at which something is timed
-Probes = Mapping[str, Mapping[Point, Callable[[], float]]]
-"""Functions that take one sample in seconds, by what they time and by point."""
+Probe = Callable[[], float]  # takes one sample, in seconds
+Probes = Mapping[str, Mapping[Point, Probe]]
 Sampled = Mapping[Point, Sequence[float]]
 Samples = dict[str, dict[Point, list[float]]]
 
@@ -45,8 +45,7 @@ class Effort:
     fewest_rounds: int
     most_rounds: int  # both hold whatever rounds take. A point that no round reaches keeps its warm-up's sample
     longest_sample: float  # seconds. If a size takes longer, larger ones are not measured
-    repeat_seconds: float = 0.0
-    """Points that take less are sampled a few times within a round, until this much time has passed."""
+    repeat_seconds: float = 0.0  # faster points are sampled a few times in a round, until this much time has passed
 
 
 def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:
@@ -71,14 +70,14 @@ def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort)
     }
 
 
-def _repeated(probe: Callable[[], float], seconds: float) -> list[float]:
+def _repeated(probe: Probe, seconds: float) -> list[float]:
     until, samples = time.perf_counter() + seconds, [probe()]
     while len(samples) < _MOST_REPEATS and time.perf_counter() < until:
         samples.append(probe())
     return samples
 
 
-def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) -> dict[Point, float]:
+def _within_reason(points: Mapping[Point, Probe], longest: float) -> dict[Point, float]:
     """Warm up. A curve ends at the first size that takes too long; its last line is extrapolated."""
     kept: dict[Point, float] = {}
     for point, probe in points.items():
@@ -90,7 +89,6 @@ def _within_reason(points: Mapping[Point, Callable[[], float]], longest: float) 
 
 
 def curve_of(samples: Sampled) -> MeasuredCurve:
-    """Medians and quartiles over one size."""
     low, seconds, high = zip(*map(_quartiles, samples.values()), strict=True)
     return MeasuredCurve(sizes=tuple(size for (size,) in samples), seconds=seconds, low=low, high=high)
 
@@ -104,7 +102,6 @@ def difference_of(samples: Sampled, less: Sampled) -> MeasuredCurve:
 
 
 def grid_of(samples: Sampled) -> MeasuredGrid:
-    """Medians and quartiles over batch and context."""
     batches, contexts = (tuple(dict.fromkeys(sizes)) for sizes in zip(*samples, strict=True))
     found = zip(*map(_quartiles, samples.values()), strict=True)
     low, seconds, high = (tuple(zip(*[iter(values)] * len(contexts), strict=True)) for values in found)
@@ -155,9 +152,8 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
 @contextmanager
 def open_probes(
     runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
-) -> Iterator[dict[str, Mapping[Point, Callable[[], float]]]]:
-    """Probes for an idle runner, and for the part of the CPU that attends in host memory. Of the runner only the
-    content of the KV cache changes. See ``ProfileSizes.within``."""
+) -> Iterator[dict[str, Mapping[Point, Probe]]]:
+    """Probes for an idle runner, of which only the KV cache's content changes, and for attention in host memory."""
     config, device = runner.config, runner.device
     steps = StepTimer(runner, block_size=block_size)
     cells, largest = (sizes.batches, sizes.contexts), (sizes.batches[-1], sizes.contexts[-1])
@@ -173,11 +169,10 @@ def open_probes(
     attention = partial(attention_seconds, config, regions(device=device))
     shares_memory = processor.confines_device
     keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(1e-4)
-    host = HostAttentionTimer(
-        config, regions(device=torch.device("cpu")), processor, device=device, keep_busy=keep_busy
-    )
+    on_host = regions(device=torch.device("cpu"))
+    host = HostAttentionTimer(config, on_host, processor, device=device, keep_busy=keep_busy)
     try:
-        probes: dict[str, Mapping[Point, Callable[[], float]]] = {
+        probes: dict[str, Mapping[Point, Probe]] = {
             "layer": _over(steps.layer_seconds, sizes.tokens),
             "its attention": _over(lambda tokens: attention(*steps.attention_shape(tokens)), sizes.tokens),
             "decode_attention": _over(lambda batch, context: attention(batch, 1, context), *cells),
@@ -219,16 +214,14 @@ def profile_of(
 
 
 def beside_host(found: Samples, most: float) -> float:
-    """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory.
-
-    They share its bandwidth by threads: more than ``most``, threads of both over the device's, is others' doing.
-    """
+    """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory. A
+    factor above ``most``, threads of both over those of the device, comes from other programs."""
     if "beside host" not in found:
         return 1.0
     (beside,), (alone,) = found["beside host"].values(), found["alone"].values()
     return min(max(1.0, _quartiles(beside)[0] / _quartiles(alone)[0]), most)
 
 
-def _over(sample: Callable[..., float], *axes: Sequence[int]) -> dict[Point, Callable[[], float]]:
+def _over(sample: Callable[..., float], *axes: Sequence[int]) -> dict[Point, Probe]:
     """The sample at every combination of sizes."""
     return {point: partial(sample, *point) for point in product(*axes)}

@@ -41,7 +41,6 @@ class Stopwatch:
         return time.perf_counter()
 
     def seconds(self, action: Callable[[], object]) -> float:
-        """Seconds that an action takes."""
         began = self.now()
         action()
         return self.now() - began
@@ -49,7 +48,6 @@ class Stopwatch:
 
 @torch.inference_mode()
 def _mean_seconds(sample: Callable[[], Iterable[float]]) -> float:
-    """The mean over a few milliseconds of samples."""
     found: list[float] = []
     while len(found) < _MOST_CALLS and sum(found) < _SAMPLE_SECONDS:
         found += sample()
@@ -57,12 +55,9 @@ def _mean_seconds(sample: Callable[[], Iterable[float]]) -> float:
 
 
 class KvRegions:
-    """Random keys and values of one layer, in which consecutive calls read different blocks.
-
-    In a step each call reads another layer's cache, so the processor's caches help only if the data of all layers fits:
-    there is one region for each layer, or as many as there is room for. The largest of ``calls`` (rows, keys of each)
-    always has room; otherwise ``most_bytes`` limits keys and values.
-    """
+    """Random keys and values of one layer, in which consecutive calls read different blocks. In a step each call reads
+    another layer's cache. So there is one region for each layer of the model, or as many as fit ``most_bytes``. The
+    largest of ``calls`` (rows, keys of each) always has room."""
 
     def __init__(
         self,
@@ -111,11 +106,9 @@ def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, querie
 
 
 class HostAttentionTimer:
-    """Attention in host memory as in the engine: handed over to a thread with cores of its own. The device computes
-    meanwhile, as in every step with host sequences; a CPU shares the memory's bandwidth. Windows are not applied.
-
-    The regions lie in host memory; ``keep_busy`` is a piece of the device's work, a few milliseconds at most.
-    """
+    """Attention in host memory as in the engine, by a thread with cores of its own while the device computes. A CPU
+    shares the memory's bandwidth. Windows are not applied. The regions lie in host memory; ``keep_busy`` is a piece of
+    the device's work, a few milliseconds at most."""
 
     def __init__(
         self,
@@ -204,31 +197,27 @@ class StepTimer:
         return seconds / self._runner.config.num_layers
 
     def attention_shape(self, tokens: int) -> tuple[int, int, int]:
-        """(rows, queries, keys) of the attention in `layer_seconds`: few tokens are decodes of one key, more are
-        prompts of a block."""
+        """(rows, queries, keys) in `layer_seconds`: few tokens are decodes of one key, more are prompts of a block."""
         size = 1 if tokens <= min(_MOST_DECODES, len(self._runner.caches.keys[0])) else self._block_size
         return -(-tokens // size), size, size
 
     def inputs_seconds(self, rows: int) -> float:
-        """Seconds before the layers in a step of `rows` decodes, after another step, whose layers on a CPU displace
-        these data from the processor's caches."""
+        """Seconds before the layers of `rows` decodes, after a step that displaces their data from a CPU's caches."""
         plan = self._decode_plan(rows)
         self._runner.compute(self._runner.prepare(plan))
         return self._watch.seconds(lambda: self._runner.prepare(plan))
 
     def head_seconds(self, rows: int) -> float:
-        """Seconds after the layers in a step of `rows` decodes: logits, greedy sampling and fetching tokens."""
+        """Seconds after the layers of `rows` decodes: logits, greedy sampling and fetching tokens."""
         step = self._runner.prepare(self._decode_plan(rows))
         hidden = self._runner.compute(step)
         return self._watch.seconds(lambda: self._runner.sample(step, hidden).answers())
 
     def close(self) -> None:
-        """Have the runner forget the sequences."""
         self._runner.execute(StepPlan(0, end=tuple(self._begun)))
 
     def _forward_seconds(self, sizes: Sequence[int]) -> float:
-        """Seconds of the layers over prompts of these sizes, in a whole step, whose end on a CPU displaces data of the
-        next layers from the processor's caches."""
+        """Seconds of the layers over prompts of these sizes, in a whole step, whose end displaces a CPU's caches."""
         texts = [tuple(self._generator.randrange(self._runner.config.vocab_size) for _ in range(n)) for n in sizes]
         rows = [Row(-1 - n, 0, text, sample=True, new_blocks=(n,)) for n, text in enumerate(texts)]
         step = self._runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
@@ -252,7 +241,7 @@ class StepTimer:
 
 
 def linear_pieces(decoder: Decoder) -> Callable[[], object]:
-    """The device's work beside attention in host memory: each call computes the next layer's products for few rows."""
+    """Work beside attention in host memory: each call computes the next layer's products for few rows."""
     with torch.inference_mode():
         hidden = torch.randn(_BUSY_ROWS, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
         cos, sin = decoder.rotary(torch.arange(_BUSY_ROWS, device=decoder.device))
@@ -269,7 +258,7 @@ def linear_pieces(decoder: Decoder) -> Callable[[], object]:
 
 
 def copy_probe(num_bytes: int, device: torch.device) -> Callable[[], float]:
-    """A probe that copies from the device's memory to the CPU's; on a CPU, from one place to another."""
+    """Copies from the device's memory to the CPU's; on a CPU, from one place to another."""
     watch = Stopwatch(device)
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
