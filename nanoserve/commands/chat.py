@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
+from nanoserve.commands.answers import ChatModel, LocalModel, RemoteModel
 from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option

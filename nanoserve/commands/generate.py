@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nanoserve.commands.chat_model import LocalModel
+from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import AnswerPrinter

@@ -11,7 +11,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions
 from nanoserve.commands.options import HARDWARE_PANEL, option
-from nanoserve.commands.simulate_options import StepLimitOptions
+from nanoserve.commands.simulate import StepLimitOptions
 from nanoserve.commands.terminal import remark
 from nanoserve.costs import load_machine, load_shape
 from nanoserve.simulator.planning import Candidate, PlannedWork, find_candidates
