@@ -54,9 +54,7 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
         except (KeyboardInterrupt, WorkersFailed) as error:
             left = f"{len(open_rows) - batch.written} rows are left; the same command goes on from here"
             state = f"{batch.summary(target)}{',' if phases is None else ';'} {left}"
-            if isinstance(error, WorkersFailed):
-                raise WorkersFailed(f"{error}; {state}") from None
-            raise KeyboardInterrupt(state) from None
+            raise type(error)(f"{error}; {state}" if isinstance(error, WorkersFailed) else state) from None
     say(batch.summary(target))
 
 
@@ -332,8 +330,5 @@ def _machine(llm: "nanoserve.LLM", speeds: MachineSpeeds, precision: Precision, 
     weights, host = ModelCounts(llm.config, precision=precision).stage_weight_bytes(0), available_memory("cpu")
     free = host / devices if config.device == "cpu" else 0.0
     held = (weights + (limits.device_bytes or 0.0)) / config.num_workers
-    return speeds.machine(
-        devices=devices,
-        memory_bytes=(free + held) / usable,
-        host_memory_bytes=(host + weights + (limits.host_bytes or 0.0)) / usable,
-    )
+    host_bytes = (host + weights + (limits.host_bytes or 0.0)) / usable
+    return speeds.machine(devices=devices, memory_bytes=(free + held) / usable, host_memory_bytes=host_bytes)

@@ -98,7 +98,9 @@ class ResultFile:
         with unwritable_as_failure(path), ExitStack() as opened:
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} is no regular file; --output is one, because the next run reads it back")
-            self._file = opened.enter_context(open(path, "r+b", opener=_open_or_make))
+            # Opened or made in one step: asking first whether the file is there would let two runs make it twice.
+            file = open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
+            self._file = opened.enter_context(file)
             try:  # two runs would write over each other's rows; the lock ends with the process, however it ends
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -151,8 +153,3 @@ class ResultFile:
                 end += 1
         self._file.seek(end)
         self._file.truncate()
-
-
-def _open_or_make(path: str, flags: int) -> int:
-    """In one step: asking first whether the file is there would let two runs make it twice."""
-    return os.open(path, flags | os.O_CREAT, 0o666)

@@ -83,8 +83,8 @@ class ChatSession:
         try:
             with closing(self.model.stream(conversation, self.settings)) as stream:
                 for last in steps(stream):
-                    told = [("thinking", last.reasoning)] if last.reasoning else []
-                    yield from collected([*told, *splitter.push(last.text)])
+                    yield from collected([("thinking", last.reasoning)] if last.reasoning else [])
+                    yield from collected(splitter.push(last.text))
         except NanoserveError as error:
             if last is None or not texts["answer"]:
                 raise

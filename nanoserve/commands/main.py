@@ -146,8 +146,7 @@ def run(*first: str) -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse ``arguments`` (default: the process's), do what they say, return the exit code."""
     _replace_closed_streams()
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(partial(_parse_and_act, words))
+    return guarded(partial(_parse_and_act, list(sys.argv[1:] if arguments is None else arguments)))
 
 
 def application() -> Any:
@@ -230,8 +229,7 @@ def describe(error: BaseException) -> tuple[str, int]:
         return "out of memory: choose a smaller --max-model-len, --max-num-seqs or --kv-cache-memory", EXIT_FAILURE
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror, EXIT_FAILURE
-    hint = f"set {DEBUG_VARIABLE}=1 to see where"
-    return f"unexpected {type(error).__name__}: {error} ({hint})", EXIT_FAILURE
+    return f"unexpected {type(error).__name__}: {error} (set {DEBUG_VARIABLE}=1 to see where)", EXIT_FAILURE
 
 
 def _came_from_interrupt(error: BaseException | None) -> bool:

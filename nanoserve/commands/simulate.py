@@ -93,13 +93,6 @@ class WorkloadOptions(Options):
     trace: Path | None = option(None, "Lengths and times from a CSV file instead.", metavar="FILE")
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
 
-    @property
-    def work_name(self) -> str:
-        """Where the requests come from, and when, for the title of a table."""
-        lengths = self.trace.name if self.trace else self.lengths or GLLMS_SHAREGPT
-        together = "as the trace has them" if self.trace else "all at once"
-        return f"{lengths}, {together if self.rate is None else f'{self.rate:g} a second'}"
-
     def workload(self) -> Workload:
         """The requests; each call makes the same ones. Raises UsageError for options that make no sense."""
         if self.trace is not None and self.lengths is not None:
@@ -157,10 +150,9 @@ class HardwareOptions(
             raise UsageError("data parallel layouts (D) are whole engines of their own: leave the D out")
         prefill, decode = pair
         if prefill.devices != decode.devices:
-            raise UsageError(
-                f"--prefill-parallel {prefill.name} takes {prefill.devices} devices and "
-                f"--decode-parallel {decode.name} {decode.devices}: both run on the same ones"
-            )
+            first = f"--prefill-parallel {prefill.name} takes {prefill.devices} devices"
+            second = f"--decode-parallel {decode.name} {decode.devices}"
+            raise UsageError(f"{first} and {second}: both run on the same ones")
         return pair
 
     def changed(self, *names: str) -> bool:
@@ -246,10 +238,10 @@ def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> 
     if options.num_blocks is None:
         return _countable(fitting)
     if options.num_blocks > fitting:
-        raise UsageError(
-            f"--num-blocks {options.num_blocks}: only {fitting} blocks of {options.block_size} tokens fit beside the "
-            f"weights in layout {costs.layout.name}; ask for fewer, or for more devices"
+        fit = (
+            f"only {fitting} blocks of {options.block_size} tokens fit beside the weights in layout {costs.layout.name}"
         )
+        raise UsageError(f"--num-blocks {options.num_blocks}: {fit}; ask for fewer, or for more devices")
     return options.num_blocks
 
 
@@ -378,7 +370,10 @@ def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
 
 def _title(report: Report, options: WorkloadOptions) -> str:
     """What ran; a trace may have fewer requests than were asked for."""
-    return f"{report.rows[0]['requests']} requests of {options.work_name}"
+    lengths = options.trace.name if options.trace else options.lengths or GLLMS_SHAREGPT
+    together = "as the trace has them" if options.trace else "all at once"
+    pace = together if options.rate is None else f"{options.rate:g} a second"
+    return f"{report.rows[0]['requests']} requests of {lengths}, {pace}"
 
 
 def _show(report: Report, options: SimulateOptions, place: str) -> None:
