@@ -99,8 +99,9 @@ class ResultFile:
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} is no regular file; --output is one, because the next run reads it back")
             # Opened or made in one step: asking first whether the file is there would let two runs make it twice.
-            file = open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
-            self._file = opened.enter_context(file)
+            self._file = opened.enter_context(
+                open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
+            )
             try:  # two runs would write over each other's rows; the lock ends with the process, however it ends
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
