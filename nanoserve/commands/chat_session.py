@@ -124,8 +124,8 @@ class ChatSession:
         if name not in CHANGEABLE:
             guess = did_you_mean(name, CHANGEABLE)
             raise UsageError(f"unknown setting {name!r:.40}{guess}; there are {', '.join(CHANGEABLE)}")
-        changed = self.settings | {name: value}
-        settings = {name: value for name, value in changed.items() if value is not None}
+        settings = {key: old for key, old in self.settings.items() if key != name}
+        settings |= {} if value is None else {name: value}
         self.sampling_params(settings)
         self.settings = settings
 
