@@ -105,7 +105,7 @@ class ChatAnswer:
 
 
 Answers = Generator[ChatAnswer, None, None]
-"""What is new of an answer, each time; closing the generator ends the work on it."""
+"""Each piece holds what is new of an answer; closing the generator ends the work on it."""
 
 
 class ContextFull(RuntimeFailure):
@@ -199,18 +199,14 @@ class RemoteModel:
             except ServerRefused as error:
                 if error.context_full:
                     raise ContextFull(str(error)) from None
-                waited += self._wait(error, waited)
-
-    def _wait(self, error: ServerRefused, waited: int) -> int:
-        """Wait the seconds that a loading server asks for, and return them; raise ``error`` for other refusals."""
-        not_ready = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
-        if not not_ready or waited >= _LONGEST_WAIT_SECONDS:
-            raise error
-        if not waited:
-            self._notify(f"{error}: asking again until it answers, Ctrl-C gives up")
-        pause = max(1, error.retry_after or 0)
-        self._sleep(pause)
-        return pause
+                is_loading = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
+                if not is_loading or waited >= _LONGEST_WAIT_SECONDS:
+                    raise
+                if not waited:
+                    self._notify(f"{error}: asking again until it answers, Ctrl-C gives up")
+                pause = max(1, error.retry_after or 0)
+                self._sleep(pause)
+                waited += pause
 
     def _answer(self, body: dict[str, Any]) -> Answers:
         """Times are by our clock. Until the server tells how many tokens there are, chunks stand for them."""

@@ -60,9 +60,14 @@ def run(options: ChatOptions) -> None:
         check_utf8(options.system, "the system prompt")
     with _opened(options, settings) as model:
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
-        if question is not None:
-            return _answer_once(session, question, options)
-        return Conversation(session, options).run()
+        if question is None:
+            return Conversation(session, options).run()
+        pieces = session.ask(question)
+        if not options.json:
+            return _show_answer(session, pieces, _printer(plain=options.plain, hide_thinking=options.hide_thinking))
+        deque(pieces, maxlen=0)
+        if session.last_answer is not None:
+            print(session.last_answer.json(model.name))
 
 
 @contextmanager
@@ -94,15 +99,6 @@ def _question(message: str | None) -> str | None:
     if not question:
         raise UsageError("the message is empty")
     return question
-
-
-def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> None:
-    pieces = session.ask(question)
-    if not options.json:
-        return _show_answer(session, pieces, _printer(plain=options.plain, hide_thinking=options.hide_thinking))
-    deque(pieces, maxlen=0)
-    if session.last_answer is not None:
-        print(session.last_answer.json(session.model.name))
 
 
 _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # what other chats call the same
