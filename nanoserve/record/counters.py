@@ -1,4 +1,4 @@
-"""What an engine counts in any case: its status, and a summary of each recent step. Memory is bounded."""
+"""What an engine always counts: its status, and a summary of each recent step. Memory is bounded."""
 
 from collections.abc import Iterable
 from functools import reduce
@@ -20,11 +20,10 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     waiting: int = 0
     """Sequences that hold KV blocks on the device, in host memory, and that hold none."""
     free_blocks: int = 0
+    """Cached blocks without an owner count as free."""
     total_blocks: int = 0
-    """KV blocks on the device; cached blocks without an owner count as free."""
     free_host_blocks: int = 0
     total_host_blocks: int = 0
-    """KV blocks in host memory."""
     prompt_tokens: int = 0
     """Prompt tokens of requests that have their first token."""
     output_tokens: int = 0
@@ -32,7 +31,6 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     steps: int = 0
     transitions: int = 0
-    """Preemptions, steps and changes of the layout so far."""
     losses: int = 0
     host_losses: int = 0
     """How often workers died and were restarted, and attention on the CPU was lost and its sequences recomputed."""
@@ -44,12 +42,11 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecentStep(msgspec.Struct, frozen=True, array_like=True):
-    """One step that has ended."""
+    """One step that has ended; a decode is a row of one token."""
 
     step: int
     decodes: int
     prompt_tokens: int
-    """Rows of one token, and tokens of longer rows."""
     running: int
     waiting: int
     """Sequences that held KV blocks on the device, and that held none, when the step had ended."""

@@ -1,7 +1,7 @@
 """Events of a run, in the order in which they become known. An observer is called with each of them.
 
-Every event has the executor's time. A recorder whose clock is stepped (`Recorder.step_clock`) also shows the engine's:
-the engine does everything between two results at one moment.
+Times are the executor's; ``clock`` is the engine's, on which all that happens between two results has one moment if
+the recorder's clock is stepped (`Recorder.step_clock`).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +17,13 @@ from nanoserve.scheduler.scheduler import Scheduler
 
 
 class Blocks(msgspec.Struct, frozen=True):
-    """What a scheduler shows between two plans: KV blocks and sequences."""
+    """Used and all KV blocks of the current layout and of the host pool, between two plans."""
 
     used_device: int
     device: int
-    """Used KV blocks of the current layout, and all of its KV blocks."""
     used_host: int
+    """A prompt that is still computed may have reserved some."""
     host: int
-    """Used KV blocks of the host pool, and all of them; a prompt that is still computed may have reserved some."""
     on_device: int
     """Sequences that run on the device."""
     preemptions: int
@@ -33,23 +32,17 @@ class Blocks(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Blocks":
         device, host = scheduler.pool, scheduler.host_pool
-        return cls(
-            device.num_blocks - device.free_blocks,
-            device.num_blocks,
-            host.num_blocks - host.free_blocks,
-            host.num_blocks,
-            len(scheduler.running),
-            scheduler.table.preemptions,
-        )
+        used_device, used_host = device.num_blocks - device.free_blocks, host.num_blocks - host.free_blocks
+        sequences = len(scheduler.running), scheduler.table.preemptions
+        return cls(used_device, device.num_blocks, used_host, host.num_blocks, *sequences)
 
     @property
     def device_share(self) -> float:
-        """The share of the device's blocks in use."""
         return 1 - (self.device - self.used_device) / self.device
 
     @property
     def host_share(self) -> float:
-        """The share of the host pool's blocks in use; 0 without a pool."""
+        """0 without a pool."""
         return 1 - (self.host - self.used_host) / self.host if self.host else 0.0
 
 
@@ -74,7 +67,6 @@ class Planned(msgspec.Struct, frozen=True):
 
     time: float
     clock: float
-    """The same on the engine's clock: when the engine last came from waiting, if that is stepped."""
     plan: StepPlan
     load: Load | None
     decision: Decision
@@ -90,7 +82,6 @@ class Worked(msgspec.Struct, frozen=True):
 
     stages: tuple[StageTimes, ...]
     beside: tuple[Beside, ...]
-    """Moves, and attention on a simulated CPU."""
 
 
 class Collected(msgspec.Struct, frozen=True):
@@ -117,8 +108,6 @@ class Gained(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The run is over."""
-
     time: float
     blocks: Blocks
 

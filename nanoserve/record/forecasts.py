@@ -1,7 +1,6 @@
 """Forecasts: what was predicted of each plan, and what predictors learn when its result comes.
 
-Only results are learned from, in their order, so the same run decides the same. After many results one in five is
-learned from: predicting steps and learning from them takes Python time, which small models feel.
+Only results are learned from, in their order, so the same run decides the same.
 """
 
 from collections import defaultdict
@@ -20,14 +19,12 @@ from nanoserve.scheduler.load import Cohort, Decision, Load
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult, work_of
 
 _MANY, _ONE_IN = 256, 5
-"""The predictor learns from the first _MANY results, and then from one result in _ONE_IN. Every second or fourth would
-always pick the same one of micro-batches that take turns."""
+"""The predictor learns from the first _MANY results, then from one in _ONE_IN, to save time on the CPU. Every second or
+fourth would always pick the same one of micro-batches that take turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """A step, as it was predicted."""
-
     step: int
     decision: Decision
     """What the plan carries out, with the alternatives."""
@@ -38,10 +35,9 @@ class Forecast:
 
 
 class Forecasts:
-    """The forecasts of plans in flight, and what predictors learn from them: a SchedulerObserver.
+    """A SchedulerObserver with a predictor for each layout; only predictors that learn get forecasts.
 
-    Only predictors that learn get forecasts; there is one for each layout. ``on_measured`` is called with each forecast
-    once its step was measured and learned from.
+    ``on_measured`` is called with each forecast once its step was measured and learned from.
     """
 
     def __init__(
@@ -53,12 +49,11 @@ class Forecasts:
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, CorrectedPredictor | None]] = {}
         self._newest: CorrectedPredictor | None = None  # predictor of the newest plan
-        self._plans, self._host_results = _lessons(), _lessons()
-        self._on_measured = on_measured
+        self._plans, self._host_results, self._on_measured = _lessons(), _lessons(), on_measured
 
     @property
     def corrections(self) -> Mapping[str, float]:
-        """The current correction factor of each part; empty without a learning predictor."""
+        """Current correction factors; empty without a learning predictor."""
         return {} if self._newest is None else self._newest.corrections
 
     def of(self, step: int) -> Forecast | None:
@@ -87,13 +82,12 @@ class Forecasts:
                 by_size[one.sequences, one.context_tokens].append(one.seconds)
             for (sequences, context_tokens), seconds in by_size.items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
-        if result.step is None or result.step not in self._in_flight:
+        if result.step not in self._in_flight:
             return
         forecast, predictor = self._in_flight.pop(result.step)
         if result.host_lost is not None:
             return  # what it waited for never came
-        work = forecast.work
-        if work.strategy == "overlap":
+        if (work := forecast.work).strategy == "overlap":
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
         if predictor is not None:
             predictor.observe(work, result.seconds)
@@ -104,7 +98,6 @@ class Forecasts:
 
 
 def _lessons() -> Iterator[bool]:
-    """Which of many results of a kind are learned from."""
     return (number <= _MANY or number % _ONE_IN == 0 for number in count(1))
 
 

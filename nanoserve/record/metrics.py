@@ -12,7 +12,7 @@ from nanoserve.request import Sequence
 
 
 class CompletedRequest(NamedTuple):
-    """Lengths and latencies of a finished request; times are in seconds."""
+    """Lengths and latencies of a finished request; TTFT and E2EL run from the arrival, in seconds."""
 
     request_id: str
     arrival: float
@@ -22,11 +22,9 @@ class CompletedRequest(NamedTuple):
     tpot: float | None
     """Mean time between its tokens; None if it has only one."""
     e2el: float
-    """``ttft`` and ``e2el`` run from the arrival to the first and to the last token."""
 
 
 RequestObserver = Callable[[CompletedRequest], None]
-"""Called with every request when it has ended."""
 
 
 class SloMeter:
@@ -59,7 +57,7 @@ class LatencyMetrics:
         if not isinstance(event, Gained):
             return
         now = event.time
-        previous: dict[float, int] = {}  # how many waited since then; most of a step since the same moment
+        previous = Counter[float]()  # how many waited since then; most of a step since the same moment
         for update in event.updates:
             last = self._last_update.get(update.request_id)
             if last is None:
@@ -67,7 +65,7 @@ class LatencyMetrics:
                 self.input_tokens += len(request.prompt)
                 self.ttft.add((now - request.arrival_time) * MILLISECONDS)
             else:
-                previous[last] = previous.get(last, 0) + 1
+                previous[last] += 1
             self._last_update[update.request_id] = now
             if update.sequence.finish_reason is not None:
                 self._finish(update.sequence, now)
@@ -149,7 +147,7 @@ class StepMetrics(StepObserver):
         return times
 
     def _change_layout(self, now: float, reload: ReshardTimes) -> None:
-        """The time between now and the begin of the reload belongs to the old layout."""
+        # The time between now and the begin of the reload belongs to the old layout.
         self._keep_busy(now, reload.ended)
         self._times = self.layout_times(reload.began)
         self._layout = reload.layout
@@ -158,7 +156,6 @@ class StepMetrics(StepObserver):
         self.transition_seconds += reload.ended - reload.began
 
     def _keep_busy(self, now: float, end: float) -> None:
-        """Record that something is in flight from ``now`` until ``end``."""
         self._idle_seconds += max(0.0, now - self._last_end)
         self._last_end = max(self._last_end, end)
 

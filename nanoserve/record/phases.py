@@ -7,16 +7,14 @@ from typing import Literal, NamedTuple
 from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned
 from nanoserve.scheduler.plan import StepResult
 
-_PREFILL = 0
-"""The layout in which prompts are computed."""
+_PREFILL = 0  # the layout in which prompts are computed
 
 
 class PhaseTurn(NamedTuple):
     """What became of sequences that were on the device when the layout was to change."""
 
     finished: int
-    """Sequences that were on the device when the host pool ran empty, and decoded to their ends: the policy waited for
-    them. 0 if the pool never ran empty, and at the end of a prefill phase."""
+    """Sequences on the device when the host pool ran empty that decoded to their ends; 0 after a prefill phase."""
     through_pool: int
     """Sequences that went to the host pool, to come back under the other layout."""
     recomputed: int
@@ -28,19 +26,16 @@ class Phase:
     """A part of a run; phases follow each other without gaps."""
 
     kind: Literal["compute", "drain", "reshard"]
-    """"compute" in a layout; "drain": from the first result after which no more rows were planned, until nothing was in
-    flight or on the device; "reshard" to a layout."""
+    """A drain lasts from the first result after which no rows are planned, until the device holds no sequence."""
     layout: int
     began: float
     ended: float
-    """Start and end on the executor's clock, in seconds."""
     plans: int = 0
+    """Plans with rows."""
     prompt_tokens: int = 0
     decodes: int = 0
-    """Plans with rows, prompt tokens and decodes that were planned in this phase."""
     swaps_out: int = 0
     swaps_in: int = 0
-    """Swaps that began in this phase."""
     turn: PhaseTurn | None = None
     """What became of the sequences on the device; None unless the phase is a drain."""
 
@@ -55,7 +50,6 @@ class Phase:
         return f"{verb} {layouts[self.layout]}"
 
     def with_plan(self, planned: Planned) -> "Phase":
-        """The same phase with one plan more."""
         plan, directions = planned.plan, [swap.direction for swap in planned.plan.swaps]
         return replace(
             self,
@@ -68,10 +62,7 @@ class Phase:
 
 
 class PhaseTracker:
-    """Divides a run into phases by what passes between scheduler and executor.
-
-    Only the transition after a drain shows that it was one, so a phase is returned when it is over.
-    """
+    """Divides a run into phases. Only the transition after a drain shows that it was one."""
 
     def __init__(self) -> None:
         self._phase: Phase | None = None
@@ -80,7 +71,7 @@ class PhaseTracker:
         self._left = 0  # on the device since the host pool was empty
 
     def on_event(self, event: Event) -> list[Phase]:
-        """Take an event; returns the phases that it ends."""
+        """Return the phases that an event ends."""
         if isinstance(event, Planned):
             return self._on_plan(event)
         if isinstance(event, Collected):
@@ -120,7 +111,6 @@ class PhaseTracker:
         return []
 
     def _finish(self, now: float) -> list[Phase]:
-        """The run is over, or nothing in flight will be answered."""
         over = [] if self._phase is None else [replace(self._phase, ended=now)]
         self._phase = self._idle = self._blocks = None
         return over
@@ -128,8 +118,7 @@ class PhaseTracker:
     def _turn(self, phase: Phase, target: int, now: float, blocks: Blocks) -> list[Phase]:
         """The layout changes: what was computing, and draining, are over."""
         drain = self._idle or Phase("drain", phase.layout, now, now)
-        before = self._blocks or blocks
-        recomputed, through_pool = blocks.preemptions - before.preemptions, drain.swaps_out
+        recomputed, through_pool = blocks.preemptions - (self._blocks or blocks).preemptions, drain.swaps_out
         left = 0 if drain.layout == _PREFILL else self._left
         turn = PhaseTurn(max(0, left - through_pool - recomputed), through_pool, recomputed)
         swaps_out, swaps_in = phase.swaps_out - drain.swaps_out, phase.swaps_in - drain.swaps_in

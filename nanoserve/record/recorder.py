@@ -1,10 +1,7 @@
 """Recorder: the only wrapper around an engine's scheduler and executor; it sees everything that passes between them.
 
-What is attached decides how much is recorded:
-
-- nothing, as in serving: counts and a ring of recent steps, in bounded memory;
-- observers: every event is shown to them, and they decide what to keep (sketches, a trace, a window);
-- a `RunRecord` with ``forecasts.of_all``: everything is kept, so that a run can be stepped through.
+Without observers, as in serving, it keeps counts and a ring of recent steps. Observers are shown every event and decide
+what to keep: sketches, a trace, a window, or everything (`RunRecord`).
 """
 
 import time
@@ -16,20 +13,8 @@ from math import ceil
 from typing import Protocol, TypeVar, runtime_checkable
 
 from nanoserve.errors import RuntimeFailure
+from nanoserve.record import events
 from nanoserve.record.counters import EngineStatus, RecentStep
-from nanoserve.record.events import (
-    Arrived,
-    Blocks,
-    Collected,
-    Event,
-    ExecutorFailed,
-    Finished,
-    Gained,
-    Observer,
-    Planned,
-    Stopped,
-    Worked,
-)
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, SequenceUpdate
@@ -50,14 +35,13 @@ class Telling(Protocol):
     """An executor that reports its times."""
 
     def take_times(self) -> SequenceOf[Times]:
-        """The times since the last call."""
+        """Return the times since the last call."""
 
 
 class Recorder:
     """Stands between an engine and its executor, observes its scheduler, and receives arrivals and aborts.
 
-    The scheduler's predictors learn through its `forecasts`. If the executor is `Telling`, its times are taken after
-    every plan and result.
+    The scheduler's predictors learn through its `forecasts`.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
@@ -68,14 +52,13 @@ class Recorder:
         self._scheduler = scheduler
         self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
         self._take_times = executor.take_times if isinstance(executor, Telling) else tuple
-        self._observers: list[Observer] = []
+        self._observers: list[events.Observer] = []
         self._clock: float | None = None
         if scheduler.predictors:
             scheduler.observer = self.forecasts
 
     @property
     def status(self) -> EngineStatus:
-        """A snapshot of what the engine holds and has done."""
         scheduler = self._scheduler
         return EngineStatus(
             layouts=(scheduler.layouts.current,),
@@ -102,13 +85,12 @@ class Recorder:
         self._recent.clear()
         return steps
 
-    def add(self, *observers: Observer) -> None:
+    def add(self, *observers: events.Observer) -> None:
         self._scheduler.observer = self.forecasts
         self._observers += observers
 
     @contextmanager
-    def observed_by(self, observer: Observer) -> Iterator[None]:
-        """Show an observer what happens within."""
+    def observed_by(self, observer: events.Observer) -> Iterator[None]:
         self.add(observer)
         try:
             yield
@@ -117,15 +99,12 @@ class Recorder:
 
     def step_clock(self) -> None:
         """Let the engine's clock advance only while the engine waits for results: that makes a replay exact."""
-        self._clock = 0.0
-        self._tick()
+        self._clock = self._after(0.0)
 
     def finish(self) -> None:
         """Emit the end of the run; the executor stays open."""
         self._show_times()
-        self._emit(Finished(self.executor.now(), Blocks.of(self._scheduler)))
-
-    # ---- the executor -----------------------------------------------------------------------------------------
+        self._emit(events.Finished(self.executor.now(), events.Blocks.of(self._scheduler)))
 
     def submit(self, plan: StepPlan) -> None:
         """Pass a plan on; raises as the executor does."""
@@ -133,27 +112,27 @@ class Recorder:
         self._call(self.executor.submit, plan)
         if self._observers:
             clock, forecasts = handed_over if self._clock is None else self._clock, self.forecasts
-            decided = forecasts.load, forecasts.decision, Blocks.of(self._scheduler), forecasts.of(plan.step)
-            self._emit(Planned(handed_over, clock, plan, *decided))
+            decided = forecasts.load, forecasts.decision, events.Blocks.of(self._scheduler), forecasts.of(plan.step)
+            self._emit(events.Planned(handed_over, clock, plan, *decided))
         self._show_times()
 
     def collect(self, until: float | None) -> list[StepResult]:
         """Wait with the executor; raises as it does."""
         results, scheduler = self._call(self.executor.collect, until), self._scheduler
         if self._clock is not None:
-            self._tick()
+            self._clock = self._after(self._clock)
         for result in results:
             self.losses += result.lost is not None
             if (plan := scheduler.plans_in_flight.get(result.step)) is not None:  # its result is not applied yet
                 held = len(scheduler.running), len(scheduler.waiting)
                 self._recent.append(RecentStep(plan.step, plan.decodes, plan.prompt_tokens, *held, result.seconds))
         if results and self._observers:
-            self._emit(Collected(self.executor.now(), self.now(), tuple(results), self.forecasts.corrections))
+            self._emit(events.Collected(self.executor.now(), self.now(), tuple(results), self.forecasts.corrections))
         self._show_times()
         return results
 
     def now(self) -> float:
-        """The engine's time: the executor's, or the time of the last results if the clock is stepped."""
+        """The executor's time, or that of the last results if the clock is stepped."""
         return self.executor.now() if self._clock is None else self._clock
 
     def close(self) -> None:
@@ -163,21 +142,17 @@ class Recorder:
         finally:
             self.executor.close()
 
-    # ---- the engine -------------------------------------------------------------------------------------------
-
     def on_request(self, request: Request) -> None:
-        if self._observers:
-            self._emit(Arrived(self.now(), request))
+        self._emit(events.Arrived(self.now(), request))
 
     def on_stop(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        if self._observers:
-            self._emit(Stopped(self.now(), request_id, index, reason))
+        self._emit(events.Stopped(self.now(), request_id, index, reason))
 
     def on_updates(self, updates: list[SequenceUpdate]) -> None:
         if updates and self._observers:
-            self._emit(Gained(self.now(), tuple(updates)))
+            self._emit(events.Gained(self.now(), tuple(updates)))
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: events.Event) -> None:
         for observer in self._observers:
             observer(event)
 
@@ -187,7 +162,7 @@ class Recorder:
         try:
             return part(argument)
         except RuntimeFailure:
-            self._emit(ExecutorFailed(self.executor.now()))
+            self._emit(events.ExecutorFailed(self.executor.now()))
             raise
         finally:
             self.executor_seconds += time.perf_counter() - began
@@ -196,11 +171,10 @@ class Recorder:
         if (times := self._take_times()) and self._observers:
             stages = tuple([one for one in times if isinstance(one, StageTimes)])
             beside = tuple([one for one in times if not isinstance(one, StageTimes)])
-            self._emit(Worked(stages, beside))
+            self._emit(events.Worked(stages, beside))
 
-    def _tick(self) -> None:
+    def _after(self, clock: float) -> float:
         # Rounded up: a request that is due on the executor's clock is due on this one. No two moments are equal, or a
         # replay could not know whether a result or an arrival came first.
-        assert self._clock is not None, "the clock is stepped"
         ticks = ceil(self.executor.now() * _TICKS_PER_SECOND)
-        self._clock = max(self._clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
+        return max(clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Literal, TypeVar
 
 import msgspec
@@ -11,10 +12,9 @@ import msgspec
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 from nanoserve.record.events import Arrived, Blocks, Collected, Event, Finished, Gained, Planned, Worked
-from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
-from nanoserve.request import Request
+from nanoserve.request import Request, SequenceUpdate
 from nanoserve.scheduler.plan import StepPlan, StepResult, Tier
 
 _GIGA = 1e9
@@ -33,7 +33,6 @@ class RunRecord:
         self.events.append(event)
 
     def of(self, kind: type[E]) -> list[E]:
-        """The events of a kind."""
         return [event for event in self.events if isinstance(event, kind)]
 
     @cached_property
@@ -43,7 +42,6 @@ class RunRecord:
 
     @cached_property
     def planned(self) -> dict[int, Planned]:
-        """All plans by step, as events."""
         return {event.plan.step: event for event in self.of(Planned)}
 
     @cached_property
@@ -73,20 +71,19 @@ class RunRecord:
     @cached_property
     def _answers(self) -> dict[int, tuple[float, StepResult | None]]:
         answers: dict[int, tuple[float, StepResult | None]] = {}
-        in_flight: dict[int, None] = {}
+        in_flight: list[int] = []
         for event in self.events:
             if isinstance(event, Planned) and event.plan.ends:
-                in_flight[event.plan.step] = None
+                in_flight.append(event.plan.step)
             if not isinstance(event, Collected):
                 continue
             for result in event.results:
                 if result.lost is not None and in_flight:
-                    answers |= dict.fromkeys(in_flight, (event.clock, None))
-                    answers[list(in_flight)[-1]] = event.clock, result
+                    answers |= dict.fromkeys(in_flight, (event.clock, None)) | {in_flight[-1]: (event.clock, result)}
                     in_flight.clear()
                 elif result.step is not None:
                     answers[result.step] = event.clock, result
-                    del in_flight[result.step]
+                    in_flight.remove(result.step)
         return answers
 
     @property
@@ -96,19 +93,16 @@ class RunRecord:
 
     def check(self) -> None:
         """Raise RuntimeFailure if a request failed, workers died, or attention on the CPU was lost."""
-        for event in self.of(Gained):
-            for update in event.updates:
-                if update.sequence.error is not None:
-                    raise RuntimeFailure(update.sequence.error)
-        unmeasured = "nothing can be measured of a run in which"
-        if losses := self.losses:
-            raise RuntimeFailure(f"{unmeasured} workers die: {losses[0]}")
-        if losses := [result.host_lost for result in self.results if result.host_lost is not None]:
-            raise RuntimeFailure(f"{unmeasured} attention on the CPU is lost: {losses[0]}")
+        for update in self._updates:
+            if update.sequence.error is not None:
+                raise RuntimeFailure(update.sequence.error)
+        lost = [f"workers die: {reason}" for reason in self.losses]
+        lost += [f"attention on the CPU is lost: {result.host_lost}" for result in self.results if result.host_lost]
+        if lost:
+            raise RuntimeFailure(f"nothing can be measured of a run in which {lost[0]}")
 
     @cached_property
     def stage_times(self) -> list[StageTimes]:
-        """What every worker took for every plan."""
         return [times for event in self.of(Worked) for times in event.stages]
 
     @cached_property
@@ -118,29 +112,17 @@ class RunRecord:
 
     def stages(self, tensor_parallel: int = 1) -> list[list[StageTimes]]:
         """What the first rank of each stage did, in the order of the plans."""
-        stages: dict[int, list[StageTimes]] = {}
-        for times in sorted(self.stage_times, key=lambda times: times.step):
-            if times.rank % tensor_parallel == 0:
-                stages.setdefault(times.rank // tensor_parallel, []).append(times)
-        return [stages[stage] for stage in sorted(stages)]
-
-    @cached_property
-    def forecasts(self) -> list[Forecast]:
-        """Predictions of steps that were measured."""
-        return self.of(Forecast)
+        ordered = sorted(self.stage_times, key=attrgetter("step"))
+        ranks = sorted({times.rank for times in ordered if times.rank % tensor_parallel == 0})
+        return [[times for times in ordered if times.rank == rank] for rank in ranks]
 
     @cached_property
     def blocks(self) -> list[tuple[float, Blocks]]:
         """Times and blocks, at every plan and at the end."""
         return [(event.time, event.blocks) for event in self.events if isinstance(event, Planned | Finished)]
 
-    @property
-    def preemptions(self) -> int:
-        return self.blocks[-1][1].preemptions if self.blocks else 0
-
     @cached_property
     def phases(self) -> list[Phase]:
-        """Computing in each layout, draining and re-sharding, one after the other."""
         tracker = PhaseTracker()
         return [phase for event in self.events for phase in tracker.on_event(event)]
 
@@ -161,6 +143,10 @@ class RunRecord:
         return [event.request for event in self.of(Arrived)]
 
     @property
+    def _updates(self) -> Iterator[SequenceUpdate]:
+        return (update for event in self.of(Gained) for update in event.updates)
+
+    @property
     def makespan(self) -> float:
         """Seconds from the first arrival to the last token."""
         pairs = zip(self.rebased_requests, self.timings, strict=True)
@@ -175,8 +161,8 @@ class RunRecord:
     @property
     def tiers(self) -> list[tuple[Tier, ...]]:
         """For each request, the tier of the KV of each of its tokens."""
-        tiers, updates = tiers_of_tokens(self.plans), (update for event in self.of(Gained) for update in event.updates)
-        sequences = {update.request_id: update.sequence.sequence_id for update in updates}
+        tiers = tiers_of_tokens(self.plans)
+        sequences = {update.request_id: update.sequence.sequence_id for update in self._updates}
         return [tiers[sequences[request.request_id]] for request in self._requests]
 
 
@@ -190,11 +176,10 @@ def tiers_of_tokens(plans: Iterable[StepPlan]) -> dict[int, tuple[Tier, ...]]:
     return {sequence: tuple(tiers) for sequence, tiers in found.items()}
 
 
-class StageShares(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage's time with something in flight, divided; the four shares add up to 1."""
+class StageShares(msgspec.Struct, frozen=True):
+    """One stage's time with something in flight, divided; the first four shares add up to 1."""
 
     computing: float
-    """Share in which the device computed; 1 minus this is the stage's share of bubbles."""
     sending: float
     """Share from the end of computing until the activations, or the answer, were on their way."""
     metadata: float
@@ -223,15 +208,11 @@ def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShare
         computing = sum(times.computed - times.started for times in parts)
         sending = sum(times.sent - times.computed for times in parts)
         metadata = _metadata_seconds(parts, given)
-        shares.append(
-            StageShares(
-                computing=computing / working,
-                sending=sending / working,
-                metadata=metadata / working,
-                waiting=1 - (computing + sending + metadata) / working,
-                metadata_of_step=metadata / (metadata + computing + sending),
-            )
+        busy = computing + sending + metadata
+        one = StageShares(
+            computing / working, sending / working, metadata / working, 1 - busy / working, metadata / busy
         )
+        shares.append(one)
         given = [times.sent for times in parts]
     return shares
 
@@ -239,9 +220,8 @@ def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShare
 def _metadata_seconds(parts: Sequence[StageTimes], given: Sequence[float]) -> float:
     """How long a stage could have computed its plans already, had their inputs been prepared.
 
-    A stage can compute a plan once it has finished the previous one and has its work: in the first stage the plan from
-    the engine, in a later stage the activations of the stage before. The result is a little too large: it includes the
-    transfer of the activations, if preparing took that long.
+    A stage can compute a plan once it has finished the previous one and has its work: the engine's plan, or the stage
+    before's activations. The result includes the transfer of the activations, if preparing took that long.
     """
     free = [given[0], *(times.sent for times in parts[:-1])]
     return sum(max(0.0, times.prepared - max(moments)) for times, *moments in zip(parts, given, free, strict=True))
@@ -249,25 +229,22 @@ def _metadata_seconds(parts: Sequence[StageTimes], given: Sequence[float]) -> fl
 
 def engine_seconds(record: RunRecord) -> list[float]:
     """For each plan, the seconds that the engine took to apply the previous result and to decide."""
-    seconds, done = [], 0.0
-    for planned in record.planned.values():
-        seconds.append(max(0.0, planned.time - max(planned.clock, done)))  # the clock is in ticks
-        done = planned.time
-    return seconds
+    plans = list(record.planned.values())
+    done = [0.0, *(planned.time for planned in plans[:-1])]
+    # The clock is in ticks, so a difference may be below 0.
+    return [max(0.0, one.time - max(one.clock, before)) for one, before in zip(plans, done, strict=True)]
 
 
 class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Moves of one kind."""
 
     count: int
-    """Transitions, or swaps in one direction."""
     num_bytes: int
     """Bytes moved by all workers together."""
     seconds: float
     """Time in which any worker was moving."""
     gb_per_s: float | None
-    """Mean bandwidth of one worker while it was moving; None if nothing was moved. Swaps that follow the row of a step
-    mostly wait for its layers and do not count."""
+    """Mean bandwidth of one worker while it was moving; swaps that follow a step's row mostly wait and do not count."""
     share_of_link: float | None
     """``gb_per_s`` over the measured bandwidth between device and host memory of one worker."""
     hidden: float | None
@@ -276,10 +253,7 @@ class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 def move_metrics(record: RunRecord, kind: Literal["reshard", "out", "in"], link: float | None) -> MoveMetrics:
     """All transitions, or all swaps in one direction; ``link`` is one worker's host link in bytes per second."""
-    if kind == "reshard":
-        moves: list[Move] = [move for move in record.moves if isinstance(move, ReshardTimes)]
-    else:
-        moves = [move for move in record.moves if isinstance(move, SwapTimes) and move.direction == kind]
+    moves = [move for move in record.moves if (move.direction if isinstance(move, SwapTimes) else "reshard") == kind]
     copies = [move for move in moves if isinstance(move, ReshardTimes) or not move.after_row]
     spans = _spans(moves)
     busy, copying = sum(map(_length, spans.values())), sum(map(_length, _spans(copies).values()))
@@ -299,11 +273,8 @@ def move_metrics(record: RunRecord, kind: Literal["reshard", "out", "in"], link:
 
 
 def _spans(moves: Sequence[Move]) -> dict[int, list[Span]]:
-    """Times in which each worker was moving, merged."""
-    spans: dict[int, list[Span]] = {}
-    for move in moves:
-        spans.setdefault(move.rank, []).append((move.began, move.ended))
-    return {rank: merged(of_rank) for rank, of_rank in spans.items()}
+    ranks = {move.rank for move in moves}
+    return {rank: merged((move.began, move.ended) for move in moves if move.rank == rank) for rank in ranks}
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

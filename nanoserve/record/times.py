@@ -1,8 +1,8 @@
 """Times of an executor: of a plan's rows, of a change of layout, of a swap, of attention on the CPU.
 
 Workers report them afterwards, a simulated executor as soon as it has a plan. All moments are seconds on the executor's
-clock, which for workers is ``time.monotonic()``: one clock for all processes of a machine, and another one elsewhere.
-Ranks are stage-major: stage * tensor-parallel degree + rank within the stage.
+clock, for workers ``time.monotonic()``, which all processes of a machine share. Ranks are stage-major: stage *
+tensor-parallel degree + rank within the stage.
 """
 
 from typing import Literal
@@ -18,7 +18,6 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: int
     """Tokens that the plan computes."""
     received: float
-    """When the plan arrived."""
     prepared: float
     """When its inputs were ready; a thread prepares them while another plan computes."""
     began: float
@@ -51,19 +50,17 @@ class ReshardTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SwapTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One worker's part in moving a sequence's blocks between its device and host memory, beside its computing."""
+    """One worker's part in a `Swap`, which has fields of the same names, beside its computing."""
 
     swap: int
     rank: int
     direction: Literal["out", "in"]
-    """``swap`` and ``direction`` have the meaning of `Swap`."""
     num_bytes: int
     """Bytes that this worker moved; 0 in a simulation."""
     began: float
     ended: float
-    """Start and end of the copying."""
     after_row: bool = False
-    """The same flag as in `Swap`; if it is set, most of the time is spent waiting for layers to be computed."""
+    """If set, most of the time is spent waiting for layers to be computed."""
 
 
 class HostTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -77,7 +74,5 @@ class HostTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Move = ReshardTimes | SwapTimes
-"""A move of one worker between device and host memory."""
 Beside = Move | HostTimes
-"""Activities beside the stages' computing."""
 Times = StageTimes | Beside

@@ -7,7 +7,7 @@ from itertools import count
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
-from nanoserve.record.events import Blocks, Collected, Event, ExecutorFailed, Finished, Planned, Worked
+from nanoserve.record.events import Collected, Event, ExecutorFailed, Finished, Planned, Worked
 from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes
 from nanoserve.scheduler.plan import HostWork, StepResult
@@ -27,23 +27,16 @@ class _Cohort:
 
 
 class RunTrace:
-    """Writes what happened to plans, in workers, between device and host memory, and on the CPU.
+    """An observer that writes what happens to plans, in workers, between device and host memory, and on the CPU.
 
-    The scheduler's tracks show each micro-batch from its submission to its result, one track for each that may be in
-    flight, with a counter of its tokens; swaps as they are planned, phases, cohorts of host sequences, and counters of
-    blocks and corrections. The workers' tracks show waiting, computing and sending, transitions and swaps.
+    The scheduler's tracks show each micro-batch from its submission to its result, swaps as they are planned, phases,
+    cohorts of host sequences, and counters of tokens, blocks and corrections. The workers' tracks show waiting,
+    computing and sending, transitions and swaps. A full disk ends the trace, not the run: the end of the run raises
+    RuntimeFailure then.
 
-    A full disk ends the trace, not the run: the end of the run raises RuntimeFailure then.
-
-    Args:
-        file: to write into; it is not closed.
-        began: the moment that becomes 0, on the executor's clock.
-        layouts: all parallel layouts, by number.
-        tells_times: whether workers report times; if not, the only worker is drawn by its results.
-        host_link_bandwidth: bytes per second of one worker to or from host memory while all others do the same, as
-            measured; None if it was not measured.
-        name: of the run or engine, where several are written into the file.
-        close: called at the end of the run, for example to close the file.
+    Moment ``began`` of the executor's clock becomes 0. If workers do not report times, the only worker is drawn by its
+    results. ``host_link_bandwidth`` is measured, in bytes per second of one worker while all others move as much.
+    ``name`` tells runs or engines in one file apart. ``close`` is called at the end of the run.
     """
 
     def __init__(
@@ -64,8 +57,7 @@ class RunTrace:
         # Ranks of a stage; if it changes with the layout, workers are named by their ranks.
         self._tensor_parallel = layouts[0].tensor_parallel if len(layouts) == 1 else None
         self._tells_times, self._tells_host_times = tells_times, False
-        self._link = host_link_bandwidth
-        self._close = close
+        self._link, self._close = host_link_bandwidth, close
         self._phases = PhaseTracker()
         self._in_flight: dict[int | None, tuple[int, Planned]] = {}  # by step: which track, and what
         self._free: dict[int, float] = {}  # by rank: since when
@@ -106,27 +98,24 @@ class RunTrace:
         if isinstance(event, Collected | Worked):
             self._file.flush()
 
-    # ---- the scheduler ----------------------------------------------------------------------------------------
-
     def _on_plan(self, planned: Planned) -> None:
-        plan, now = planned.plan, planned.time
-        self._count_blocks(planned.blocks, now)
+        plan, now, blocks = planned.plan, planned.time, planned.blocks
+        self._count_blocks("KV blocks on the device", blocks.used_device, blocks.device, now)
+        self._count_blocks("KV blocks in the host pool", blocks.used_host, blocks.host, now)
         for swap in plan.swaps:
-            blocks = len(swap.device_blocks)
-            arguments = {"swap": swap.swap, "sequence": swap.sequence, "blocks": blocks}
-            self._bar(Track(self._scheduler, "swaps"), f"{blocks} blocks {swap.direction}", now, now, arguments)
+            moved = len(swap.device_blocks)
+            arguments = {"swap": swap.swap, "sequence": swap.sequence, "blocks": moved}
+            self._bar(Track(self._scheduler, "swaps"), f"{moved} blocks {swap.direction}", now, now, arguments)
         if not plan.rows and (plan.swaps or plan.transition is not None):
             return  # swaps alone have no end, and a change of the layout is no micro-batch
         self._in_flight[plan.step] = _first_free(track for track, _ in self._in_flight.values()), planned
-        tokens = {"decodes": plan.decodes, "prompt tokens": plan.prompt_tokens}
-        self._counter("tokens of a micro-batch", now, tokens)
+        self._counter("tokens of a micro-batch", now, {"decodes": plan.decodes, "prompt tokens": plan.prompt_tokens})
         beginning = {row.sequence for row in plan.rows if row.tier == "host"}
         if plan.strategy == "overlap" and beginning:
             track = _first_free(cohort.track for cohort in self._cohorts)
             self._cohorts.append(_Cohort(plan.step, track, now, len(beginning), beginning))
 
     def _on_result(self, result: StepResult, collected: Collected) -> None:
-        """Draw a micro-batch that has its result, the CPU's attention, and cohorts that have finished or were lost."""
         now = collected.time
         if result.lost is not None:
             self._bar(Track(self._workers, "deaths"), result.lost, now, now)
@@ -145,36 +134,29 @@ class RunTrace:
             cohort.waiting -= answered
             if all_lost or not cohort.waiting:
                 self._cohorts.remove(cohort)
-                place = Track(self._scheduler, f"cohort {cohort.track}")
-                self._bar(place, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
+                track = Track(self._scheduler, f"cohort {cohort.track}")
+                self._bar(track, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
 
     def _on_step(self, track: int, planned: Planned, result: StepResult, collected: Collected) -> None:
-        plan, now, corrections = planned.plan, collected.time, collected.corrections
+        plan = planned.plan
         counts = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
         name = f"{plan.decodes} decodes + {plan.prompt_tokens} prompt tokens"
-        if plan.strategy != "device":
-            name = f"{plan.strategy}: {name}"
+        name = name if plan.strategy == "device" else f"{plan.strategy}: {name}"
         facts = counts | {"sequences": len(plan.rows)} | facts_of(planned, result)
-        self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, now, facts)
-        if planned.forecast is not None and corrections != self._corrections:
-            self._corrections = corrections
-            factors = {part: round(factor, 3) for part, factor in corrections.items()}
-            self._counter("corrections of the prediction", now, factors)
+        self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, collected.time, facts)
+        if planned.forecast is not None and collected.corrections != self._corrections:
+            self._corrections = collected.corrections
+            rounded = {part: round(factor, 3) for part, factor in self._corrections.items()}
+            self._counter("corrections of the prediction", collected.time, rounded)
 
     def _forget_plans(self) -> None:
-        """Forget plans in flight, which will not be answered."""
         self._in_flight.clear()
         self._free.clear()
 
-    def _count_blocks(self, blocks: Blocks, now: float) -> None:
-        """Write the numbers of used blocks, if they have changed."""
-        device = ("KV blocks on the device", blocks.used_device, blocks.device)
-        for name, used, total in (device, ("KV blocks in the host pool", blocks.used_host, blocks.host)):
-            if total and self._used_blocks.get(name) != (used, total):
-                self._used_blocks[name] = used, total
-                self._counter(name, now, {"used": used, "free": total - used})
-
-    # ---- workers and the CPU ----------------------------------------------------------------------------------
+    def _count_blocks(self, name: str, used: int, total: int, now: float) -> None:
+        if total and self._used_blocks.get(name) != (used, total):
+            self._used_blocks[name] = used, total
+            self._counter(name, now, {"used": used, "free": total - used})
 
     def _on_stage(self, times: StageTimes) -> None:
         arguments = {"step": times.step, "tokens": times.tokens}
@@ -183,31 +165,28 @@ class RunTrace:
         self._free[times.rank] = times.sent
 
     def _on_move(self, move: Move | HostTimes) -> None:
-        """Draw a worker's move between device and host memory, or attention on a simulated CPU, whose times are known.
-
-        A move that waited for layers has no bandwidth, and a simulated one no bytes.
-        """
-        seconds, arguments, waited = move.ended - move.began, dict[str, object](), False
+        """A move that waited for layers has no bandwidth, and a simulated one no bytes."""
+        arguments: dict[str, object]
         if isinstance(move, HostTimes):
             self._tells_host_times = True
-            track, name = self._processor, f"{move.sequences} sequences"
-            arguments |= {"sequences": move.sequences, "ms": round(move.seconds * _MILLI, 3)}
-        elif isinstance(move, ReshardTimes):
-            track, name = Track(self._workers, f"worker {move.rank}"), f"re-shard to {self._layouts[move.layout]}"
-            arguments["step"] = move.step
+            arguments = {"sequences": move.sequences, "ms": round(move.seconds * _MILLI, 3)}
+            self._bar(self._processor, f"{move.sequences} sequences", move.began, move.ended, arguments)
+            return
+        track, seconds = f"worker {move.rank}", move.ended - move.began
+        if isinstance(move, ReshardTimes):
+            name, arguments = f"re-shard to {self._layouts[move.layout]}", {"step": move.step}
         else:
-            waited = move.after_row
-            track = Track(self._workers, f"worker {move.rank}, swaps {move.direction}")
-            name = f"swap {move.direction}" + (", layer by layer" if waited else "")
-            arguments["swap"] = move.swap
-        if not isinstance(move, HostTimes) and move.num_bytes:
+            track, name, arguments = f"{track}, swaps {move.direction}", f"swap {move.direction}", {"swap": move.swap}
+            if move.after_row:
+                name, seconds = f"{name}, layer by layer", 0.0
+        if move.num_bytes:
             arguments["bytes"] = move.num_bytes
-            if seconds > 0 and not waited:
+            if seconds > 0:
                 speed = move.num_bytes / seconds
                 arguments["GB/s"] = round(speed / _GIGA, 3)
                 if self._link is not None:
                     arguments["share of host link"] = round(speed / self._link, 3)
-        self._bar(track, name, move.began, move.ended, arguments)
+        self._bar(Track(self._workers, track), name, move.began, move.ended, arguments)
 
     def _worker(self, rank: int) -> Track:
         if self._tensor_parallel is None:
@@ -216,42 +195,31 @@ class RunTrace:
         return Track(self._workers, f"stage {stage}" + (f", rank {within}" if self._tensor_parallel > 1 else ""))
 
     def _draw_works(self, works: Sequence[HostWork], now: float) -> None:
-        """Draw attention on a real CPU, whose durations are known but not its times.
-
-        The CPU does one piece of work after the other, so they are drawn in a row that ends when the executor reported
-        them.
-        """
+        """Draw attention on a real CPU, of which only durations are known, in a row that ends when it is reported."""
         start = max(self._processor_free, now - sum(work.seconds for work in works))
         for work in works:
             end = min(start + work.seconds, now)
-            milliseconds = round(work.seconds * _MILLI, 3)
-            arguments = {"sequences": work.sequences, "keys": work.context_tokens, "ms": milliseconds}
-            name = f"{work.sequences} sequences, {work.context_tokens} keys"
-            self._bar(self._processor, name, start, end, arguments)
+            sequences, keys = work.sequences, work.context_tokens
+            arguments = {"sequences": sequences, "keys": keys, "ms": round(work.seconds * _MILLI, 3)}
+            self._bar(self._processor, f"{sequences} sequences, {keys} keys", start, end, arguments)
             self._processor_free = start = end
-
-    # -----------------------------------------------------------------------------------------------------------
 
     def _counter(self, name: str, time: float, values: Mapping[str, float]) -> None:
         self._file.counter(self._scheduler, name, time - self._began, values)
 
     def _bar(
-        self, track: Track, name: str, start: float, end: float, arguments: Mapping[str, object] | None = None
+        self, track: Track, name: str, start: float, end: float, facts: Mapping[str, object] | None = None
     ) -> None:
-        self._file.bar(track, name, start - self._began, end - self._began, arguments)
+        self._file.bar(track, name, start - self._began, end - self._began, facts)
 
 
 def _first_free(taken: Iterable[int]) -> int:
-    """The lowest track that is free."""
     numbers = set(taken)
     return next(track for track in count() if track not in numbers)
 
 
 def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
-    """Names, starts and ends of a worker's activities for a plan; those that took no time are left out.
-
-    ``free`` is the time at which it had finished the previous plan.
-    """
+    """Names, starts and ends of a worker's activities that took time; it finished the plan before at ``free``."""
     ready = max(free, times.prepared)
     bars = [
         ("wait for inputs", max(free, times.received), times.prepared),
@@ -263,12 +231,8 @@ def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
 
 
 def facts_of(planned: Planned, result: StepResult) -> dict[str, object]:
-    """Arguments of a step's bar: how it ran, what it took, and what was predicted.
-
-    Cohorts are host sequences that began a token together, named by the step in which they did.
-    """
-    milliseconds = round(result.seconds * _MILLI, 3)
-    facts: dict[str, object] = {"strategy": planned.plan.strategy, "measured_ms": milliseconds}
+    """Arguments of a step's bar: how it ran, what it took, and what was predicted. Cohorts are named by their step."""
+    facts: dict[str, object] = {"strategy": planned.plan.strategy, "measured_ms": round(result.seconds * _MILLI, 3)}
     if result.cohorts:
         facts["layers_of_cohorts"] = {f"step {cohort.step}": cohort.layers for cohort in result.cohorts}
     if planned.forecast is not None:
@@ -286,12 +250,7 @@ def facts_of(planned: Planned, result: StepResult) -> dict[str, object]:
 def _facts(phase: Phase) -> dict[str, object]:
     """Arguments of a phase's bar: what was planned in it, and after a drain the fate of the sequences on the device."""
     if phase.kind == "compute":
-        swaps = {"swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
-        return {"plans": phase.plans, "prompt_tokens": phase.prompt_tokens, "decodes": phase.decodes, **swaps}
-    if phase.turn is None:
-        return {}
-    return {
-        "sequences sent through the pool": phase.turn.through_pool,
-        "finished since the pool was empty": phase.turn.finished,
-        "to be computed again": phase.turn.recomputed,
-    }
+        counts = {"plans": phase.plans, "prompt_tokens": phase.prompt_tokens, "decodes": phase.decodes}
+        return {**counts, "swaps out": phase.swaps_out, "swaps in": phase.swaps_in}
+    names = ("finished since the pool was empty", "sequences sent through the pool", "to be computed again")
+    return {} if phase.turn is None else dict(zip(names, phase.turn, strict=True))

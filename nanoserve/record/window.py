@@ -35,26 +35,23 @@ class StepWindow(StepObserver):
         self._beside = None if beside is None else beside.span
         self._length = WINDOW_STEPS
         self._next_begin = 0.0
-        self._windows: deque[list[WindowStep]] = deque(maxlen=3)
+        self._windows: deque[list[WindowStep]] = deque([] if beside is None else [[]], maxlen=3)
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         now = planned.time - self._began
         if self._beside is not None:
-            self._windows = self._windows or deque([[]])
             begin, end = self._beside
-            if now < end and stages[-1].computed - self._began > begin:
-                self._append(planned, stages)
-            return
-        if not self._windows or (now >= self._next_begin and self._is_full(self._windows[-1])):
-            self._length = WINDOW_STEPS + len(stages)
-            self._windows.append([])
-            self._next_begin = 2 * now
-        if not self._is_full(self._windows[-1]):
-            self._append(planned, stages)
-
-    def _append(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
-        spans = tuple([(times.started - self._began, times.computed - self._began) for times in stages])
-        self._windows[-1].append(WindowStep(planned.plan.step, planned.plan.decodes, planned.plan.prompt_tokens, spans))
+            shown = now < end and stages[-1].computed - self._began > begin
+        else:
+            if not self._windows or (now >= self._next_begin and self._is_full(self._windows[-1])):
+                self._length = WINDOW_STEPS + len(stages)
+                self._windows.append([])
+                self._next_begin = 2 * now
+            shown = not self._is_full(self._windows[-1])
+        if shown:
+            plan = planned.plan
+            spans = tuple([(times.started - self._began, times.computed - self._began) for times in stages])
+            self._windows[-1].append(WindowStep(plan.step, plan.decodes, plan.prompt_tokens, spans))
 
     def _is_full(self, window: Sequence[WindowStep]) -> bool:
         return len(window) == self._length
@@ -67,7 +64,7 @@ class StepWindow(StepObserver):
 
     @property
     def span(self) -> tuple[float, float]:
-        """Start and end of the time in which the window shows everything that the stages did."""
+        """Times between which the window shows everything that the stages did."""
         if self._beside is not None:
             return self._beside
         first, last = self.steps[0], self.steps[-1]
@@ -81,8 +78,7 @@ class StepWindow(StepObserver):
         unit, per_second = ("ms", 1e3) if end - start < 1 else ("s", 1.0)
         spans = []
         for step in self.steps:
-            tokens = step.decodes + step.prompt_tokens
-            if tokens:  # a step without any lets the host go on
+            if tokens := step.decodes + step.prompt_tokens:  # a step without any lets the host go on
                 parts = {"prompt tokens": step.prompt_tokens / tokens, "decodes": step.decodes / tokens}
                 for stage, moments in enumerate(step.spans):
                     left, right = ((moment - start) * per_second for moment in moments)
@@ -103,7 +99,6 @@ def token_panels(titles: Sequence[str], x: str, counts: Sequence[Sequence[Sequen
     for title, run in zip(titles, counts, strict=True):
         steps, decodes, prompts = zip(*run, strict=True)
         curves = [ChartCurve("decodes", steps, decodes), ChartCurve("prompt tokens", steps, prompts)]
-        panels.append(
-            AnnotatedPanel(title=title, x=x, y="tokens of a step", curves=curves, kind="area", top=1.05 * most)
-        )
+        y = "tokens of a step"
+        panels.append(AnnotatedPanel(title=title, x=x, y=y, curves=curves, kind="area", top=1.05 * most))
     return panels

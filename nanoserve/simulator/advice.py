@@ -27,7 +27,6 @@ class LayoutForecast:
 
     @property
     def name(self) -> str:
-        """In the papers' notation, such as P4->T4."""
         return "->".join(layout.name for layout in self.layouts)
 
     @property
@@ -87,18 +86,13 @@ def advise(
 
     All are estimated. What was chosen, the two best single layouts and the two best pairs are also simulated, with
     requests taken evenly from all of them, within about two seconds; what simulation makes of the estimate for these
-    corrects the estimate for all.
-
-    Args:
-        chosen: one layout, or that of prompts and that of answers, with equal data parallel degrees.
-        shapes: of the requests; answers whose length is not known count as long as they may become.
-        policy: under a single layout, unless it is that of pairs, which these have in any case.
+    corrects the estimate for all. ``chosen`` is one layout, or that of prompts and that of answers, with equal data
+    parallel degrees. Answers of unknown length count as long as they may become. ``policy`` holds under single layouts.
 
     Raises UsageError if what was chosen does not suit the model or the machine, or the memory does not suffice.
     """
-    devices, every = chosen[0].devices, tuple(shapes)
-    work, sampled = PlannedWork(every), PlannedWork(_sample(every))
-    candidates = find_candidates(model, machine, devices, work, precision=precision, limits=limits)
+    work, sampled = PlannedWork(tuple(shapes)), PlannedWork(_sample(shapes))
+    candidates = find_candidates(model, machine, chosen[0].devices, work, precision=precision, limits=limits)
     mine = candidates.named("->".join(layout.name for layout in chosen))
     alone = DEFAULT_POLICY if policy == POLICY_OF_TWO_LAYOUTS else policy
 
@@ -114,7 +108,7 @@ def advise(
     return Advice(forecast(mine), tuple(others))
 
 
-def _sample(shapes: tuple[RequestShape, ...]) -> tuple[RequestShape, ...]:
+def _sample(shapes: Sequence[RequestShape]) -> tuple[RequestShape, ...]:
     """Take as many shapes as can be simulated, evenly over all of them."""
     mean = sum(shape.output_tokens for shape in shapes) / len(shapes)
     count = max(1, min(len(shapes), _SAMPLED_REQUESTS, int(_SAMPLED_TOKENS / mean)))

@@ -40,45 +40,20 @@ class DummyModel:
         )
 
 
-class HostLink:
-    """A full-duplex link between devices and host: "out" and "in" do not hinder each other.
-
-    Every device has such a link of its own, and all move their parts of a transfer at once, so one clock for each
-    direction stands for all of them. Copies run beside computing and do not slow it down.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[Literal["out", "in"], float] = {"out": 0.0, "in": 0.0}
-
-    @property
-    def free(self) -> float:
-        """Time at which everything that has begun is over, in seconds."""
-        return max(self._free.values())
-
-    def move(self, direction: Literal["out", "in"], seconds: float, now: float) -> Passage:
-        """Queue a transfer behind those of its direction; returns from when to when it moves."""
-        start = max(now, self._free[direction])
-        end = self._free[direction] = start + seconds
-        return Passage(start, end)
-
-
 class SimulatedExecutor:
     """The Executor protocol in virtual time; nothing passes but what ``collect`` waits for.
 
     * A step passes through the stages of the pipeline of its layout.
     * A swap moves over the host link from the moment its plan is submitted, beside the stages' computing. One that
       follows its row moves from the moment at which the step computes, layer by layer, and ends with it or later.
+      Every device has a full-duplex link, and all move their parts at once: one clock for each direction suffices.
     * A transition reloads the new layout's weights from host memory over the same link when all before it has ended
       (Seesaw, section 4.1); the slowest stage counts. It is answered as the end of its plan.
     * Host rows advance by cohorts or in asymmetric steps: see host_attention.py.
 
-    Args:
-        layouts: the times of each parallel layout; the first is current in the beginning. Swaps and transitions want
-            MovingTimes, host rows TieredTimes.
-        block_size: tokens per KV block.
-        runtime: how inputs are prepared.
-        max_in_flight: plans in the pipeline at most; None means one for each stage of the deepest layout.
-        answer: the tokens of a plan; None means a DummyModel.
+    The first layout is current in the beginning; swaps and transitions want MovingTimes, host rows TieredTimes.
+    ``max_in_flight`` defaults to the stages of the deepest layout, ``answer``, which makes the tokens of a plan, to a
+    DummyModel.
     """
 
     def __init__(
@@ -99,7 +74,8 @@ class SimulatedExecutor:
         self._block_size = block_size
         self._answer = answer or DummyModel()
         self._told: list[Times] = []
-        self._link, self._processor = HostLink(), Processor(self._told.append)
+        self._processor = Processor(self._told.append)
+        self._link_free: dict[Literal["out", "in"], float] = {"out": 0.0, "in": 0.0}
         self._now = 0.0
         self._pending: list[tuple[float, int, StepResult]] = []  # a heap: when, in which order, what
         self._results = self._in_flight = 0
@@ -108,7 +84,7 @@ class SimulatedExecutor:
     def _enter(self, layout: int) -> None:
         """Plans run in this layout from now on."""
         times = self._layouts[layout]
-        self._layout, self._times, self._pipeline = layout, times, self.pipelines[layout]
+        self._layout, self._times, self._pipeline = layout, cast(MovingTimes, times), self.pipelines[layout]
         self._host = HostAttention(times, self._processor) if isinstance(times, TieredTimes) else None
 
     def submit(self, plan: StepPlan) -> None:
@@ -137,7 +113,6 @@ class SimulatedExecutor:
                     self._swap(swap, Passage(passages[0].start, passages[-1].end))
 
     def _run(self, plan: StepPlan) -> Sequence[Passage]:
-        """Run a plan now; returns its passage through each stage."""
         answers, work = self._answer(plan), self._work(plan.rows)
         passages = self._pipeline.run(work, self._now)
         self._know(passages[-1].end, StepResult(plan.step, answers, seconds=passages[-1].end - passages[0].start))
@@ -151,7 +126,6 @@ class SimulatedExecutor:
         self._results += 1
 
     def _tell(self, plan: StepPlan, work: StepWork, passages: Sequence[Passage]) -> None:
-        """What the stages will do for a plan that is submitted now."""
         now, step, tokens = self._now, plan.step, work.tokens
         for stage, (start, end) in enumerate(passages):
             self._told.append(StageTimes(step, stage, tokens, now, now, start, start, end, end))
@@ -170,12 +144,10 @@ class SimulatedExecutor:
 
         Raises RuntimeError if nothing is in flight and no moment is given, because the wait would never end.
         """
-        moments = [self._pending[0][0]] if self._pending else []
-        if until is not None:
-            moments.append(until)
-        if not moments:
+        if until is None and not self._pending:
             raise RuntimeError("nothing is in flight: there is nothing to wait for")
-        self._now = max(self._now, min(moments))
+        known, until = self._pending[0][0] if self._pending else math.inf, math.inf if until is None else until
+        self._now = max(self._now, min(known, until))
         results = []
         while self._pending and self._pending[0][0] <= self._now:
             result = heapq.heappop(self._pending)[2]
@@ -191,35 +163,32 @@ class SimulatedExecutor:
     def close(self) -> None:
         """Nothing is held."""
 
-    # ---- swaps and transitions --------------------------------------------------------------------------------
-
-    @property
-    def _moving(self) -> MovingTimes:
-        """The times of the current layout, for plans that move anything."""
-        return cast(MovingTimes, self._times)
+    def _move(self, direction: Literal["out", "in"], seconds: float, ready: float) -> Passage:
+        """Queue a transfer behind those of its direction."""
+        start = max(ready, self._link_free[direction])
+        end = self._link_free[direction] = start + seconds
+        return Passage(start, end)
 
     def _swap(self, swap: Swap, source: Passage) -> None:
         """Move it while what it reads is computed: not before that begins, nor to an end before it ends."""
         tokens = len(swap.device_blocks) * self._block_size
-        seconds = max(self._moving.swap_seconds(tokens, stage) for stage in range(self._times.num_stages))
-        start, end = self._link.move(swap.direction, seconds, source.start)
-        passage = Passage(start, max(end, source.end))
-        self._know(passage.end, StepResult(None, swapped=(swap.swap,)))
-        self._told.append(SwapTimes(swap.swap, 0, swap.direction, 0, *passage, after_row=swap.after_row))
+        seconds = max(self._times.swap_seconds(tokens, stage) for stage in range(self._times.num_stages))
+        start, end = self._move(swap.direction, seconds, source.start)
+        end = max(end, source.end)
+        self._know(end, StepResult(None, swapped=(swap.swap,)))
+        self._told.append(SwapTimes(swap.swap, 0, swap.direction, 0, start, end, after_row=swap.after_row))
 
     def _change_layout(self, plan: StepPlan, layout: int) -> None:
         if self._host is not None and self._host.under_way:
             raise RuntimeError(f"plan {plan.step} changes the layout while tokens of host sequences are under way")
         self._answer(plan)
         self._enter(layout)
-        seconds = max(self._moving.reload_seconds(stage) for stage in range(self._times.num_stages))
-        idle = max([self._now, self._link.free, *(time for time, *_ in self._pending)])
-        passage = self._link.move("in", seconds, idle)
+        seconds = max(self._times.reload_seconds(stage) for stage in range(self._times.num_stages))
+        idle = max([self._now, *self._link_free.values(), *(time for time, *_ in self._pending)])
+        passage = self._move("in", seconds, idle)
         self._pipeline.not_before(passage.end)
         self._know(passage.end, StepResult(plan.step, seconds=seconds))
         self._told.append(ReshardTimes(plan.step, 0, layout, 0, *passage))
-
-    # ---- host rows --------------------------------------------------------------------------------------------
 
     def _concerns_host(self, plan: StepPlan) -> bool:
         """Whether host sequences take part in the step, so that it takes another time than a plain one."""
@@ -236,19 +205,14 @@ class SimulatedExecutor:
             raise TypeError("attention on the host wants step times that know it: see TieredTimes")
         tokens = {answer.sequence: answer for answer in self._answer(plan)}
         work = self._work(row for row in plan.rows if row.tokens)
-        start = self._pipeline.begin(work, self._now)
         run = self._overlap if plan.strategy == "overlap" else self._asymmetric
-        passage, answers = run(self._host, plan, tokens, start)
+        passage, answers = run(self._host, plan, tokens, self._pipeline.begin(work, self._now))
         self._pipeline.occupy(passage)
+        progress, done = self._host.progress, self._host.take_work(passage.end)
         seconds = passage.end - passage.start
-        result = StepResult(
-            plan.step,
-            tuple(answers),
-            cohorts=self._host.progress,
-            seconds=seconds,
-            host_work=self._host.take_work(passage.end),
+        self._know(
+            passage.end, StepResult(plan.step, tuple(answers), cohorts=progress, seconds=seconds, host_work=done)
         )
-        self._know(passage.end, result)
         self._tell(plan, work, [passage])
         return [passage]
 

@@ -13,8 +13,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor
 from nanoserve.simulator.result import ReplicaFigures
 
-MOST_REPLICAS = 1024
-"""Each takes a megabyte or more, for its KV blocks alone."""
+MOST_REPLICAS = 1024  # each takes a megabyte or more, for its KV blocks alone
 
 
 def admit(engine: Engine, request: Request) -> None:
@@ -65,11 +64,8 @@ class Replica:
     @property
     def stages(self) -> list[StageTime]:
         """Times of the stages of every layout, one layout after the other."""
-        return [
-            (busy, time.working)
-            for pipeline, time in zip(self.executor.pipelines, self.layout_times, strict=True)
-            for busy in pipeline.busy_seconds
-        ]
+        layouts = zip(self.executor.pipelines, self.layout_times, strict=True)
+        return [(busy, time.working) for pipeline, time in layouts for busy in pipeline.busy_seconds]
 
     def advance(self, until: float) -> float:
         """Work until then; returns the time before which only a request can give the engine something to do."""
@@ -98,7 +94,7 @@ class Replica:
 
 
 def round_robin() -> Router:
-    """Return a router that picks the engines in turn, whatever their load."""
+    """A router that picks the engines in turn, whatever their load."""
     turns = count()
     return lambda outstanding: next(turns) % len(outstanding)
 
@@ -115,7 +111,6 @@ def make_router(name: str) -> Router:
 
 
 def check_replicas(number: int) -> None:
-    """Raise UsageError if a fleet cannot have this number of replicas."""
     if not 1 <= number <= MOST_REPLICAS:
         raise UsageError(f"a fleet has 1 to {MOST_REPLICAS} replicas, not {number}")
 

@@ -1,8 +1,8 @@
 """Attention on the CPU in virtual time: cohorts that advance a layer a step (APEX), and asymmetric steps (NEO).
 
 Both want a pipeline of one stage; with tensor parallelism one CPU serves all its devices. A layer on the device counts
-as two halves: before attention (queries, keys and values) and behind it (output and feed-forward part). All layers
-take the same time, the mean of the stage's.
+as two halves: before attention (queries, keys and values) and after it (output and feed-forward part). All layers take
+the mean time of the stage's.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -39,8 +39,7 @@ class _Cohort:
     """Host sequences that began a token in the same step."""
 
     step: int
-    rows: dict[int, HostRow]
-    """Rows by sequence id."""
+    rows: dict[int, HostRow]  # by sequence id
     layers: int
     ready: float
     """Layers that it has passed, and when the CPU finishes its attention in the next layer, in seconds."""
@@ -51,23 +50,19 @@ class SubBatch:
     """One of the two sub-batches of an asymmetric step."""
 
     device: StepWork
-    """Its rows whose KV is on the device."""
     host: Sequence[HostRow] = ()
     """Its rows whose KV is in host memory, each from its layer on."""
 
 
 class Processor:
-    """The host's CPUs: they compute the attention of one cohort in one layer at a time, in the order of arrival.
-
-    ``tell`` is called with what they compute: one layer, or a whole step.
-    """
+    """The host's CPUs; ``tell`` is called with what they compute in turn: one cohort in one layer, or a whole step."""
 
     def __init__(self, tell: Callable[[HostTimes], None] = lambda times: None) -> None:
         self.free = 0.0  # when everything they were given is computed
         self._tell = tell
 
     def compute(self, seconds: float, rows: int, arrived: float) -> float:
-        """Take work that arrives then; returns when it is done."""
+        """Return when work is done that arrives then."""
         start = max(self.free, arrived)
         self.occupy(Passage(start, start + seconds), seconds, rows)
         return self.free
@@ -82,9 +77,7 @@ class HostAttention:
     """The CPU and the host sequences whose tokens are under way; the times are those of a layout of one stage."""
 
     def __init__(self, times: TieredTimes, processor: Processor) -> None:
-        self._processor = processor
-        self._times = times
-        self._layers = times.num_layers
+        self._processor, self._times, self._layers = processor, times, times.num_layers
         self._cohorts: list[_Cohort] = []
         self._works: list[tuple[float, HostWork]] = []  # when each ended or will have, not told yet
 
@@ -96,7 +89,6 @@ class HostAttention:
 
     @property
     def under_way(self) -> bool:
-        """Whether any host sequence is."""
         return bool(self._cohorts)
 
     @property
@@ -112,8 +104,6 @@ class HostAttention:
                     self._cohorts.remove(cohort)
                 return HostRow(row.context, row.answer, cohort.layers + 1)
         raise RuntimeError(f"sequence {sequence} has no token under way")
-
-    # ------------------------------------------------------------------------------------- asynchronous overlap
 
     def overlap(
         self, step: int, device: StepWork, beginning: dict[int, HostRow], start: float
@@ -157,7 +147,6 @@ class HostAttention:
         return Passage(start, start + base + joined + ends), answers
 
     def _send(self, cohort: _Cohort, arrived: float) -> None:
-        """Give the CPU the cohort's next layer."""
         seconds = self._seconds(cohort.rows.values())
         cohort.ready = self._processor.compute(seconds, len(cohort.rows), arrived)
         self._note(cohort.rows.values(), seconds, cohort.ready)
@@ -175,8 +164,6 @@ class HostAttention:
             return 0.0
         together = msgspec.structs.replace(device, decodes=device.decodes + beginning, sampled=device.sampled + sampled)
         return self._times.ends_seconds(together, 0) - self._times.ends_seconds(device, 0)
-
-    # -------------------------------------------------------------------------------------- asymmetric pipelining
 
     def asymmetric(self, first: SubBatch, second: SubBatch, start: float) -> Passage:
         """A step of Asymmetric Pipelining (NEO): the device computes one sub-batch while the CPU attends for the other.
@@ -213,7 +200,6 @@ class HostAttention:
         return passage
 
     def _device_attention(self, work: StepWork) -> float:
-        """Seconds of one layer's attention on the device."""
         return self._times.attention_seconds(work, 0) / self._layers if work.tokens else 0.0
 
     def _linear(self, batch: SubBatch, layer: int) -> float:
@@ -223,13 +209,11 @@ class HostAttention:
 
     def _note(self, rows: Collection[HostRow], seconds: float, ended: float) -> None:
         if rows:
-            work = HostWork(len(rows), sum([row.context for row in rows]), seconds)
-            self._works.append((ended, work))
+            self._works.append((ended, HostWork(len(rows), sum([row.context for row in rows]), seconds)))
 
     def _seconds(self, rows: Iterable[HostRow]) -> float:
         """What the CPU takes for one layer's attention of these rows, moving what it needs and gives included."""
-        contexts = [row.context for row in rows]
-        if not contexts:
+        if not (contexts := [row.context for row in rows]):
             return 0.0
         return self._times.host_attention_seconds(sum(contexts)) + self._times.host_exchange_seconds(len(contexts))
 

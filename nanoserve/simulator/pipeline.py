@@ -97,16 +97,12 @@ class Pipeline:
     def __init__(self, times: StepTimes, runtime: Runtime) -> None:
         stages = times.num_stages
         self.busy_seconds = [0.0] * stages  # what each stage has computed so far; preparing inputs is not computing
-        self._times = times
-        self._runtime = runtime
-        self._stage_free = [0.0] * stages
-        self._host_free = [0.0] * stages
-        self._link_free = [0.0] * stages
+        self._times, self._runtime = times, runtime
+        self._stage_free, self._host_free, self._link_free = [0.0] * stages, [0.0] * stages, [0.0] * stages
 
     def run(self, work: StepWork, now: float) -> list[Passage]:
         """Send a micro-batch in; returns its passage through each stage."""
-        passages = []
-        arrived, times = now, self._times
+        passages, arrived, times = [], now, self._times
         last, preparation = times.num_stages - 1, times.host_seconds(work)
         for stage in range(last + 1):
             computing = times.stage_seconds(work, stage)
@@ -130,7 +126,6 @@ class Pipeline:
         self.busy_seconds[0] += passage.end - passage.start
 
     def not_before(self, time: float) -> None:
-        """No stage begins anything until then."""
         self._stage_free = [max(free, time) for free in self._stage_free]
 
     def _start(self, stage: int, arrived: float, submitted: float, preparation: float, computing: float) -> float:

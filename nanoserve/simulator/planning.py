@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import permutations
+from itertools import permutations, product
 from typing import NamedTuple
 
 from nanoserve.config import ModelConfig
@@ -26,8 +26,7 @@ from nanoserve.simulator.workload import Workload, burst, poisson_arrivals
 
 MOST_DEVICES = 4096
 _LITTLE_ITERATIONS = 20
-_QUANTILES = 64
-"""Number of quantiles of the answer lengths that estimate how a batch shrinks."""
+_QUANTILES = 64  # of the answer lengths, to estimate how a batch shrinks
 
 
 @dataclass(frozen=True)
@@ -47,16 +46,11 @@ class PlannedWork:
         """Requests of one of ``replicas`` replicas that take turns: the one with the longest answer finishes last."""
         shares = [self.shapes[turn::replicas] for turn in range(min(replicas, len(self.shapes)))]
         longest = max(shares, key=lambda shapes: max(shape.output_tokens for shape in shapes))
-        return PlannedWork(longest, None if self.rate is None else self.rate / replicas, self.seed)
+        return PlannedWork(longest, self.rate and self.rate / replicas, self.seed)
 
     def workload(self) -> Workload:
-        """The requests; each call makes the same ones."""
         arrivals = burst() if self.rate is None else poisson_arrivals(self.rate, self.seed)
         return Workload(arrivals, self.shapes)
-
-    @cached_property
-    def mean_input(self) -> float:
-        return self.input_tokens / len(self.shapes)
 
     @cached_property
     def mean_output(self) -> float:
@@ -74,12 +68,10 @@ class PlannedWork:
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of all prompts and answers."""
         return sum(shape.total_tokens for shape in self.shapes)
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest request."""
         return max(shape.total_tokens for shape in self.shapes)
 
 
@@ -105,7 +97,7 @@ class Candidate:
     """KV blocks of a replica in host memory; 0 with one layout."""
     replicas: int
     work: PlannedWork
-    """The data parallel degree, and the work of all replicas together."""
+    """Of all replicas together."""
 
     @property
     def name(self) -> str:
@@ -154,7 +146,7 @@ class Candidate:
         return found
 
     def estimate(self) -> tuple[float, float]:
-        """Sort key of candidates, the lowest first: latency, and among equals throughput."""
+        """Sort key: the best comes first."""
         return (0.0 if self.work.rate is None else self.latency, -self.tokens_per_second)
 
     @property
@@ -168,7 +160,7 @@ class Candidate:
 
     def simulate(self, policy: Policy, max_num_seqs: int) -> SimulationResult:
         """One replica with its share of the work, and KV blocks that hold its longest request."""
-        pairs = list(zip(self.layouts, self.kv_blocks, strict=True))
+        others = zip(self.layouts[1:], self.kv_blocks[1:], strict=True)
         return simulate(
             policy,
             self.layouts[0],
@@ -177,17 +169,16 @@ class Candidate:
             block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             host_blocks=self.host_blocks,
-            other_layouts=[OtherLayout(costs, blocks) for costs, blocks in pairs[1:]],
+            other_layouts=[OtherLayout(*other) for other in others],
             predictors=layout_predictors(self.layouts),
         )
 
     @cached_property
     def _analyses(self) -> list[Analysis]:
-        lengths = round(self.work.mean_input), round(self.work.mean_output)
-        return [Analysis(costs, max(1, lengths[0]), max(1, lengths[1])) for costs in self.layouts]
+        inputs, outputs = self.work.input_tokens / len(self.work.shapes), self.work.mean_output
+        return [Analysis(costs, max(1, round(inputs)), max(1, round(outputs))) for costs in self.layouts]
 
     def _answers_seconds(self, work: PlannedWork) -> float:
-        """Seconds for all answers of one replica."""
         decoding, requests = self._analyses[-1], len(work.shapes)
         full = max(1, min(decoding.largest_batch, requests))
         seconds = (requests - full) * work.mean_output * decoding.batch_row(full).tpot / full
@@ -200,16 +191,12 @@ class Candidate:
 
 
 class LeftOut(NamedTuple):
-    """A layout or pair that is no candidate, and why."""
-
     name: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """All layouts and pairs of layouts of the given devices."""
-
     fitting: tuple[Candidate, ...]
     left_out: tuple[LeftOut, ...]
 
@@ -276,11 +263,10 @@ def find_candidates(
 def all_layouts(devices: int) -> Iterator[ParallelLayout]:
     """Yield all D x T x P that take exactly ``devices`` devices, few replicas first."""
     divisors = [number for number in range(1, devices + 1) if devices % number == 0]
-    for replicas in divisors:
-        for tensor in divisors:
-            if devices % (replicas * tensor) == 0:
-                stages = devices // (replicas * tensor)
-                yield ParallelLayout(data_parallel=replicas, tensor_parallel=tensor, pipeline_parallel=stages)
+    for replicas, tensor in product(divisors, repeat=2):
+        if devices % (replicas * tensor) == 0:
+            stages = devices // (replicas * tensor)
+            yield ParallelLayout(data_parallel=replicas, tensor_parallel=tensor, pipeline_parallel=stages)
 
 
 def _candidate(costs: StepCosts, replicas: int, work: PlannedWork, limits: CacheLimits, step_tokens: int) -> Candidate:
@@ -313,5 +299,5 @@ def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candid
             f"{share / GIBI:.0f} GiB of host memory hold the weights ({weights / GIBI:.0f} GiB)"
             f" and {blocks * BLOCK_SIZE:,} tokens of KV cache, less than the longest request"
         )
-    both = (*prompts.layouts, *answers.layouts), (*prompts.kv_blocks, *answers.kv_blocks)
-    return Candidate(*both, blocks, prompts.replicas, prompts.work)
+    layouts, kv_blocks = prompts.layouts + answers.layouts, prompts.kv_blocks + answers.kv_blocks
+    return Candidate(layouts, kv_blocks, blocks, prompts.replicas, prompts.work)

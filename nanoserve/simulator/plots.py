@@ -9,17 +9,13 @@ from nanoserve.simulator.result import SimulationResult
 
 PANEL_SIZE = (7.5, 2.7)
 _TIER_STYLES = ("-", "--", ":")
-"""Line styles of the KV tiers, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlottedRun:
-    """What is drawn of one policy."""
-
     policy: str
     result: SimulationResult
     window: StepWindow
-    """The steps whose way through the stages is shown."""
 
 
 def simulation_chart(title: str, runs: Sequence[PlottedRun]) -> Chart:

@@ -21,7 +21,6 @@ class MeasuredStep(NamedTuple):
     """What one plan took, in seconds."""
 
     work: StepWork
-    """What the plan amounted to."""
     stages: tuple[float, ...]
     """Time that each stage computed."""
     sends: tuple[float, ...]
@@ -37,10 +36,8 @@ class MeasuredStages:
     a one takes what the nearest plan, in their order, took that had about as many tokens: what a machine does beside
     its steps comes and goes with time. Without any steps there is one stage.
 
-    Args:
-        steps: each of the same number of stages, in the order of the plans.
-        swap_token_seconds: mean time of a swap between device and host memory, per token, until all stages are done.
-        reload_seconds: mean time of a change to this layout, from plan to answer.
+    The steps are in the order of the plans. A swap takes a mean time per token, a change to this layout one from
+    plan to answer, until all stages are done.
     """
 
     def __init__(
@@ -69,32 +66,26 @@ class MeasuredStages:
         """Return the nearest step in order with about ``tokens`` tokens; if none has, the closest number counts."""
         factors = [_factor(step.work.tokens, tokens) for step in self._steps]
         accepted = max(_ABOUT, min(factors))
-        nearest = min((abs(other - place), other) for other, factor in enumerate(factors) if factor <= accepted)
-        return self._steps[nearest[1]]
+        _, nearest = min((abs(other - place), other) for other, factor in enumerate(factors) if factor <= accepted)
+        return self._steps[nearest]
 
     def stage_seconds(self, work: StepWork, stage: int) -> float:
-        """What one stage computed on it."""
         return self._step.stages[stage]
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
-        """Its activations, from this stage to the next."""
         return self._step.sends[stage]
 
     def host_seconds(self, work: StepWork) -> float:
-        """Making the plan, telling the workers, preparing its inputs."""
         return self._step.host
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
-        """Moving the KV of this many tokens, of all stages at once."""
         return self._swap_token_seconds * tokens
 
     def reload_seconds(self, stage: int) -> float:
-        """Changing to this layout, in all stages at once."""
         return self._reload_seconds
 
 
 def _factor(tokens: int, others: int) -> float:
-    """The larger over the smaller; a plan may be without tokens."""
     low, high = sorted((tokens, others))
     return (high + 1) / (low + 1)
 
@@ -128,8 +119,6 @@ def _step_times(record: RunRecord) -> MeasuredStages:
 
 
 class _ReplayingExecutor(SimulatedExecutor):
-    """Says what the record says, when it was known."""
-
     def __init__(self, record: RunRecord, *, check: Callable[[StepPlan], None]) -> None:
         super().__init__(_step_times(record), max_in_flight=record.max_in_flight, answer=lambda plan: ())
         self._collected = record.collected

@@ -6,41 +6,35 @@ from nanoserve.measures.metrics import Distribution
 
 
 class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine of a fleet did; None where it had no request to do it with."""
+    """What one engine of a fleet did with the requests routed to it; None where it had none."""
 
     requests: int
-    """Those routed to this engine."""
     input_tokens: int
     output_tokens: int
     seconds: float
-    """Prompt and answer tokens of all its requests, and the time until its last token was known."""
+    """The time until its last token was known."""
     ttft_ms: float | None
     tpot_ms: float | None
     e2el_ms: float | None
     """Means over its requests."""
     bubble_share: float | None
-    """Mean bubble share over the stages of this engine."""
+    """Mean over its stages."""
     kv_occupancy: float
     kv_peak: float
     """Share of its KV blocks in use, averaged over the time of the whole fleet, and the highest."""
     preemptions: int
-    """Its sequences that lost their blocks and were computed again."""
 
 
 class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics of one run, in virtual time; docs/benchmarks.md defines them.
-
-    For a fleet, each metric covers all engines together.
-    """
+    """Metrics of one run, in virtual time, of all engines together; docs/benchmarks.md defines them."""
 
     requests: int
     input_tokens: int
     output_tokens: int
     seconds: float
-    """Prompt and answer tokens of all requests, and the time until the last token was known."""
+    """The time until the last token was known."""
     requests_per_second: float
     output_tokens_per_second: float
-    """Rates over ``seconds``."""
     tokens_per_second: float
     """Input and output tokens, as the papers count throughput."""
     ttft_ms: Distribution | None
@@ -71,11 +65,10 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Steps over time, as (seconds, number of the step, decodes, prompt tokens), thinned likewise; of a fleet's first
     engine."""
     slo_attainment: float | None
-    """Share of requests within the limits that were given; None without limits."""
+    """Share of requests within the limits; None without limits."""
     goodput: float | None
     """Requests within the limits, per second."""
     replicas: tuple[ReplicaFigures, ...]
-    """What each engine did."""
     strategy_steps: dict[str, int]
     """How many steps had which strategy."""
     transitions: int
@@ -97,7 +90,6 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bubble_share(self) -> float:
-        """The mean over stages."""
         return sum(self.bubble_shares) / len(self.bubble_shares)
 
     @property

@@ -54,9 +54,7 @@ def simulate(
         requests: of a Workload, in order of arrival; they are taken as their time comes.
         num_blocks, block_size: KV blocks, of which all stages share one table, and tokens per block.
         max_num_seqs: sequences that hold blocks at a time.
-        runtime: how the stages' processes work together.
         observers: are shown all events; of a fleet, those of its first engine.
-        slo: what a good answer keeps to, for attainment and goodput.
         request_observers: are shown every request when it has ended.
         replicas, router: whole engines like that, and which of them gets a request: a name in ROUTERS.
         host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
@@ -101,7 +99,7 @@ def simulate(
 
 
 def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
-    """The same requests; refuses one that would be cut off."""
+    """Refuse a request that would be cut off."""
     for request in requests:
         length = len(request.prompt) + request.seed
         if length > longest:

@@ -46,9 +46,6 @@ class Workload:
             yield Request(name, prompt, _UNLIMITED, shape.output_tokens, end_tokens=(END_TOKEN,), arrival_time=time)
 
 
-# ---- arrivals -------------------------------------------------------------------------------------------------------
-
-
 def burst() -> Iterator[float]:
     """A closed batch: all at once, at zero."""
     return repeat(0.0)
@@ -83,9 +80,6 @@ def trace_arrivals(times: Sequence[float]) -> Iterator[float]:
     return (time - times[0] for time in times)
 
 
-# ---- lengths --------------------------------------------------------------------------------------------------------
-
-
 def named_lengths(name: str, seed: int, others: Sequence[str] = ()) -> Iterator[RequestShape]:
     """Lengths by a shipped table's name, gLLM's moments, or fixed as 512+128.
 
@@ -103,7 +97,7 @@ def named_lengths(name: str, seed: int, others: Sequence[str] = ()) -> Iterator[
 
 
 def fixed_lengths(input_tokens: int, output_tokens: int) -> Iterator[RequestShape]:
-    """Always the same; raises UsageError for a length below one token."""
+    """Equal lengths; raises UsageError for a length below one token."""
     if min(input_tokens, output_tokens) < 1:
         raise UsageError(f"a request has at least one token in and one out, not {input_tokens} and {output_tokens}")
     return repeat(RequestShape(input_tokens, output_tokens))
@@ -133,20 +127,18 @@ def trace_lengths(shapes: Sequence[RequestShape]) -> Iterator[RequestShape]:
 
 
 class LengthTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The lengths of one trace in brief."""
+    """The lengths of one trace in brief, in tokens."""
 
     source: str
     licence: str
     requests: int
-    """Where the trace is from, its licence, and its number of requests."""
     mean_input: float
     mean_output: float
-    """Mean lengths, in tokens."""
     rank_correlation: float
     """Spearman's rank correlation of input and output lengths."""
     input_quantiles: tuple[int, ...]
     output_quantiles: tuple[int, ...]
-    """Quantiles of the lengths in tokens, ascending, [NUM_QUANTILES]."""
+    """Ascending, [NUM_QUANTILES]."""
 
     def draw(self, seed: int) -> Iterator[RequestShape]:
         """Lengths with these distributions and this rank correlation, joined by a Gaussian copula: an endless stream.
@@ -190,5 +182,4 @@ class _Curve:
 
 @cache
 def length_tables() -> dict[str, LengthTable]:
-    """All shipped tables by name."""
     return msgspec.json.decode(FILE.read_bytes(), type=dict[str, LengthTable])

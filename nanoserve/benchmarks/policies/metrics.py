@@ -46,7 +46,7 @@ def _request_metrics(record: RunRecord) -> Metrics:
         "output_tokens_per_s": outputs / seconds,
         "total_tokens_per_s": (inputs + outputs) / seconds,
         "requests": len(timings),
-        "preemptions": record.preemptions,
+        "preemptions": record.blocks[-1][1].preemptions,
     }
 
 
@@ -148,7 +148,7 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
         "swaps_out": directions["out"],
         "swaps_in": directions["in"],
         "errors": {
-            name: _errors(one for one in record.forecasts if name in ("all", one.work.strategy))
+            name: _errors(one for one in record.of(Forecast) if name in ("all", one.work.strategy))
             for name in ("all", *_STRATEGIES)
         },
         "gains": gains_of_run(record, first.record, variant.engine.predictors[0]),
