@@ -4,24 +4,23 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 import nanoserve
+from nanoserve.commands.answers import AnswerUsage
 from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
 from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark, say
-from nanoserve.commands.usage import AnswerUsage
 from nanoserve.costs import Machine, Precision
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.hardware import Efficiency, MachineSpeeds
@@ -55,9 +54,7 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
         except (KeyboardInterrupt, WorkersFailed) as error:
             left = f"{len(open_rows) - batch.written} rows are left; the same command goes on from here"
             state = f"{batch.summary(target)}{',' if phases is None else ';'} {left}"
-            if isinstance(error, WorkersFailed):
-                raise WorkersFailed(f"{error}; {state}") from None
-            raise KeyboardInterrupt(state) from None
+            raise type(error)(f"{error}; {state}" if isinstance(error, WorkersFailed) else state) from None
     say(batch.summary(target))
 
 
@@ -73,10 +70,10 @@ class Phases:
     seconds: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))  # in each phase
     prompts: int = 0  # prompts with a known first token
     prompt_tokens: int = 0
-    answer_tokens: int = 0  # generated, but for these first ones
+    answer_tokens: int = 0  # generated tokens without these first ones
     fullest: float = 0.0  # the largest share of host memory that was seen in use
     _seen: float = 0.0
-    _status: EngineStatus | None = None
+    _status: EngineStatus = field(default_factory=lambda: EngineStatus(layouts=(), changing=()))
     _begun: set[tuple[str, int]] = field(default_factory=set)
 
     def observe(self, now: float, updates: Sequence[SequenceUpdate], status: EngineStatus) -> None:
@@ -98,20 +95,17 @@ class Phases:
     @property
     def pool_share(self) -> float:
         """The share of the blocks in host memory that are in use."""
-        if self._status is None or not self._status.total_host_blocks:
-            return 0.0
-        return 1 - self._status.free_host_blocks / self._status.total_host_blocks
+        status = self._status
+        return 1 - status.free_host_blocks / status.total_host_blocks if status.total_host_blocks else 0.0
 
     @property
     def state(self) -> str:
         """Phase, rates, host memory and transitions, for now; if phases differ, how many engines are in which."""
         counts = Counter(self._phases or [0])
-        names = [
-            "moving" if phase == _MOVING else f"{('prefill', 'decode')[phase]} {self.layouts[phase].name}"
-            for phase in sorted(counts, reverse=True)
-        ]
-        if len(names) > 1:
-            names = [f"{counts[phase]} {name}" for phase, name in zip(sorted(counts, reverse=True), names, strict=True)]
+        names = []
+        for phase, number in sorted(counts.items(), reverse=True):
+            name = "moving" if phase == _MOVING else f"{('prefill', 'decode')[phase]} {self.layouts[phase].name}"
+            names.append(name if len(counts) == 1 else f"{number} {name}")
         return f"{', '.join(names)}, host pool {self.pool_share:.0%}, {self._turns}; {self._rates}"
 
     @property
@@ -134,8 +128,6 @@ class Phases:
     @property
     def _phases(self) -> list[int]:
         """The phase of each engine."""
-        if self._status is None:
-            return []
         pairs = zip(self._status.layouts, self._status.changing, strict=True)
         return [_MOVING if changing else layout for layout, changing in pairs]
 
@@ -149,8 +141,7 @@ class Phases:
 
     @property
     def _turns(self) -> str:
-        """Transitions of all engines so far."""
-        number = 0 if self._status is None else self._status.transitions
+        number = self._status.transitions
         return f"{number} transition" + "s" * (number != 1)
 
 
@@ -171,10 +162,10 @@ class _Batch:
 
     def answer(self, rows: Sequence[PromptRow]) -> None:
         """Answer the rows that can be used, and write an error for each of the others."""
-        usable = [row for row in rows if row.error is None]
         for row in rows:
             if row.error is not None:
                 self._write(row, {"error": row.error})
+        usable = [row for row in rows if row.error is None]
         if not usable:
             return
         with self.engine.open_llm() as llm:
@@ -235,7 +226,7 @@ class _Batch:
         if self.phases is not None:
             rates += f", {(self.tokens + self.phases.prompt_tokens) / seconds:,.0f}/s with prompts"
         parts.append(f"{self.tokens} tokens in {seconds:.1f} s ({rates})")
-        return ", ".join(parts) + ("" if self.phases is None else f"; {self.phases.summary}")
+        return ", ".join(parts) + (f"; {self.phases.summary}" if self.phases is not None else "")
 
     @contextmanager
     def _progress_bar(self) -> Iterator[Callable[[], None]]:
@@ -257,17 +248,17 @@ class _Batch:
                     return
                 drawn = now
                 rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f}"
-                bars.update(task, completed=self.done_before + self.written, rate=rate, left=self._time_left())
-                state = [] if self.phases is None else [Text(self.phases.state, no_wrap=True, overflow="ellipsis")]
-                live.update(Group(bars, *state), refresh=True)
+                shown, seconds = list[RenderableType]([bars]), None
+                if self.phases is not None:
+                    shown.append(Text(self.phases.state, no_wrap=True, overflow="ellipsis"))
+                    rows, finished = self.total - self.done_before - self.errors, self.written - self.errors
+                    seconds = self.phases.seconds_left(rows, finished, self.tokens)
+                left = "-" if seconds is None else str(timedelta(seconds=round(seconds)))
+                bars.update(task, completed=self.done_before + self.written, rate=rate, left=left)
+                live.update(Group(*shown), refresh=True)
 
             yield draw
             draw(at_end=True)  # all rows are done
-
-    def _time_left(self) -> str:
-        rows, finished = self.total - self.done_before - self.errors, self.written - self.errors
-        seconds = None if self.phases is None else self.phases.seconds_left(rows, finished, self.tokens)
-        return "-" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
 def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
@@ -277,10 +268,9 @@ def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
     if errors := [sample.error for sample in samples if sample.error is not None]:
         return {"error": errors[0]}
     texts, reasons = [sample.text for sample in samples], [sample.finish_reason for sample in samples]
-    several = len(samples) > 1
     return {
-        "text": texts if several else texts[0],
-        "finish_reason": reasons if several else reasons[0],
+        "text": texts if len(texts) > 1 else texts[0],
+        "finish_reason": reasons if len(reasons) > 1 else reasons[0],
         "usage": AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts(),
     }
 
@@ -296,12 +286,15 @@ def advice_for(
 
     from nanoserve.models.dtypes import resolve_dtype
 
-    config = llm.engine_config
-    dtype = resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)
-    precision, limits = Precision.of(8 * dtype.itemsize), _limits(llm, dtype.itemsize)
+    model, config, status = llm.config, llm.engine_config, llm.status
+    item_bytes = resolve_dtype(config.dtype, torch.device(config.device), model.dtype).itemsize
+    block = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.block_size * item_bytes
+    device_bytes = status.total_blocks * block / config.data_parallel
+    limits = CacheLimits(device_bytes=device_bytes, host_bytes=status.total_host_blocks * block)
+    precision = Precision.of(8 * item_bytes)
     try:
         return advise(
-            llm.config,
+            model,
             _machine(llm, speeds, precision, limits),
             layouts,
             shapes,
@@ -317,30 +310,15 @@ def advice_for(
 
 def _shapes(llm: "nanoserve.LLM", items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
     """The lengths of all items, from the prompts of some, evenly over all. Answers are as long as they may become."""
-    count = min(len(items), _SAMPLED_ROWS)
-    shapes = list(chain.from_iterable(_shape(llm, *items[place * len(items) // count]) for place in range(count)))
+    count, shapes = min(len(items), _SAMPLED_ROWS), []
+    for prompt, params in (items[place * len(items) // count] for place in range(count)):
+        encode = llm.tokenizer.encode if isinstance(prompt, str) else llm.tokenizer.encode_chat
+        with suppress(UsageError):  # a prompt that will be refused
+            tokens = len(encode(prompt))
+            room = llm.max_model_len - tokens
+            if tokens and room > 0:
+                shapes.append(RequestShape(tokens, params.n * min(params.max_tokens or room, room)))
     return [shapes[place * len(shapes) // len(items)] for place in range(len(items))] if shapes else []
-
-
-def _shape(llm: "nanoserve.LLM", prompt: Any, params: SamplingParams) -> Iterator[RequestShape]:
-    """Nothing for a prompt that will be refused."""
-    encode = llm.tokenizer.encode if isinstance(prompt, str) else llm.tokenizer.encode_chat
-    try:
-        tokens = len(encode(prompt))
-    except UsageError:
-        return
-    room = llm.max_model_len - tokens
-    if tokens and room > 0:
-        yield RequestShape(tokens, params.n * min(params.max_tokens or room, room))
-
-
-def _limits(llm: "nanoserve.LLM", item_bytes: int) -> CacheLimits:
-    """What the engines' own caches take."""
-    model, config, status = llm.config, llm.engine_config, llm.status
-    block = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.block_size * item_bytes
-    return CacheLimits(
-        device_bytes=status.total_blocks * block / config.data_parallel, host_bytes=status.total_host_blocks * block
-    )
 
 
 def _machine(llm: "nanoserve.LLM", speeds: MachineSpeeds, precision: Precision, limits: CacheLimits) -> Machine:
@@ -349,12 +327,8 @@ def _machine(llm: "nanoserve.LLM", speeds: MachineSpeeds, precision: Precision, 
 
     config, usable = llm.engine_config, Efficiency().usable_memory
     devices = config.data_parallel * config.num_workers
-    weights = ModelCounts(llm.config, precision=precision).stage_weight_bytes(0)
-    host = available_memory("cpu")
+    weights, host = ModelCounts(llm.config, precision=precision).stage_weight_bytes(0), available_memory("cpu")
     free = host / devices if config.device == "cpu" else 0.0
     held = (weights + (limits.device_bytes or 0.0)) / config.num_workers
-    return speeds.machine(
-        devices=devices,
-        memory_bytes=(free + held) / usable,
-        host_memory_bytes=(host + weights + (limits.host_bytes or 0.0)) / usable,
-    )
+    host_bytes = (host + weights + (limits.host_bytes or 0.0)) / usable
+    return speeds.machine(devices=devices, memory_bytes=(free + held) / usable, host_memory_bytes=host_bytes)

@@ -6,14 +6,15 @@ computed again, and a torn last line is cut off.
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.processes.files import unwritable_as_failure
 
 _ROW_BEGINS = b'{"index":'  # how every line of ours begins; nothing else is ever cut off
 _PROMPT_NAMES = ("prompt", "messages")
@@ -35,7 +36,7 @@ class PromptRow(msgspec.Struct, frozen=True):
 
     @property
     def repeated(self) -> "PromptRow":
-        """The row, if one before it has the same id."""
+        """The row as an error, where one before it has the same id."""
         return PromptRow(self.index, self.id, error=f"the id {self.id!r} appears a second time")
 
 
@@ -46,8 +47,7 @@ def read_rows(path: Path) -> list[PromptRow]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     parse = _json_row if path.suffix.lower() in (".jsonl", ".ndjson") else _text_row
-    rows: list[PromptRow] = []
-    keys: set[tuple[str, str | int]] = set()
+    rows, keys = [], set()
     for row in (parse(index, line) for index, line in enumerate(lines) if line.strip()):
         rows.append(row.repeated if row.key in keys and row.error is None else row)
         keys.add(row.key)
@@ -95,11 +95,20 @@ class ResultFile:
         self._path = path
         self._answered: set[tuple[str, str | int]] = set()
         self._errors: dict[tuple[int, str | int | None], str] = {}  # by line, as two lines may have one id
-        with _writing(path), ExitStack() as opened:
+        with unwritable_as_failure(path), ExitStack() as opened:
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} is no regular file; --output is one, because the next run reads it back")
-            self._file = opened.enter_context(open(path, "r+b", opener=_open_or_make))
-            _lock(self._file, path)
+            # Opened or made in one step: asking first whether the file is there would let two runs make it twice.
+            self._file = opened.enter_context(
+                open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
+            )
+            try:  # two runs would write over each other's rows; the lock ends with the process, however it ends
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                hint = "wait for it, or choose another --output"
+                raise RuntimeFailure(f"another run is writing {path}: {hint}") from None
+            except OSError:
+                pass  # a file system that knows no locks
             self._read_back()
             opened.pop_all()
 
@@ -112,7 +121,7 @@ class ResultFile:
 
     def write(self, result: Mapping[str, Any]) -> None:
         """Add one row; it is with the operating system when this returns. Raises RuntimeFailure if the disk is full."""
-        with _writing(self._path):
+        with unwritable_as_failure(self._path):
             self._file.write(msgspec.json.encode(result) + b"\n")
             self._file.flush()
 
@@ -132,9 +141,8 @@ class ResultFile:
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 if not line.endswith(b"\n") and (line.startswith(_ROW_BEGINS) or _ROW_BEGINS.startswith(line)):
                     break  # a killed run left half of its last row
-                raise UsageError(
-                    f"{self._path} line {number} is not a result of a batch; choose another --output"
-                ) from None
+                what = f"{self._path} line {number} is not a result of a batch"
+                raise UsageError(f"{what}; choose another --output") from None
             if result.error is None:
                 self._answered.add(result.key)
             else:
@@ -146,26 +154,3 @@ class ResultFile:
                 end += 1
         self._file.seek(end)
         self._file.truncate()
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RuntimeFailure(f"cannot write {path}: {error.strerror}") from None
-
-
-def _open_or_make(path: str, flags: int) -> int:
-    """In one step: asking first whether the file is there would let two runs make it twice."""
-    return os.open(path, flags | os.O_CREAT, 0o666)
-
-
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Two runs on one file would write over each other's rows; the lock ends with the process, however it ends."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RuntimeFailure(f"another run is writing {path}: wait for it, or choose another --output") from None
-    except OSError:
-        return  # a file system that knows no locks

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nanoserve.commands.chat_model import ChatModel, LocalModel, RemoteModel
+from nanoserve.commands.answers import ChatModel, LocalModel, RemoteModel
 from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option
@@ -31,8 +32,6 @@ from nanoserve.text.reasoning import Piece
 
 
 class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", has_variables=True):
-    """All options of the command."""
-
     message: str | None = argument(None, "Answer this and exit. What is piped in is added to it.")
     system: str | None = option(None, "System prompt, kept at the start of the context.", "-s", metavar="TEXT")
     json: bool = option(False, "One JSON object instead of text.")
@@ -61,9 +60,14 @@ def run(options: ChatOptions) -> None:
         check_utf8(options.system, "the system prompt")
     with _opened(options, settings) as model:
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
-        if question is not None:
-            return _answer_once(session, question, options)
-        return Conversation(session, options).run()
+        if question is None:
+            return Conversation(session, options).run()
+        pieces = session.ask(question)
+        if not options.json:
+            return _show_answer(session, pieces, _printer(plain=options.plain, hide_thinking=options.hide_thinking))
+        deque(pieces, maxlen=0)
+        if session.last_answer is not None:
+            print(session.last_answer.json(model.name))
 
 
 @contextmanager
@@ -97,17 +101,6 @@ def _question(message: str | None) -> str | None:
     return question
 
 
-def _answer_once(session: ChatSession, question: str, options: ChatOptions) -> None:
-    if not options.json:
-        printer = _printer(plain=options.plain, hide_thinking=options.hide_thinking)
-        _show_answer(session, session.ask(question), printer)
-        return
-    for _ in session.ask(question):
-        pass
-    if session.last_answer is not None:
-        print(session.last_answer.json(session.model.name))
-
-
 _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # what other chats call the same
 
 
@@ -116,8 +109,7 @@ class Conversation:
 
     def __init__(self, session: ChatSession, options: ChatOptions):
         self._session, self._options = session, options
-        self._thinking = not options.hide_thinking
-        self._has_ended = False
+        self._thinking, self._has_ended = not options.hide_thinking, False
         self._table: dict[str, tuple[Callable[[str], str | None], str, str]] = {
             "help": (self._help, "", "this list"),
             "reset": (self._reset, "", "forget the conversation, keep system prompt and settings"),
@@ -204,8 +196,9 @@ class Conversation:
             f"model    {session.model.name}",
             f"context  {tokens}{turns} {'turn' if turns == 1 else 'turns'}",
             f"system   {session.system or '(none)'}",
+            *(f"  {self._setting(name)}" for name in CHANGEABLE),
         ]
-        return "\n".join([*lines, *(f"  {self._setting(name)}" for name in CHANGEABLE)])
+        return "\n".join(lines)
 
     def _setting(self, name: str) -> str:
         """A setting, its value and who has set it, unless the user has."""
@@ -240,13 +233,12 @@ class Conversation:
         self._session.load(path)
         turns = self._session.turns
         remark(f"loaded {len(turns)} messages from {path}")
-        for turn in turns[-2:]:  # as it stood on the terminal when it was new
-            if turn.role == "user":
-                remark(f"{PROMPT}{visible(turn.content)}")
-            else:
-                printer = _printer(plain=self._options.plain, hide_thinking=True)
-                printer.answer(turn.content)
-                printer.finish()
+        if turns:  # the last two, as they stood on the terminal when they were new
+            question, answer = turns[-2:]
+            remark(f"{PROMPT}{visible(question.content)}")
+            printer = _printer(plain=self._options.plain, hide_thinking=True)
+            printer.answer(answer.content)
+            printer.finish()
 
     def _undo(self, _: str) -> str:
         return f"took back: {self._session.undo().splitlines()[0][:60]}"
@@ -254,10 +246,9 @@ class Conversation:
     def _edit(self, _: str) -> str | None:
         turns = self._session.turns
         text = edit_text(turns[-2].content if turns else "").strip()
-        if not text:
-            return "nothing to send"
-        self._answer(partial(self._session.ask, text))
-        return None
+        if text:
+            self._answer(partial(self._session.ask, text))
+        return None if text else "nothing to send"
 
     def _exit(self, _: str) -> None:
         self._has_ended = True
@@ -318,9 +309,9 @@ def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerP
         say(notice)
 
     session.notify = notify
+    shows = {"answer": printer.answer, "thinking": printer.thinking}
     try:
         for part, text in pieces:
-            show = printer.answer if part == "answer" else printer.thinking
-            show(text)
+            shows[part](text)
     finally:
         printer.finish()

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from nanoserve.commands.chat_model import ChatModel, ContextFull
+from nanoserve.commands.answers import ChatAnswer, ChatModel, ContextFull
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import ChatAnswer
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import read_bytes, replace_file
 from nanoserve.request import SamplingParams
@@ -50,7 +49,7 @@ class ChatSession:
     settings: dict[str, Any] = field(default_factory=dict)  # what /set and the flags changed of the model's defaults
     turns: list[Message] = field(default_factory=list)  # user and assistant in alternation, a user's first
     last_answer: ChatAnswer | None = None  # also when it was interrupted
-    answers: int = 0  # since the session began
+    answers: int = 0
 
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
@@ -112,9 +111,8 @@ class ChatSession:
         """Take back the last question and its answer; returns the question. Raises UsageError if there is none."""
         if not self.turns:
             raise UsageError("there is no answer yet")
-        question = self.turns[-2].content
-        del self.turns[-2:]
-        return question
+        *self.turns, question, _ = self.turns
+        return question.content
 
     def reset(self) -> None:
         """Forget the conversation; system prompt and settings stay."""
@@ -123,12 +121,11 @@ class ChatSession:
 
     def change(self, name: str, value: object) -> None:
         """Change one setting; None puts the default back. Raises UsageError for a wrong name or value."""
-        settings = {key: old for key, old in self.settings.items() if key != name}
         if name not in CHANGEABLE:
             guess = did_you_mean(name, CHANGEABLE)
             raise UsageError(f"unknown setting {name!r:.40}{guess}; there are {', '.join(CHANGEABLE)}")
-        if value is not None:
-            settings[name] = value
+        settings = {key: old for key, old in self.settings.items() if key != name}
+        settings |= {} if value is None else {name: value}
         self.sampling_params(settings)
         self.settings = settings
 
@@ -157,11 +154,11 @@ class ChatSession:
         if unknown := set(saved.settings) - set(CHANGEABLE):
             raise UsageError(f"{path} has unknown settings: {', '.join(sorted(unknown))}")
         self.sampling_params(saved.settings)
-        first_turn = 1 if saved.messages and saved.messages[0].role == "system" else 0
-        turns = saved.messages[first_turn:]
+        has_system = bool(saved.messages) and saved.messages[0].role == "system"
+        turns = saved.messages[has_system:]
         if any(turn.role != ("user", "assistant")[index % 2] for index, turn in enumerate(turns)) or len(turns) % 2:
             raise UsageError(f"{path} is not a saved chat: user and assistant must take turns, the user first")
-        self.system = saved.messages[0].content if first_turn else None
+        self.system = saved.messages[0].content if has_system else None
         self.turns, self.settings, self.last_answer = turns, saved.settings, None
 
     def context_used(self) -> int | None:
@@ -170,8 +167,8 @@ class ChatSession:
         return self.model.count_tokens(messages, add_generation_prompt=False) if messages else 0
 
     def _for_model(self, turns: list[Message]) -> list[dict[str, str]]:
-        system = [Message("system", self.system)] if self.system else []
-        return [{"role": message.role, "content": message.content} for message in [*system, *turns]]
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return system + [{"role": turn.role, "content": turn.content} for turn in turns]
 
     def _make_room(self, message: Message) -> None:
         """Drop the oldest pairs of turns until question and answer fit; raise UsageError if none is left to drop."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +25,9 @@ MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEFAULTS = EngineConfig()
+_size = partial(option, None, metavar="SIZE")
+_threads = partial(option, None, minimum=1, maximum=MOST_THREADS)
+_degree = partial(option, 1, minimum=1, maximum=MOST_PARALLEL)
 
 
 class EngineOptions(Options, panel="Engine", has_variables=True):
@@ -42,9 +46,7 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         False, "Never use the network.", panel=MODEL_PANEL, variables=["NANOSERVE_OFFLINE", "HF_HUB_OFFLINE"]
     )
     max_model_len: int | None = option(None, "Longest context in tokens; default: model's.")
-    kv_cache_memory: str | None = option(
-        None, "Memory of the KV cache, as 2GiB; default: from what is free.", metavar="SIZE"
-    )
+    kv_cache_memory: str | None = _size("Memory of the KV cache, as 2GiB; default: from what is free.")
     block_size: int = option(_DEFAULTS.block_size, "Tokens in a KV block.")
     max_num_seqs: int = option(_DEFAULTS.max_num_seqs, "Most sequences in one step.")
     max_num_batched_tokens: int = option(_DEFAULTS.max_num_batched_tokens, "Token budget of one step.")
@@ -55,21 +57,15 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     )
     no_prefix_caching: bool = option(False, "Compute every prompt from its start.")
     eager: bool = option(False, "Compile and capture nothing; slower, same answers.")
-    threads: int | None = option(
-        None,
-        "CPU threads, which the workers of a machine share; default: one per physical core.",
-        minimum=1,
-        maximum=MOST_THREADS,
-    )
+    threads: int | None = _threads("CPU threads, which the workers of a machine share; default: one per physical core.")
     seed: int | None = option(
         None, "Makes the run repeatable; default: a new one each time.", minimum=0, panel=SAMPLING_PANEL
     )
 
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig, as LLM takes them. Raises UsageError for a size that is none."""
-        known = {field.name for field in fields(EngineConfig)} - {"seed"}
+        known = {field.name for field in fields(EngineConfig)} - ({"seed"} if self.seed is None else set())
         settings = {field.name: getattr(self, field.name) for field in self._declared() if field.name in known}
-        settings |= {} if self.seed is None else {"seed": self.seed}
         memories = ("kv_cache_memory", "host_kv_memory")
         sizes = {name: parse_size(size) for name in memories if (size := settings.get(name)) is not None}
         return settings | sizes | {"enable_prefix_caching": not self.no_prefix_caching}
@@ -81,8 +77,9 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     def check_is_for_cpu(self) -> None:
         """Raise UsageError for a GPU: the command compares the engine with the best that this CPU can do."""
         if self.device != _DEFAULTS.device:
-            there_is = "this command measures CPUs; for a GPU there is nanoserve bench gpu"
-            raise UsageError(f"--device {self.device}: {there_is}")
+            raise UsageError(
+                f"--device {self.device}: this command measures CPUs; for a GPU there is nanoserve bench gpu"
+            )
 
     def flags(self) -> list[str]:
         """All options of the engine as they are typed, so that environment variables have no effect on a child."""
@@ -93,8 +90,8 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     def without_effect_on_servers(self) -> list[str]:
         """The given flags that have no effect on a server which runs already."""
         effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
-        given = [field.name for field in self._declared() if getattr(self, field.name) != field.default]
-        return [flag_of(name) for name in given if name not in effective]
+        idle = [field for field in self._declared() if field.name not in effective]
+        return [flag_of(field.name) for field in idle if getattr(self, field.name) != field.default]
 
     def open_llm(self) -> "nanoserve.LLM":
         """Load the model while its progress is shown; the caller closes it. Raises NanoserveError."""
@@ -109,14 +106,9 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
 class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed={"--trace-out": "is now --record"}):
     """An engine whose model may be divided over several worker processes, and whose run can be recorded."""
 
-    dp: int = option(
-        1,
-        "Whole engines, each with workers of its own: a request goes to the least busy.",
-        minimum=1,
-        maximum=MOST_PARALLEL,
-    )
-    pp: int = option(1, "Pipeline stages: each worker has some of the layers.", minimum=1, maximum=MOST_PARALLEL)
-    tp: int = option(1, "Tensor parallel degree: this many workers share each layer.", minimum=1, maximum=MOST_PARALLEL)
+    dp: int = _degree("Whole engines, each with workers of its own: a request goes to the least busy.")
+    pp: int = _degree("Pipeline stages: each worker has some of the layers.")
+    tp: int = _degree("Tensor parallel degree: this many workers share each layer.")
     pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
     prefill_parallel: str | None = option(
         None, "Layout for prompts, as p4 or d2t2p2; with the next one, instead of --pp and --tp.", metavar="NAME"
@@ -124,16 +116,11 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed
     decode_parallel: str | None = option(
         None, "Layout for decodes, as t4: the same workers with other shares of the weights.", metavar="NAME"
     )
-    host_kv_memory: str | None = option(
-        None,
-        "Host memory for KV blocks, as 4GiB; default: from what is free if layouts or policy need it.",
-        metavar="SIZE",
+    host_kv_memory: str | None = _size(
+        "Host memory for KV blocks, as 4GiB; default: from what is free if layouts or policy need it."
     )
-    host_threads: int | None = option(
-        None,
-        "CPU threads that attend in host memory; default: half of the cores, with a GPU all but two.",
-        minimum=1,
-        maximum=MOST_THREADS,
+    host_threads: int | None = _threads(
+        "CPU threads that attend in host memory; default: half of the cores, with a GPU all but two."
     )
     profile: str | None = option(
         None, "What nanoserve profile measured here, to predict steps by; default: measured at start.", metavar="FILE"
@@ -164,8 +151,8 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed
             raise UsageError(f"{first} and {second} replace --dp, --pp, --tp and --pp-split: leave these out")
         prefill, decode = names
         if prefill.data_parallel != decode.data_parallel:
-            names_of_both = f"{first} {prefill.name} and {second} {decode.name}"
-            raise UsageError(f"{names_of_both} differ in D, the number of whole engines: it stays the same")
+            both = f"{first} {prefill.name} and {second} {decode.name}"
+            raise UsageError(f"{both} differ in D, the number of whole engines: it stays the same")
         return names
 
 
@@ -207,7 +194,7 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
     def given(self) -> dict[str, Any]:
         """The settings that were given, checked. Raises UsageError for a value out of range."""
         values = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
-        settings = {name: value for name, value in values.items() if value is not None and value != []}
+        settings = {name: value for name, value in values.items() if value not in (None, [])}
         SamplingParams.from_mapping(settings)
         return settings
 

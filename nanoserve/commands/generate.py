@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nanoserve.commands.chat_model import LocalModel
+from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import AnswerPrinter
@@ -17,8 +17,6 @@ from nanoserve.errors import RuntimeFailure, UsageError
 
 
 class GenerateOptions(ServingOptions, SamplingOptions, panel="Input and output", has_variables=True):
-    """All options of the command."""
-
     prompt: str | None = argument(None, "The text to go on with; - reads it from stdin.")
     file: Path | None = option(
         None, "Many prompts: a text file with one per line, or .jsonl rows.", "-f", metavar="FILE"

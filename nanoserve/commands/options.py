@@ -60,9 +60,9 @@ def option(
 ) -> Any:
     """A field that is an option, whose long flag is named after the field; a bool is a switch.
 
-    Help shows ``metavar`` for the value and the ``minimum``, but not the
-    ``maximum``, which leaves too little room for other columns. By default its group decides on ``panel`` and
-    environment ``variables``. ``parse`` makes the field's value of a text, also of ``default``, and of the flag.
+    Help shows ``metavar`` for the value and the ``minimum``, but not the ``maximum``, which leaves too little room for
+    other columns. By default its group decides on ``panel`` and environment ``variables``. ``parse`` makes the field's
+    value of a text, also of ``default``, and of the flag.
     """
     complete = (lambda incomplete: [one for one in choices if one.startswith(incomplete)]) if choices else None
     settings = {
@@ -81,8 +81,8 @@ def option(
 
 def argument(default: Any, help: str, metavar: str | None = None) -> Any:
     """A field that is a word of its own, without a flag; the default ``...`` makes it required."""
-    default = MISSING if default is ... else default
-    return field(default=default, metadata={"help": help, "metavar": metavar, "show_default": False})
+    metadata = {"help": help, "metavar": metavar, "show_default": False}
+    return field(default=MISSING if default is ... else default, metadata=metadata)
 
 
 def flag_of(name: str) -> str:
@@ -126,9 +126,7 @@ def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
         settings["rich_help_panel"] = settings["rich_help_panel"] or first.panel
         settings["metavar"] = "" if hint is bool else settings["metavar"]
         typed = typer.Option(*filter(None, (flag_of(declared.name), settings.pop("short"))), **settings)
-    default = ... if declared.default is MISSING else declared.default
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(declared.name, kind, default=default, annotation=Annotated[hint, typed])
+    return _keyword(declared.name, Annotated[hint, typed], ... if declared.default is MISSING else declared.default)
 
 
 def _checking(choices: Sequence[str], maximum: float | None) -> Callable[[Any], Any]:
@@ -151,8 +149,11 @@ def _refusing(group: type[Options], flag: str) -> inspect.Parameter:
 
     name = _name_of(flag)
     typed = typer.Option(flag, hidden=True, callback=refuse, envvar=group.variables(name) or None)
-    hint: Any = Annotated[str | None, typed]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+    return _keyword(name, Annotated[str | None, typed], None)
+
+
+def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
 def _name_of(flag: str) -> str:

@@ -11,7 +11,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions
 from nanoserve.commands.options import HARDWARE_PANEL, option
-from nanoserve.commands.simulate_options import StepLimitOptions
+from nanoserve.commands.simulate import StepLimitOptions
 from nanoserve.commands.terminal import remark
 from nanoserve.costs import load_machine, load_shape
 from nanoserve.simulator.planning import Candidate, PlannedWork, find_candidates
@@ -25,8 +25,6 @@ _REPORTED = ("model", "hardware", "gpus", "requests", "rate", "seed", "top", "ma
 class PlanOptions(
     StepLimitOptions, JsonOptions, renamed={"--workload": "is now --lengths", "--policies": "is now --policy"}
 ):
-    """All options of the command."""
-
     lengths: str = option(GLLMS_SHAREGPT, "IN+OUT tokens, or a name as in simulate.", metavar="NAME")
     requests: int = option(500, "How many.", minimum=1, maximum=MOST_REQUESTS)
     rate: float | None = option(None, "Requests per second; default: all at once, for throughput.")
@@ -57,11 +55,8 @@ def run(options: PlanOptions) -> None:
     work = PlannedWork(tuple(shapes), options.rate, options.seed)
     shape, machine = load_shape(options.model), load_machine(options.hardware)
     candidates = find_candidates(shape, machine, options.gpus, work, step_tokens=budget).best(options.top)
-    settings = {
-        **{name: getattr(options, name) for name in _REPORTED},
-        "workload": options.lengths,
-        "policies": list(policies),
-    }
+    settings = {name: getattr(options, name) for name in _REPORTED}
+    settings |= {"workload": options.lengths, "policies": list(policies)}
     with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
         report.put("left_out", [one._asdict() for one in candidates.left_out])
         for candidate in candidates.fitting:
@@ -102,21 +97,16 @@ def _columns(*, closed: bool) -> list[Column]:
 
 def _show(report: Report, work: PlannedWork) -> None:
     closed = work.rate is None
-    rows = [
-        {
-            **row,
-            "seconds_each": row["e2el_ms"]["mean"] / 1000,
-            "blocks": "->".join(f"{blocks:,d}" for blocks in row["kv_blocks"]),
-        }
-        for row in report.rows
-    ]
+    rows = []
+    for row in report.rows:
+        blocks = "->".join(f"{number:,d}" for number in row["kv_blocks"])
+        rows.append({**row, "seconds_each": row["e2el_ms"]["mean"] / 1000, "blocks": blocks})
     rows.sort(key=lambda row: row["tokens_per_second" if closed else "seconds_each"], reverse=closed)
     settings = report.document["settings"]
     order = "all at once; the best throughput first" if closed else f"{work.rate:g} a second; the best latency first"
     print(f"simulated: {settings['model']} on {settings['gpus']} of {settings['hardware']}; KV blocks are a replica's")
     requests = f"{len(work.shapes)} requests of {settings['workload']}"
     print_table(f"{requests}, {order}", _columns(closed=closed), rows)
-    left_out = report.document["left_out"]
-    if left_out:
+    if left_out := report.document["left_out"]:
         brief = [{**one, "reason": one["reason"].partition("; what would fit")[0]} for one in left_out]
         print_table("left out", [Column("layout", "name"), Column("why", "reason", justify="left")], brief)

@@ -18,13 +18,8 @@ class PoliciesOptions(Options):
 
 def run(options: PoliciesOptions) -> None:
     """These are the names that --policy takes. The token budget that each also has is --max-num-batched-tokens."""
-    rows = [
-        {
-            "name": name,
-            "paper": entry.paper,
-            "use_when": entry.use_when,
-            "parameters": ", ".join(f"{key}={value}" for key, value in entry.defaults.items()) or None,
-        }
-        for name, entry in POLICIES.items()
-    ]
+    rows = []
+    for name, entry in POLICIES.items():
+        parameters = ", ".join(f"{key}={value}" for key, value in entry.defaults.items()) or None
+        rows.append({"name": name, "paper": entry.paper, "use_when": entry.use_when, "parameters": parameters})
     print_table("scheduling policies", _COLUMNS, rows)

@@ -5,9 +5,8 @@ never grows beyond the window, so that it can always be erased.
 """
 
 import unicodedata
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
@@ -25,8 +24,7 @@ _OVER_AT_ONCE = (_HEADING, "hr")
 _OVER_BEFORE_ANOTHER = ("bullet_list_open", "ordered_list_open", "code_block")  # they go on behind blank lines
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A finished block: the type of its first token in the parser, and its markdown without blank lines around it."""
 
     kind: str
@@ -67,9 +65,8 @@ class BlockSplitter:
         starts = [0, *(token.map[0] for token in tops[1:] if token.map), len(lines)]
         sources = ["\n".join(lines[start:end]) for start, end in pairwise(starts)]
         self.pending = "\n".join(sources[whole:])
-        return [
-            Block(token.type, source.strip("\n").rstrip()) for token, source in zip(tops[:whole], sources, strict=False)
-        ]
+        finished = zip(tops[:whole], sources, strict=False)
+        return [Block(token.type, source.strip("\n").rstrip()) for token, source in finished]
 
 
 def _is_over(token: Any, lines: list[str]) -> bool:
@@ -105,12 +102,10 @@ class AnswerPrinter:
         self._last = "\n"
 
     def thinking(self, text: str) -> None:
-        """Show a piece of the reasoning."""
         if self._thoughts is not None:
             self._thoughts.write(text)
 
     def answer(self, text: str) -> None:
-        """Show a piece of the answer."""
         self._end_thoughts()
         if self._answer is not None:
             self._answer.write(text)
@@ -144,8 +139,7 @@ class _Redrawn:
     """Text on a terminal: finished blocks stay, and what is pending is drawn again in its place."""
 
     def __init__(self, console: Console, splitter: BlockSplitter, style: str = "") -> None:
-        self._console, self._splitter, self._style = console, splitter, style
-        self._size = console.size
+        self._console, self._splitter, self._style, self._size = console, splitter, style, console.size
         self._begin()
 
     def _begin(self) -> None:
@@ -166,8 +160,7 @@ class _Redrawn:
         self.written = True
 
     def finish(self) -> None:
-        erased = self._erased()
-        self._draw(erased, self._splitter.finish())
+        self._draw(self._erased(), self._splitter.finish())
         self._begin()
 
     def _draw(self, output: str, blocks: list[Block]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -24,11 +25,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Stage:
-    """When a stage began, how far it was then, and when it was last shown."""
-
     began: float
-    first: int
-    shown: float
+    first: int  # how far it was then
+    shown: float  # when it was last shown
 
     def left(self, now: float, done: int, total: int) -> str:
         """The time to the end, at the pace since the beginning; a dash before there is one."""
@@ -42,7 +41,7 @@ def show_progress() -> Iterator[Progress]:
     """Yield a function that shows how far each stage is; most calls show nothing. A thread would disturb the work."""
     stages: dict[str, _Stage] = {}
     if not is_terminal(sys.stderr):
-        yield lambda what, done, total: _say(stages, what, done, total)
+        yield partial(_say, stages)
         return
     tasks: dict[str, bars.TaskID] = {}
     left_column = bars.TextColumn("{task.fields[left]}")

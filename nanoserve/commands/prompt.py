@@ -17,10 +17,8 @@ BLOCK_QUOTES = '"""'
 
 def history_path() -> Path:
     """Where the platform keeps state: XDG_STATE_HOME, or ~/.local/state; ~/Library on macOS."""
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Application Support"
-    else:
-        base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    base = Path.home() / "Library" / "Application Support" if sys.platform == "darwin" else Path(state)
     return base / "nanoserve" / "history"
 
 

@@ -41,9 +41,8 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
         if not all(self.api_key or []):
             raise UsageError("--api-key is empty; leave it away to serve without a key")
         if not self.api_key and not self.insecure and not is_loopback(self.host):
-            raise UsageError(
-                f"--host {self.host} can be reached from outside: give an --api-key, or --insecure to let everyone in"
-            )
+            remedy = "give an --api-key, or --insecure to let everyone in"
+            raise UsageError(f"--host {self.host} can be reached from outside: {remedy}")
 
     def checked_hosts(self) -> AllowedHosts | None:
         """Names that clients may call the server; None allows every name, as no page of the web knows the key."""

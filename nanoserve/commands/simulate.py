@@ -1,8 +1,9 @@
-"""``nanoserve simulate``: policies on hardware that nobody here has."""
+"""``nanoserve simulate``: policies, requests and engines on hardware that nobody here has."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +13,31 @@ from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions
-from nanoserve.commands.options import option
-from nanoserve.commands.simulate_options import (
-    RUNTIMES,
-    FleetOptions,
-    HardwareOptions,
-    PolicyOptions,
-    SimulatedHardware,
-    WorkloadOptions,
-)
+from nanoserve.commands.engine_options import parallel_pair, parsed_split
+from nanoserve.commands.options import HARDWARE_PANEL, Options, option
+from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.hardware import GIBI
+from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
+from nanoserve.costs.profile import MeasuredTimes, read_profile
 from nanoserve.errors import UsageError
-from nanoserve.layout import ParallelLayout
 from nanoserve.measures.charts import draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.metrics import Distribution, parse_slo
+from nanoserve.measures.workloads import read_arrivals, read_trace
+from nanoserve.processes.sizes import parse_size
 from nanoserve.record.trace import RunTrace
 from nanoserve.record.window import StepWindow
-from nanoserve.simulator import OtherLayout, simulate
+from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, simulate, trace_arrivals, trace_lengths
 from nanoserve.simulator.fleet import check_replicas, make_router
+from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 from nanoserve.simulator.plots import PANEL_SIZE, PlottedRun, simulation_chart
+from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
+_MOST_AT_A_TIME = 2**30  # tokens in a step, and sequences: more than there can be
+_MOST_BLOCKS = 2**24  # each takes some 40 bytes here
+_MOST_REQUESTS = 10_000_000
+_LARGEST_BLOCK = 2**20
+RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 _COLUMNS = columns(
     ("", "policy"),
     (",.0f", ("tok/s", "tokens_per_second")),
@@ -60,6 +65,209 @@ _SPREAD_COLUMNS = columns(
 )
 
 
+class StepLimitOptions(Options):
+    """How much a step may hold."""
+
+    max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=_MOST_AT_A_TIME)
+    max_num_seqs: int = option(2048, "Most sequences of an engine.", minimum=1, maximum=_MOST_AT_A_TIME)
+
+
+class PolicyOptions(
+    StepLimitOptions,
+    renamed={"--set": "is no more: parameters stand behind a policy's name, as throttling:iterations=4"},
+):
+    """What decides, and within which limits."""
+
+    policy: str = option(
+        "throttling", "Each on its own, as throttling:iterations=4 with parameters.", metavar="NAME,NAME"
+    )
+
+
+class WorkloadOptions(Options):
+    """When requests come and how long they are."""
+
+    requests: int = option(1000, "How many.", minimum=1, maximum=_MOST_REQUESTS)
+    rate: float | None = option(None, "Requests per second; default: all at once, or as the trace has them.")
+    variation: float = option(1.0, "How uneven the gaps are: 1 is Poisson, more comes in bursts (gamma).")
+    lengths: str | None = option(None, "IN+OUT tokens, or a name (default: sharegpt-gllm).", metavar="NAME")
+    trace: Path | None = option(None, "Lengths and times from a CSV file instead.", metavar="FILE")
+    seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
+
+    def workload(self) -> Workload:
+        """The requests; each call makes the same ones. Raises UsageError for options that make no sense."""
+        if self.trace is not None and self.lengths is not None:
+            raise UsageError("give --lengths or --trace, not both")
+        if self.rate is None and self.variation != 1:
+            raise UsageError("--variation is of the gaps that --rate makes: give both")
+        if self.rate is not None:
+            arrivals = gamma_arrivals(self.rate, self.variation, self.seed)
+        else:
+            traced = None if self.trace is None else read_arrivals(self.trace, self.requests, in_order=True)
+            arrivals = burst() if traced is None else trace_arrivals(traced)
+        if self.trace is not None:
+            lengths = trace_lengths(read_trace(self.trace, self.requests))
+        else:
+            lengths = named_lengths(GLLMS_SHAREGPT if self.lengths is None else self.lengths, self.seed)
+        return Workload(arrivals, lengths, self.requests)
+
+
+class HardwareOptions(
+    Options, panel=HARDWARE_PANEL, renamed={"--stages": "is now --pp", "--tensor-parallel": "is now --tp"}
+):
+    """What is simulated: a model on devices in one layout or two, with or without host memory."""
+
+    model: str = option("qwen2.5-32b", "A model's name, or its config.json.", "-m", metavar="MODEL")
+    hardware: str = option("gllm-l20", "A machine or device, or a TOML file.", metavar="NAME")
+    pp: int = option(4, "Stages of the pipeline.", minimum=1)
+    tp: int = option(1, "Devices of a stage.", minimum=1)
+    pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
+    block_size: int = option(16, "Tokens of a KV block.", minimum=1, maximum=_LARGEST_BLOCK)
+    num_blocks: int | None = option(
+        None, "KV blocks; default: what fits beside the weights.", minimum=1, maximum=_MOST_BLOCKS
+    )
+    metadata: str = option(
+        "decoupled",
+        "What stages need to know: sent ahead, as in gLLM, or with the activations.",
+        choices=tuple(RUNTIMES),
+    )
+    profile: Path | None = option(
+        None, "Model and machine as nanoserve profile measured them; one stage.", metavar="FILE"
+    )
+    prefill_parallel: str | None = option(
+        None, "Layout for prompts (P4, T2P2), instead of --pp; with --decode-parallel.", metavar="NAME"
+    )
+    decode_parallel: str | None = option(None, "Layout for decodes (T4), of as many devices.", metavar="NAME")
+    host_kv_memory: str | None = option(None, "Host memory for KV blocks, as 80GiB; default: none.", metavar="SIZE")
+
+    def layouts(self) -> tuple[ParallelLayout, ...]:
+        """One layout, or that of prompts and that of decodes. Raises UsageError if they do not suit each other."""
+        pair = parallel_pair(self.prefill_parallel, self.decode_parallel)
+        if pair is None:
+            return (ParallelLayout(pipeline_parallel=self.pp, tensor_parallel=self.tp),)
+        if self.changed("pp", "tp", "pp_split"):
+            raise UsageError("--prefill-parallel and --decode-parallel replace --pp, --tp, --pp-split")
+        if any(layout.data_parallel > 1 for layout in pair):
+            raise UsageError("data parallel layouts (D) are whole engines of their own: leave the D out")
+        prefill, decode = pair
+        if prefill.devices != decode.devices:
+            first = f"--prefill-parallel {prefill.name} takes {prefill.devices} devices"
+            second = f"--decode-parallel {decode.name} {decode.devices}"
+            raise UsageError(f"{first} and {second}: both run on the same ones")
+        return pair
+
+    def changed(self, *names: str) -> bool:
+        """Whether any of these is not as it is by default."""
+        return any(getattr(self, name) != getattr(type(self), name) for name in names)
+
+    def host_kv_bytes(self) -> int | None:
+        """Bytes of host memory that were asked for. Raises UsageError for what is no size, or has no unit."""
+        if (size := self.host_kv_memory) is None:
+            return None
+        if re.fullmatch(r"[\d.]+", size):
+            raise UsageError(f"--host-kv-memory {size:.40} has no unit: say {size:.40}GiB")
+        try:
+            return parse_size(size)
+        except UsageError as error:
+            raise UsageError(f"--host-kv-memory: {error}") from None
+
+
+class FleetOptions(Options, panel="Fleet"):
+    """Whole engines, each on all of the hardware that is named, and the router before them."""
+
+    replicas: int = option(1, "Engines, each with its own devices.")
+    router: str = option(
+        "round-robin",
+        "Which engine gets a request: round-robin, or least-tokens (the least outstanding).",
+        metavar="NAME",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedHardware:
+    """What a policy is simulated on: devices by the cost model, or as ``nanoserve profile`` measured them."""
+
+    name: str  # the layout, or the two of them
+    layouts: Sequence[StepCosts | MeasuredTimes]  # the step times of each parallel layout
+    predictors: Sequence[Predictor]
+    kv_blocks: Sequence[int]  # on the devices of each layout
+    host_blocks: int
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what a report says of it where the options do not
+
+    @classmethod
+    def of(cls, options: HardwareOptions, step_tokens: int) -> "SimulatedHardware":
+        """All that the options mean together, in steps of ``step_tokens``. Raises UsageError if they do not fit."""
+        if options.profile is not None:
+            return cls._measured(options, options.profile)
+        split = parsed_split(options.pp_split)
+        if split is not None and len(split) != options.pp:
+            raise UsageError(f"--pp-split {options.pp_split} names {len(split)} stages, but --pp is {options.pp}")
+        shape, machine = load_shape(options.model), load_machine(options.hardware)
+        costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
+        first = costs[0].layout
+        one_layout = f"{first.pipeline_parallel} stages x {first.tensor_parallel}"
+        return cls(
+            name=one_layout if len(costs) == 1 else " -> ".join(each.layout.name for each in costs),
+            layouts=costs,
+            predictors=layout_predictors(costs),
+            kv_blocks=[_kv_blocks(options, each, step_tokens) for each in costs],
+            host_blocks=_host_blocks(options, costs[0]),
+        )
+
+    @classmethod
+    def _measured(cls, options: HardwareOptions, path: Path) -> "SimulatedHardware":
+        """One layout of one stage, by the profile in a file; it has as many blocks as the measured engine had."""
+        if options.changed("prefill_parallel", "decode_parallel"):
+            raise UsageError("--profile has one layout: leave --prefill-parallel and --decode-parallel out")
+        if options.changed("model", "hardware", "pp", "tp", "pp_split", "metadata"):
+            raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
+        times = MeasuredTimes(read_profile(path))
+        model, device = times.profile.settings["model"], times.profile.device.name
+        return cls(
+            name="as measured",
+            layouts=[times],
+            predictors=[MeasuredPredictor(times.profile)],
+            kv_blocks=[_countable(options.num_blocks or times.memory.kv_blocks(options.block_size))],
+            host_blocks=_host_blocks(options, times.profile.step_costs()),
+            facts={"model": model, "hardware": device, "stages": 1, "tensor_parallel": 1},
+        )
+
+
+def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> int:
+    """The blocks that were asked for, or as many as fit beside the weights and a step."""
+    fitting = costs.memory.kv_blocks(options.block_size, step_tokens)
+    if options.num_blocks is None:
+        return _countable(fitting)
+    if options.num_blocks > fitting:
+        fit = (
+            f"only {fitting} blocks of {options.block_size} tokens fit beside the weights in layout {costs.layout.name}"
+        )
+        raise UsageError(f"--num-blocks {options.num_blocks}: {fit}; ask for fewer, or for more devices")
+    return options.num_blocks
+
+
+def _countable(blocks: int) -> int:
+    if blocks > _MOST_BLOCKS:
+        raise UsageError(f"{blocks:,d} KV blocks fit, more than can be simulated: give --num-blocks")
+    return blocks
+
+
+def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
+    wanted, machine = options.host_kv_bytes(), costs.machine
+    if wanted is None:
+        return 0
+    flag = f"--host-kv-memory {options.host_kv_memory}"
+    if 0 < machine.host_memory_bytes < wanted:
+        gibibytes = f"{machine.host_memory_bytes / GIBI:g} GiB"
+        raise UsageError(f"{flag} is more than the {gibibytes} that a node of {machine.name} has")
+    blocks = costs.memory.host_kv_blocks(wanted, options.block_size)
+    if not blocks:
+        raise UsageError(f"{flag} does not hold one block of {options.block_size} tokens")
+    if blocks > _MOST_BLOCKS:
+        held = f"more than {_MOST_BLOCKS} blocks of {options.block_size} tokens"
+        raise UsageError(f"{flag} holds {held}: give less, or a larger --block-size")
+    return blocks
+
+
 class SimulateOptions(
     PolicyOptions,
     WorkloadOptions,
@@ -68,8 +276,6 @@ class SimulateOptions(
     ResultOptions,
     renamed={"--trace-out": "is now --record"},
 ):
-    """All options of the command."""
-
     slo: str | None = option(
         None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
     )
@@ -102,7 +308,6 @@ def run(options: SimulateOptions) -> None:
     make_router(options.router)  # an unknown name is refused before anything runs
     slo = parse_slo(options.slo)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
-    pairs = list(zip(hardware.layouts, hardware.kv_blocks, strict=True))
     settings = _settings(options, hardware) | {"slo_ms": slo and msgspec.to_builtins(slo)}
     place = _place(settings, hardware)
     reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
@@ -127,7 +332,7 @@ def run(options: SimulateOptions) -> None:
                 replicas=options.replicas,
                 router=options.router,
                 host_blocks=hardware.host_blocks,
-                other_layouts=[OtherLayout(*pair) for pair in pairs[1:]],
+                other_layouts=list(map(OtherLayout, hardware.layouts[1:], hardware.kv_blocks[1:])),
                 predictors=hardware.predictors,
             )
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
@@ -138,7 +343,6 @@ def run(options: SimulateOptions) -> None:
 
 
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:
-    """What the report says about the options."""
     groups = (HardwareOptions, WorkloadOptions, FleetOptions)
     names = [declared.name for group in groups for declared in fields(group) if declared.name not in ("pp", "tp")]
     host_bytes = options.host_kv_bytes()
@@ -157,7 +361,6 @@ def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str
 
 
 def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
-    """On what it ran, in one line."""
     blocks = " -> ".join(f"{number:,d}" for number in hardware.kv_blocks) + " KV blocks"
     host = f", {hardware.host_blocks:,d} in host memory" if hardware.host_blocks else ""
     several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
@@ -167,7 +370,10 @@ def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
 
 def _title(report: Report, options: WorkloadOptions) -> str:
     """What ran; a trace may have fewer requests than were asked for."""
-    return f"{report.rows[0]['requests']} requests of {options.work_name}"
+    lengths = options.trace.name if options.trace else options.lengths or GLLMS_SHAREGPT
+    together = "as the trace has them" if options.trace else "all at once"
+    pace = together if options.rate is None else f"{options.rate:g} a second"
+    return f"{report.rows[0]['requests']} requests of {lengths}, {pace}"
 
 
 def _show(report: Report, options: SimulateOptions, place: str) -> None:
@@ -181,7 +387,6 @@ def _show(report: Report, options: SimulateOptions, place: str) -> None:
 
 
 def _spread(row: Mapping[str, Any]) -> dict[str, str | None]:
-    """What the replicas did: the least, the mean and the most."""
     spread: dict[str, str | None] = {"policy": row["policy"]}
     for column in _SPREAD_COLUMNS[1:]:
         if (found := Distribution.of(replica[column.path] for replica in row["replicas"])) is not None:

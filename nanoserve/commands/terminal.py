@@ -71,10 +71,8 @@ def silence_stdout() -> None:
 
 def read_stdin() -> str:
     """All that was piped in, without the line break at its end. Raises UsageError if it is not UTF-8."""
-    if sys.stdin is None:
-        return ""
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        text = sys.stdin.buffer.read().decode("utf-8") if sys.stdin is not None else ""
     except UnicodeDecodeError as error:
         raise UsageError(f"stdin is not valid UTF-8 (byte {error.start})") from None
     return text.removesuffix("\n").removesuffix("\r")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from nanoserve.commands import chat
+from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.chat import ChatOptions, Conversation
-from nanoserve.commands.chat_model import LocalModel
 from tests.commands.fake_llm import FakeLLM
 from tests.commands.test_chat_session import ChatSession, answer, fake, make_session
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.commands.chat_model import LocalModel
+from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.chat_session import ChatSession, Message, Steps
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from tests.commands.fake_llm import FakeLLM

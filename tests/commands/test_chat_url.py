@@ -13,8 +13,8 @@ import pytest
 
 from nanoserve.client.address import parse_url
 from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
+from nanoserve.commands.answers import RemoteModel
 from nanoserve.commands.chat import ChatOptions, Conversation
-from nanoserve.commands.chat_model import RemoteModel
 from nanoserve.commands.chat_session import ChatSession, Message
 from nanoserve.commands.terminal import StopOnInterrupt
 from nanoserve.errors import NanoserveError, UsageError

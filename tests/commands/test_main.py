@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from nanoserve.commands.application import BENCHMARKS, COMMANDS
+from nanoserve.commands.main import BENCHMARKS, COMMANDS
 from nanoserve.commands.terminal import say
 from tests.commands.conftest import ROOT, start
 from tests.commands.fake_llm import FakeLLM

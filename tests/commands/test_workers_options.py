@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from nanoserve.commands.application import application
 from nanoserve.commands.bench_pipeline import PipelineOptions, StageComparison
 from nanoserve.commands.engine_options import WorkersOptions
+from nanoserve.commands.main import application
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout

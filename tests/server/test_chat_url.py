@@ -10,7 +10,7 @@ import pytest
 
 from nanoserve.client.address import parse_url
 from nanoserve.client.connection import ApiClient
-from nanoserve.commands.chat_model import RemoteModel
+from nanoserve.commands.answers import RemoteModel
 from nanoserve.commands.chat_session import ChatSession
 from nanoserve.commands.main import main
 from tests.server.starting import Server, running_fake, wait_until

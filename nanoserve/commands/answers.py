@@ -1,8 +1,10 @@
-"""The model of a chat, in this process or behind a server that speaks OpenAI's API; the chat sees no difference."""
+"""Models that answer, in this process or behind a server that speaks OpenAI's API, and what their answers cost."""
 
+import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -10,17 +12,100 @@ import nanoserve
 from nanoserve.client.connection import NO_SUCH_PATH, ApiClient, ServerRefused, served_model
 from nanoserve.client.events import ChunkChoice, ServerUsage
 from nanoserve.commands.engine_options import sampling_params
-from nanoserve.commands.usage import AnswerUsage, ChatAnswer
 from nanoserve.errors import RuntimeFailure
-from nanoserve.request import RequestMetrics, SamplingParams
+from nanoserve.request import RequestMetrics, RequestOutput, SamplingParams
 from nanoserve.text.reasoning import opens_reasoning
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
-Answers = Generator[ChatAnswer, None, None]
-"""What is new of an answer, each time; closing the generator ends the work on it."""
 
 _LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerUsage:
+    """Tokens and seconds of one answer; a rate or time is None where it was never reached."""
+
+    prompt_tokens: int | None  # None where a server has not told (yet)
+    cached_tokens: int | None  # prompt tokens whose KV came from the prefix cache; None where a server does not tell
+    completion_tokens: int
+    metrics: RequestMetrics  # times of the first sample
+
+    @classmethod
+    def of(cls, output: RequestOutput, completion_tokens: int) -> "AnswerUsage":
+        """The usage of a whole output, or of the last delta of a stream, with the tokens of all samples or deltas."""
+        return cls(len(output.prompt_token_ids), output.cached_tokens, completion_tokens, output.outputs[0].metrics)
+
+    @property
+    def total_tokens(self) -> int | None:
+        """Prompt and answer together: the context in use."""
+        return None if self.prompt_tokens is None else self.prompt_tokens + self.completion_tokens
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Prompt tokens computed (not cached) per second, from the first plan to the first token."""
+        start, end = self.metrics.first_scheduled_time, self.metrics.first_token_time
+        if start is None or end is None or end <= start or self.prompt_tokens is None:
+            return None
+        return (self.prompt_tokens - (self.cached_tokens or 0)) / (end - start)
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens per second after the first."""
+        pace = self.metrics.time_per_output_token
+        return 1 / pace if pace else None
+
+    def counts(self) -> dict[str, int | None]:
+        """The OpenAI field names, and the cached tokens."""
+        names = ("prompt_tokens", "cached_tokens", "completion_tokens", "total_tokens")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """An answer, or what is new of one."""
+
+    text: str
+    reasoning: str  # what was told apart already; while the answer goes on, ``text`` may hold more of it between tags
+    usage: AnswerUsage  # until now
+    finish_reason: str | None  # None while it goes on, and when it was interrupted
+
+    def line(self, context: int | None) -> str:
+        """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together, if known."""
+        usage, parts = self.usage, []
+        if usage.prompt_tokens is not None:
+            cached = "" if usage.cached_tokens is None else f" ({usage.cached_tokens} cached)"
+            parts.append(f"{usage.prompt_tokens} prompt{cached}")
+        parts.append(f"{usage.completion_tokens} new" + (", interrupted" if self.finish_reason is None else ""))
+        if (first := usage.metrics.time_to_first_token) is not None:
+            parts.append(f"TTFT {first:.2f} s")
+        if (rate := usage.prefill_rate) is not None:
+            parts.append(f"prefill {rate:,.0f} t/s")
+        if (rate := usage.decode_rate) is not None:
+            parts.append(f"decode {rate:,.1f} t/s")
+        if usage.total_tokens is not None:
+            parts.append(f"context {usage.total_tokens}" + ("" if context is None else f"/{context}"))
+        return " · ".join(parts)
+
+    def json(self, model: str) -> str:
+        """The object that ``--json`` prints."""
+        reasoning = {"reasoning": self.reasoning} if self.reasoning else {}
+        metrics = self.usage.metrics
+        timings = {
+            "queue_s": metrics.queue_time,
+            "ttft_s": metrics.time_to_first_token,
+            "tpot_s": metrics.time_per_output_token,
+            "total_s": metrics.latency,
+            "prefill_tokens_per_s": self.usage.prefill_rate,
+            "decode_tokens_per_s": self.usage.decode_rate,
+        }
+        rounded = {name: None if value is None else round(value, 6) for name, value in timings.items()}
+        end = {"finish_reason": self.finish_reason, "model": model, "usage": self.usage.counts(), "timings": rounded}
+        return json.dumps({"text": self.text} | reasoning | end, ensure_ascii=False)
+
+
+Answers = Generator[ChatAnswer, None, None]
+"""Each piece holds what is new of an answer; closing the generator ends the work on it."""
 
 
 class ContextFull(RuntimeFailure):
@@ -31,19 +116,10 @@ class LocalModel:
     """An open LLM in this process; the user's ``seed`` is what the seeds of answers are drawn from."""
 
     def __init__(self, llm: "nanoserve.LLM", seed: int | None = None) -> None:
-        self.llm = llm
-        self.seed = seed
-        self.name = llm.model_name
+        self.llm, self.seed, self.name = llm, seed, llm.model_name
         self.defaults: SamplingParams | None = llm.default_sampling_params()
-
-    @property
-    def context(self) -> int | None:
-        """The most tokens of prompt and answer together; None where that is not known."""
-        return self.llm.max_model_len
-
-    def start_preparing(self) -> None:
-        """Begin with what makes answers faster, in the background."""
-        self.llm.start_preparing()
+        self.context: int | None = llm.max_model_len  # the most tokens of prompt and answer; None if it is not known
+        self.start_preparing = llm.start_preparing  # in the background, what makes answers faster
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
         """How long the conversation is as the model sees it; None if nobody can tell."""
@@ -81,8 +157,7 @@ class RemoteModel:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._client, self._notify = client, notify
-        self._clock, self._sleep = clock, sleep
+        self._client, self._notify, self._clock, self._sleep = client, notify, clock, sleep
         self._can_count = True
         self.defaults: SamplingParams | None = None
         self.seed: int | None = None  # of the server nobody knows it
@@ -104,7 +179,7 @@ class RemoteModel:
         count = counted.get("count") if isinstance(counted, dict) else None
         return count if isinstance(count, int) else None
 
-    def opens_reasoning(self, conversation: Conversation) -> bool:
+    def opens_reasoning(self, _: Conversation) -> bool:
         """Nobody but the server sees the prompt that it makes."""
         return False
 
@@ -124,45 +199,38 @@ class RemoteModel:
             except ServerRefused as error:
                 if error.context_full:
                     raise ContextFull(str(error)) from None
-                waited += self._wait(error, waited)
-
-    def _wait(self, error: ServerRefused, waited: int) -> int:
-        """Wait the seconds that a loading server asks for, and return them; raise ``error`` for other refusals."""
-        not_ready = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
-        if not not_ready or waited >= _LONGEST_WAIT_SECONDS:
-            raise error
-        if not waited:
-            self._notify(f"{error}: asking again until it answers, Ctrl-C gives up")
-        pause = max(1, error.retry_after or 0)
-        self._sleep(pause)
-        return pause
+                is_loading = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
+                if not is_loading or waited >= _LONGEST_WAIT_SECONDS:
+                    raise
+                if not waited:
+                    self._notify(f"{error}: asking again until it answers, Ctrl-C gives up")
+                pause = max(1, error.retry_after or 0)
+                self._sleep(pause)
+                waited += pause
 
     def _answer(self, body: dict[str, Any]) -> Answers:
         """Times are by our clock. Until the server tells how many tokens there are, chunks stand for them."""
-        asked, received, counted = self._clock(), 0, ServerUsage()
-        first: float | None = None
-        last: float | None = None
+        asked, counted = self._clock(), ServerUsage()
+        times: list[float] = []  # of the chunks with text
         ended: float | None = None
         reason: str | None = None
         with closing(self._client.stream(f"{self._client.address.api}/chat/completions", body)) as chunks:
             for chunk in chunks:
                 choice = chunk.choices[0] if chunk.choices else ChunkChoice()
                 if has_text := bool(choice.answer or choice.thinking):
-                    last = self._clock()
-                    first = last if first is None else first
-                    received += 1
+                    times.append(self._clock())
                 if choice.finish_reason:
                     reason, ended = choice.finish_reason, self._clock()
                 elif not (has_text or chunk.usage):
                     continue
                 counted = chunk.usage or counted
-                tokens = received if counted.completion_tokens is None else counted.completion_tokens
+                tokens = len(times) if counted.completion_tokens is None else counted.completion_tokens
+                first, last = (times[0], times[-1]) if times else (None, None)
                 metrics = RequestMetrics(asked, None, first, last, ended, tokens)
                 usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
                 yield ChatAnswer(choice.answer, choice.thinking, usage, reason)
 
     def _look_up(self, model: str | None) -> None:
-        """What the server says about the model."""
         card = served_model(self._client, model, self._notify)
         self._id, self.name, self.context = card.id, card.name, card.max_model_len
 
