@@ -26,7 +26,7 @@ from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_th
 Fields = Mapping[str, Any]
 _TIME_COLUMNS = columns(("", "part", "size"), (",.1f", "us", ("quartiles", "low"), ("", "high")), (".0%", "of_floor"))
 _FIGURES = (("seconds", "seconds", ",.2f"), ("TTFT ms", "ttft_ms", ",.0f"), ("TPOT ms", "tpot_ms", ",.2f"))
-_PREDICTION_COLUMNS = [Column("workload", "workload"), Column("", "route", justify="left")]
+_PREDICTION_COLUMNS = [Column("workload", "workload"), Column("", "route", "<")]
 _PREDICTION_COLUMNS += [
     column
     for heading, name, shown in _FIGURES
