@@ -110,7 +110,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     def costs(self, layout: ParallelLayout | None = None) -> StepCosts:
         """Step times of one replica with that layout, or with the first; UsageError if it does not suit the machine."""
-        machine, factor = load_machine(self.machine), self.all_reduce_scale
+        machine = load_machine(self.machine)
+        factor = self.all_reduce_scale
         link = replace_field(machine.link.scaled(factor), latency=machine.link.latency / factor)
         efficiency = Efficiency() if self.processor is None else Efficiency(processor=self.processor)
         machine = replace_field(machine, link=link)

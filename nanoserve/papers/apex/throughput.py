@@ -188,7 +188,8 @@ def processors(scale: Scale, run: Run) -> Finding:
     for platform, lengths in _PLACES:
         here = [one for one in settings if one.platform == platform]
         heights = {system.label: [_over(system, DEVICE, one, runs).mean for one in here] for system in _OVER_SHARES}
-        title, x = f"{platform.name}, {platform.model}, {lengths}", "share of the CPUs' data sheet, %"
+        title = f"{platform.name}, {platform.model}, {lengths}"
+        x = "share of the CPUs' data sheet, %"
         shares = [100 * share for share in _SHARES]
         panels.append(panel(title, x, _RELATIVE, shares, heights, log_x=True, log_y=True, marks=(1.0,)))
     chart = Chart("How fast the CPUs attend", panels, columns=2)

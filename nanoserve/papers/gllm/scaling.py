@@ -78,8 +78,8 @@ def _counts(model: str, system: System, scale: Scale) -> Sequence[int]:
 
 def _cases(scale: Scale, run: Run, model: str, machine: str, system: System, devices: int) -> list[Case]:
     """One for each seed, with the budget that is best for the first seed; throttling keeps the paper's MaxP."""
-    requests, steady = _REQUESTS_PER_DEVICE * devices, (0.6, 0.95)
-    case = on_devices(system, model=model, machine=machine, devices=devices, requests=requests, steady=steady)
+    requests = _REQUESTS_PER_DEVICE * devices
+    case = on_devices(system, model=model, machine=machine, devices=devices, requests=requests, steady=(0.6, 0.95))
     if system is not GLLM:
         budgets = scale.pick((512, 1024, 2048, 4096), TOKEN_BUDGETS)
         (found,) = tuned(over_seeds(case, scale.first_seed.seeds), run, throughput, budgets)

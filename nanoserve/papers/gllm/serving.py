@@ -64,8 +64,9 @@ class RateSweep(msgspec.Struct, frozen=True, kw_only=True):
     def cases(self, system: System, scale: Scale) -> dict[float, list[Case]]:
         """Cases by rate, one for each seed: requests arrive for equally long at all rates."""
         seconds = scale.pick(60, 90)
-        setting = {"model": self.model, "machine": self.machine, "lengths": self.lengths}
-        base = on_devices(system, **setting, requests=_FEWEST, steady=(0.3, 0.9))
+        base = on_devices(
+            system, model=self.model, machine=self.machine, lengths=self.lengths, requests=_FEWEST, steady=(0.3, 0.9)
+        )
         if self.with_limits:
             base = replace(base, slo=lone_request_limits(base))
         return {

@@ -29,7 +29,8 @@ def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> l
     Memory is full of running answers only when their long tail has gathered, after some 2,500 requests; the steady
     state is looked at from there until all but 5 % of the requests have their first tokens.
     """
-    requests, steady = scale.pick(5000, 10000), (scale.pick(0.6, 0.4), 0.95)
+    requests = scale.pick(5000, 10000)
+    steady = (scale.pick(0.6, 0.4), 0.95)
     case = on_devices(system, requests=requests, steady=steady, max_num_seqs=max_num_seqs, logged_steps=200)
     return over_seeds(case, scale.seeds)
 

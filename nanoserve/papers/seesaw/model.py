@@ -138,7 +138,8 @@ def disaggregation(scale: Scale, run: Run) -> Finding:
         ours[f"4 answers {machine}"] = 100 * rates["decode_4"] / rates["decode_8"]
     labels = {"prefill (4 GPUs)": "prefill_4", "decode (4 GPUs)": "decode_4", "decode (8 GPUs)": "decode_8"}
     heights = {label: [row[name] for row in rows] for label, name in labels.items()}
-    title, machines = f"{_INPUT:,} tokens in, {_OUTPUT} out", [row["machine"] for row in rows]
+    title = f"{_INPUT:,} tokens in, {_OUTPUT} out"
+    machines = [row["machine"] for row in rows]
     bars = panel(title, "", "throughput (requests/s)", machines, heights, kind="bar")
     shown = columns(
         ("", "machine"),

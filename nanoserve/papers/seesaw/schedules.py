@@ -12,7 +12,7 @@ from nanoserve.benchmarks.tables import columns
 from nanoserve.costs import ParallelLayout
 from nanoserve.costs.hardware import GIBI
 from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
-from nanoserve.papers.cases import FREQUENT, RARE, Case, Outcome, Runs, over_seeds
+from nanoserve.papers.cases import FREQUENT, RARE, Case, Metric, Outcome, Runs, over_seeds
 from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.seesaw.search import seconds
@@ -39,7 +39,12 @@ def three_schedules(scale: Scale, run: Run) -> Finding:
         "2 answers": runs.ratio(seesaw, RARE, attrgetter("decodes")),
         **{f"2 throughput {policy}": runs.ratio(policy, seesaw, seconds) for policy in (FREQUENT, RARE)},
     }
-    metrics = {"seconds": seconds, "transitions": _transitions, "share": _share, "decodes": attrgetter("decodes")}
+    metrics: dict[str, Metric] = {
+        "seconds": seconds,
+        "transitions": _transitions,
+        "share": _share,
+        "decodes": attrgetter("decodes"),
+    }
     titles = {FREQUENT: f"(a) {FREQUENT}", RARE: f"(b) {RARE}", seesaw: "(c) tiered, transition-minimizing"}
     panels = [_schedule(title, runs.outcomes(policy)[0]) for policy, title in titles.items()]
     return Finding(

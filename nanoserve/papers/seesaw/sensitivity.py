@@ -163,8 +163,9 @@ def _points(scale: Scale, run: Run) -> list[BandwidthPoint]:
     grid = _grid(settings, [*layouts.values(), *_PAIRS.values()], run)
     points = []
     for factor, row in zip(factors, grid, strict=True):
-        static, pairs = zip(layouts, row, strict=False), zip(_PAIRS, row[len(layouts) :], strict=True)
-        points.append(BandwidthPoint(factor=factor, static=dict(static), pairs=dict(pairs)))
+        static = dict(zip(layouts, row, strict=False))
+        pairs = dict(zip(_PAIRS, row[len(layouts) :], strict=True))
+        points.append(BandwidthPoint(factor=factor, static=static, pairs=pairs))
     return points
 
 
