@@ -13,7 +13,7 @@ from nanoserve.costs import Precision, StepCosts
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
-from nanoserve.costs.profile import read_profile
+from nanoserve.costs.profile import Profile, read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
@@ -33,7 +33,7 @@ from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import load_decoder, read_config, usable_device
-from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
@@ -53,7 +53,6 @@ class BuiltEngine:
     """An engine, and what its users need to know of its model."""
 
     engine: Engine | Dispatcher
-    """The only one, or the dispatcher of several."""
     model: ModelConfig
     max_model_len: int
     """Longest sequence in tokens that the engine takes."""
@@ -71,13 +70,9 @@ class BuiltEngine:
 def build_engine(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None = None
 ) -> BuiltEngine:
-    """Load the weights and put cache, executor and scheduler around them; the caller closes the engine.
-
-    Raises:
-        ModelError: if the model cannot be used.
-        UsageError: if a setting makes no sense for it.
-        RuntimeFailure: if the memory does not suffice, or the trace cannot be written.
-    """
+    """Load the weights and put cache, executor and scheduler around them; the caller closes the engine. Raises
+    ModelError if the model cannot be used, UsageError if a setting makes no sense for it, RuntimeFailure if the memory
+    does not suffice or the trace cannot be written."""
     model = read_config(resolved)
     default_params = _default_params(model.sampling_defaults, resolved)
     longest = model.max_position_embeddings
@@ -152,24 +147,18 @@ def _build_here(
             runner=executor.runner,
             processor=processor,
             config=config,
-            max_model_len=max_model_len,
+            model=model,
             speeds=speeds,
             compiled=stage.compiled,
         )
         try:
-            measured = hybrid_predictor(starting, progress)
+            predictors = _hybrid_predictors(hybrid_profile(starting, progress))
         except UsageError:  # the profile that is given is of something else
             executor.close()
             raise
-        predictors = () if measured is None else (CorrectedPredictor(measured),)
-    scheduler = _make_scheduler(
-        config,
-        [LayoutCapacity(num_blocks)],
-        max_model_len,
-        0 if host_pool is None else host_pool.num_blocks,
-        predictors,
-        feeds_tokens=executor.feeds_tokens,
-    )
+    host_blocks = 0 if host_pool is None else host_pool.num_blocks
+    capacities, feeds_tokens = [LayoutCapacity(num_blocks)], executor.feeds_tokens
+    scheduler = _make_scheduler(config, capacities, max_model_len, host_blocks, predictors, feeds_tokens=feeds_tokens)
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(engine, model, max_model_len, default_params, operators, layers, facts)
 
@@ -178,7 +167,7 @@ def _build_on_workers(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
-    from nanoserve.runtime.workers.several import start_workers, wait_for_news  # ZeroMQ is for them alone
+    from nanoserve.runtime.workers.executor import start_workers, wait_for_news  # ZeroMQ is for them alone
 
     model = read_config(resolved)
     shards_of_layouts(model, config)  # a model that cannot be divided is refused before any process is started
@@ -199,12 +188,10 @@ def _build_on_workers(
     max_model_len = min(config.max_model_len or model.max_position_embeddings, blocks * config.block_size)
     engines = []
     for executor in executors:
-        if not config.attends_on_host:
-            predictors = make_predictors(executor.speeds, model, config)
-        elif executor.profile is not None:
-            predictors = (CorrectedPredictor(MeasuredPredictor(executor.profile)),)
+        if config.attends_on_host:
+            predictors = _hybrid_predictors(executor.profile)
         else:
-            predictors = ()
+            predictors = make_predictors(executor.speeds, model, config)
         scheduler = _make_scheduler(config, executor.capacities, max_model_len, host_blocks, predictors)
         engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
     layers, speeds = executors[0].layers, executors[0].speeds
@@ -220,8 +207,8 @@ def _build_on_workers(
 
 def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:
     """A pool in memory of this process, beside `num_blocks` on its device, if that was asked for."""
-    on_host = decoder.device.type == "cpu"
-    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_host else 0
+    on_cpu = decoder.device.type == "cpu"
+    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_cpu else 0
     host_blocks = choose_host_blocks(model, config, reserved=cache)
     if host_blocks == 0:
         return None
@@ -229,18 +216,14 @@ def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_b
 
 
 def _choose_num_blocks(
-    decoder: Decoder,
-    model: ModelConfig,
-    config: EngineConfig,
-    gpu: GpuStart | None,
-    progress: ProgressCallback | None,
+    decoder: Decoder, model: ModelConfig, config: EngineConfig, gpu: GpuStart | None, progress: ProgressCallback | None
 ) -> int:
     longest = model.max_position_embeddings
+    block_bytes = kv_bytes_per_block(model, config.block_size, decoder.dtype)
     reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
     if gpu is not None and config.uses_host_memory:
-        reserved += staging_memory(kv_bytes_per_block(model, config.block_size, decoder.dtype))
-    free = max(0, available_memory(decoder.device) - reserved)
-    return choose_num_blocks(kv_bytes_per_block(model, config.block_size, decoder.dtype), free, longest, config)
+        reserved += staging_memory(block_bytes)
+    return choose_num_blocks(block_bytes, max(0, available_memory(decoder.device) - reserved), longest, config)
 
 
 def _make_scheduler(
@@ -281,6 +264,11 @@ def make_predictors(speeds: MachineSpeeds | None, model: ModelConfig, config: En
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
     machine, precision = speeds.machine(devices=config.num_workers), Precision.of(8 * dtype.itemsize)
     return layout_predictors([StepCosts(model, machine, layout, precision) for layout in config.layouts])
+
+
+def _hybrid_predictors(profile: Profile | None) -> Sequence[Predictor]:
+    """The predictor of a policy that attends in host memory; none without a profile."""
+    return () if profile is None else (CorrectedPredictor(MeasuredPredictor(profile)),)
 
 
 def _default_params(defaults: SamplingDefaults, resolved: ResolvedModel) -> SamplingParams:

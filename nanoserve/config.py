@@ -158,11 +158,12 @@ class ModelConfig:
 
 # ------------------------------------------------------------------------------------ Reading config.json
 
-# Larger than any real model, small enough to be refused before memory runs out.
-_MAX_LAYERS = 10_000
+_MAX_LAYERS = 10_000  # more than any real model, few enough to be refused before memory runs out
 _MAX_INTEGER = 2**31 - 1
 _MAX_NUMBER = 1e30
 _LEAST_ROPE_NUMBER = 1e-6
+_PLAIN_ROPE = RopeConfig(0)
+_ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 _GLM_DEFAULTS: Mapping[str, Any] = {
     "rms_norm_eps": 1.5625e-7,
@@ -173,19 +174,14 @@ _GLM_DEFAULTS: Mapping[str, Any] = {
 
 # Values that Hugging Face assumes for keys which a checkpoint of the family may leave out.
 _FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    "mistral": {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "sliding_window": 4096},
-    "qwen2": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
-    "qwen3": {
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "head_dim": 128,
-    },
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32768, "sliding_window": 4096, "head_dim": 128},
     "glm": _GLM_DEFAULTS,
     "glm4": _GLM_DEFAULTS,
     "mixtral": {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6},
-    "qwen3_moe": {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3_moe": {"max_position_embeddings": 32768, "sliding_window": 4096},
 }
 
 # The older GLM checkpoints (`chatglm`) are `glm` under other names: their key -> the key of `glm`.
@@ -205,14 +201,11 @@ def _heads(fields: "_Fields") -> tuple[int, int, int]:
     """Query heads, key-value heads and the size of a head, which must fit each other."""
     hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     num_kv_heads = fields.positive("num_key_value_heads", num_heads)
+    heads = f"num_attention_heads {num_heads}"
     if num_heads % num_kv_heads:
-        raise ModelError(
-            f"{fields.source}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
-        )
+        raise ModelError(f"{fields.source}: {heads} is not a multiple of num_key_value_heads {num_kv_heads}")
     if fields.get("head_dim") is None and hidden_size % num_heads:
-        raise ModelError(
-            f"{fields.source}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}"
-        )
+        raise ModelError(f"{fields.source}: hidden_size {hidden_size} is not a multiple of {heads}")
     return num_heads, num_kv_heads, fields.positive("head_dim", hidden_size // num_heads)
 
 
@@ -287,10 +280,7 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
         raise ModelError(f"{source}: {named} is not a text generation model (...ForCausalLM)")
     if config.get("quantization_config"):
         raise ModelError(f"{source}: quantized checkpoints are not supported; use the bf16, fp16 or fp32 one")
-    values = {
-        **_FAMILY_DEFAULTS[family],
-        **{key: value for key, value in config.items() if value is not None},
-    }
+    values = {**_FAMILY_DEFAULTS[family], **{key: value for key, value in config.items() if value is not None}}
     if family in ("mistral", "mixtral") and "sliding_window" in config:
         values["sliding_window"] = config["sliding_window"]  # an explicit null switches the window off
     if is_chatglm:
@@ -343,14 +333,9 @@ def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
         interleaved=is_glm,
         factor=factor,
         original_max_position_embeddings=original,
-        low_freq_factor=rope.number("low_freq_factor", 1.0),
-        high_freq_factor=rope.number("high_freq_factor", 4.0),
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", default=True),
         attention_factor=rope.optional_number("attention_factor"),
-        mscale=rope.number("mscale", 0.0),
-        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+        **{name: rope.number(name, getattr(_PLAIN_ROPE, name)) for name in _ROPE_NUMBERS},
     )
     # The rules that blend kept and stretched frequencies need two different borders between them.
     if kind == "llama3" and not 0 < rope_config.low_freq_factor < rope_config.high_freq_factor:
@@ -416,10 +401,5 @@ def _sampling_defaults(generation: _Fields) -> SamplingDefaults:
     penalty = generation.optional_number("repetition_penalty")
     if not generation.flag("do_sample", default=False):
         return SamplingDefaults(repetition_penalty=penalty)
-    return SamplingDefaults(
-        temperature=generation.optional_number("temperature"),
-        top_p=generation.optional_number("top_p"),
-        top_k=generation.whole("top_k"),
-        min_p=generation.optional_number("min_p"),
-        repetition_penalty=penalty,
-    )
+    temperature, top_p, min_p = map(generation.optional_number, ("temperature", "top_p", "min_p"))
+    return SamplingDefaults(temperature, top_p, generation.whole("top_k"), min_p, penalty)

@@ -23,11 +23,7 @@ class Dispatcher:
     """Several engines of one model, each with its own executor and KV blocks, used like one `Engine`.
 
     All samples of a request run in one engine. The engines are independent: one whose workers die restarts them, and
-    one that has failed for good gets no requests while another lives.
-
-    Args:
-        engines: at least one; they are closed with the dispatcher, the first of them last.
-        wait: waits for any of their executors.
+    one that has failed for good gets no requests while another lives. Closing it closes them, the first of them last.
     """
 
     def __init__(self, engines: Sequence[Engine], wait: Wait) -> None:
@@ -36,7 +32,6 @@ class Dispatcher:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
         return self.engines[0].vocab_size
 
     @property
@@ -56,21 +51,17 @@ class Dispatcher:
 
     @property
     def ready(self) -> bool:
-        """Whether all living engines are ready."""
         return all(engine.ready for engine in self._living)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
         return any(engine.has_work for engine in self.engines)
 
     @property
     def status(self) -> EngineStatus:
-        """The status of all engines together."""
         return EngineStatus.together(engine.status for engine in self.engines)
 
     def take_steps(self) -> list[RecentStep]:
-        """The recent steps of every engine, as of an Engine."""
         return [step for engine in self.engines for step in engine.take_steps()]
 
     @property
@@ -83,11 +74,8 @@ class Dispatcher:
         return self.engines[0].now()
 
     def add(self, request: Request) -> None:
-        """Give a request to the engine with the fewest tokens outstanding.
-
-        Raises:
-            UsageError: if it can never run, names a token id beyond the vocabulary, or its id is in use.
-        """
+        """Give a request to the engine with the fewest tokens outstanding. Raises UsageError if it can never run, names
+        a token id beyond the vocabulary, or its id is in use."""
         if any(request.request_id in engine.scheduler.table.requests for engine in self.engines):
             raise UsageError(f"request id {request.request_id!r} is in use")
         living = self._living
@@ -101,11 +89,7 @@ class Dispatcher:
         return [update for engine in holding for update in engine.stop(request_id, index=index, reason=reason)]
 
     def step(self, until: float | None = None) -> list[SequenceUpdate]:
-        """Let every engine submit its plans, then collect the first results.
-
-        Args:
-            until: as for an Engine.
-        """
+        """Let every engine submit its plans, then collect the first results; ``until`` is as for an Engine."""
         living = self._living
         if updates := [update for engine in living for update in engine.submit()]:
             return updates

@@ -11,18 +11,11 @@ from nanoserve.scheduler.scheduler import Scheduler
 
 
 class Engine:
-    """Drives one executor with one scheduler.
-
-    Args:
-        scheduler: decides.
-        executor: runs; it is closed with the engine.
-        vocab_size: width of the logits; every token id of a request must be below it.
-
-    Raises:
-        ValueError: if the scheduler would plan rows that the executor does not take.
-    """
+    """Drives one executor, which is closed with the engine, with one scheduler."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor, *, vocab_size: int) -> None:
+        """``vocab_size`` is the width of the logits: every token id of a request must be below it. Raises ValueError if
+        the scheduler would plan rows that the executor does not take."""
         if scheduler.feeds_tokens and not executor.feeds_tokens:
             raise ValueError("the scheduler feeds tokens, but the executor does not")
         self.scheduler = scheduler
@@ -48,12 +41,10 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
         return self.scheduler.has_work
 
     @property
     def status(self) -> EngineStatus:
-        """A snapshot of what the engine holds and has done."""
         return self.recorder.status
 
     def take_steps(self) -> list[RecentStep]:
@@ -65,18 +56,10 @@ class Engine:
         return self.recorder.now()
 
     def add(self, request: Request) -> None:
-        """Take a request in; it runs from the next step on.
-
-        Raises:
-            UsageError: if it can never run, or names a token id beyond the vocabulary.
-        """
-        params = request.params
-        named = (
-            ("the prompt", request.prompt),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        )
-        for name, tokens in named:
+        """Take a request in; it runs from the next step on. Raises UsageError if it can never run, or names a token id
+        beyond the vocabulary."""
+        stop_tokens, bias = request.params.stop_token_ids, request.params.logit_bias
+        for name, tokens in (("the prompt", request.prompt), ("stop_token_ids", stop_tokens), ("logit_bias", bias)):
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
                 outside = next(token for token in tokens if not 0 <= token < self.vocab_size)
                 raise UsageError(f"{name}: token id {outside} is not in the vocabulary of {self.vocab_size}")
@@ -97,11 +80,8 @@ class Engine:
 
         Where two may be, the device computes the second while the answers of the first are taken in and a third plan is
         made. A step that fails (out of memory, say) ends all sequences in flight with an error; the engine goes on.
-        Where no step can run any more, all sequences end so, and ``failure`` says why.
-
-        Args:
-            until: wait for a result at most until this time; None waits for one. With nothing to do, time passes until
-                then: workers may die meanwhile, and be restarted.
+        Where no step can run any more, all sequences end so, and ``failure`` says why. ``until`` is the time at which
+        waiting for a result ends; None waits for one. With nothing to do, time passes until then, as workers may die.
         """
         return self.submit() or self.collect(until)
 
@@ -136,11 +116,7 @@ class Engine:
         return updates
 
     def _fail(self, error: RuntimeFailure, updates: SequenceOf[SequenceUpdate] = ()) -> list[SequenceUpdate]:
-        """End what is in flight with an error, or all sequences if the workers are gone.
-
-        Args:
-            updates: what sequences gained before.
-        """
+        """End what is in flight with an error, or all sequences if the workers are gone; ``updates`` came before."""
         if isinstance(error, WorkersFailed):
             self.failure = str(error)
             failed = self.scheduler.fail_all(self.failure, self.now())
@@ -150,5 +126,4 @@ class Engine:
         return known
 
     def close(self) -> None:
-        """Close the executor."""
         self.recorder.close()

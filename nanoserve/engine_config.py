@@ -13,15 +13,21 @@ PAIR_OPTIONS = ("--prefill-parallel", "--decode-parallel")
 """The options that name two layouts, in the order of their numbers."""
 DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
 """What runs unless another is asked for. With two layouts it is the one policy that changes the layout."""
+_BOUNDS = {
+    "max_model_len": (2, 2**31),
+    "kv_cache_memory": (1, 2**50),
+    "block_size": (1, 1024),
+    "max_num_seqs": (1, 65536),
+    "max_num_batched_tokens": (1, 2**31),
+    **dict.fromkeys(("pipeline_parallel", "tensor_parallel", "data_parallel"), (1, MOST_PARALLEL)),
+    "host_kv_memory": (1, 2**50),
+    "host_threads": (1, MOST_THREADS),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How the engine runs a model.
-
-    Raises:
-        UsageError: if a number is out of range, or settings contradict each other.
-    """
+    """How the engine runs a model. Raises UsageError if a number is out of range, or settings contradict each other."""
 
     dtype: str = "auto"
     """auto, bfloat16, float16 or float32, for weights and KV cache."""
@@ -95,20 +101,8 @@ class EngineConfig:
         return self.host_kv_memory is not None or self.decode_layout is not None or self.attends_on_host
 
     def __post_init__(self) -> None:
-        bounds = {
-            "max_model_len": (self.max_model_len, 2, 2**31),
-            "kv_cache_memory": (self.kv_cache_memory, 1, 2**50),
-            "block_size": (self.block_size, 1, 1024),
-            "max_num_seqs": (self.max_num_seqs, 1, 65536),
-            "max_num_batched_tokens": (self.max_num_batched_tokens, 1, 2**31),
-            "pipeline_parallel": (self.pipeline_parallel, 1, MOST_PARALLEL),
-            "tensor_parallel": (self.tensor_parallel, 1, MOST_PARALLEL),
-            "data_parallel": (self.data_parallel, 1, MOST_PARALLEL),
-            "host_kv_memory": (self.host_kv_memory, 1, 2**50),
-            "host_threads": (self.host_threads, 1, MOST_THREADS),
-        }
-        for name, (value, low, high) in bounds.items():
-            if value is not None and not low <= value <= high:
+        for name, (low, high) in _BOUNDS.items():
+            if (value := getattr(self, name)) is not None and not low <= value <= high:
                 raise UsageError(f"{name} must be from {low} to {high}, not {value}")
         if (workers := self.data_parallel * self.num_workers) > 1 and ":" in self.device:
             raise UsageError(

@@ -1,8 +1,4 @@
-"""Block accounting of the KV cache, without torch: the owners of blocks, and what blocks hold.
-
-BlockPool hands out the blocks of one tier and finds them by their content. SequenceBlocks keeps the block tables of
-sequences.
-"""
+"""Block accounting of the KV cache, without torch: the owners of blocks, and what blocks hold."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -21,10 +17,9 @@ class BlockPool:
     A block is *owned* while its reference count is positive. Free blocks without cached content are reused first, then
     cached ones, least recently used first.
 
-    A full block, owned or free, is addressed by the chain that leads to it: the entry of the block before it (the salt,
-    for a first block) and its own tokens. An entry's number is never used again, so equal addresses mean equal
-    prefixes. Looking an address up compares parent and tokens, so a hash collision can never serve another prompt's
-    cache.
+    A full block, owned or free, is addressed by the entry of the block before it (the salt, for a first block) and its
+    own tokens. An entry's number is never used again, so equal addresses mean equal prefixes. Looking an address up
+    compares parent and tokens, so a hash collision can never serve another prompt's cache.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
@@ -42,11 +37,8 @@ class BlockPool:
         self._addresses: dict[int, tuple[ChainLink, tuple[int, ...]]] = {}  # by cached block
 
     def replace_blocks(self, num_blocks: int) -> None:
-        """Replace the blocks by those of another parallel layout; nothing is kept.
-
-        Raises:
-            RuntimeError: if one of these has an owner.
-        """
+        """Replace the blocks by those of another parallel layout; nothing is kept. Raises RuntimeError if one of these
+        has an owner."""
         if self.free_blocks != self.num_blocks:
             raise RuntimeError(f"{self.num_blocks - self.free_blocks} blocks still have an owner")
         self._fill(num_blocks)
@@ -61,11 +53,8 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks; their content is lost to the prefix cache.
-
-        Raises:
-            RuntimeError: if fewer are free; callers look at ``free_blocks`` first.
-        """
+        """Take ``count`` blocks; their content is lost to the prefix cache. Raises RuntimeError if fewer are free;
+        callers look at ``free_blocks`` first."""
         if count > self.free_blocks:
             raise RuntimeError(f"{count} blocks asked for, {self.free_blocks} free")
         blocks = []
@@ -114,10 +103,8 @@ class BlockPool:
         return found
 
     def insert(self, block: int, previous: ChainLink, tokens: tuple[int, ...]) -> int:
-        """Record that ``block`` holds these tokens after that chain; returns the entry of this content.
-
-        If another block holds the same content already, that one stays the shared one.
-        """
+        """Record that ``block`` holds these tokens after that chain; returns the entry of this content. If another
+        block holds the same content already, that one stays the shared one."""
         address = (previous, tokens)
         if address not in self._cached:
             self._cached[address] = block, next(self._entries)
@@ -139,11 +126,8 @@ class BlockPool:
 
 
 class SequenceBlocks:
-    """The block tables of all sequences: prefix hits, growth, forks, release.
-
-    A sequence holds host blocks before it moves if it is a prompt to be parked, and both tables while it moves. Each
-    host block has one owner.
-    """
+    """The block tables of all sequences: prefix hits, growth, forks, release. A sequence holds host blocks before it
+    moves if it is a prompt to be parked, and both tables while it moves. Each host block has one owner."""
 
     def __init__(self, pool: BlockPool, host_pool: BlockPool) -> None:
         self.pool = pool
@@ -170,12 +154,9 @@ class SequenceBlocks:
         return sequence.computed + count <= held or count <= self.capacity(sequence)
 
     def grow(self, sequence: Sequence, count: int) -> tuple[list[int], tuple[int, int] | None]:
-        """Append the blocks that ``count`` more positions need; they must be free.
-
-        Returns:
-            The new blocks, and the (source, target) of a block to copy before the first of them is written: at its
-            first write a fork copies the block in which its prompt ends, unless it is the only owner.
-        """
+        """Append the blocks that ``count`` more positions need; they must be free. Returns them, and the (source,
+        target) of a block to copy before the first of them is written: at its first write a fork copies the block in
+        which its prompt ends, unless it is the only owner."""
         held, end = len(sequence.block_table), sequence.computed + count
         if end <= held * self._block_size:  # a fork that has not written yet misses one block at least
             return [], None

@@ -11,28 +11,22 @@ _DEGREES = {"D": "data_parallel", "T": "tensor_parallel", "P": "pipeline_paralle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelLayout:
-    """Devices = tensor x pipeline x data; ranks are numbered with the tensor degree fastest, then the pipeline.
-
-    Raises:
-        UsageError: for a degree below 1.
-    """
+    """Devices = tensor x pipeline x data; ranks are numbered with the tensor degree fastest, then the pipeline. Raises
+    UsageError for a degree below 1."""
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     data_parallel: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
+        for name in _DEGREES.values():
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     @classmethod
     def parse(cls, name: str) -> "ParallelLayout":
-        """A layout as the papers write it: P4, T2P2, D2T4; each letter once, in any order.
-
-        Raises:
-            UsageError: if the name is no such layout.
-        """
+        """A layout as the papers write it: P4, T2P2, D2T4; each letter once, in any order. Raises UsageError for other
+        names."""
         parts = _PART.findall(name.upper())
         degrees = {_DEGREES[letter]: int(degree) for letter, degree in parts}
         if not parts or "".join(f"{letter}{degree}" for letter, degree in parts) != name.upper():
@@ -49,5 +43,5 @@ class ParallelLayout:
     @property
     def name(self) -> str:
         """As the papers write it: D2T2P4; degrees of 1 are left out, "T1" if all are."""
-        degrees = (("D", self.data_parallel), ("T", self.tensor_parallel), ("P", self.pipeline_parallel))
-        return "".join(f"{letter}{degree}" for letter, degree in degrees if degree > 1) or "T1"
+        degrees = {letter: getattr(self, degree) for letter, degree in _DEGREES.items()}
+        return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1) or "T1"

@@ -37,23 +37,17 @@ class LLM:
         with LLM() as llm:
             print(llm.generate("Once upon a time")[0].outputs[0].text)
 
-    Args:
-        model: directory, Hugging Face hub id, ``dummy:NAME``, or None for the bundled storyteller.
-        progress: called with (stage, done, total) during downloading and loading.
-        settings: the fields of EngineConfig.
-
-    Raises:
-        ModelError: if the model cannot be used.
-        UsageError: if a setting is not valid for this model or machine.
+    ``model`` is a directory, a Hugging Face id, ``dummy:NAME``, or None for the bundled storyteller. ``progress`` is
+    called with (stage, done, total) while downloading and loading. ``settings`` are the fields of EngineConfig. Raises
+    ModelError if the model cannot be used, UsageError if a setting is not valid for this model or machine.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: Any = None, **settings: Any) -> None:
         self.engine_config = EngineConfig(**settings)
         self._random = random.Random(self.engine_config.seed)
+        name = None if model is None else str(model)
         with unreadable_as_model_error():
-            resolved = resolve_model(
-                None if model is None else str(model), offline=self.engine_config.offline, progress=progress
-            )
+            resolved = resolve_model(name, offline=self.engine_config.offline, progress=progress)
             self.model_name = resolved.name
             self.tokenizer = load_tokenizer(resolved.tokenizer_directory)
         with ExitStack() as failing:
@@ -76,11 +70,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The only engine, for callers that look inside.
-
-        Raises:
-            UsageError: if there are several.
-        """
+        """The only engine, for callers that look inside. Raises UsageError if there are several."""
         if isinstance(self.driven, Dispatcher):
             raise UsageError(f"this is for one engine, not {len(self.driven.engines)}: leave out the D of the layouts")
         return self.driven
@@ -129,14 +119,10 @@ class LLM:
         prompts: str | SequenceOf[int] | SequenceOf[str | SequenceOf[int]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; the outputs are in the order of the prompts.
+        """Continue one prompt or several, each as text or as token ids; the outputs are in the order of the prompts.
 
-        Args:
-            prompts: one prompt or several, each as text or as token ids.
-            params: one for all prompts or one for each; None takes the model's defaults.
-
-        Raises:
-            UsageError: if a prompt can never run here; then none of them runs.
+        ``params`` are one for all prompts or one for each; None takes the model's defaults. Raises UsageError if a
+        prompt can never run here; then none of them runs.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         # mypy cannot infer from the line above whether it is one prompt or several.
@@ -147,21 +133,15 @@ class LLM:
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several; messages are {"role": ..., "content": ...}.
-
-        Raises:
-            UsageError: if a conversation is malformed or too long.
-        """
+        """Answer one conversation or several; messages are {"role": ..., "content": ...}. Raises UsageError if a
+        conversation is malformed or too long."""
         one = len(messages) == 0 or isinstance(messages[0], Mapping)
         # As in `generate`, mypy cannot infer which it is.
         return self._run_all([messages] if one else list(messages), params)  # type: ignore[list-item, arg-type]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
-        """Yield new output as it comes; closing the generator aborts the request.
-
-        Raises:
-            UsageError: at once, if the prompt can never run here.
-        """
+        """Yield new output as it comes; closing the generator aborts the request. Raises UsageError at once, if the
+        prompt can never run here."""
         stream = self._stream(self._add(prompt, params))
         next(stream)  # closing a generator that has not started would not run its `finally`
         return stream
@@ -186,9 +166,8 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput | NanoserveError]]:
         """Yield (position, output) in the order in which requests finish; a refused request yields its error.
 
-        Args:
-            items: read only as far ahead as the engine needs, so it may be long.
-            on_step: called with the updates of each step, several times a second even without any.
+        ``items`` is read only as far ahead as the engine needs, so it may be long. ``on_step`` is called with the
+        updates of each step, several times a second even without any.
         """
         pending = enumerate(items)
         running: dict[int, RequestTracker] = {}
@@ -197,11 +176,10 @@ class LLM:
             while running or not exhausted:
                 while not exhausted and self._wants_more:
                     position, item = next(pending, (0, None))
-                    if item is None:
-                        exhausted = True
-                        break
+                    exhausted = item is None
                     try:
-                        running[position] = self._add(*item)
+                        if item is not None:
+                            running[position] = self._add(*item)
                     except NanoserveError as error:
                         yield position, error
                 if running:

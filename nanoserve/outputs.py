@@ -1,8 +1,5 @@
-"""What a user reads, made from the engine's token updates: text, stop strings, log probabilities, times.
-
-This half of the work needs a tokenizer. It runs beside the engine (LLM) or in another process (a server), never
-inside a step.
-"""
+"""What a user reads, made from the engine's token updates with a tokenizer: text, stop strings, log probabilities,
+times. It runs beside the engine (LLM) or in another process (a server), never inside a step."""
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
@@ -30,16 +27,14 @@ _PROMPT_WINDOW = 6
 
 
 class TokenDecoder(Protocol):
-    """The part of a Tokenizer that detokenizing needs."""
+    """The part of a Tokenizer that detokenizing needs; see `nanoserve.text.backends.Backend`."""
 
     special_ids: frozenset[int]
     vocab_size: int
 
-    def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of the ids."""
+    def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def is_byte(self, token_id: int) -> bool:
-        """Whether the token is one raw byte of a byte-fallback vocabulary."""
+    def is_byte(self, token_id: int) -> bool: ...
 
 
 class Detokenizer:
@@ -56,7 +51,7 @@ class Detokenizer:
         self._window = self._readable(prompt_ids[-4 * _PROMPT_WINDOW :])[-_PROMPT_WINDOW:]
         self._known_ids = len(self._window)
         # Half a character at the end of the prompt is completed by the output.
-        self._emitted = len(self._decode().rstrip(_REPLACEMENT))
+        self._emitted = len(tokenizer.decode(self._window).rstrip(_REPLACEMENT))
 
     def push(self, token_ids: SequenceOf[int]) -> str:
         """The text that these ids complete; empty while a character is incomplete."""
@@ -67,19 +62,19 @@ class Detokenizer:
         # A run of byte tokens is decoded as a whole, and its text is known only when the run has ended.
         if self._tokenizer.is_byte(self._window[-1]):
             return ""
-        text = self._decode()
+        text = self._tokenizer.decode(self._window)
         complete = text.removesuffix(_REPLACEMENT)
         fresh = complete[self._emitted :]
         self._emitted += len(fresh)
         if fresh and complete == text:
             self._window = self._window[self._known_ids :]
             self._known_ids = len(self._window)
-            self._emitted = len(self._decode())
+            self._emitted = len(self._tokenizer.decode(self._window))
         return fresh
 
     def flush(self) -> str:
         """The rest, at the end of the output; bytes that never became a character read as U+FFFD."""
-        text = self._decode()
+        text = self._tokenizer.decode(self._window)
         fresh = text[self._emitted :]
         self._emitted = len(text)
         return fresh
@@ -88,9 +83,6 @@ class Detokenizer:
         """The ids that have a text: no control tokens, no rows that only pad the embedding."""
         skipped, vocab_size = self._tokenizer.special_ids, self._tokenizer.vocab_size
         return [token for token in token_ids if token not in skipped and token < vocab_size]
-
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window)
 
 
 class _Pattern:
@@ -110,17 +102,15 @@ class _Pattern:
         return matched + (self.text[matched] == character)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=32)  # all prompts and samples of a request share them
 def _patterns(stops: tuple[str, ...]) -> tuple[_Pattern, ...]:
-    """The patterns of a request. They do not change, so all its prompts and samples share them."""
     return tuple(_Pattern(stop) for stop in dict.fromkeys(stops))
 
 
 class StopStrings:
-    """Passes text on until a stop string appears; holds back an end that may be the beginning of one.
+    """Passes text on until a stop string appears, without it; holds back an end that may be the beginning of one.
 
-    The stop string itself is not part of the text. The first one to be complete wins; if several are complete at once,
-    the one that began first wins.
+    The first one to be complete wins; if several are complete at once, the one that began first wins.
     """
 
     def __init__(self, stops: SequenceOf[str]) -> None:
@@ -157,13 +147,10 @@ class StopStrings:
 
     def _advance(self, character: str) -> str | None:
         """Feed one character to every pattern; the longest that is complete, if any."""
-        found: str | None = None
-        for index, pattern in enumerate(self._patterns):
-            matched = pattern.advance(self._matched[index], character)
-            self._matched[index] = matched
-            if matched == len(pattern.text) and (found is None or matched > len(found)):
-                found = pattern.text
-        return found
+        matched = [one.advance(length, character) for one, length in zip(self._patterns, self._matched, strict=True)]
+        self._matched = matched
+        complete = (one.text for one, length in zip(self._patterns, matched, strict=True) if length == len(one.text))
+        return max(complete, key=len, default=None)
 
 
 class _Sample:
@@ -228,12 +215,10 @@ class _Sample:
         return self._output(self._text[text : self._shown_text], self._tokens[new], self._logprobs[new], ended=ended)
 
     def whole(self) -> CompletionOutput:
-        """The whole sample so far."""
         return self._output(self._text, self._tokens, self._logprobs, ended=self.finished)
 
     @property
     def has_news(self) -> bool:
-        """Whether a delta waits for its reader."""
         return bool(self._deltas)
 
     def _output(
@@ -287,10 +272,8 @@ class RequestTracker:
         return all(sample.finished for sample in self._samples)
 
     def take(self, update: SequenceUpdate, now: float) -> bool:
-        """Add an update that came at ``now``, in seconds on the engine's clock.
-
-        True if the sample met a stop string, so that the engine must end it.
-        """
+        """Add an update that came at ``now``, in seconds on the engine's clock. True if the sample met a stop string,
+        so that the engine must end it."""
         sample = self._samples[update.index]
         sample.take(update, now)
         return sample.stop_string is not None and not update.finished
@@ -306,7 +289,6 @@ class RequestTracker:
         return any(sample.has_news for sample in self._samples)
 
     def whole(self) -> RequestOutput:
-        """Everything so far."""
         return self._output([sample.whole() for sample in self._samples], finished=self.finished)
 
     def _output(self, outputs: SequenceOf[CompletionOutput], *, finished: bool) -> RequestOutput:

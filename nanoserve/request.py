@@ -77,14 +77,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, 0, MAX_SEED)
-        if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
-        for name in ("logprobs", "prompt_logprobs"):
+        optional = {"seed": (0, MAX_SEED), "max_tokens": (1, MAX_TOKENS)}
+        optional |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
+        for name, bounds in optional.items():
             if (value := getattr(self, name)) is not None:
-                _check_integer(name, value, 0, MAX_LOGPROBS)
+                _check_integer(name, value, *bounds)
+        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
         self._check_stops()
         self._check_logit_bias()
         self._check_json_schema()
@@ -101,11 +99,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def may_be_fed(self) -> bool:
-        """Whether the next token can be sampled before the host knows the one before it.
-
-        It cannot where the host prepares what may be sampled: adjusted logits, or a grammar. Prompts whose log
-        probabilities are wanted are not fed either: an answer belongs to their only row in flight.
-        """
+        """Whether the next token can be sampled before the host knows the one before it. It cannot where the host
+        prepares what may be sampled (adjusted logits, a grammar), nor with prompt log probabilities: an answer belongs
+        to the only row in flight."""
         return not self.adjusts_logits and self.json_schema is None and self.prompt_logprobs is None
 
     def _check_stops(self) -> None:
@@ -185,7 +181,6 @@ class Request:
     prompt: tuple[int, ...]
     """Token ids, at least one."""
     params: SamplingParams
-    """Sampling parameters."""
     seed: int
     """The resolved seed (``params.seed`` or one drawn at the edge)."""
     end_tokens: tuple[int, ...] = ()
@@ -236,10 +231,8 @@ LEGAL_TRANSITIONS: dict[Status, frozenset[Status]] = {
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log probability of one token under the model's raw distribution, before penalties and temperature.
-
-    There may be a million of them and none is in a cycle, so the garbage collector skips them.
-    """
+    """Log probability of one token under the model's raw distribution, before penalties and temperature. There may be a
+    million of them and none is in a cycle, so the garbage collector skips them."""
 
     token: int
     """The token this position really holds."""
@@ -252,15 +245,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PlannedRow(Protocol):
-    """A row of a submitted plan, as far as its sequence is concerned: `nanoserve.scheduler.plan.Row`."""
+    """What a sequence needs of a row of a submitted plan, `nanoserve.scheduler.plan.Row`."""
 
     @property
-    def start(self) -> int:
-        """Its first position."""
+    def start(self) -> int: ...
 
     @property
-    def sample(self) -> bool:
-        """Whether it will be answered with a token."""
+    def sample(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -340,10 +331,7 @@ class Sequence:
         self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Append sampled tokens up to the one that ends the sequence, with their log probabilities if there are any.
-
-        Returns:
-            the tokens appended, and why the sequence ends with them, if it does.
-        """
+        Returns the tokens appended, and why the sequence ends with them, if it does."""
         reason, known, length = None, self.tokens, len(self.tokens)
         for count, token in enumerate(tokens, start=1):
             known.append(token)
@@ -360,22 +348,15 @@ class Sequence:
         return tokens, reason
 
     def move_to(self, status: Status) -> None:
-        """The one place where a status changes.
-
-        Raises:
-            RuntimeError: if the transition is not in LEGAL_TRANSITIONS.
-        """
+        """The one place where a status changes. Raises RuntimeError if the transition is not in LEGAL_TRANSITIONS."""
         if status not in LEGAL_TRANSITIONS[self.status]:
             raise RuntimeError(f"sequence {self.sequence_id}: illegal transition {self.status} -> {status}")
         self.status = status
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, gc=False):
-    """What one sequence gained in one step, as the engine hands it to its callers.
-
-    ``sequence`` may be read (metrics, cached tokens) but not changed. The garbage collector skips updates, which are
-    never in a cycle.
-    """
+    """What one sequence gained in one step, as the engine hands it to its callers, who may read ``sequence`` but not
+    change it. The garbage collector skips updates, which are never in a cycle."""
 
     request_id: str
     index: int

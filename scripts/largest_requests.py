@@ -31,7 +31,7 @@ LARGE_SCHEMA = {"type": "object", "properties": NUMBERS, "required": list(NUMBER
 def _cases() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Name, path and body of each."""
     yield "nothing", COMPLETION, {"prompt": "a"}
-    yield "the issue's stop_token_ids", COMPLETION, {"prompt": PROMPTS, "stop_token_ids": list(range(4096)) * 40}
+    yield "prompts x repeated stop_token_ids", COMPLETION, {"prompt": PROMPTS, "stop_token_ids": list(range(4096)) * 40}
     yield "prompts", COMPLETION, {"prompt": PROMPTS}
     yield "prompts x n", COMPLETION, {"prompt": PROMPTS, "n": 16}
     yield "prompts x n x stop", COMPLETION, {"prompt": PROMPTS, "n": 16, "stop": STOPS}

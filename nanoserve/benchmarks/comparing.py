@@ -4,7 +4,7 @@ No torch.
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import eq
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.driving import EngineRun
 from nanoserve.benchmarks.peers.process import PeerProcess
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated, until_enough_count
+from nanoserve.benchmarks.rounds import Bracketed, Key, bracket, grouped, most_known, rotated, until_enough_count
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts
 
@@ -62,23 +62,20 @@ def run_rounds(
         return peer.run(tuple(prompts), case.output_tokens)
 
     def one_round(number: int) -> Round:
-        before = probe() / GIGA
         engines: dict[str, EngineRound] = {}
         first_tokens: dict[str, list[int]] = {}
-        for peer in rotated(peers, number - 1):
-            foreign.read()
-            result = run(peer, number)
-            load, ttft = foreign.read(), max(timing.ttft for timing in result.timings)
-            engines[peer.name] = EngineRound(BatchRates.of(result.timings), ttft, load)
-            if all(result.tokens):  # a server tells no token ids
-                first_tokens[peer.name] = [tokens[0] for tokens in result.tokens]
+        with bracket(case.name, number, probe) as fields:
+            for peer in rotated(peers, number - 1):
+                foreign.read()
+                result = run(peer, number)
+                load, ttft = foreign.read(), max(timing.ttft for timing in result.timings)
+                engines[peer.name] = EngineRound(BatchRates.of(result.timings), ttft, load)
+                if all(result.tokens):  # a server tells no token ids
+                    first_tokens[peer.name] = [tokens[0] for tokens in result.tokens]
         ours = first_tokens.pop(OURS, [])
         return Round(
-            case=case.name,
-            number=number,
-            bandwidth_before=before,
-            bandwidth_after=probe() / GIGA,
-            foreign_cores=_most(engines.values()),
+            **fields,
+            foreign_cores=most_known(engine.foreign_cores for engine in engines.values()),
             engines=engines,
             same_tokens={name: statistics.mean(map(eq, ours, theirs)) for name, theirs in first_tokens.items()},
         )
@@ -86,11 +83,6 @@ def run_rounds(
     for peer in peers:
         run(peer, 0)
     return until_enough_count(one_round, rounds)
-
-
-def _most(engines: Iterable[EngineRound]) -> float | None:
-    """The most cores that others kept busy beside any of these."""
-    return max((engine.foreign_cores for engine in engines if engine.foreign_cores is not None), default=None)
 
 
 def ratios(rounds: Sequence[Round]) -> list[dict[str, Any]]:
@@ -131,5 +123,5 @@ def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
         for metric in ("ttft_ms", "prefill", "decode", "output"):
             known = [engine.figures[metric] for engine in engines if metric in engine.figures]
             row[metric] = statistics.median(known) if known else None
-        rows.append({**row, "foreign_cores": _most(engines)})
+        rows.append({**row, "foreign_cores": most_known(engine.foreign_cores for engine in engines)})
     return rows

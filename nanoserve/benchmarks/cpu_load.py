@@ -14,8 +14,7 @@ _LAST_BUSY_FIELD = 8  # behind it come guest times, which are counted in user ti
 class ForeignLoad:
     """Measures, from its creation or last reading on, how many cores other processes kept busy.
 
-    The benchmark's own work is that of this process, of those with the ids in ``own``, and of all their descendants.
-    Tests put counters of their own into ``proc``.
+    Own work is that of this process, of those with the ids in ``own``, and of all their descendants.
     """
 
     def __init__(self, own: Sequence[int] = (), proc: Path = _PROC) -> None:

@@ -1,7 +1,7 @@
 """The least time a step can take: its bytes over the bandwidth, or its operations over the peak. No torch.
 
-The count is of what every implementation must do: read each weight matrix that is used once, read the keys and
-values of the whole context once, multiply. Activations, norms and softmax are left out, so the floor is below reach.
+Counted are reading each weight matrix that is used and the keys and values of the whole context once, and multiplying.
+Activations, norms and softmax are left out, so the floor is below reach.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,12 @@ STEP_KINDS = ("decode", "prefill", "mixed")
 class StepShape(msgspec.Struct, frozen=True, kw_only=True):
     """How much one step holds."""
 
-    sequences: int
-    """Rows of the plan."""
-    tokens: int
-    """Positions computed."""
-    decoding: int
-    """Rows of one token."""
-    sampled: int
-    """Rows whose last position gets logits."""
-    context: int
-    """Keys that are read, summed over rows: each row reads its sequence up to its own last position."""
-    attended: int
-    """Pairs of query and key, summed over positions."""
+    sequences: int  # rows of the plan
+    tokens: int  # positions computed
+    decoding: int  # rows of one token
+    sampled: int  # rows whose last position gets logits
+    context: int  # keys that are read, summed over rows: each row reads its sequence up to its own last position
+    attended: int  # pairs of query and key, summed over positions
 
     @classmethod
     def of(cls, plan: StepPlan) -> "StepShape":
@@ -56,10 +50,8 @@ class StepShape(msgspec.Struct, frozen=True, kw_only=True):
 class Limits:
     """What the machine can do at best."""
 
-    bytes_per_second: float
-    """Read from memory, or read and written: what measures it says which."""
-    operations_per_second: float
-    """A multiply-add counts as two."""
+    bytes_per_second: float  # read from memory, or read and written: what measures it says which
+    operations_per_second: float  # a multiply-add counts as two
 
     def at_least(self, *bytes_per_second: float) -> "Limits":
         """Limits with the best bandwidth of these readings, if one is better."""
@@ -77,7 +69,6 @@ class ModelCost:
         self._counts = ModelCounts(config, precision=Precision.of(8 * weight_bytes))
 
     def step_bytes(self, step: StepShape) -> float:
-        """Bytes that must be read."""
         counts = self._counts
         embeddings = step.tokens * counts.model.hidden_size * counts.precision.other_bytes
         weights = sum(operator.weight_bytes for operator in self._products(step))

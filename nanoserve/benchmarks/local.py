@@ -18,20 +18,13 @@ from nanoserve.measures.workloads import LocalCase, RequestShape, random_prompts
 from nanoserve.models.dtypes import DTYPES
 from nanoserve.models.hub import ProgressCallback
 
-_STEP_TOKENS = 32
-"""Reading all weights in a step takes about as long as computing this many tokens; progress counts both."""
-
-_TELL_SECONDS = 1.0
-"""Drawing takes a millisecond or two of the run's own time."""
+_STEP_TOKENS = 32  # reading all weights takes about as long as computing this many tokens; progress counts both
+_TELL_SECONDS = 1.0  # drawing takes a millisecond or two of the run's own time
 
 
 class LocalBench:
-    """Measures open LLMs of one model. The machine's limits are measured once, its bandwidth around every measurement.
-
-    Args:
-        llms: one, or an eager and a compiled one, whose runs are interleaved; RuntimeFailure if both are eager.
-        announce: takes a line that says what is waited for before anything is measured.
-        probes: whether to measure the machine. Without, no figure is compared with its limits.
+    """Measures one open LLM, or an eager and a compiled one of a model, in interleaved runs. Raises RuntimeFailure if
+    both are eager. With ``probes`` the machine's limits are measured once, its bandwidth around every measurement.
     """
 
     def __init__(
@@ -46,17 +39,15 @@ class LocalBench:
         self._llm = llm = llms[0]
         self._seed, self._announce, self._progress = seed, announce, progress
         self.longest = llm.max_model_len
-        self._done = self._expected = 0
-        self._told = 0.0
+        self._done, self._expected, self._told = 0, 0, 0.0
         self.facts, *_ = [settle(each, announce) for each in llms]
         dtype = DTYPES[self.facts["dtype"]]
         self._drivers = {
             "compiled" if each.compiled else "eager": EngineDriver(each.engine, self._count) for each in llms
         }
         if len(self._drivers) < len(llms):
-            raise RuntimeFailure(
-                "layers cannot be compiled on this machine, so there is nothing to compare eager ones with"
-            )
+            reason = "layers cannot be compiled on this machine"
+            raise RuntimeFailure(f"{reason}, so there is nothing to compare eager ones with")
         self.facts["layers"] = " and ".join(self._drivers)
         self._cost, self._foreign = ModelCost(llm.config, dtype.itemsize), ForeignLoad()
         self._probe = self._limits = None
@@ -68,8 +59,7 @@ class LocalBench:
             self.facts["limit_gflops"] = self._limits.operations_per_second / 1e9
 
     def run(self, cases: Sequence[LocalCase], report: Report, *, repeats: int) -> None:
-        """Measure each case: a row for each engine, and with two engines their ratios. Raises UsageError if a request
-        is too long."""
+        """Measure each case: rows, and ratios of two engines. Raises UsageError if a request is too long."""
         for case in cases:
             longest = max(shape.total_tokens for shape in case.shapes)
             if longest > self.longest:
@@ -98,8 +88,7 @@ class LocalBench:
             self._progress("all runs", min(self._done, self._expected), self._expected)
 
     def _measure(self, case: LocalCase, repeats: int) -> list[dict[str, Any]]:
-        """A report's row for each engine: warm up, then run the requests ``repeats`` times. With two engines a row's
-        case ends in its layers."""
+        """A report's row for each engine. With two engines a row's case ends in its layers."""
         for driver in self._drivers.values():
             self._run(driver, case.warm_up, repeat=0)
         readings = self._bandwidth()

@@ -6,14 +6,13 @@ cache. The shapes are those of Qwen3-0.6B.
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +21,8 @@ from torch.nn import functional
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import decode_rows, make_batch
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, grouped, rotated, until_enough_count
+from nanoserve.benchmarks.roofline import timed
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, bracket, grouped, rotated, until_enough_count
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import dummy_config
@@ -32,33 +32,27 @@ from triton_ops import cache_write, linear, reference_operators
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
 BLOCK_SIZE = 16
-HEAD_ROWS = 64
-"""More rows than this are prompts, of which the output head sees the last position alone."""
-COLD_BYTES = 2**29
-"""Equal inputs are made until they take this much: about twice the largest cache of today's servers."""
+HEAD_ROWS = 64  # more rows than this are prompts, of which the output head sees the last position alone
+COLD_BYTES = 2**29  # equal inputs are made until they take this much: about twice the largest cache of today's servers
 _TURNS = 5
 _TURN_SECONDS = 0.01
 _MOST_CALLS = 10
 _MICROSECONDS = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """One way to compute a case: what is called, and a context it needs around its calls."""
 
     call: Callable[[], object]
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorCase:
+class OperatorCase(NamedTuple):
     """Work that several routes do; ours is the first."""
 
     name: str
-    num_bytes: int
-    """What every route must read: each key, value and weight once, in the number format they are kept in."""
-    operations: int
-    """Operations of the matrix products, two for each multiply-add."""
+    num_bytes: int  # what every route must read: each key, value and weight once, in its own number format
+    operations: int  # operations of the matrix products, two for each multiply-add
     routes: Mapping[str, Route]
 
 
@@ -81,8 +75,8 @@ def all_cases(cells: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torc
 def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[OperatorCase]:
     """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks.
 
-    Then the same over the host tier: rows are handed to a thread of its own, with as many threads to share the work as
-    torch has here, and waited for. Beside it the operator that this thread calls, called directly.
+    Then the same over the host tier: handed to a thread with as many threads as torch has here, and waited for, beside
+    the operator that this thread calls.
     """
     model = dummy_config(SHAPE)
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
@@ -137,7 +131,7 @@ def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCa
                 "F.linear float32": partial(_multiply, functional.linear, given, wide),
             }
             yield OperatorCase(
-                name=f"{name} {columns} x {depth}, {count} rows",
+                f"{name} {columns} x {depth}, {count} rows",
                 num_bytes=columns * depth * dtype.itemsize,
                 operations=2 * count * columns * depth,
                 routes={route: Route(call) for route, call in routes.items()},
@@ -183,22 +177,18 @@ def measure_case(
     calls = {name: _calls_in_a_turn(route) for name, route in case.routes.items()}
 
     def one_round(number: int) -> OperatorRound:
-        before = probe() / GIGA
-        foreign.read()
         seconds = {name: list[float]() for name in calls}
-        with torch.inference_mode():
+        with bracket(case.name, number, probe) as fields, torch.inference_mode():
+            foreign.read()
             for name in [name for turn in range(_TURNS) for name in rotated(calls, turn)]:
                 route = case.routes[name]
                 with route.context():
-                    seconds[name] += [_seconds(route.call) for _ in range(calls[name])]
-        load, after = foreign.read(), probe() / GIGA
-        floor = Limits(GIGA * (before + after) / 2, peak).seconds(case.num_bytes, case.operations)
+                    seconds[name] += [timed(route.call) for _ in range(calls[name])]
+            fields["foreign_cores"] = foreign.read()
+        bandwidth = GIGA * (fields["bandwidth_before"] + fields["bandwidth_after"]) / 2
+        floor = Limits(bandwidth, peak).seconds(case.num_bytes, case.operations)
         return OperatorRound(
-            case=case.name,
-            number=number,
-            bandwidth_before=before,
-            bandwidth_after=after,
-            foreign_cores=load,
+            **fields,
             num_bytes=case.num_bytes,
             operations=case.operations,
             floor_us=floor * _MICROSECONDS,
@@ -212,13 +202,7 @@ def _calls_in_a_turn(route: Route) -> int:
     """Number of calls that take about `_TURN_SECONDS`; the route has run twice by then and is warm."""
     with torch.inference_mode(), route.context():
         route.call()
-        return min(_MOST_CALLS, max(1, round(_TURN_SECONDS / _seconds(route.call))))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+        return min(_MOST_CALLS, max(1, round(_TURN_SECONDS / timed(route.call))))
 
 
 def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:

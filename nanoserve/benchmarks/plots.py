@@ -7,8 +7,7 @@ from typing import Any
 from nanoserve.benchmarks.tables import Column
 from nanoserve.measures.charts import Bars, Chart, draw
 
-_NAME_WIDTH, _ROW_HEIGHT = 4.0, 0.35
-"""Inches."""
+_NAME_WIDTH, _ROW_HEIGHT = 4.0, 0.35  # inches
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -21,8 +20,7 @@ def text_bars(x: str, names: Sequence[str], texts: Sequence[str], title: str = "
 def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows: Rows) -> None:
     """Draw one panel per column of ``values``, one bar per row; ``label`` is a format string over the row.
 
-    Where there is a single row, columns of one unit (the last word of their headings) are the bars of one panel.
-    Raises RuntimeFailure if the file cannot be written.
+    Columns of a single row are bars of one panel for each unit, the last word of their headings. Raises RuntimeFailure.
     """
     names = [label.format(**row) for row in rows]
     panels = []
@@ -44,8 +42,7 @@ def plot_stacks(
 ) -> None:
     """Draw a bar per row, made of parts on a common scale, with their sum beside it.
 
-    ``stacks`` has the panels by title: fields of a row by their names in the legend. ``label`` is a format string over
-    the row, ``x`` says what the lengths are. Raises RuntimeFailure if the file cannot be written.
+    ``stacks`` has the panels by title: fields of a row by their names in the legend. Raises RuntimeFailure.
     """
     names = [label.format(**row) for row in rows]
     panels: list[Bars] = []

@@ -1,16 +1,14 @@
 """The offline profiler behind ``nanoserve profile`` (APEX): how long the parts of a step take here, over their sizes,
-and its proof: workloads that run on the real engine, and in the simulator over what was measured.
-
-An engine's own work in a step is timed apart: scheduling, and taking answers in.
-"""
+and its proof: workloads that run on the real engine, and in the simulator over what was measured."""
 
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import count, cycle, islice
+from typing import Any
 
 import msgspec
 import torch
@@ -20,7 +18,7 @@ from nanoserve.benchmarks.machine import describe_machine, describe_run
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
 from nanoserve.costs.hardware import Device
-from nanoserve.costs.profile import SCHEMA, KvMemory, MeasuredTimes, Prediction, Profile, RunFigures, calibrate
+from nanoserve.costs.profile import MeasuredTimes, Prediction, Profile, RunFigures, calibrate
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
@@ -31,7 +29,7 @@ from nanoserve.record.metrics import LatencyMetrics
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, fields_of, open_probes, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, open_probes, profile_of, take_rounds
 from nanoserve.runtime.profiling.timers import Stopwatch
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator import StepTimes, Workload, burst, poisson_arrivals, simulate
@@ -49,13 +47,12 @@ SIZES = ProfileSizes(
 )
 EFFORT = Effort(seconds=25.0, fewest_rounds=3, most_rounds=15, longest_sample=1.0)
 LEAST_LIMITS = {"--max-num-batched-tokens": 32, "--max-model-len": 32, "--max-num-seqs": 4}
-"""Below that there is little to measure, and nothing to run for a proof."""
-_READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192
-"""Sizes that fit on a GPU whose memory is mostly taken by the KV cache."""
+"""Below that there is nothing to run for a proof."""
+_READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192  # sizes that fit on a GPU whose memory is mostly taken by the KV cache
 
 
 def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str], None]) -> Profile:
-    """Measure an open LLM that has nothing to do, and run two small workloads beside their predictions.
+    """Measure an idle open LLM, and run two small workloads beside their predictions.
 
     ``processor`` is the part of the CPU that is to attend in host memory. Raises TypeError for an engine that is not
     one device in this process, UsageError for limits of the engine so small that there is nothing to measure.
@@ -74,25 +71,22 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     facts = settle(llm, announce)
     announce(f"{STAGE} ...")
     dtype = runner.decoder.dtype
-    host = _processor(dtype)
+    best = machine_limits(dtype, BandwidthProbe())
+    host = Device(
+        name=describe_machine()["processor"],
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        memory_bandwidth=best.bytes_per_second,
+        flops=best.operations_per_second,
+    )
     device = host if runner.device.type == "cpu" else _accelerator(runner.device, dtype)
     with open_probes(runner, processor, sizes, block_size=config.block_size) as probes:
         names = map("profile-{}".format, count())
         probes["engine"] = {(rows,): partial(_engine_seconds, llm.engine, names, rows) for rows in sizes.rows}
         foreign = ForeignLoad()
-        found = take_rounds(probes, announce, EFFORT)
-        busy = foreign.read()
-    profile = Profile(
-        schema=SCHEMA,
-        about=describe_run(),
-        foreign_cores=busy,
-        settings={**facts, "host_threads": processor.threads, "rounds": len(found["copy"][sizes.copies[:1]])},
-        model=llm.config,
-        bits=8 * dtype.itemsize,
-        device=device,
-        host=host,
-        memory=KvMemory(kv_tokens=pool.num_blocks * config.block_size),
-        **fields_of(found, processor),
+        found, busy = take_rounds(probes, announce, EFFORT), foreign.read()
+    reached: dict[str, Any] = {"device": device, "host": host, "foreign_cores": busy}
+    profile = profile_of(
+        found, runner, processor, block_size=config.block_size, settings=facts, about=describe_run(), **reached
     )
     profile = msgspec.structs.replace(profile, efficiency=calibrate(profile))
     predictions = predict_and_run(llm.engine, config, profile, announce)
@@ -113,16 +107,6 @@ def _engine_seconds(engine: Engine, names: Iterator[str], rows: int) -> float:
     return statistics.median(outside)
 
 
-def _processor(dtype: torch.dtype) -> Device:
-    limits = machine_limits(dtype, BandwidthProbe())
-    return Device(
-        name=describe_machine()["processor"],
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        memory_bandwidth=limits.bytes_per_second,
-        flops=limits.operations_per_second,
-    )
-
-
 def _accelerator(device: torch.device, dtype: torch.dtype) -> Device:
     """What a GPU reads and multiplies per second: the best of a few."""
     watch, facts = Stopwatch(device), torch.cuda.get_device_properties(device)
@@ -140,14 +124,11 @@ def _accelerator(device: torch.device, dtype: torch.dtype) -> Device:
     )
 
 
-LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))
-"""Lengths of the requests, in turn."""
-LOAD = 0.5
-"""Arrivals, as a share of the throughput of the closed batch."""
+LENGTHS = (RequestShape(64, 32), RequestShape(160, 64), RequestShape(320, 48), RequestShape(32, 96))  # in turn
+LOAD = 0.5  # arrivals, as a share of the throughput of the closed batch
 MOST_REQUESTS, FEWEST_REQUESTS = 64, 4
 _SECONDS = 2.5
-_SHORTER = 4
-"""Where a few requests take much longer than that, all of them are shorter by this factor."""
+_SHORTER = 4  # where a few requests take much longer than that, all of them are shorter by this factor
 _SEED, _REPEATS = 0, 3
 
 
@@ -161,8 +142,7 @@ class _Work:
 
     @property
     def name(self) -> str:
-        inputs = statistics.mean(shape.input_tokens for shape in self.lengths)
-        outputs = statistics.mean(shape.output_tokens for shape in self.lengths)
+        inputs, outputs = map(statistics.mean, zip(*map(astuple, self.lengths), strict=True))
         coming = "at once" if self.rate is None else f"{self.rate:.3g} a second"
         return f"{self.requests} requests of {inputs:.0f}+{outputs:.0f}, {coming}"
 

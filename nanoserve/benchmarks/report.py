@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -15,11 +15,8 @@ SCHEMA = "nanoserve-bench/1"
 
 
 class Report:
-    """Rows of one benchmark of this kind and settings, with where and how they were measured.
-
-    They are kept in the JSON file at ``path``, or in memory alone. Raises RuntimeFailure at once if that file cannot be
-    written.
-    """
+    """Rows of one benchmark of this kind and settings, with where and how they were measured, in the JSON file at
+    ``path`` or in memory alone. Raises RuntimeFailure at once if that file cannot be written."""
 
     def __init__(self, kind: str, settings: dict[str, Any], path: Path | None) -> None:
         self.path = path
@@ -53,11 +50,9 @@ class Report:
         self.document[name] = msgspec.to_builtins(value)
         self._write()
 
-    def finish(self) -> Self:
+    def finish(self) -> None:
         """Everything was measured."""
-        self.document["complete"] = True
-        self._write()
-        return self
+        self.put("complete", True)
 
     def _write(self) -> None:
         if self.path is not None:

@@ -19,14 +19,10 @@ from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.processes.files import replace_file
 
-READ_BYTES = 2**30
-"""Far beyond any cache that this machine could have for itself."""
-_PRODUCT_SIZES = (256, 512, 1024, 2048)
-"""Sizes of square matrices; the largest that is quick reaches the most."""
-_LONGEST_PRODUCT = 0.5
-"""In seconds: Ctrl-C acts behind it. A number format that is slow here is known by its small products."""
-_PARTS = 8
-"""Pieces of the buffer, read one after another: Ctrl-C acts between them."""
+READ_BYTES = 2**30  # far beyond any cache that this machine could have for itself
+_PRODUCT_SIZES = (256, 512, 1024, 2048)  # of square matrices; the largest that is quick reaches the most
+_LONGEST_PRODUCT = 0.5  # seconds: Ctrl-C acts behind it. A slow number format is known by its small products
+_PARTS = 8  # pieces of the buffer, read one after another: Ctrl-C acts between them
 _PASSES = 5
 _LOOKS = 4
 STAGE = "reading and multiplying, to know what the machine does at best"
@@ -40,7 +36,7 @@ class BandwidthProbe:
         self._parts = self._buffer.chunk(_PARTS)
 
     def read(self) -> float:
-        """Bytes per second just now: the median of a few passes with all of torch's threads."""
+        """Bytes per second now: the median of a few passes with all of torch's threads."""
         return self._buffer.nbytes / statistics.median(self._passes())
 
     def best(self) -> float:
@@ -48,22 +44,17 @@ class BandwidthProbe:
         return self._buffer.nbytes / min(self._passes())
 
     def _passes(self) -> list[float]:
-        return [sum(_timed(part.sum) for part in self._parts) for _ in range(_PASSES)]
+        return [sum(timed(part.sum) for part in self._parts) for _ in range(_PASSES)]
 
 
 def machine_limits(
-    dtype: torch.dtype,
-    probe: BandwidthProbe,
-    path: Path | None = None,
-    *,
-    progress: ProgressCallback = lambda *_: None,
+    dtype: torch.dtype, probe: BandwidthProbe, path: Path | None = None, *, progress: ProgressCallback = lambda *_: None
 ) -> Limits:
     """The best limits ever seen on this machine: measured each time, and kept if better than the stored ones.
 
-    Each time, the best of several looks counts, taken in turn so that a busy moment does not spoil all of one kind; and
-    if the machine was busy throughout, any later run on a quiet one replaces what was kept. 16-bit numbers may also be
-    multiplied as float32, so the peak is that of the faster of the two. ``path`` defaults to a file in the user's cache
-    directory; if it cannot be read or written, only the fresh figures count.
+    The best of several looks counts, taken in turn so that a busy moment does not spoil all of one kind. 16-bit numbers
+    may also be multiplied as float32, so the peak is that of the faster of the two. ``path`` defaults to a file in the
+    user's cache directory; if it cannot be read or written, only the fresh figures count.
     """
     path = path or cache_directory() / "limits.json"
     key = json.dumps([describe_machine(), torch.get_num_threads(), torch.__version__])
@@ -91,11 +82,12 @@ def _product_speed(dtype: torch.dtype) -> float:
         if best and 2 * size**3 / best > _LONGEST_PRODUCT:
             break
         factor = torch.ones(size, size, dtype=dtype)
-        best = max(best, 2 * size**3 / _timed(partial(torch.mm, factor, factor)))
+        best = max(best, 2 * size**3 / timed(partial(torch.mm, factor, factor)))
     return best
 
 
-def _timed(action: Callable[[], Any]) -> float:
+def timed(action: Callable[[], Any]) -> float:
+    """Seconds that an action takes."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began

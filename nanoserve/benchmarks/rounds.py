@@ -1,21 +1,19 @@
-"""Rounds between two looks at the machine's read bandwidth: which of them count, and which belong together.
+"""Rounds between two readings of the machine's read bandwidth: which of them count, and which belong together.
 
-A round counts only if the bandwidth before and after it differs by less than ``MAX_DRIFT``; ratios are formed within
-a round and never across rounds, and are reported for each bandwidth state apart. No torch.
+A round counts if the readings differ by less than ``MAX_DRIFT``. Ratios are formed within a round, and reported for
+each bandwidth state apart. No torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import msgspec
 
 MAX_DRIFT = 0.10
-STATE_WIDTH = 1.25
-"""Readings within this factor of a state's lowest belong to it."""
-BUSY_CORES = 0.2
-"""With others keeping more of the processor busy than this during any part of it, a round is told apart."""
-MAX_ATTEMPTS = 2
-"""Rounds tried for every round that is wanted, when some do not count."""
+STATE_WIDTH = 1.25  # readings within this factor of a state's lowest belong to it
+BUSY_CORES = 0.2  # a round is told apart if others keep more than this busy during any part of it
+MAX_ATTEMPTS = 2  # rounds tried for every round that is wanted, when some do not count
 GIGA = 1e9
 
 
@@ -25,8 +23,7 @@ class Bracketed(msgspec.Struct, frozen=True, kw_only=True):
     case: str
     number: int
     bandwidth_before: float
-    bandwidth_after: float
-    """Readings in GB/s."""
+    bandwidth_after: float  # both in GB/s
     foreign_cores: float | None
     """The most that other processes kept busy during any part of it; None where that is unknown."""
 
@@ -62,6 +59,19 @@ T = TypeVar("T")
 Key = tuple[str, ...]
 
 
+@contextmanager
+def bracket(case: str, number: int, probe: Callable[[], float]) -> Iterator[dict[str, Any]]:
+    """Fields of a `Bracketed` whose work is done inside; ``probe`` reads bytes per second."""
+    fields: dict[str, Any] = {"case": case, "number": number, "bandwidth_before": probe() / GIGA}
+    yield fields
+    fields["bandwidth_after"] = probe() / GIGA
+
+
+def most_known(loads: Iterable[float | None]) -> float | None:
+    """The largest of the loads that are known; None if none is."""
+    return max((load for load in loads if load is not None), default=None)
+
+
 def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[R]:
     """Rounds 1, 2, ... as they are made, until ``wanted`` of them count or too many were tried."""
     counted = 0
@@ -76,8 +86,7 @@ def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[
 def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
     """The counting rounds in their order, each with its bandwidth state, named by the bandwidths seen in it.
 
-    Memory bandwidth of a virtual machine may sit at one of two levels for minutes and then flip. Rounds beside a busy
-    neighbour are states of their own.
+    Memory bandwidth of a virtual machine may flip between two levels. Rounds beside a busy neighbour are states apart.
     """
     groups: list[list[R]] = []
     for done in sorted((one for one in rounds if one.counts), key=lambda one: (one.is_busy, one.bandwidth)):

@@ -1,7 +1,6 @@
 """Timings begin when it is settled what runs: the C++ operators and compiled layers, or plain torch in their stead.
 
-``python -m nanoserve.benchmarks.settling MODEL SETTINGS`` (both in JSON) opens a model, waits for that, and prints the
-facts.
+``python -m nanoserve.benchmarks.settling MODEL SETTINGS`` (both in JSON) opens a model and prints these facts.
 """
 
 import json

@@ -2,10 +2,6 @@
 
 The parent has no torch. A child runs this module; it gets the time on the monotonic clock when it was started, the
 model and LLM's settings, both in JSON, and says on its last line when it reached each stage and what then ran.
-
-The first start ever finds nanoserve's cache empty: it answers through plain torch, and its operators are built and its
-layers compiled behind that. Cold means that this has been done, but the files of torch and of the model were dropped
-from the system's page cache, as far as no other process holds them; warm is the same again.
 """
 
 import json
@@ -31,8 +27,8 @@ _PREPARATIONS = {"building operators": "build operators", "compiling layers": "c
 def start_once(model: str | None, settings: dict[str, object], threads: int | None, cache: Path) -> dict[str, Any]:
     """Run one process that opens the model with these settings of LLM and generates; ``cache`` is where it builds.
 
-    Returns seconds of each stage in order ("stages"), of all up to the first token ("to_first_token"), and what ran in
-    the end ("operators", "layers"). Raises RuntimeFailure with the process's last line if it fails.
+    Returns seconds of each stage ("stages") and up to the first token ("to_first_token"), and what ran in the end
+    ("operators", "layers"). Raises RuntimeFailure with the process's last line if it fails.
     """
     words = repr(time.monotonic()), json.dumps(model), json.dumps(settings)
     environment = {"XDG_CACHE_HOME": str(cache)} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
@@ -49,10 +45,8 @@ def stage_lengths(marks: dict[str, float]) -> dict[str, float]:
 
 
 def drop_from_page_cache(paths: Iterable[Path]) -> int:
-    """Ask the system to forget the contents of these files and of all files below these directories.
-
-    Returns how many files were named to it; pages that another process has mapped stay. 0 where it cannot be asked.
-    """
+    """Ask the system to forget the contents of these files and of all files below these directories; pages that another
+    process has mapped stay. Returns the number of files, 0 where it cannot be asked."""
     count = 0
     for path in paths if hasattr(os, "posix_fadvise") else ():
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:

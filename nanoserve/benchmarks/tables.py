@@ -11,8 +11,7 @@ from rich.text import Text
 
 _WIDTH_OF_A_FILE = 200
 _NOTHING = "-"
-_FRAME = 3
-"""Width around a column: a line, and a space on either side. One more line ends the table."""
+_FRAME = 3  # width around a column: a line, and a space on either side
 
 
 @dataclass(frozen=True, slots=True)

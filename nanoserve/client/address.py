@@ -14,10 +14,7 @@ _ORDINARY = re.compile(r"[!-~]+")
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """An OpenAI-compatible server."""
-
     scheme: str
-    """Scheme of the URL: http or https."""
     host: str
     port: int
     root: str = ""

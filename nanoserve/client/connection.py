@@ -10,7 +10,6 @@ import re
 import ssl
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ _SILENCE_SECONDS = 600.0
 _READ_BYTES = 1 << 16
 _LONGEST_ERROR = 1 << 16
 _LONGEST_BODY = 1 << 24
-_CONTEXT_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error"})
+_CONTEXT_CODES = ("context_length_exceeded", "exceed_context_size_error")
 _CONTEXT_WORDS = "maximum context length"
 _HINTS = {
     401: "give a key with --api-key or NANOSERVE_API_KEY",
@@ -72,8 +71,9 @@ class ApiClient:
                 for chunk in reader.push(data):
                     if chunk.error is not None:
                         facts = error_facts(chunk.error)
-                        message = f"{self.address}: {facts.message if facts else 'an error'}"
-                        raise ServerRefused(message, response.status)
+                        raise ServerRefused(
+                            f"{self.address}: {facts.message if facts else 'an error'}", response.status
+                        )
                     finished = finished or any(choice.finish_reason for choice in chunk.choices or ())
                     yield chunk
             if not (reader.done or finished):
@@ -94,10 +94,10 @@ class ApiClient:
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = self.address.host, self.address.port
-        make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        connection = http.client.HTTPConnection(host, port, timeout=_CONNECT_SECONDS)
         if self.address.scheme == "https":
-            make = partial(http.client.HTTPSConnection, context=ssl.create_default_context())
-        connection = make(host, port, timeout=_CONNECT_SECONDS)
+            context = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(host, port, timeout=_CONNECT_SECONDS, context=context)
         try:
             connection.connect()
         except OSError as error:

@@ -39,7 +39,6 @@ class ChunkChoice(msgspec.Struct, frozen=True):
 
     @property
     def answer(self) -> str:
-        """New text of the answer."""
         return (self.delta.content if self.delta is not None else self.text) or ""
 
     @property
@@ -53,8 +52,6 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class ServerUsage(msgspec.Struct, frozen=True):
-    """The server's counts of tokens."""
-
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: PromptDetails | None = None

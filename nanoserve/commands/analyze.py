@@ -37,8 +37,7 @@ _BATCH_COLUMNS = columns(
 _PANEL_SIZE = (6.0, 4.6)
 _STYLES = (("o", 12), ("s", -30))
 """Marker of prefill and decode, and by how many points their names are moved where the other phase has points."""
-_NEARBY = 1.6
-"""Points whose coordinates differ by less than this factor share a label."""
+_NEARBY = 1.6  # points whose coordinates differ by less than this factor share a label
 
 
 def _parse_length(text: str, flag: str) -> RequestShape:
@@ -53,8 +52,6 @@ class AnalyzeOptions(
     renamed={"--batch": "is now --batch-sizes"}
     | dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 1024+256"),
 ):
-    """All options of the command."""
-
     batch_sizes: tuple[int, ...] | None = option(
         None, "Sequences decoding; default: up to what fits.", metavar="N,N,...", parse=parse_sizes
     )
@@ -148,22 +145,12 @@ def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[Bat
     """Operators under the roofline; tokens per second and time per token against the sequences that decode."""
     panels: list[AnyPanel] = [_roofline(analysis, phases)]
     fits, xs = analysis.largest_batch, [row.batch for row in batches]
-    for y, heights in (
-        ("tokens per second", [row.tokens_per_second for row in batches]),
-        ("ms per token", [row.tpot * 1e3 for row in batches]),
-    ):
+    rates = [row.tokens_per_second for row in batches]
+    for y, heights in (("tokens per second", rates), ("ms per token", [row.tpot * 1e3 for row in batches])):
         note = Note(f"KV cache full: {fits:,}", fits, max(heights) / 25, right=-4)
-        panels.append(
-            AnnotatedPanel(
-                title=f"decoding: {y}",
-                x="sequences decoding",
-                y=y,
-                curves=[ChartCurve("", xs, heights)],
-                log_x=True,
-                notes=[note] if fits else [],
-                vertical_marks=[fits] if fits else [],
-            )
-        )
+        axes: dict[str, Any] = {"title": f"decoding: {y}", "x": "sequences decoding", "y": y, "log_x": True}
+        full: dict[str, Any] = {"notes": [note], "vertical_marks": [fits]} if fits else {}
+        panels.append(AnnotatedPanel(curves=[ChartCurve("", xs, heights)], **axes, **full))
     return Chart(title, panels, columns=3)
 
 

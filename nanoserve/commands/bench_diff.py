@@ -13,12 +13,10 @@ from nanoserve.commands.options import Options, argument, option
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
 
-RESAMPLES = 2000
-CONFIDENCE = 0.95
+RESAMPLES, CONFIDENCE = 2000, 0.95
 HIGHER_IS_BETTER = frozenset(
     ["output_tokens_per_s", "goodput_requests_per_s", "prefill_ratio", "decode_ratio", "output_ratio", "of_floor"]
-)
-"""Metrics for which more is better. All others are durations: less is better."""
+)  # all other metrics are durations
 _COLUMNS = columns(
     ("", "case", "metric"),
     (",.2f", "before", "after"),
@@ -26,13 +24,10 @@ _COLUMNS = columns(
     (".1%", ("worse by at least", "worse")),
 )
 
-Samples = dict[str, dict[str, list[float]]]
-"""case -> metric -> its repeated measurements."""
+Samples = dict[str, dict[str, list[float]]]  # case -> metric -> its repeated measurements
 
 
 class DiffOptions(Options):
-    """All options of the command."""
-
     before: Path = argument(..., "A report written with --json.")
     after: Path = argument(..., "A later report of the same benchmark.")
     threshold: float = option(0.05, "Exit with 1 if a metric is worse by this share.", metavar="X", minimum=0.0)
@@ -65,12 +60,10 @@ class Change(msgspec.Struct, frozen=True):
     metric: str
     before: float
     after: float
-    ratio: float
-    """Ratio of the medians; low and high bound it with 95 % confidence."""
+    ratio: float  # of the medians; low and high bound it with 95 % confidence
     low: float
     high: float
-    worse: float
-    """Share by which the later one is at least worse, with that confidence; 0 if it may be as good."""
+    worse: float  # share by which the later one is at least worse, with that confidence; 0 if it may be as good
 
 
 class _Row(msgspec.Struct):
@@ -81,16 +74,13 @@ class _Row(msgspec.Struct):
 class _Sampled(msgspec.Struct):
     """The part of a report that is compared: samples of single rows, and those that were formed from several."""
 
-    kind: str
     rows: list[_Row]
     samples: Samples = {}
 
 
 def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """Every metric with repeated measurements that both reports hold for the same case.
-
-    Raises UsageError if they are of different kinds, hold no repeated measurements or have no case in common.
-    """
+    """Every metric with repeated measurements that both reports hold for the same case. Raises UsageError if they are
+    of different kinds, hold no repeated measurements or have no case in common."""
     if before["kind"] != after["kind"]:
         raise UsageError(f"one report is of bench {before['kind']}, the other of bench {after['kind']}")
     earlier, later = _repeated(before), _repeated(after)
@@ -119,16 +109,12 @@ def _repeated(report: dict[str, Any]) -> Samples:
 
 
 def _change(case: str, metric: str, before: Sequence[float], after: Sequence[float]) -> Change:
-    low, high = bootstrap_ratio(np.asarray(before), np.asarray(after))
-    worst_case = 1 - high if metric in HIGHER_IS_BETTER else low - 1
-    medians = float(np.median(before)), float(np.median(after))
-    return Change(case, metric, *medians, medians[1] / medians[0], low, high, worse=max(0.0, worst_case))
-
-
-def bootstrap_ratio(before: "np.ndarray[Any, Any]", after: "np.ndarray[Any, Any]") -> tuple[float, float]:
-    """Percentile bootstrap interval of median(after) / median(before) (Efron and Tibshirani 1993, chapter 13)."""
+    """The interval is the percentile bootstrap's of median(after) / median(before) (Efron and Tibshirani 1993, chapter
+    13)."""
     generator = np.random.default_rng(0)
     drawn = [np.median(generator.choice(values, (RESAMPLES, len(values))), axis=1) for values in (before, after)]
     tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(drawn[1] / drawn[0], (tail, 100 - tail))
-    return float(low), float(high)
+    low, high = map(float, np.percentile(drawn[1] / drawn[0], (tail, 100 - tail)))
+    worst_case = 1 - high if metric in HIGHER_IS_BETTER else low - 1
+    medians = float(np.median(before)), float(np.median(after))
+    return Change(case, metric, *medians, medians[1] / medians[0], low, high, worse=max(0.0, worst_case))

@@ -7,8 +7,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from nanoserve.benchmarks.policies.cases import KvCases, parse_shares
-from nanoserve.benchmarks.policies.metrics import findings, tier_metrics
-from nanoserve.benchmarks.policies.pictures import throughputs_picture
+from nanoserve.benchmarks.policies.metrics import findings, throughputs_picture, tier_metrics
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
@@ -23,10 +22,9 @@ from nanoserve.measures.workloads import parse_lengths
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.policies import POLICIES
 
-_OPENED_WITH = "hybrid"
-"""The policy that an engine is opened with which runs all of them: it wants all that any of them does."""
 _NEVER_WORSE, _PREDICTING = 0.98, "hybrid"
-"""What the policy that chooses by prediction is to reach of the device alone, in every case."""
+"""What the policy that chooses by prediction is to reach of the device alone, in every case. An engine that is opened
+with it has all that any other policy wants."""
 _KEYS = (("case", "case"), ("policy", "variant"))
 _STEP_COLUMNS = columns(
     ("", *_KEYS),
@@ -52,20 +50,12 @@ _ERROR_COLUMNS = columns(
     (",.2f", ("simulated s", "simulated.seconds")),
     ("+.0%", ("simulated tok/s", "simulation_error")),
 )
-_GAIN_COLUMNS = columns(
-    ("", *_KEYS, "strategy"),
-    (",.0f", "steps"),
-    ("+.1%", "gain", "bound"),
-    (".0%", "reached"),
-)
+_GAIN_COLUMNS = columns(("", *_KEYS, "strategy"), (",.0f", "steps"), ("+.1%", "gain", "bound"), (".0%", "reached"))
 
 
 class HybridOptions(
     VariantsOptions,
-    renamed={
-        "--input": "is now part of --lengths, as 256+48,256+96",
-        "--output": "is now part of --lengths, as 256+48,256+96",
-    },
+    renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 256+48,256+96"),
 ):
     """All options of the command: one device, host memory beside it, and a CPU that attends to what is there."""
 
@@ -111,7 +101,7 @@ class TierComparison(Comparison):
     def __init__(self, options: HybridOptions) -> None:
         if options.kv_cache_memory is not None:
             raise UsageError("--kv-cache-memory: how much there is, --kv-limits says; leave it out")
-        config = options.config(_OPENED_WITH)
+        config = options.config(_PREDICTING)
         if config.num_workers * config.data_parallel > 1 or config.decode_layout is not None:
             raise UsageError(
                 f"one device is measured: leave out --dp, --pp, --tp, {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}"
@@ -145,8 +135,8 @@ class TierComparison(Comparison):
         engine = self.open("opening the engine", engines.open_with_host, self.resolved, config, model, self.work)
         config = fitted(config, model, [engine])
         self.benches += hybrid_benches(self.bench, engine, self.policies, self.work, config)
-        host = {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks}
-        return {**host, "model_layers": model.num_layers}
+        layers = model.num_layers
+        return {"host_threads": engine.host_threads, "host_blocks": engine.host_blocks, "model_layers": layers}
 
     @property
     def title(self) -> str:
@@ -217,9 +207,7 @@ class TierComparison(Comparison):
 
 def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
     """Names separated by commas, the device alone before those that use the CPU: "sarathi,neo,overlap:cohorts=4".
-
-    Raises UsageError for an unknown name or parameter, one out of its range, or another order.
-    """
+    Raises UsageError for an unknown name or parameter, one out of its range, or another order."""
     names = tuple(parse_policies(text, token_budget))
     if _attends_on_host(names[0]):
         raise UsageError(f"--policy begins with one that leaves the CPU alone, as sarathi, not {names[0]}")

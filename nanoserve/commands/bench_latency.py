@@ -34,13 +34,9 @@ _RATIO_COLUMNS = columns(("", _CASE, "metric", "rounds"), (".2f", "median", "low
 
 
 class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions):
-    """All options of the command."""
-
     repeats: int = option(3, "Measured runs of each case.", minimum=1)
     layers: str | None = option(
-        None,
-        "eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.",
-        metavar="NAME,...",
+        None, "eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.", metavar="NAME,..."
     )
 
     def each(self) -> "list[LatencyOptions]":
@@ -53,9 +49,8 @@ class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions):
         if self.eager:
             raise UsageError("--eager and --layers say the same; leave one of them out")
         if len(kinds) > 1 and TorchrunProcess.from_environment() is not None:
-            raise UsageError(
-                f"--layers {self.layers}: torchrun starts the workers of one engine; choose eager or compiled"
-            )
+            one = "torchrun starts the workers of one engine"
+            raise UsageError(f"--layers {self.layers}: {one}; choose eager or compiled")
         return [replace(self, eager=kind == "eager") for kind in kinds]
 
 

@@ -35,8 +35,6 @@ def _parse_cells(text: str, flag: str) -> list[tuple[int, int]]:
 
 
 class OperatorsOptions(ResultOptions):
-    """All options of the command."""
-
     cells: Sequence[tuple[int, int]] = option(
         "16x2048,4x512", "Attention: sequences x context.", metavar="NxN,...", parse=_parse_cells
     )

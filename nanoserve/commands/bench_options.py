@@ -1,4 +1,4 @@
-"""What the benchmarks share: which requests they make, where results go, and what is printed around the tables."""
+"""What the benchmarks share: requests, where results go, and what is printed around the tables."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,21 +36,17 @@ if TYPE_CHECKING:
     from nanoserve.benchmarks.local import LocalBench
 
 RESULTS_PANEL = "Results"
-MOST_REQUESTS = 1_000_000
-"""The most requests of a run whose lengths or prompts are all in memory before it begins."""
+MOST_REQUESTS = 1_000_000  # the most requests of a run whose lengths or prompts are all in memory before it begins
 DEFAULT_REQUESTS = 32
 _NAMES = f"{', '.join(PRESETS)}, a name as in simulate, or IN+OUT tokens"
 
 
 class ProbeOptions(Options):
-    """Whether the machine is measured, too."""
-
     no_probe: bool = option(False, "Do not measure what the machine does at best: begins sooner, and names no floors.")
 
 
 class GridOptions(
-    Options,
-    renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32 or 128+32,512+32"),
+    Options, renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32 or 128+32,512+32")
 ):
     """Batches of equal requests: every combination of these sizes and lengths."""
 
@@ -101,10 +97,7 @@ class JsonOptions(Options, panel=RESULTS_PANEL):
     json: Path | None = option(None, "Write all figures to this file.", metavar="FILE")
 
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
-        """A new report; fails before anything is measured if it cannot be written or drawn.
-
-        Raises UsageError if matplotlib is missing, RuntimeFailure if the file cannot be written.
-        """
+        """A new report. Raises UsageError if matplotlib is missing, RuntimeFailure if the file cannot be written."""
         return Report(kind, settings, self.json)
 
     @contextmanager
@@ -149,10 +142,8 @@ def kept(report: Report, show: Callable[[], None]) -> Iterator[None]:
 
 
 def fitting_work(work: Work, context: int | None, report: Report) -> Work:
-    """The requests that a context has room for, all if it is None; the report says how many are left out.
-
-    Raises UsageError if none is left.
-    """
+    """The requests that a context has room for, all if it is None; the report says how many are left out. Raises
+    UsageError if none is left."""
     places = [place for place, one in enumerate(work.shapes) if context is None or one.total_tokens <= context]
     if not places:
         raise UsageError(f"every request of {work.name} is longer than the context of {context} tokens")
@@ -202,7 +193,6 @@ def print_head(report: Report) -> None:
 
 
 def print_results(report: Report, title: str, columns: Sequence[Column]) -> None:
-    """Print the rows of a report as a table, below machine and versions."""
     print_head(report)
     print_table(title, columns, report.rows)
 

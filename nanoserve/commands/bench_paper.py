@@ -21,8 +21,6 @@ _CLAIM_COLUMNS = [
 
 
 class PaperOptions(JsonOptions):
-    """All options of the command."""
-
     name: str = argument(..., "gllm, seesaw, apex, lecture (one device's accounting), or adaptive (ours).", "PAPER")
     figure: str | None = option(None, "Only this one; default: all.", metavar="NUMBER")
     seeds: int = option(3, "Runs of every simulation.", minimum=1, maximum=100)

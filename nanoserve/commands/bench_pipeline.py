@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from nanoserve.benchmarks.floors import ModelCost
-from nanoserve.benchmarks.policies.metrics import stage_metrics
-from nanoserve.benchmarks.policies.pictures import stages_picture
+from nanoserve.benchmarks.policies.metrics import stage_metrics, stages_picture
 from nanoserve.benchmarks.policies.rounds import Ratio
 from nanoserve.benchmarks.policies.variants import PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
@@ -135,25 +134,18 @@ class StageComparison(Comparison):
         config = fitted(config, model, self.engines)
         work = fitting_work(self.work, config.max_model_len, self.report)
         blocks = min(engine.capacities[0].num_blocks for engine in self.engines)
-        variants = [
-            PolicyVariant(
-                policy=policy,
-                place=engine.name,
-                engine=engine,
-                config=config,
-                capacities=[replace(engine.capacities[0], num_blocks=blocks)],
-            )
-            for engine in self.engines
-            for policy in self.policies
-        ]
+        variants = []
+        for engine in self.engines:
+            capacities = [replace(engine.capacities[0], num_blocks=blocks)]
+            variant = partial(PolicyVariant, place=engine.name, engine=engine, config=config, capacities=capacities)
+            variants += [variant(policy=policy) for policy in self.policies]
         dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
         remark(f"{STAGE} ...")
         with show_progress() as progress:
             limits = machine_limits(dtype, self.probe, progress=progress)
         measure = partial(stage_metrics, cost=ModelCost(model, dtype.itemsize), limits=limits)
-        self.benches.append(
-            self.bench(case=work.name, shapes=work.shapes, variants=variants, measure=measure, rate=self.rate)
-        )
+        bench = partial(self.bench, case=work.name, shapes=work.shapes, measure=measure)
+        self.benches.append(bench(variants=variants, rate=self.rate))
         return {
             "kv_blocks": blocks,
             "limit_read_gb_per_s": limits.bytes_per_second / 1e9,

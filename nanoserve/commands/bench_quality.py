@@ -32,20 +32,17 @@ from nanoserve.models.hub import resolve_model
 from nanoserve.processes.files import read_text
 from nanoserve.request import SamplingParams
 
+Tokens = tuple[int, ...]
 STOP = "\nQuestion:"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _GOLD_MARK = "####"
 _AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
-"""What the bars of each measure are."""
 _VALUE = Column("value", "value", ".5f")
 _COLUMNS = [
     *columns(("", ("measure", "case"), "engine"), (",d", ("tokens or questions", "count"))),
     _VALUE,
     *columns((".0%", "same_answer", "same_tokens")),
 ]
-
-
-Tokens = tuple[int, ...]
 
 
 class Reader(NamedTuple):
@@ -71,10 +68,8 @@ class Question:
 
 
 def read_questions(path: Path, limit: int) -> list[Question]:
-    """The first rows of a JSONL file of {"question": ..., "answer": "... #### 18"}.
-
-    Raises UsageError naming the file and the first row that is none.
-    """
+    """The first rows of a JSONL file of {"question": ..., "answer": "... #### 18"}. Raises UsageError, which names the
+    file and the first row that is none."""
     lines = enumerate(read_text(path, UsageError).splitlines(), start=1)
     rows = islice(((line, f"{path}, row {number}") for number, line in lines if line.strip()), limit)
     questions = [_question(line, place) for line, place in rows]
@@ -119,12 +114,9 @@ def _normalized(number: str) -> str:
 
 
 def windows(tokens: Sequence[int], length: int, limit: int) -> list[Tokens]:
-    """The text in pieces of ``length`` tokens, the first ``limit`` of them; the last may be shorter.
-
-    Raises UsageError if the text has fewer than two tokens.
-    """
-    pieces = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)]
-    pieces = [piece for piece in pieces[:limit] if len(piece) > 1]
+    """The first ``limit`` pieces of ``length`` tokens. Raises UsageError if the text has fewer than two tokens."""
+    pieces = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)][:limit]
+    pieces = [piece for piece in pieces if len(piece) > 1]
     if not pieces:
         raise UsageError("the text is too short: perplexity needs at least two tokens")
     return pieces
@@ -144,8 +136,6 @@ def compare_answers(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, f
 
 
 def own_reader(llm: "nanoserve.LLM") -> Reader:
-    """An open LLM."""
-
     def log_likelihood(tokens: Tokens) -> float:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
         scored = llm.generate(list(tokens), params)[0].prompt_logprobs or ()
@@ -184,8 +174,6 @@ def transformers_reader(directory: Path, dtype: str, end_tokens: Tokens) -> Read
 
 
 class QualityOptions(EngineOptions, ResultOptions):
-    """All options of the command."""
-
     text: Path | None = option(None, "Perplexity of this text file.", metavar="FILE")
     window: int = option(512, "Tokens seen at a time.", minimum=2)
     windows: int = option(8, "The most windows.", minimum=1)

@@ -7,8 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from nanoserve.benchmarks.policies.baselines import RESHARDING
-from nanoserve.benchmarks.policies.metrics import layout_metrics
-from nanoserve.benchmarks.policies.pictures import phases_picture
+from nanoserve.benchmarks.policies.metrics import layout_metrics, phases_picture
 from nanoserve.benchmarks.policies.rounds import Pair, Ratio
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.tables import columns
@@ -81,10 +80,8 @@ def run(options: ReshardOptions) -> None:
 
 
 def resharding_variants(engines: Sequence[OpenEngine], config: EngineConfig) -> Iterator[PolicyVariant]:
-    """Each layout alone, on all workers that have it, before the ways of going from one to the other.
-
-    Chunked prefill is the paper's baseline; where there is a pipeline, it also meets the policy made for pipelines.
-    """
+    """Each layout alone, on all workers that have it, before the ways of going from one to the other. Chunked prefill
+    is the paper's baseline; a pipeline also has the policy made for pipelines."""
     for engine in engines:
         for number, (layout, capacity) in enumerate(zip(engine.layouts, engine.capacities, strict=True)):
             place = layout.name if len(engine.layouts) == 2 else f"{layout.name}, {engine.name}"
@@ -99,11 +96,8 @@ def resharding_variants(engines: Sequence[OpenEngine], config: EngineConfig) -> 
 
 def resharding_pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
     """Each way of re-sharding over every variant before it."""
-    return [
-        (f"{other.policy} over {one.name}", other.name, one.name)
-        for one, other in combinations(variants, 2)
-        if len(other.layouts) == 2
-    ]
+    ahead = [(one, other) for one, other in combinations(variants, 2) if len(other.layouts) == 2]
+    return [(f"{other.policy} over {one.name}", other.name, one.name) for one, other in ahead]
 
 
 class LayoutComparison(Comparison):
@@ -133,13 +127,8 @@ class LayoutComparison(Comparison):
         workers = (engines.open_workers, " -> ".join(names), self.resolved, config, model)
         pair = self.open(f"starting workers for {' and '.join(names)}", *workers)
         for layout in config.layouts if self.settings["against_own_workers"] else ():
-            alone = replace(
-                config,
-                pipeline_parallel=layout.pipeline_parallel,
-                tensor_parallel=layout.tensor_parallel,
-                decode_layout=None,
-                host_kv_memory=None,
-            )
+            degrees = {name: getattr(layout, name) for name in ("pipeline_parallel", "tensor_parallel")}
+            alone = replace(config, **degrees, decode_layout=None, host_kv_memory=None)
             workers = (engines.open_workers, "own workers", self.resolved, alone, model)
             self.open(f"starting workers for {layout.name} alone", *workers)
         config = fitted(config, model, self.engines)

@@ -23,8 +23,6 @@ _COLUMNS = columns(
 
 
 class SchedulerOptions(ResultOptions):
-    """All options of the command."""
-
     sequences: tuple[int, ...] = option("1,4,16,64,128,256", "Running sequences.", metavar="N,N,...", parse=parse_sizes)
     context: int = option(512, "Tokens of each at the start.", minimum=1, maximum=100_000)
     steps: int = option(200, "Steps measured.", minimum=1, maximum=100_000)

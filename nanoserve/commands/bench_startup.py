@@ -4,7 +4,7 @@ from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once
-from nanoserve.benchmarks.tables import Column, columns
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import ResultOptions, operators_title, print_results
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
@@ -14,16 +14,10 @@ from nanoserve.models.hub import resolve_model
 from nanoserve.processes.temporary import temporary_directory
 
 _STAGES = {name: f"stages.{name}" for name in STAGES}
-_COLUMNS = [
-    *columns(("", ("start", "case"))),
-    *(Column(name, path, ".2f") for name, path in _STAGES.items()),
-    *columns((".2f", "to_first_token")),
-]
+_COLUMNS = columns(("", ("start", "case")), *((".2f", stage) for stage in _STAGES.items()), (".2f", "to_first_token"))
 
 
 class StartupOptions(EngineOptions, ResultOptions):
-    """All options of the command."""
-
     repeats: int = option(3, "Warm starts, after the first ever and a cold one.", minimum=1)
 
 

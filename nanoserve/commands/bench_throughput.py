@@ -21,19 +21,12 @@ from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.measures.workloads import LocalCase, RequestShape
 
 _RATES = columns((",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")))
-_COLUMNS = [
-    *columns(
-        ("", ("work", "case")), (",d", "requests"), (",.1f", "seconds"), (",.2f", ("requests/s", "requests_per_s"))
-    ),
-    *_RATES,
-    *columns((".2f", "foreign_cores")),
-]
+_COUNTS = columns(("", ("work", "case")), (",d", "requests"), (",.1f", "seconds"))
+_COLUMNS = _COUNTS + columns((",.2f", ("requests/s", "requests_per_s"))) + _RATES + columns((".2f", "foreign_cores"))
 _LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
 
 class ThroughputOptions(LengthOptions, ProbeOptions, WorkersOptions, ResultOptions):
-    """All options of the command."""
-
     default_lengths = "cpu"
 
     lengths: str | None = option(

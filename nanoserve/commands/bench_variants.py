@@ -1,7 +1,6 @@
 """The harness of ``bench pipeline``, ``bench reshard`` and ``bench hybrid``, which are presets of it.
 
-A preset opens engines, and says which variants there are, which metrics a run has, and what is shown. The rest is here:
-rounds, a report that is kept after each of them, ratios, and tables.
+A preset opens engines, and says which variants there are, which metrics a run has, and what is shown.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from nanoserve.benchmarks.policies.pictures import Picture
+from nanoserve.benchmarks.policies.metrics import Picture
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.benchmarks.rounds import until_enough_count
@@ -57,19 +56,13 @@ class Table(NamedTuple):
 
 
 class Comparison(ABC):
-    """Variants side by side. A subclass opens engines, names variants and their metrics, and says what is shown.
+    """Variants side by side. The report has ``settings`` beside the options of `reported`."""
 
-    ``settings`` are what the report says about the options, beside those of `reported`.
-    """
-
-    kind: ClassVar[str]
-    """Name of the benchmark in reports."""
-    reported: ClassVar[Sequence[str]]
-    """Options whose values the report has."""
+    kind: ClassVar[str]  # name of the benchmark in reports
+    reported: ClassVar[Sequence[str]]  # options whose values the report has
     ratios: ClassVar[Mapping[str, str]] = {"output_tokens_per_s": "tok/s"}
     """Metrics that ratios are formed of, and what tables call them."""
-    pairs = staticmethod(pairs)
-    """The variants that ratios are formed of."""
+    pairs = staticmethod(pairs)  # the variants that ratios are formed of
 
     def __init__(self, options: VariantsOptions, config: EngineConfig, **settings: Any) -> None:
         self.config, self.seed, self._options = config, options.seed or 0, options
@@ -209,7 +202,7 @@ class Comparison(ABC):
             compared += held
             put += [{"case": bench.case, "ratio": one} for one in held] if bench.facts else held
             sampled |= found
-        for name, value in {"summary": summary, "ratios": put, "samples": sampled}.items():
+        for name, value in (("summary", summary), ("ratios", put), ("samples", sampled)):
             self.report.put(name, value)
         return summary, compared
 

@@ -1,9 +1,8 @@
 """Whether a JSON schema may be sent to the engine, and the process that finds out.
 
-A schema is a small program from an untrusted client. llguidance limits most of what it may cost, but not everything:
-one with a few thousand references in a row overflows the stack, and one with a large `multipleOf` computes for minutes.
-In a process of its own, either ends that process and nothing else. A schema that passes there is cheap enough for the
-engine.
+A schema is a small program from an untrusted client. llguidance does not limit all that it may cost: a few thousand
+references in a row overflow the stack, and a large `multipleOf` computes for minutes. In a process of its own, either
+ends that process and nothing else. A schema that passes there is cheap enough for the engine.
 
 The process runs `main`. It reads one JSON object per line: first {"directory": the tokenizer's}, then {"schema": text,
 "seconds": t} for each check. It answers each check with {} or {"error": why not}.
@@ -41,10 +40,7 @@ STACK_LIMIT = 2 << 20
 class GrammarChecker:
     """Tries JSON schemas in a process with bounded memory and time. Safe to use from several threads.
 
-    The process starts with the first schema.
-
-    Args:
-        directory: the directory of the model's tokenizer.
+    The process starts with the first schema. ``directory`` is that of the model's tokenizer.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -113,10 +109,8 @@ def main() -> None:
 
 
 def check_schema(schema: Mapping[str, Any]) -> None:
-    """Raise UsageError for a schema that no finite JSON text meets, or that a grammar cannot enforce.
-
-    The schema has passed llguidance, so its keywords are well formed and it is not nested too deeply to recurse.
-    """
+    """Raise UsageError for a schema that no finite JSON text meets, or that a grammar cannot enforce. It has passed
+    llguidance, so its keywords are well formed and it is not nested too deeply to recurse."""
     if "x-guidance" in schema:  # its settings could allow text that is not JSON
         raise UsageError("JSON schema: x-guidance is not supported")
     targets: dict[str, Any] = {}
@@ -191,13 +185,9 @@ def _is_own_type_finite(schema: Mapping[str, Any], endless: set[str]) -> bool:
     types = schema.get("type", "string")
     if "const" in schema or "enum" in schema:
         return True
-    possible = {
-        "object": lambda: _is_object_finite(schema, endless),
-        "array": lambda: _is_array_finite(schema, endless),
-    }
-    return any(
-        possible[kind]() if kind in possible else True for kind in ([types] if isinstance(types, str) else types)
-    )
+    checks = {"object": _is_object_finite, "array": _is_array_finite}
+    kinds = [types] if isinstance(types, str) else types
+    return any(kind not in checks or checks[kind](schema, endless) for kind in kinds)
 
 
 def _is_object_finite(schema: Mapping[str, Any], endless: set[str]) -> bool:

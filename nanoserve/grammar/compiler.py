@@ -14,7 +14,7 @@ import numpy as np
 
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.processes.installation import install_command
-from nanoserve.text.backends import Backend, SentencePieceBackend
+from nanoserve.text.backends import SentencePieceBackend
 from nanoserve.text.tokenizer import load_backend
 
 MAX_CACHED = 16
@@ -57,12 +57,9 @@ class Vocabulary:
 
 
 def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
-    """Read the tokenizer of a model directory. Raises ModuleNotFoundError without llguidance; ModelError if there is no
-    usable tokenizer; UsageError if llguidance cannot use it.
-
-    Args:
-        vocab_size: width of the logits; None takes the tokenizer's.
-    """
+    """Read the tokenizer of a model directory; ``vocab_size`` is the width of the logits, None takes the tokenizer's.
+    Raises ModuleNotFoundError without llguidance; ModelError if there is no usable tokenizer; UsageError if llguidance
+    cannot use it."""
     from llguidance import LLTokenizer
 
     backend = load_backend(directory)
@@ -78,15 +75,10 @@ def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
         tokenizer = LLTokenizer(source, eos_token=end_token)
     except ValueError as error:
         raise UsageError(f"structured output is not possible with this model's tokenizer: {error}") from None
-    return Vocabulary(tokenizer, _ordinary_bits(backend, vocab_size or backend.vocab_size), end_token)
-
-
-def _ordinary_bits(backend: Backend, vocab_size: int) -> np.ndarray:
-    """The bits of tokens that have a text: no control tokens, no rows that only pad the logits."""
-    ordinary = np.zeros(vocab_size, np.bool_)
+    ordinary = np.zeros(vocab_size or backend.vocab_size, np.bool_)  # neither control tokens nor rows of padding
     ordinary[: backend.vocab_size] = True
-    ordinary[list(backend.control_ids.values())] = False
-    return np.packbits(ordinary, bitorder="little")
+    ordinary[controls] = False
+    return Vocabulary(tokenizer, np.packbits(ordinary, bitorder="little"), end_token)
 
 
 class _PieceTable:
@@ -143,12 +135,7 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for one model's vocabulary.
-
-    Args:
-        directory: the directory of the model's tokenizer.
-        vocab_size: width of the logits; None takes the tokenizer's.
-    """
+    """Makes matchers for one model's vocabulary; the arguments are as in `load_vocabulary`."""
 
     def __init__(self, directory: Path, vocab_size: int | None = None) -> None:
         self._directory = directory
@@ -157,8 +144,8 @@ class GrammarCompiler:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary, built on first use: about a second for 150,000 tokens. Raises UsageError without llguidance,
-        and for vocabularies that it cannot use."""
+        """Built on first use: about a second for 150,000 tokens. Raises UsageError without llguidance, and for
+        vocabularies that it cannot use."""
         try:
             return load_vocabulary(self._directory, self._vocab_size)
         except ModuleNotFoundError:

@@ -1,8 +1,4 @@
-"""Charts as data, and the one place that draws them: PNG files by matplotlib, which the extra [plot] installs.
-
-A chart is a grid of panels: lines, bars and areas (Panel), horizontal bars (Bars), and the way of steps through stages
-(Gantt). Colours belong to what a label means, so that it looks the same in every chart.
-"""
+"""Charts as data, and the one place that draws them: PNG files by matplotlib, which the extra [plot] installs."""
 
 import importlib.util
 import math
@@ -36,34 +32,20 @@ COLOURS = {
     "re-sharding": "#CC79A7",
 }
 """What a label means has one colour, from Okabe and Ito's palette, which the colour-blind can tell apart."""
-_CYCLE = (
-    *("#332288", "#CC6677", "#117733", "#88CCEE", "#882255"),
-    *("#999933", "#44AA99", "#AA4499", "#DDCC77", "#000000"),
-)
+_CYCLE = ["#332288", "#CC6677", "#117733", "#88CCEE", "#882255", "#999933", "#44AA99", "#AA4499", "#DDCC77", "#000000"]
 """Paul Tol's muted scheme for everything else, made for the same eyes, and black."""
-_LONE_WIDTH = 7.0
-"""Width of the panel of a chart with one column, in inches."""
-_HEAD, _FOOT = 0.6, 0.3
-"""Height of the title and of each line of a legend below the panels, in inches."""
-_BAR_GROUP = 0.8
-"""Share of the room between two ticks that bars fill."""
+_LONE_WIDTH = 7.0  # width of the panel of a chart with one column, in inches
+_HEAD, _FOOT = 0.6, 0.3  # height of the title and of each line of a legend below the panels, in inches
+_BAR_GROUP = 0.8  # share of the room between two ticks that bars fill
 _ROOM_FOR_LEGEND = 1.3
-_CHARACTER_WIDTH = 0.088
-"""Inches of a character of the title, about."""
-_MOST_CHARACTERS = 28
-"""Names below an axis are rotated if they are longer together."""
-_MOST_OVER_BARS = 3
-"""Labels for which there is room above bars."""
-_MOST_LINES = 6
-"""A legend of more lines stands beside its panel, or in two lines below all panels."""
-_MOST_IN_DIGITS = 1e6
-"""Values of a logarithmic axis from here on are written as powers."""
-_MOST_TICKS, _TICK_ROOM = 9, 0.08
-"""Points of a line that have ticks of their own at most, and the least distance as a share of them all."""
-_STRIP = 0.88
-"""From which share of a panel's height on its bands are drawn in full colour."""
-_DIGIT_SHARE = 0.0095
-"""Width that one digit of a step's number needs, as a share of the time shown. Narrower bars get no number."""
+_CHARACTER_WIDTH = 0.088  # inches of a character of the title, about
+_MOST_CHARACTERS = 28  # names below an axis are rotated if they are longer together
+_MOST_OVER_BARS = 3  # labels for which there is room above bars
+_MOST_LINES = 6  # a legend of more lines stands beside its panel, or in two lines below all panels
+_MOST_IN_DIGITS = 1e6  # values of a logarithmic axis from here on are written as powers
+_MOST_TICKS, _TICK_ROOM = 9, 0.08  # points that have ticks of their own, and their least distance as a share of all
+_STRIP = 0.88  # from which share of a panel's height on its bands are drawn in full colour
+_DIGIT_SHARE = 0.0095  # width that a digit of a step's number needs, as a share of the time shown
 _MARK: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1}
 _NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75}
 
@@ -71,18 +53,13 @@ _NUMBER_BOX = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "
 class ChartCurve(msgspec.Struct, frozen=True):
     """One line of a panel, or one bar of each of its groups."""
 
-    label: str
-    """In the legend; empty for none."""
+    label: str  # in the legend; empty for none
     xs: Sequence[float] | Sequence[str]
-    """Numbers for lines; for bars the names of the groups, equal for all curves of a panel. Points of lines that have
-    names instead of numbers stand at equal distances."""
-    ys: Sequence[float]
-    """One value for each of ``xs``."""
+    """For bars the names of the groups, equal for all curves of a panel. Named points of lines have equal distances."""
+    ys: Sequence[float]  # one value for each of ``xs``
     lows: Sequence[float] = ()
-    highs: Sequence[float] = ()
-    """How far ys spread over repeated runs; empty where that is not shown."""
-    style: str = "o-"
-    """Line style of matplotlib: "o-", "--", "," ..."""
+    highs: Sequence[float] = ()  # how far ys spread over repeated runs; empty where that is not shown
+    style: str = "o-"  # line style of matplotlib: "o-", "--", "," ...
 
 
 class Panel(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,19 +67,15 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     x: str
-    y: str
-    """What the axes are, with units."""
+    y: str  # what the axes are, with units
     curves: Sequence[ChartCurve]
     kind: Literal["line", "step", "bar", "stack", "area"] = "line"
-    """"line"; "step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on
-    top of one another, the first lowest; "area": steps on top of one another."""
+    """"step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on top of
+    one another, the first lowest; "area": steps on top of one another."""
     log_x: bool = False
     log_y: bool = False
-    """Logarithmic axes."""
-    from_zero: bool = True
-    """The vertical axis begins at zero."""
-    marks: tuple[float, ...] = ()
-    """Values on the vertical axis that a dotted line marks."""
+    from_zero: bool = True  # the vertical axis begins at zero
+    marks: tuple[float, ...] = ()  # values on the vertical axis that a dotted line marks
 
 
 class Band(msgspec.Struct, frozen=True):
@@ -121,8 +94,7 @@ class Note(msgspec.Struct, frozen=True):
     y: float
     right: float = 0.0
     up: float = 0.0
-    curve: int | None = None
-    """The curve whose colour it has; black without one."""
+    curve: int | None = None  # the curve whose colour it has; black without one
 
 
 class AnnotatedPanel(Panel, frozen=True, kw_only=True):
@@ -130,26 +102,19 @@ class AnnotatedPanel(Panel, frozen=True, kw_only=True):
 
     bands: Sequence[Band] = ()
     notes: Sequence[Note] = ()
-    vertical_marks: Sequence[float] = ()
-    """Values on the horizontal axis that a dotted line marks."""
-    top: float | None = None
-    """Where the vertical axis ends."""
-    right: float | None = None
-    """Where the horizontal axis ends, which then begins at 0."""
+    vertical_marks: Sequence[float] = ()  # values on the horizontal axis that a dotted line marks
+    top: float | None = None  # end of the vertical axis
+    right: float | None = None  # end of the horizontal axis, which then begins at 0
 
 
 class Bars(msgspec.Struct, frozen=True, kw_only=True):
     """Horizontal bars, one below the other, on one scale."""
 
     title: str = ""
-    x: str
-    """What their lengths are, with the unit."""
-    names: Sequence[str]
-    """What each bar is; empty to leave the names to the panel at the left."""
-    parts: Mapping[str, Sequence[float]]
-    """Parts of which each bar is made, by label; one part without a label for plain bars."""
-    texts: Sequence[str]
-    """What stands at the end of each bar."""
+    x: str  # what their lengths are, with the unit
+    names: Sequence[str]  # what each bar is; empty to leave the names to the panel at the left
+    parts: Mapping[str, Sequence[float]]  # of each bar, by label; one part without a label for plain bars
+    texts: Sequence[str]  # what stands at the end of each bar
 
 
 class GanttSpan(msgspec.Struct, frozen=True):
@@ -158,10 +123,8 @@ class GanttSpan(msgspec.Struct, frozen=True):
     row: int
     left: float
     right: float
-    parts: Mapping[str, float]
-    """How its height is divided among labels."""
-    text: str = ""
-    """What stands in it, if there is room."""
+    parts: Mapping[str, float]  # how its height is divided among labels
+    text: str = ""  # what stands in it, if there is room
 
 
 class Gantt(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,11 +132,9 @@ class Gantt(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str
     x: str
-    rows: Sequence[str]
-    """Names of the rows, from top to bottom."""
+    rows: Sequence[str]  # names of the rows, from top to bottom
     spans: Sequence[GanttSpan]
-    end: float
-    """The axis goes from 0 to here."""
+    end: float  # the axis goes from 0 to here
 
 
 AnyPanel = Panel | AnnotatedPanel | Bars | Gantt
@@ -183,10 +144,8 @@ class Chart(msgspec.Struct, frozen=True):
     """A picture: panels in rows."""
 
     title: str
-    panels: Sequence[AnyPanel]
-    """Panels from left to right, row by row; one that is alone in the last row has all of it."""
-    columns: int = 4
-    """Panels in a row."""
+    panels: Sequence[AnyPanel]  # from left to right, row by row; one that is alone in the last row has all of it
+    columns: int = 4  # panels in a row
 
 
 def panel(
@@ -199,18 +158,17 @@ def panel(
     styles: Mapping[str, str] | str = "o-",
     **options: Any,
 ) -> Panel:
-    """Axes whose curves share their places on the horizontal axis.
+    """Axes whose curves share their places on the horizontal axis; the options are other fields of Panel.
 
     ``heights`` has the values of each curve by its label; spreads are drawn with the range over seeds. ``styles`` is
-    for all curves, or by label where not "o-". The options are other fields of Panel.
+    for all curves, or by label where not "o-".
     """
     curves = []
     for label, ys in heights.items():
         style = styles if isinstance(styles, str) else styles.get(label, "o-")
         spreads = [one for one in ys if isinstance(one, Spread)]
         means = [one.mean if isinstance(one, Spread) else one for one in ys]
-        lows, highs = [one.low for one in spreads], [one.high for one in spreads]
-        curves.append(ChartCurve(label, xs, means, lows, highs, style))
+        curves.append(ChartCurve(label, xs, means, [one.low for one in spreads], [one.high for one in spreads], style))
     return Panel(title=title, x=x, y=y, curves=curves, **options)
 
 
@@ -246,7 +204,7 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
         for number, one in enumerate(chart.panels):
             row, column = divmod(number, columns)
             is_alone = column == 0 and number == len(chart.panels) - 1
-            axes = figure.add_subplot(grid[row, :] if is_alone else grid[row, column])
+            axes = figure.add_subplot(grid[row, slice(None) if is_alone else column])
             drawn.append((axes, _draw_panel(axes, one)))
     _add_legends(figure, drawn)
     return figure
@@ -272,7 +230,7 @@ def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, An
 
 
 def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
-    """Draw one panel; returns what its legend shows, by label."""
+    """Returns what the panel's legend shows, by label."""
     axes.set_title(one.title, fontsize="medium")
     axes.set_xlabel(one.x)
     if isinstance(one, Bars):
@@ -295,7 +253,7 @@ def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
         axes.set_ylim(0, 1.03 * axes.get_ylim()[1])
     if one.kind == "line":
         _tick_few_points(axes, one)
-    if one.kind == "step":
+    elif one.kind == "step":
         axes.margins(x=0)
     axes.grid(axis="y", alpha=0.3)
     if isinstance(one, AnnotatedPanel):
@@ -311,10 +269,10 @@ def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
         handles[band.label] = axes.axvspan(band.left, band.right, ymin=_STRIP, color=colour, linewidth=0)
         axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
     for note in one.notes:
-        look: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points", "fontsize": 8}
-        look["ha"] = "left" if note.right > 0 else "right" if note.right < 0 else "center"
-        look["color"] = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
-        axes.annotate(note.text, (note.x, note.y), va="center", **look)
+        side = "left" if note.right > 0 else "right" if note.right < 0 else "center"
+        ink = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
+        offset: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points"}
+        axes.annotate(note.text, (note.x, note.y), va="center", ha=side, color=ink, fontsize=8, **offset)
     for mark in one.vertical_marks:
         axes.axvline(mark, **_MARK)
     if one.top is not None:
@@ -421,9 +379,8 @@ def _draw_gantt(axes: "Axes", one: Gantt) -> dict[str, Any]:
         axes.barh(span.row, width, _BAR_GROUP, span.left, facecolor="none", edgecolor="white", linewidth=1)
         is_wide = width > _DIGIT_SHARE * len(span.text) * one.end
         if span.text and is_wide and span.left >= 0 and span.right <= one.end:
-            axes.text(
-                span.left + width / 2, span.row, span.text, ha="center", va="center", fontsize=7, bbox=_NUMBER_BOX
-            )
+            middle: dict[str, Any] = {"ha": "center", "va": "center"}
+            axes.text(span.left + width / 2, span.row, span.text, fontsize=7, bbox=_NUMBER_BOX, **middle)
     axes.set_yticks(range(len(one.rows)), one.rows)
     axes.set(xlim=(0, one.end), ylim=(len(one.rows) - 0.5, -0.5))
     return {label: Patch(color=COLOURS[label]) for label in labels}

@@ -61,9 +61,8 @@ class Distribution(msgspec.Struct, frozen=True):
         known = np.array([value for value in values if value is not None], dtype=np.float64)
         if not known.size:
             return None
-        p50, p90, p99 = (float(value) for value in np.percentile(known, (50, 90, 99)))
-        low, high = float(known.min()), float(known.max())
-        return cls(int(known.size), float(known.mean()), float(known.std()), low, p50, p90, p99, high)
+        found = known.mean(), known.std(), *np.percentile(known, (0, 50, 90, 99, 100))
+        return cls(known.size, *map(float, found))
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -90,14 +89,10 @@ class Spread(msgspec.Struct, frozen=True):
 class BatchRates(msgspec.Struct, frozen=True):
     """Tokens per second of requests that were issued together."""
 
-    prefill: float
-    """Prompt tokens of all over the time until every request had its first token."""
-    decode: float | None
-    """Tokens after the first of all, over the time from there to the end; None if there are none."""
-    output: float
-    """All output tokens over the whole time."""
-    total: float
-    """Prompt and output tokens over the whole time."""
+    prefill: float  # prompt tokens of all over the time until every request had its first token
+    decode: float | None  # tokens after the first of all, over the time from there to the end; None if there are none
+    output: float  # all output tokens over the whole time
+    total: float  # prompt and output tokens over the whole time
 
     @classmethod
     def of(cls, timings: Sequence[RequestTiming]) -> Self:

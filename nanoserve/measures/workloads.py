@@ -46,10 +46,8 @@ class LocalCase(NamedTuple):
 
     name: str
     shapes: Sequence[RequestShape]
-    warm_up: Sequence[RequestShape]
-    """Requests that run before them, unmeasured."""
-    announced: str
-    """What is measured, in words."""
+    warm_up: Sequence[RequestShape]  # run before them, unmeasured
+    announced: str  # what is measured, in words
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,8 @@ class AttentionFunction(Protocol):
     """What stands between the two halves of a layer."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim] -> [T, num_heads * head_dim].
-
-        Query and key are already rotated to their positions.
-        """
-        ...
+        """query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim] -> [T, num_heads * head_dim]. Query
+        and key are already rotated to their positions."""
 
 
 class DenseCausalAttention:
@@ -85,9 +82,7 @@ class AttentionBatch:
 @dataclass(slots=True)
 class PagedAttention:
     """Attention of one step over the paged cache: writes the new keys and values, then attends over the whole context.
-
-    The caches are one tensor per layer, by the layer's index: [num_blocks, num_kv_heads, block_size, head_dim].
-    """
+    The caches are one tensor per layer, by the layer's index: [num_blocks, num_kv_heads, block_size, head_dim]."""
 
     config: ModelConfig
     key_caches: Sequence[Tensor]

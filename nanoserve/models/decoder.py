@@ -26,11 +26,9 @@ class TensorParallelGroup(Protocol):
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of the ranks' tensors, on every rank. May reuse its argument."""
-        ...
 
     def gather(self, tensor: Tensor) -> Tensor | None:
         """[N, C] of every rank -> [N, degree * C] on rank 0, side by side in the order of ranks; None elsewhere."""
-        ...
 
 
 class SingleRank:
@@ -191,10 +189,8 @@ class DecoderLayer(nn.Module):
             self.feed_forward_output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def pre_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden [T, hidden_size] -> query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim].
-
-        Query and key are rotated to the positions of cos and sin.
-        """
+        """hidden [T, hidden_size] -> query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim]; query and
+        key are rotated to the positions of cos and sin."""
         config = self.config
         query, key, value = self.qkv(self.attention_norm(hidden)).split(
             (self.query_size, self.kv_size, self.kv_size), dim=-1
@@ -272,7 +268,6 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device that holds the weights."""
         return next(self.parameters()).device
 
     def forward(
@@ -300,18 +295,15 @@ class Decoder(nn.Module):
         return hidden, cos.to(hidden.dtype), sin.to(hidden.dtype)
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """The output of the stage from that of its last layer: normalized in the last stage, unchanged in the
-        others."""
+        """The output of the stage from that of its last layer: normalized in the last stage, else unchanged."""
         if not self.is_last:
             return hidden
         normed: Tensor = self.final_norm(hidden)
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, hidden_size] -> logits, float32 [N, vocab_size], in the last stage.
-
-        All ranks of the group must call this; only the first one gets logits, the others [0, vocab_size].
-        """
+        """hidden [N, hidden_size] -> logits, float32 [N, vocab_size], in the last stage. All ranks of the group must
+        call this; only the first one gets logits, the others [0, vocab_size]."""
         vocab_size = self.config.vocab_size
         logits = self.group.gather(self.lm_head(hidden))
         if logits is None:
@@ -354,8 +346,7 @@ def _inverse_frequencies(rope: RopeConfig) -> Tensor:
 def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
     """Llama 3.1: frequencies of long wavelengths are divided by the factor, short ones kept, others blended."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * frequencies / rope.factor
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder, TensorParallelGroup
-from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.hub import dummy_config, dummy_shape
 from nanoserve.models.loading import INDEX_NAME, SINGLE_NAME, empty_decoder
 from nanoserve.models.shards import Shard
@@ -63,16 +63,13 @@ def save_dummy_checkpoint(
     make_file: Callable[[Path], None] = Path.touch,
     free: int | None = None,
 ) -> None:
-    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format of its runs. Raises
-    ModelError if `spec` is not a model; RuntimeFailure if it cannot be written.
+    """Write the model that `make_dummy_model` makes on a CPU as a checkpoint, in the number format of its runs.
 
-    Args:
-        directory: an existing directory.
-        make_file: makes each file of weights, empty.
-        free: bytes that the files may take; by default the free space of the directory's file system.
+    The directory exists; `make_file` makes each file of weights, empty; the files may take `free` bytes, by default the
+    free space of the file system. Raises ModelError if `spec` is not a model; RuntimeFailure if it cannot be written.
     """
     config = dummy_config(spec)
-    files = list(_shared_out(config, dtype))
+    files = list(_tensors_by_file(config, dtype))
     needed = sum(map(_numbers, files)) * dtype.itemsize
     free = shutil.disk_usage(directory).free if free is None else free
     if needed > free:
@@ -81,8 +78,7 @@ def save_dummy_checkpoint(
         )
     last = len(files)
     names = [SINGLE_NAME] if last == 1 else [f"model-{n + 1:05}-of-{last:05}.safetensors" for n in range(last)]
-    name_of_dtype = str(dtype).removeprefix("torch.")
-    shape = dummy_shape(spec) | {"dtype": name_of_dtype, "torch_dtype": name_of_dtype}  # the new key and the old one
+    shape = dummy_shape(spec) | dict.fromkeys(("dtype", "torch_dtype"), format_name(dtype))  # the new key and the old
     generator, memory = torch.Generator("cpu"), torch.empty(max(map(_numbers, files)), dtype=dtype, device="cpu")
     try:
         for parts, name in zip(files, names, strict=True):
@@ -101,10 +97,8 @@ def save_dummy_checkpoint(
 
 
 def _write_file(path: Path, parts: list[TensorPart], dtype: torch.dtype, numbers: Tensor) -> None:
-    """Write the format of safetensors: the header's length, the header, and the numbers of all tensors in order.
-
-    The library itself would replace the existing file by another one.
-    """
+    """Write the format of safetensors: the header's length, the header, and the numbers of all tensors in order. The
+    library itself would replace the existing file by another one."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for part in parts:
@@ -117,8 +111,7 @@ def _write_file(path: Path, parts: list[TensorPart], dtype: torch.dtype, numbers
         file.write(numbers.view(torch.uint8).numpy().data)
 
 
-def _shared_out(config: ModelConfig, dtype: torch.dtype) -> Iterator[list[TensorPart]]:
-    """The tensors of each file."""
+def _tensors_by_file(config: ModelConfig, dtype: torch.dtype) -> Iterator[list[TensorPart]]:
     parts: list[TensorPart] = []
     for part in tensor_parts(config):
         if parts and _numbers([*parts, part]) * dtype.itemsize > _FILE_BYTES:

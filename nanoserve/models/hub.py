@@ -13,7 +13,7 @@ from typing import Any
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.tables import published_shapes
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, first_line
 from nanoserve.processes.files import read_json_object, read_optional_json_object
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -60,12 +60,9 @@ def resolve_model(
         raise ModelError(f"{name} is a file; --model takes the directory that holds config.json and its weights")
     if _PATH_LIKE.search(name) or not _HUB_ID.fullmatch(name):
         raise ModelError(f"no such directory: {name!r}; --model takes a directory, a hub id (owner/name) or dummy:NAME")
-    directory = _download(name, progress, offline=offline or _hub_is_offline())
+    offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    directory = _download(name, progress, offline=offline)
     return ResolvedModel(name, directory, directory)
-
-
-def _hub_is_offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _read_aliases() -> dict[str, str]:
@@ -100,14 +97,13 @@ def _download(name: str, progress: ProgressCallback | None, *, offline: bool) ->
         raise ModelError(f"{name} {why}; {instead}") from error
     except Exception as error:
         # HTTP libraries, proxies and full disks raise many kinds of errors, which mean the same to the user.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error) or type(error).__name__
         raise ModelError(f"{name} cannot be downloaded: {reason}; {instead}") from error
-    directory = Path(str(found))
-    if not any(directory.glob("*.safetensors")):
+    if not any(Path(found).glob("*.safetensors")):
         raise ModelError(
             f"{name} has no *.safetensors weights, and nanoserve reads no other kind; choose another model"
         )
-    return directory
+    return Path(found)
 
 
 def _bar_class(progress: ProgressCallback | None) -> Any:
@@ -133,10 +129,8 @@ SHAPES = published_shapes()
 
 
 def dummy_shape(spec: str) -> dict[str, Any]:
-    """The config.json of a name in SHAPES, or of a path; a leading "dummy:" is accepted.
-
-    Raises ModelError, naming the known shapes, if it is neither.
-    """
+    """The config.json of a name in SHAPES, or of a path; a leading "dummy:" is accepted. Raises ModelError, naming the
+    known shapes, if it is neither."""
     name = spec.removeprefix(DUMMY_PREFIX)
     if name.endswith(".json"):
         path = Path(name)

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
-from nanoserve.models.dtypes import resolve_dtype
+from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
@@ -28,8 +28,7 @@ SINGLE_NAME = "model.safetensors"
 _STORED_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
 """Bytes per number of the formats that are read, by the name in safetensors."""
 _MAPPED_BYTES = 64 << 20
-"""Bytes to read before a file is closed and opened again: until then, its mapped pages count as this process's
-memory."""
+"""Bytes to read before a file is opened again: until then, its mapped pages count as this process's memory."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) while a checkpoint is read."""
@@ -51,14 +50,11 @@ class Checkpoint:
     parts: list[TensorPart]
     """Every tensor of the whole model."""
     stored: Mapping[str, StoredTensor]
-    """Their places, by name."""
     _files: Mapping[Path, Any]
 
     def view(self, part: TensorPart) -> Tensor:
-        """A part in its stored format, in the mapped memory of its file, which is read when the part is used.
-
-        The mapping lives as long as the view, even if the checkpoint is closed and its files are deleted.
-        """
+        """A part in its stored format, in the mapped memory of its file, which is read when the part is used. The
+        mapping lives as long as the view, even if the checkpoint is closed and its files are deleted."""
         path = self.stored[part.name].path
         return _view(part, self._files[path], path)
 
@@ -108,11 +104,9 @@ def empty_decoder(
     group: TensorParallelGroup | None = None,
     zeroed: bool = True,
 ) -> Decoder:
-    """A decoder with parameters that are allocated, not trainable and not initialized.
-
-    On a CPU, large ones take no memory until they are written. But if `zeroed`, those of a tensor-parallel rank are
-    zero: its padding stays zero, and so do biases that another rank adds.
-    """
+    """A decoder with parameters that are allocated, not trainable and not initialized. On a CPU, large ones take no
+    memory until they are written. But if `zeroed`, those of a tensor-parallel rank are zero: its padding stays zero,
+    and so do biases that another rank adds."""
     # The meta device is not used: torch imports its compiler for it, which takes longer than loading a small model.
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -179,10 +173,8 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, S
 def _check(
     wanted_parts: Iterable[TensorPart], stored: Mapping[str, StoredTensor], config: ModelConfig, directory: Path
 ) -> list[TensorPart]:
-    """The parts, after a check that the checkpoint holds each in the right shape, and nothing else.
-
-    It stops at the first missing part, because a config may name any number of experts.
-    """
+    """The parts, after a check that the checkpoint holds each in the right shape, and nothing else. It stops at the
+    first missing part, because a config may name any number of experts."""
     parts = []
     for part in wanted_parts:
         found = stored.get(part.name)
@@ -224,7 +216,6 @@ def _fill(
     parameters, degree = dict(decoder.named_parameters()), decoder.shard.degree
     pieces = [piece for part in parts for piece in part.pieces(_MAPPED_BYTES // 8)]
     pieces.sort(key=lambda piece: stored[piece.name].path)
-    # Bytes read after each piece.
     progressed = list(accumulate(piece.size * _STORED_BYTES[stored[piece.name].dtype] for piece in pieces))
 
     def portion(reading: tuple[TensorPart, int]) -> tuple[Path, int]:
@@ -253,8 +244,7 @@ def check_finite(values: Tensor, name: str, path: Path) -> None:
     """Raise ModelError if the values, from the tensor `name` of the file, hold NaN or infinity."""
     # NaN propagates to both extremes; nothing large is allocated.
     if not all(extreme.isfinite() for extreme in values.aminmax()):
-        dtype = str(values.dtype).removeprefix("torch.")
         raise ModelError(
-            f"{path}: tensor {name} has NaN or infinite values as {dtype};"
+            f"{path}: tensor {name} has NaN or infinite values as {format_name(values.dtype)};"
             " the file is damaged, or --dtype is too narrow for it"
         )

@@ -66,14 +66,9 @@ class ReshardableWeights:
     ) -> None:
         """Map the checkpoint, and put the first layout in place.
 
-        Args:
-            config: the whole model's.
-            shards, groups: this worker's, for each layout; as in `Decoder`.
-            progress: called with the bytes of the first layout that are in place, and their total.
-
-        Raises:
-            ModelError: one line naming the file (and the tensor). Only the values of the first layout are checked here;
-                other workers check the rest.
+        `config` is the whole model's; `shards` and `groups` are this worker's for each layout, as in `Decoder`;
+        `progress` is called with the bytes of the first layout that are in place, and their total. Raises ModelError,
+        one line naming the file (and the tensor). Other workers check the values of the other layouts.
         """
         # Decoders that were never written take no memory on a CPU; below, their parameters become views.
         unset = [
@@ -93,11 +88,9 @@ class ReshardableWeights:
         self._fill(self._fillings[0], progress, checked=True)
 
     def fill(self, layout: int, progress: Progress | None = None) -> int:
-        """Put the slices of a layout in place, and zeros elsewhere in its parameters; returns the bytes moved.
-
-        Bytes count in the format of the parameters, without zeros. On return, the device has them. `progress` is called
-        with the bytes that were moved and their total.
-        """
+        """Put the slices of a layout in place, and zeros elsewhere in its parameters; on return, the device has them.
+        Returns the bytes moved, in the format of the parameters and without zeros. `progress` is called with the bytes
+        that were moved and their total."""
         filling = self._fillings[layout]
         self._fill(filling, progress, checked=False)
         return filling.num_bytes
@@ -123,7 +116,7 @@ class _Copies:
     """
 
     def __init__(self, most_bytes: int, device: torch.device) -> None:
-        """most_bytes: size of the largest region."""
+        """`most_bytes` is the size of the largest region."""
         self._device = device
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
@@ -147,7 +140,6 @@ class _Copies:
         return staged
 
     def finish(self) -> None:
-        """Wait until all copies are done."""
         if self._on_gpu:
             torch.cuda.current_stream(self._device).synchronize()
             self._used = 0

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder
+from nanoserve.models.dtypes import format_name
 from nanoserve.models.weights import tensor_parts
 
 
@@ -53,5 +54,5 @@ def _llama_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(config.eos_token_ids) or None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": format_name(dtype),
     }

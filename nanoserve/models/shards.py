@@ -34,12 +34,10 @@ class Shard:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage embeds tokens."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage computes logits."""
         return self.stage == self.num_stages - 1
 
     @property
@@ -102,13 +100,9 @@ def make_shards(
     pipeline_split: tuple[int, ...] | None = None,
     asked: str | None = None,
 ) -> list[Shard]:
-    """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group. Raises UsageError if the model
-    cannot be divided like this; the line names --pp, --pp-split or --tp, or `asked`.
-
-    Args:
-        pipeline_split: layers of each stage; None divides them by cost.
-        asked: the option and value that ask for this layout, for errors; None for --pp and --tp.
-    """
+    """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group. `pipeline_split` names the
+    layers of each stage; None divides by cost. Raises UsageError if the model cannot be divided like this; the line
+    names `asked`, the option and value that ask for this layout, or else --pp, --pp-split or --tp."""
     stages = stage_layers(config, pipeline_parallel, pipeline_split, asked=asked)
     _check_degree(config, tensor_parallel, asked)
     return [

@@ -245,7 +245,6 @@ class _Block(NamedTuple):
     """Rows (or columns) of a whole parameter that are divided together."""
 
     size: int
-    """Rows of the whole block."""
     kept: range
     """Rows that the rank has."""
     width: int

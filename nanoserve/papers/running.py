@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -11,7 +12,6 @@ from typing import Any, Self
 from nanoserve.benchmarks.machine import available_cores
 from nanoserve.errors import RuntimeFailure
 from nanoserve.papers.framework import Outcomes, SimulationJob
-from nanoserve.processes.children import follow_parent
 
 Progress = Callable[[int, int], None]
 """Takes how many jobs are done, and of how many."""
@@ -64,11 +64,18 @@ class Runner:
     def _submit(self, job: SimulationJob) -> "Future[Any]":
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._workers, context, _begin_process, (os.getpid(),))
+            self._pool = ProcessPoolExecutor(self._workers, context, _begin_process)
         return self._pool.submit(job.run)
 
 
-def _begin_process(parent: int) -> None:
+def _begin_process() -> None:
     """Ctrl-C reaches every process of a terminal, and only the first one answers it; no process outlives that one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    follow_parent(parent)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

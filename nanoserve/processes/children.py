@@ -1,8 +1,7 @@
 """Child processes that run nanoserve's code, and those among them that do untrusted work.
 
-A `LimitedProcess` does untrusted work: if it hangs, crashes or eats memory, nothing else is harmed. The child's side is
-a module whose `main` sets its limits with `limit_resources` and then calls `answer_requests`. Questions and answers are
-lines of JSON.
+If a `LimitedProcess` hangs, crashes or eats memory, nothing else is harmed. The child's side is a module whose `main`
+sets its limits with `limit_resources` and then calls `answer_requests`. Questions and answers are lines of JSON.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -27,12 +25,9 @@ ATTEMPTS = 2
 SILENCE_SECONDS = 20.0
 """Limit for a child that neither computes nor answers; its processor time is limited inside it."""
 GRACE_SECONDS = 2.0
-"""Time to end for a child that has closed its stdout."""
-
-_WATCH_SECONDS = 1.0
-_KILLED_FROM_OUTSIDE = (-9, -15)
-"""SIGKILL and SIGTERM. A child's own limits end it by other signals."""
-
+"""Time for a child to end by itself before it is killed."""
+_KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""A child's own limits end it by other signals."""
 _PACKAGES = str(Path(__file__).parents[2])
 """The directory of the package. An editable installation is found by an import hook, which children may lack."""
 
@@ -43,65 +38,12 @@ def python_command(program: str, *arguments: str, flags: Sequence[str] = ()) -> 
     return [sys.executable, *flags, "-c", prepare + program, json.dumps([_PACKAGES, *sys.path]), *arguments]
 
 
-def follow_parent(parent: int) -> None:
-    """End this process when its parent, of this process id, is gone, however it ended."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_WATCH_SECONDS)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-class FollowingChild:
-    """A Python process that lives no longer than this one, however that ends. Its stderr is kept.
-
-    `words` are sys.argv[3:] of the Python code `program`, `environment` is all of its variables, and `descriptors` are
-    open files that it inherits.
-    """
-
-    def __init__(
-        self, program: str, *words: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()
-    ) -> None:
-        follow = f"from {__name__} import follow_parent; follow_parent(int(sys.argv[2])); "
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
-        self._process = subprocess.Popen(
-            python_command(follow + program, str(os.getpid()), *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            env=environment,
-            pass_fds=descriptors,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends its child
-        )
-        self.process_id = self._process.pid
-
-    @property
-    def lines(self) -> list[str]:
-        """What it has written to stderr."""
-        descriptor = self._stderr.fileno()  # not seek and read: the child writes at the position of the same file
-        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace").strip().splitlines()
-
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
-    def last_words(self) -> str:
-        """The last line of its stderr, or its exit code; waits for its end."""
-        self.end(GRACE_SECONDS)
-        return self.lines[-1] if self.lines else f"exit code {self._process.returncode}"
-
-    def send_signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def end(self, seconds: float = 0.0) -> None:
-        """Give it some time to end, then kill it."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+def send_line(process: subprocess.Popen[bytes], line: bytes) -> None:
+    """Send a line to a child's stdin; a dead child does not read it."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
 
 
 def run_module(module: str, *words: str, environment: Mapping[str, str], failing: str = "") -> dict[str, Any]:
@@ -132,7 +74,7 @@ class LimitedProcess:
         # -I and -S: the child skips the start-up work of site.
         self._command = python_command(f"from {module} import main; main()", flags=("-I", "-S"))
         self._purpose = purpose
-        self._greeting = json.dumps(greeting)
+        self._greeting = json.dumps(greeting).encode()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -158,13 +100,12 @@ class LimitedProcess:
             self._discard()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None:
-            return self._process
-        pipe = subprocess.PIPE
-        process = self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        self._finalizer = weakref.finalize(self, _end, process)
-        _send(process, self._greeting)
-        return process
+        if self._process is None:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            self._finalizer = weakref.finalize(self, _end, self._process)
+            send_line(self._process, self._greeting)
+        return self._process
 
     def _discard(self) -> None:
         if self._process is not None:
@@ -174,15 +115,14 @@ class LimitedProcess:
     def _ask(self, line: str) -> dict[str, Any] | None:
         process = self._running()
         assert process.stdout is not None
-        _send(process, line)
+        send_line(process, line.encode())
         deadline = time.monotonic() + SILENCE_SECONDS
         watchdog = threading.Timer(SILENCE_SECONDS, process.kill)
         watchdog.start()
         try:
             answer = process.stdout.readline()
         except BaseException:
-            # Interrupted: the answer would otherwise be read as that of the next question.
-            self._discard()
+            self._discard()  # otherwise the answer would be read as that of the next question
             raise
         finally:
             watchdog.cancel()
@@ -196,13 +136,6 @@ class LimitedProcess:
             return None
         result: dict[str, Any] = json.loads(answer)
         return result
-
-
-def _send(process: subprocess.Popen[bytes], line: str) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the child is dead; `_ask` notices when no answer comes
-        process.stdin.write(line.encode() + b"\n")
-        process.stdin.flush()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -82,6 +82,5 @@ def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:
                 file.flush()
                 os.fsync(file.fileno())  # a crash leaves the old content or the new
             draft.replace(path)
-        except BaseException:
+        finally:
             draft.unlink(missing_ok=True)
-            raise

@@ -1,7 +1,6 @@
 """Where this package comes from: the checkout that holds it, a clone that it was installed from, or neither."""
 
 import json
-import os
 import subprocess
 from importlib import metadata
 from pathlib import Path
@@ -62,6 +61,5 @@ def _direct_url(place: Path) -> dict[str, Any]:
 
 
 def _git(place: Path, *arguments: str) -> str:
-    words = ["git", "-C", str(place), *arguments]
-    unlocked = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # reading a clone must not change it
-    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=10, env=unlocked).stdout.strip()
+    command = ["git", "--no-optional-locks", "-C", str(place), *arguments]  # reading a clone must not change it
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -5,6 +5,7 @@ time while all others wait. A request that kills alone fails alone. Everything f
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 SUSPICIOUS_DEATHS = 2
@@ -12,17 +13,13 @@ SUSPICIOUS_DEATHS = 2
 MAX_CULPRITS = 3
 """If this many requests in a row kill alone, the machine is at fault."""
 MAX_DEATHS, DEATHS_SECONDS = 3, 60.0
-"""Everything fails after this many deaths without a culprit within this many seconds of running.
-
-Starting does not count: a large model takes so long that workers which die at once would be started forever.
-"""
+"""Everything fails after this many deaths without a culprit within this many seconds of running. Starting does not
+count: a large model takes so long that workers which die at once would be started forever."""
 
 
 class Quarantine:
-    """Counts deaths, and for each request at how many it was in flight."""
-
     def __init__(self) -> None:
-        self._times_in_flight: dict[str, int] = {}
+        self._times_in_flight = Counter[str]()
         self._running = 0.0
         # Each death is a time on the clock, and the seconds that workers had run until then.
         self._deaths: list[tuple[float, float]] = []  # without a culprit
@@ -31,8 +28,7 @@ class Quarantine:
     @property
     def suspect(self) -> str | None:
         """The request that runs alone until it has ended, if there is one."""
-        suspects = (name for name, times in self._times_in_flight.items() if times >= SUSPICIOUS_DEATHS)
-        return next(suspects, None)
+        return next((name for name, times in self._times_in_flight.items() if times >= SUSPICIOUS_DEATHS), None)
 
     def admits(self, request_id: str) -> bool:
         """Whether a request may run now."""
@@ -41,14 +37,12 @@ class Quarantine:
     def on_death(self, in_flight: Iterable[str], now: float, *, ran: float) -> str | None:
         """Workers died after running for ``ran`` seconds; returns the request at fault, if a suspect ran alone."""
         self._running += ran
-        death, suspect = (now, self._running), self.suspect
-        requests = list(in_flight)
+        death, suspect, requests = (now, self._running), self.suspect, list(in_flight)
         if suspect is not None and requests == [suspect]:
             self._lone_deaths = [*self._lone_deaths, death][-MAX_CULPRITS:]
             self._deaths = self._lone_deaths if len(self._lone_deaths) == MAX_CULPRITS else []
             return suspect
-        for name in requests:
-            self._times_in_flight[name] = self._times_in_flight.get(name, 0) + 1
+        self._times_in_flight.update(requests)
         self._deaths = [*self._deaths, death][-MAX_DEATHS:]
         return None
 
@@ -67,5 +61,4 @@ class Quarantine:
         self._lone_deaths = []
 
     def forget(self, request_id: str) -> None:
-        """A request has ended, in any way."""
         self._times_in_flight.pop(request_id, None)

@@ -21,7 +21,6 @@ class SocketKeys(msgspec.Struct, frozen=True):
 
     @classmethod
     def random(cls) -> "SocketKeys":
-        """A new key pair."""
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
@@ -30,9 +29,8 @@ class SocketKeys(msgspec.Struct, frozen=True):
 
 
 def local_address(directory: Path) -> str:
-    """A new address to listen on for processes of this machine.
+    """A new address to listen on for processes of this machine: on Linux an abstract socket, elsewhere a file.
 
-    On Linux it is an abstract socket, which leaves no file behind; elsewhere it is a file in a private directory.
     Raises RuntimeFailure if the file's path is longer than the system allows for sockets.
     """
     name = secrets.token_hex(8)

@@ -22,16 +22,13 @@ _locks: dict[Path, int] = {}
 
 
 def choose_directory(parent: Path | None = None) -> Path:
-    """A new name for a directory of a process and its children. Removes the directories of dead processes.
+    """A new name in ``parent``, by default the system's for temporary files. Removes the directories of dead processes.
 
     Children are started with the name before the directory is made. So whichever process is killed, and whenever,
-    another one knows what to remove. `parent` is the directory to make it in, by default the system's for temporary
-    files. Raises RuntimeFailure if the system has none.
+    another one knows what to remove. Raises RuntimeFailure if the system has no directory for temporary files.
     """
-    try:
-        parent = Path(tempfile.gettempdir()) if parent is None else parent
-    except OSError as error:
-        raise _no_directory(error) from None
+    with _as_failure():
+        parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
     return parent / f"nanoserve-{secrets.token_hex(5)}"
 
@@ -41,22 +38,18 @@ def make_directory(path: Path) -> None:
 
     Raises RuntimeFailure if it cannot be made, or the name is taken.
     """
-    try:
-        while True:
+    with _as_failure():
+        path.mkdir(mode=0o700)
+        while (lock := _lock(path)) is None:
             path.mkdir(mode=0o700)
-            if (lock := _lock(path)) is not None:
-                _locks[path] = lock
-                return
-    except OSError as error:
-        raise _no_directory(error) from None
+        _locks[path] = lock
 
 
-def remove_directory(directory: Path) -> None:
-    """Remove a directory, if it exists.
-
-    It is renamed first. Otherwise a thread or a compiler that still works could add a file while it is removed, and the
-    directory would stay.
-    """
+def remove_directory(directory: Path | None) -> None:
+    """Remove a directory, if there is one."""
+    if directory is None:
+        return
+    # Renamed first: otherwise a thread or a compiler that still works could add a file meanwhile, and it would stay.
     gone = directory.with_name(f"{directory.name.removesuffix('-gone')}-gone")
     with suppress(OSError):
         directory.rename(gone)
@@ -77,7 +70,7 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a directory that has just been made; None if another process has removed it as abandoned."""
+    """Lock a new directory; None if another process has removed it as abandoned."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
@@ -107,7 +100,10 @@ def _remove_abandoned(parent: Path) -> None:
                     os.close(descriptor)
 
 
-def _no_directory(error: OSError) -> RuntimeFailure:
-    return RuntimeFailure(
-        f"no temporary directory can be made ({error.strerror}): set TMPDIR to a directory that can be written to"
-    )
+@contextmanager
+def _as_failure() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = "set TMPDIR to a directory that can be written to"
+        raise RuntimeFailure(f"no temporary directory can be made ({error.strerror}): {hint}") from None

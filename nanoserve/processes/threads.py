@@ -6,50 +6,53 @@ Threads are decided before torch is imported, when OpenMP reads its variables.
 import math
 import os
 import platform
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 MOST_THREADS = 1024
 """Largest number that a user may ask for, more than machines have cores. OpenMP may ignore larger numbers."""
 SPIN_COUNT = 1000
-"""Polls of a waiting thread before it sleeps. libgomp's default occupies a core for milliseconds: beside a busy
-process, every parallel operation then takes a time slice of the operating system, several times its own time (measured:
-9x)."""
+"""Polls of a waiting thread before it sleeps. With libgomp's default, beside a busy process, every parallel operation
+takes a time slice of the operating system, several times its own time (measured: 9x)."""
 
 _PROCESSORS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def prepare_threads(threads: int | None = None, environment: MutableMapping[str, str] | None = None) -> None:
+def prepare_threads(threads: int | None = None, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set OpenMP's variables for this process and its children, unless the user has set them.
 
     `threads` overrides OMP_NUM_THREADS; None means one per physical core that this process may use. A torch that is
     already imported is not affected.
     """
-    variables = os.environ if environment is None else environment
     if threads is not None:
-        variables["OMP_NUM_THREADS"] = str(threads)
+        environment["OMP_NUM_THREADS"] = str(threads)
     else:
-        variables.setdefault("OMP_NUM_THREADS", str(physical_cores()))
-    if "OMP_WAIT_POLICY" not in variables:
-        variables.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+        environment.setdefault("OMP_NUM_THREADS", str(physical_cores()))
+    if "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
-def threads_of_each(workers: int, environment: MutableMapping[str, str] | None = None) -> int:
+def threads_of_each(workers: int, environment: Mapping[str, str] = os.environ) -> int:
     """OMP_NUM_THREADS for each of several processes that share the threads of one; at least 1.
 
     Call it after `prepare_threads`. OpenMP allows a list, for nested regions; its first number counts.
     """
-    variables = os.environ if environment is None else environment
-    first = variables.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    first = environment.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     together = int(first) if first.isascii() and first.isdigit() else physical_cores()
     return max(1, together // workers)
 
 
 def physical_cores(processors: Path = _PROCESSORS, quota: Path = _QUOTA) -> int:
     """Cores that this process may use, within a container's limit; two hardware threads of a core count once."""
-    return max(1, min(len(cores_in_use(processors)), _limit(quota)))
+    try:
+        granted, period = map(int, quota.read_text().split())
+        limit = math.ceil(granted / period)
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
+        limit = os.cpu_count() or 1
+    return max(1, min(len(cores_in_use(processors)), limit))
 
 
 def cores_in_use(processors: Path = _PROCESSORS) -> list[tuple[int, ...]]:
@@ -57,25 +60,11 @@ def cores_in_use(processors: Path = _PROCESSORS) -> list[tuple[int, ...]]:
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores: dict[str, list[int]] = {}
     for number in sorted(allowed):
-        cores.setdefault(_core(processors, number), []).append(number)
+        siblings = str(number)
+        with suppress(OSError):
+            siblings = (processors / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip()
+        cores.setdefault(siblings, []).append(number)
     return [tuple(core) for core in cores.values()]
-
-
-def _core(processors: Path, number: int) -> str:
-    """A key that is equal for the hardware threads of one core."""
-    try:
-        return (processors / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(number)
-
-
-def _limit(quota: Path) -> int:
-    """Processors that the control group grants, rounded up; all of the machine's without a limit."""
-    try:
-        granted, period = quota.read_text().split()
-        return math.ceil(int(granted) / int(period))
-    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
-        return os.cpu_count() or 1
 
 
 @cache
@@ -85,9 +74,7 @@ def processor_name_and_flags() -> tuple[str, frozenset[str]]:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return platform.processor() or platform.machine(), frozenset()
-    fields: dict[str, str] = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
+    lines = (line.partition(":") for line in reversed(text.splitlines()))
+    fields = {name.strip(): value.strip() for name, _, value in lines}  # the first processor's come last, and stay
     flags = fields.get("flags") or fields.get("Features", "")
     return fields.get("model name", platform.machine()), frozenset(flags.split())

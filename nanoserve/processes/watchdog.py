@@ -1,9 +1,9 @@
 """A child process that ends with its parent: two pipes, and in the child a thread.
 
-The engine process is tied to its front end like this, and the workers to the engine. When the parent's end of the
-first pipe closes, however it died, the child ends within moments, whether it is loading, computing or waiting. Over the
-second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it is stopped, the end of the pipe
-that it is dead.
+The engine process is tied to its front end like this, the workers to the engine, and servers and peers to a benchmark.
+When the parent's end of the first pipe closes, however it died, the child ends within moments, whether it is loading,
+computing or waiting. Over the second pipe, the child writes a byte every ``HEARTBEAT_SECONDS``: silence means that it
+is stopped, the end of the pipe that it is dead.
 """
 
 import contextlib
@@ -12,118 +12,148 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
-from nanoserve.processes.children import python_command
+from nanoserve.processes.children import GRACE_SECONDS, python_command, send_line
 from nanoserve.processes.temporary import remove_directory
 
 HEARTBEAT_SECONDS = 0.5
-GRACE_SECONDS = 2.0
-"""Time for a process to end by itself before it is killed."""
 
 
 class TiedChild:
     """The parent's side: a process that lives as long as this process holds its pipes, and no longer.
 
-    `program` is Python code that begins with a `ParentWatchdog`, `directory` a name from `choose_directory`; the child
-    removes it when this process is gone. `variables` are added to its environment. Raises OSError if it cannot start.
+    `program` is Python code that begins with a `ParentWatchdog`; `words` are its sys.argv[3:]. `directory` is a name
+    from `choose_directory`, and the child removes it when this process is gone. `environment` is all of the child's
+    variables, and `descriptors` are open files that it inherits. Raises OSError if it cannot start.
     """
 
-    def __init__(self, program: str, directory: Path, variables: Mapping[str, str] | None = None) -> None:
-        self._process = subprocess.Popen(
-            python_command(program, str(directory)),
+    def __init__(
+        self,
+        program: str,
+        *words: str,
+        directory: Path | None = None,
+        environment: Mapping[str, str] = os.environ,
+        descriptors: Sequence[int] = (),
+        stderr: IO[bytes] | None = None,
+    ) -> None:
+        self.process = subprocess.Popen(
+            python_command(program, str(directory or ""), *words),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | (variables or {}),
+            stderr=stderr,
+            env=environment,
+            pass_fds=descriptors,
             process_group=0,  # Ctrl-C is for the parent, which then ends its children
         )
 
     def tell(self, line: bytes) -> None:
-        """Send a line; one that has died meanwhile does not read it."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line + b"\n")
-            self._process.stdin.flush()
+        send_line(self.process, line)
 
     @property
     def pulse(self) -> int:
         """Descriptor of its heartbeats, which ends with it."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
 
     def beats(self) -> bool:
         """Whether it gave a sign of life, once its pulse is readable; if not, it is dead."""
         return bool(os.read(self.pulse, 65536))
 
-    def killed(self) -> str | None:
-        """The signal by which it died, in words; None if it lives or ended by itself."""
-        code = self._process.poll()
-        return None if code is None or code >= 0 else self.ending()
-
     def ending(self) -> str:
         """How it ended, in words; waits for the end."""
-        code = self._process.wait()
+        code = self.process.wait()
         if code >= 0:
             return f"ended with exit code {code}"
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}"
 
     def let_go(self) -> None:
-        """Close its pipes: it ends itself and all that it has started, or is killed."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        """Close its pipes: it kills itself and all that it has started."""
+        for pipe in filter(None, (self.process.stdin, self.process.stdout)):
+            with contextlib.suppress(OSError):
+                pipe.close()
 
-    def end(self, until: float = 0.0) -> None:
-        """Wait for its end until that monotonic time, then kill it and all that it has started."""
+    def end(self, seconds: float = 0.0) -> None:
+        """Wait for its end for this time, then kill it and all that it has started."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, until - time.monotonic()))
+            self.process.wait(max(0.0, seconds))
         # With the group: a compiler, for example, would outlive it.
         with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is left; on macOS: only dead ones
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.let_go()
+
+
+def end_children(children: Collection[TiedChild], directory: Path | None, seconds: float = GRACE_SECONDS) -> None:
+    """Let all children go, kill those that live after this time, and remove their directory."""
+    for child in children:
+        child.let_go()
+    until = time.monotonic() + seconds
+    for child in children:
+        child.end(until - time.monotonic())
+    remove_directory(directory)
+
+
+class LoggedChild(TiedChild):
+    """A child whose stderr is kept, and whose stdout is lost. Its program need not begin with a watchdog."""
+
+    def __init__(
+        self, program: str, *words: str, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+    ) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the child)
+        program = f"from {__name__} import follow_parent; follow_parent(); {program}"
+        super().__init__(program, *words, environment=environment, descriptors=descriptors, stderr=self._log)
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has written to stderr."""
+        descriptor = self._log.fileno()  # not seek and read: the child writes at the position of the same file
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace").strip().splitlines()
+
+    def last_words(self) -> str:
+        """The last line of its stderr, or its exit code; waits for its end."""
+        self.end(GRACE_SECONDS)
+        return self.lines[-1] if self.lines else f"exit code {self.process.returncode}"
+
+
+def follow_parent() -> None:
+    """Tie this process to the `LoggedChild` that started it."""
+    ParentWatchdog.of_this_process().start()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # only stderr is kept
 
 
 class ParentWatchdog:
-    """The child's side: a thread that ends this process when its parent is gone, and writes heartbeats.
+    """The child's side: a thread that ends the group that this process leads with its parent, and writes heartbeats.
 
-    The descriptor `parent` reads end-of-file when the parent is gone; `directory` is then removed with its content. The
-    process must lead a process group: the whole group ends with the parent.
+    The descriptor `parent` reads end-of-file when the parent is gone; `directory` is then removed with its content.
     """
 
-    def __init__(self, parent: int, pulse: int, directory: Path) -> None:
-        self._parent = parent
-        self._pulse = pulse
-        self.directory = directory
+    def __init__(self, parent: int, pulse: int, directory: Path | None) -> None:
+        self._parent, self._pulse, self.directory = parent, pulse, directory
         os.set_blocking(pulse, False)  # a parent that hangs must not block the thread
 
     @classmethod
     def of_this_process(cls) -> Self:
-        """The watchdog of a process that a `TiedChild` started.
-
-        It takes private copies of stdin and stdout: children must not hold them open, and libraries must not write to
-        them.
-        """
+        """The watchdog of a process that a `TiedChild` started."""
+        # Private copies of stdin and stdout: children must not hold them open, and libraries must not write to them.
         parent, pulse = os.dup(0), os.dup(1)
         nowhere = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nowhere, 0)
         os.dup2(2, 1)
         os.close(nowhere)
-        return cls(parent, pulse, Path(sys.argv[2]))
+        return cls(parent, pulse, Path(sys.argv[2]) if sys.argv[2] else None)
 
     def read_line(self) -> bytes:
-        """A line from the parent, read byte by byte, so that nothing after it is consumed.
-
-        If the parent is gone, the process removes the directory that the parent may have made, and ends.
-        """
+        """A line from the parent. If that is gone, the process removes the directory and ends."""
         line = bytearray()
         while not line.endswith(b"\n"):
-            byte = os.read(self._parent, 1)
+            byte = os.read(self._parent, 1)  # nothing after the line must be consumed
             if not byte:
                 remove_directory(self.directory)
                 sys.exit(0)
@@ -131,30 +161,18 @@ class ParentWatchdog:
         return bytes(line)
 
     def start(self) -> None:
-        """Write the first heartbeat and start the thread."""
-        # A stopped group that loses its parent gets SIGHUP, then SIGCONT. SIGHUP is ignored, so that this thread runs
-        # on and cleans up.
+        """Start the thread, which writes the first heartbeat at once."""
+        # A stopped group that loses its parent gets SIGHUP, then SIGCONT: the thread must survive to clean up.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        try:
-            os.write(self._pulse, b".")
-        except OSError:
-            self._end()
         threading.Thread(target=self._watch, name="parent-watchdog", daemon=True).start()
 
     def _watch(self) -> None:
-        while True:
-            readable, _, _ = select.select([self._parent], [], [], HEARTBEAT_SECONDS)
-            if readable and not os.read(self._parent, 4096):
-                break
-            try:
-                os.write(self._pulse, b".")
-            except BlockingIOError:
-                continue
-            except OSError:
-                break
-        self._end()
-
-    def _end(self) -> None:
-        """Remove the directory and kill the process group at once."""
+        with contextlib.suppress(OSError):  # the parent has closed the pulse
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._pulse, b".")
+                readable, _, _ = select.select([self._parent], [], [], HEARTBEAT_SECONDS)
+                if readable and not os.read(self._parent, 4096):
+                    break
         remove_directory(self.directory)
         os.killpg(0, signal.SIGKILL)  # a running compiler included

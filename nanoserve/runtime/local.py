@@ -21,11 +21,8 @@ class LocalExecutor:
 
     With `feeds_tokens`, `submit` hands the plan to the device and returns, and `collect` waits for the older of the two
     that may be in flight: on a GPU the host works while the device computes; the CPU is both, and gains nothing by it.
-    With a part of a host pool in its stage, it carries out swaps beside the computing.
-
-    Raises:
-        RuntimeFailure: from `submit` and `collect`, when the device has no memory left. What was in flight is then
-            forgotten.
+    With a part of a host pool in its stage, it carries out swaps beside the computing. `submit` and `collect` raise
+    RuntimeFailure when the device has no memory left; what was in flight is then forgotten.
     """
 
     def __init__(self, stage: Stage, *, feeds_tokens: bool = False) -> None:
@@ -46,7 +43,6 @@ class LocalExecutor:
 
     @property
     def runner(self) -> ModelRunner:
-        """What runs the plans, to time its parts; raises as `stage` does."""
         return self.stage.runner
 
     def submit(self, plan: StepPlan) -> None:

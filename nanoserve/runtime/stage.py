@@ -6,6 +6,7 @@ collecting are a LocalExecutor's, activations and resharding a Worker's.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.host.hybrid_runner import Header, HybridRunner, HybridStep
+from nanoserve.runtime.host.hybrid_runner import HybridRunner
 from nanoserve.runtime.launch.memory import kv_bytes_per_block, memory_errors
 from nanoserve.runtime.moves.host_pool import HostPart
 from nanoserve.runtime.moves.swapping import BlockMover, LayerMarks, Swapper
@@ -44,15 +45,13 @@ class Stage:
         part: HostPart | None = None,
         processor: HostProcessor | None = None,
     ) -> None:
-        """As `build` has them; `layers` are those that the runner runs."""
         self.runner = runner
         # The runner, if the CPU attends for host sequences.
         self.hybrid = runner if isinstance(runner, HybridRunner) else None
-        self.processor = processor
+        self.processor, self.layers = processor, layers
         self.mover: BlockMover | None = None
         if part is not None:
             self.mover = BlockMover(runner.caches.keys, runner.caches.values, part, runner.device)
-        self.layers = layers
         self._libraries: list[BackgroundLibrary] = [] if layers is None else [*layers.libraries]
         if runner.device.type == "cpu":
             self._libraries.insert(0, cpu_operators())
@@ -73,24 +72,19 @@ class Stage:
     ) -> "Stage":
         """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not suffice.
 
-        Args:
-            layers: runs the layers, whole or in pieces; None for plain torch.
-            part: of the host pool, for swaps; with a `processor` too, that attends for the sequences whose KV is there.
-            settings: others of the ModelRunner.
+        Without `layers` plain torch runs them. A part of the host pool is for swaps; with a processor too, that attends
+        for the sequences whose KV is there. `settings` are others of the ModelRunner.
         """
         device = torch.device(device)
         settings |= {"num_blocks": num_blocks, "block_size": block_size, "device": device}
         size = format_size(num_blocks * kv_bytes_per_block(decoder.config, block_size, decoder.dtype))
         decoder.eval()
         with memory_errors(device, f"a KV cache of {size} does not fit", "lower --kv-cache-memory"):
-            runner: ModelRunner
             if part is None or processor is None:
                 runner = ModelRunner(decoder, run_layer=layers or DecoderLayer.__call__, **settings)
             else:
-                layers = layers or LayerRunner()
-                runner = HybridRunner(
-                    decoder, layers, lambda: processor.start(decoder.config, part, device), **settings
-                )
+                layers, start_host = layers or LayerRunner(), partial(processor.start, decoder.config, part, device)
+                runner = HybridRunner(decoder, layers, start_host, **settings)
             return cls(runner, layers=layers, part=part, processor=processor)
 
     # ---- with each plan ----------------------------------------------------------------------------------------
@@ -127,12 +121,6 @@ class Stage:
             with memory_errors(self.runner.device, problem(), "lower --max-num-batched-tokens"):
                 raise
 
-    def header_behind(self, step: PreparedStep) -> Header | None:
-        """The header of a computed step's hidden states; None where the plan alone says how many come."""
-        if self.hybrid is None or not isinstance(step, HybridStep):
-            return None
-        return self.hybrid.header_behind(step)
-
     def take_loss(self) -> str | None:
         """Why the CPU will not end what was under way here, if it was lost since the last call."""
         return None if self.hybrid is None else self.hybrid.hybrid.take_loss()
@@ -151,7 +139,6 @@ class Stage:
 
     @property
     def pending(self) -> bool:
-        """Whether something is being built."""
         return any(library.pending for library in self._libraries)
 
     @property

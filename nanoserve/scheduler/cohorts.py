@@ -31,7 +31,7 @@ class HostCohorts(dict[int, _HostCohort]):
             self[step].layers = layers
 
     def leave(self, sequence: int) -> None:
-        """It is answered, or a plan finishes it; it need not have been under way."""
+        """The sequence is answered, or a plan finishes it; it need not have been under way."""
         for step, cohort in self.items():
             if cohort.pop(sequence, None) is not None:
                 if not cohort:
@@ -55,5 +55,4 @@ class HostCohorts(dict[int, _HostCohort]):
         }
 
     def layers_behind(self, sequence: int) -> int:
-        """How far a sequence under way is."""
         return next(cohort.layers for cohort in self.values() if sequence in cohort)

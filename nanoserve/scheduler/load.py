@@ -109,7 +109,6 @@ class Load:
     layout: int = 0
     """The current parallel layout, from 0. A transition is over when this has changed."""
     layouts: int = 1
-    """How many there are."""
     host_decodes: int = 0
     """Sequences whose KV is in host memory, in flight or not."""
     ready_host: int = 0
@@ -130,19 +129,14 @@ class Load:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that the free KV blocks hold."""
         return self.free_blocks * self.block_size
 
     @property
     def free_fraction(self) -> float:
-        """Free KV blocks over all KV blocks, in [0, 1]."""
         return self.free_blocks / self.total_blocks
 
     def first_waiting_fits(self, *, admission_reserve: bool = True) -> bool:
-        """Whether the next prompt may start or go on, and the free blocks hold all of it.
-
-        With the reserve a new prompt must leave a block for each running decode to grow into, as in the Decision.
-        """
+        """Whether the next prompt may start or go on, and the free blocks hold all of it and the Decision's reserve."""
         kept = self.running_decodes if admission_reserve and not self.ready_prefills else 0
         return self.first_waiting_tokens > 0 and self.first_waiting_blocks + kept <= self.free_blocks
 
@@ -198,5 +192,4 @@ class Policy(ABC):
                 raise UsageError(f"{one.name} must be at least {low}{upper}, not {value}")
 
     @abstractmethod
-    def decide(self, load: Load) -> Decision:
-        """Answer for this snapshot; a pure function."""
+    def decide(self, load: Load) -> Decision: ...

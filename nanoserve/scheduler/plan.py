@@ -22,17 +22,14 @@ class Begin(msgspec.Struct, frozen=True):
     """
 
     sequence: int
-    """Its id."""
     tokens: tuple[int, ...]
     """Prompt and output so far."""
     prompt_length: int
-    """How many of ``tokens`` are the prompt."""
     index: int
     """Its number among the request's ``n`` samples; part of the random counter."""
     seed: int
     """The request's resolved seed."""
     params: SamplingParams
-    """Its sampling parameters."""
     end_tokens: tuple[int, ...] = ()
     """Ids that min_tokens keeps from being sampled too early."""
 
@@ -50,7 +47,6 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     """
 
     sequence: int
-    """Its id."""
     start: int
     """First position."""
     tokens: tuple[int, ...]
@@ -184,10 +180,9 @@ class StepResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LayoutCapacity:
-    """The limits of a parallel layout."""
+    """The KV blocks and plans in flight of a parallel layout."""
 
     num_blocks: int
-    """KV blocks on the device."""
     pipeline_depth: int = 1
     """Most plans in flight."""
 
@@ -201,18 +196,12 @@ class Executor(Protocol):
     """Whether it takes fed rows. Then it has one stage, and the next plan is made while the device computes."""
 
     def submit(self, plan: StepPlan) -> None:
-        """Take a plan; never blocks on the device.
-
-        Raises:
-            RuntimeFailure: if the plans in flight will never be answered; later plans may be.
-            WorkersFailed: if no plan will ever be answered.
-        """
+        """Take a plan; never blocks on the device. Raises RuntimeFailure if the plans in flight will never be answered,
+        but later ones may be; WorkersFailed if no plan will ever be answered."""
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Results in the order they became known; waits for the first one, at most until this time on ``now()``.
-
-        Raises: as `submit` does.
-        """
+        """Results in the order they became known; waits for the first one, at most until this time on ``now()``. Raises
+        as `submit` does."""
 
     @property
     def ready(self) -> bool:

@@ -26,15 +26,11 @@ class PlanBuilder:
     """
 
     table: SequenceTable
-    """The sequences, their queues, blocks and swaps; the builder admits, preempts and moves."""
     cohorts: HostCohorts
-    """Host sequences whose token is under way."""
     in_flight: Collection[StepPlan]
     """The plans that have not ended."""
     load: Load
-    """What the policy saw."""
     decision: Decision
-    """What it decided."""
     now: float
     """Seconds on the executor's clock."""
     admits: bool
@@ -61,15 +57,11 @@ class PlanBuilder:
 
     @property
     def does_something(self) -> bool:
-        """Whether it is worth a plan."""
         return bool(self.rows or self._host_rows or self._swaps) or self.transition is not None
 
     def build(self, decodes: list[Sequence], prefills: list[Sequence], on_host: list[Sequence]) -> None:
-        """Carry the decision out as far as the blocks go: swaps, then decodes, then prompts.
-
-        The lists are what may enter the plan, oldest first; ``prefills`` are partly computed prompts. A sequence in
-        host memory may move to the device instead.
-        """
+        """Carry the decision out as far as the blocks go: swaps, then decodes, then prompts. The lists may enter the
+        plan, oldest first; ``prefills`` are partly computed prompts. Host sequences may move to the device instead."""
         decision = self.decision
         if decision.swap_out and self._blocks.host_pool.num_blocks:
             decodes = self._swap_out(decodes)
@@ -85,7 +77,6 @@ class PlanBuilder:
         self._add_prefills(prefills)
 
     def plan(self, step: int, layout: int) -> StepPlan:
-        """The finished plan."""
         rows = (*self.rows, *self._host_rows)
         return StepPlan(
             step=step,
@@ -150,8 +141,7 @@ class PlanBuilder:
         """Plan as much of the prompt as budget and free blocks hold; returns how many tokens."""
         chunk = min(sequence.remaining, self._blocks.capacity(sequence))
         if self.decision.whole_prompts:
-            first = not self.rows
-            if chunk < sequence.remaining or (chunk > budget and not (first and budget > 0)):
+            if chunk < sequence.remaining or (chunk > budget and (self.rows or budget <= 0)):
                 return 0
         else:
             chunk = min(chunk, budget)
@@ -213,11 +203,9 @@ class PlanBuilder:
     # ---- swaps ------------------------------------------------------------------------------------------------
 
     def _swap_out(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Move decodes to the host as decided, newest first; returns those that may enter the plan.
-
-        A decode that came from there and has computed no token since stays, or it could go to and fro endlessly. One in
-        flight cannot move before its token, but does not enter the plan either.
-        """
+        """Move decodes to the host as decided, newest first; returns those that may enter the plan. One that has
+        computed no token since it came from there stays, or it could go to and fro endlessly. One in flight cannot move
+        before its token, but does not enter the plan either."""
         chosen = [sequence for sequence in reversed(decodes) if sequence.begun][: self.decision.swap_out]
         for sequence in chosen:
             if not sequence.in_flight and not self._move_out(sequence):
@@ -226,10 +214,8 @@ class PlanBuilder:
         return [sequence for sequence in decodes if sequence.sequence_id not in leaving]
 
     def _swap_in(self, ready: list[Sequence]) -> list[Sequence]:
-        """Move host sequences to the device as decided, oldest first; returns those that stay.
-
-        A block stays free for each decode to grow into, so that nothing has to come back at once.
-        """
+        """Move host sequences to the device as decided, oldest first; returns those that stay. A block stays free for
+        each decode to grow into, so that nothing has to leave again at once."""
         pool, table = self._blocks.pool, self.table
         for moved, sequence in enumerate(ready[: self.decision.swap_in]):
             growing = len(table.running) + len(table.moving)
@@ -317,16 +303,17 @@ class PlanBuilder:
         if sequence.first_scheduled_time is None:
             sequence.first_scheduled_time = self.now
         request = sequence.request
-        begin = Begin(
-            sequence=sequence.sequence_id,
-            tokens=tuple(sequence.tokens),
-            prompt_length=sequence.prompt_length,
-            index=sequence.index,
-            seed=request.seed,
-            params=request.params,
-            end_tokens=() if request.params.ignore_eos else request.end_tokens,
+        self._begin.append(
+            Begin(
+                sequence=sequence.sequence_id,
+                tokens=tuple(sequence.tokens),
+                prompt_length=sequence.prompt_length,
+                index=sequence.index,
+                seed=request.seed,
+                params=request.params,
+                end_tokens=() if request.params.ignore_eos else request.end_tokens,
+            )
         )
-        self._begin.append(begin)
 
     # ---- rows on the host -------------------------------------------------------------------------------------
 

@@ -1,6 +1,4 @@
-"""Scheduler: the mechanism shared by all policies.
-
-It keeps the sequences and their blocks (SequenceTable), asks the policy how much to do, turns the answer into a
+"""Scheduler: keeps the sequences and their blocks (SequenceTable), asks the policy how much to do, turns that into a
 StepPlan (PlanBuilder), and takes the StepResult back. Whatever the policy says, no block is used twice, every block
 comes back, and every admitted sequence finishes once arrivals stop.
 
@@ -85,21 +83,13 @@ class Layouts:
 class Scheduler:
     """Queues, blocks and a policy.
 
-    Args:
-        num_blocks: KV blocks on the device.
-        block_size: tokens per block.
-        max_model_len: longest sequence, prompt and output together.
-        max_num_seqs: sequences that hold blocks at a time.
-        prefix_caching: share full blocks of equal prefixes.
-        pipeline_depth: plans in flight at most, unless tokens are fed: P, the micro-batches of a pipeline of P stages.
-        host_blocks: KV blocks in host memory; with none, nothing ever moves there.
-        other_layouts: num_blocks and pipeline_depth of parallel layouts 1, 2, ...
-        predictors: for the policy, one per layout.
-        feeds_tokens: the executor takes fed rows; one more plan may be in flight then. Sequences that cannot be fed
-            (``SamplingParams.may_be_fed``) skip every other plan while others are.
-
-    Raises:
-        ValueError: if tokens are to be fed through more than one stage.
+    ``num_blocks`` are the KV blocks on the device, ``host_blocks`` those in host memory; with none, nothing ever moves
+    there. ``max_model_len`` is the longest sequence, prompt and output together. ``max_num_seqs`` hold blocks at a
+    time. At most ``pipeline_depth`` plans are in flight: P, the micro-batches of a pipeline of P stages.
+    ``other_layouts`` are parallel layouts 1, 2, ..., with one of the ``predictors`` for each layout. With
+    ``feeds_tokens`` the executor takes fed rows, so one more plan may be in flight. Sequences that cannot be fed
+    (``SamplingParams.may_be_fed``) then skip every other plan while others are. Raises ValueError if tokens are to be
+    fed through more than one stage.
     """
 
     def __init__(
@@ -164,11 +154,8 @@ class Scheduler:
     def stop(
         self, request_id: str, now: float, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
     ) -> list[SequenceUpdate]:
-        """End a request, or one of its samples, from outside: an abort, or a stop string the caller has seen.
-
-        A sequence in flight ends at once for the caller; its blocks come back with its last answer. Unknown and
-        finished sequences are ignored.
-        """
+        """End a request, or one of its samples, from outside: an abort, or a stop string the caller has seen. One in
+        flight ends at once for the caller; its blocks come back with its last answer. Unknown ones are ignored."""
         family = [sequence for sequence in self.table.unfinished(request_id) if index in (None, sequence.index)]
         for sequence in family:
             self.table.finish(sequence, reason, now)
@@ -224,10 +211,8 @@ class Scheduler:
         return builder
 
     def _break_deadlock(self, now: float, builder: PlanBuilder) -> PlanBuilder:
-        """Nothing is in flight and the decision moved nothing, so nothing would ever change.
-
-        While partly computed prompts hold all blocks, preempt the newest and ask again; at last, run the oldest.
-        """
+        """Nothing is in flight and the decision moved nothing, so nothing would ever change. While partly computed
+        prompts hold all blocks, preempt the newest and ask again; at last, run the oldest."""
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
             self.table.preempt(self.running[-1])
             builder = self._build(now, admits=False)
@@ -288,11 +273,8 @@ class Scheduler:
         return load, decodes, prefills, ready_host
 
     def apply(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        """Take in what an executor found out; returns what each sequence gained.
-
-        Raises:
-            WorkersFailed: if workers have died too often, and it is not known of which request.
-        """
+        """Take in what an executor found out; returns what each sequence gained. Raises WorkersFailed if workers have
+        died too often, and it is not known of which request."""
         if result.lost is not None:
             return self._lose_workers(result.lost, now, ran=result.ran)
         table, cohorts, any_on_host = self.table, self._cohorts, bool(self._cohorts)

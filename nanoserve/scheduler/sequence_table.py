@@ -74,7 +74,6 @@ class SequenceTable:
     """
 
     blocks: SequenceBlocks
-    """The block tables of both tiers."""
     fewest_blocks: int
     """Blocks on the device, in the layout that has fewest."""
     max_model_len: int
@@ -105,11 +104,8 @@ class SequenceTable:
     # ---- intake -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue the first sample of a request; the others wait until its prompt is computed.
-
-        Raises:
-            UsageError: if it can never run to its end, or its id is in use.
-        """
+        """Queue the first sample of a request; the others wait until its prompt is computed. Raises UsageError if it
+        can never run to its end, or its id is in use."""
         if request.request_id in self.requests:
             raise UsageError(f"request id {request.request_id!r} is in use")
         self._check_admissible(request)
@@ -198,11 +194,9 @@ class SequenceTable:
         return self.max_num_seqs - len(self.running) - len(self.moving)
 
     def may_go_on(self, sequence: Sequence) -> bool:
-        """Whether a sequence in flight may enter the next plan too, because the executor feeds tokens.
-
-        A decode is then fed; a prompt's chunks follow each other, as plans run in order. Prompts whose log
-        probabilities are wanted wait: an answer belongs to their only row in flight.
-        """
+        """Whether a sequence in flight may enter the next plan too, because the executor feeds tokens. A decode is then
+        fed; a prompt's chunks follow each other, as plans run in order. Prompts whose log probabilities are wanted
+        wait: an answer belongs to their only row in flight."""
         if not self.feeds_tokens:
             return False
         if sequence.status is _DECODE:
@@ -244,11 +238,9 @@ class SequenceTable:
         self._ended = []
 
     def lose_host(self, *, for_good: bool) -> None:
-        """All KV in host memory is lost, and nothing in flight of sequences there will be answered.
-
-        Moving sequences keep theirs: what swaps have read or written is whole. If it is lost ``for_good``, nothing
-        moves to the host any longer, and prompts with a reservation stay on the device.
-        """
+        """All KV in host memory is lost, and nothing in flight of sequences there will be answered. Moving sequences
+        keep theirs: what swaps have read or written is whole. If it is lost ``for_good``, nothing moves to the host any
+        longer, and prompts with a reservation stay on the device."""
         for sequence in [one for one in self.sequences.values() if one.place is _HOST]:
             self._requeue(sequence)
         self.host_disabled = for_good
@@ -304,10 +296,8 @@ class SequenceTable:
         return not self.host_disabled and self.blocks.can_reserve(sequence, tokens)
 
     def begin_swap(self, sequence: Sequence, direction: Literal["out", "in"], *, after_row: bool = False) -> Swap:
-        """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row.
-
-        The executor forgets it, after that row if there is one, and it begins again on arrival.
-        """
+        """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row. The
+        executor forgets it, after that row if there is one, and it begins again on arrival."""
         swap = Swap(
             swap=next(self._swap_ids),
             sequence=sequence.sequence_id,

@@ -3,6 +3,7 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,13 +13,11 @@ import msgspec
 from nanoserve.request import CompletionOutput, TokenLogprob
 from nanoserve.text.tokenizer import Tokenizer
 
-_REMEMBERED_TEXTS = 65536
-
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
     """The texts of single tokens within a longer text: at the beginning, some tokenizers drop a token's blank."""
 
-    @lru_cache(_REMEMBERED_TEXTS)
+    @lru_cache(65536)
     def text(token: int) -> str:
         once = tokenizer.decode([token], skip_special_tokens=False)
         return tokenizer.decode([token, token], skip_special_tokens=False)[len(once) :]
@@ -45,27 +44,13 @@ class CompletionFormat(ABC):
     def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
         """One choice, or what is new of it; a chat has its text in the field ``name``."""
 
-    def chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        """A chunk with new parts of choices."""
-        return self._object(self.chunk_kind, choices)
-
-    def whole(self, choices: Sequence[msgspec.Raw]) -> dict[str, Any]:
-        """The whole answer, with its choices in order as JSON."""
-        return self._object(self.kind, choices)
-
-    def _object(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
-        return {
-            "id": self.answer_id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+    def envelope(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
+        """The whole answer or a chunk of it, with these choices."""
+        head = {"id": self.answer_id, "object": kind, "created": self._created, "model": self._model}
+        return head | {"choices": choices}
 
 
 class ChatFormat(CompletionFormat):
-    """``chat.completion`` and its chunks."""
-
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
@@ -77,13 +62,11 @@ class ChatFormat(CompletionFormat):
         if index in self._begun:  # the role comes with the first text: clients time the first chunk
             content = {"content": output.text} if output.text else {}
         self._begun.add(index)
-        logprobs = None
-        if output.logprobs is not None:
-            entries = [
-                self._entry(one.token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
-                for one in output.logprobs
-            ]
-            logprobs = {"content": entries}
+        entries = [
+            self._entry(one.token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
+            for one in output.logprobs or ()
+        ]
+        logprobs = None if output.logprobs is None else {"content": entries}
         return {"index": index, name: content, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
@@ -92,13 +75,11 @@ class ChatFormat(CompletionFormat):
 
 
 class TextFormat(CompletionFormat):
-    """``text_completion``, whose chunks have the same shape as the whole answer."""
-
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
         super().__init__(model, text_of)
-        self._offsets: dict[int, int] = {}
+        self._offsets = Counter[int]()  # where the next token's text begins, by choice
 
     def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
         logprobs = None if output.logprobs is None else self._logprobs(index, output.logprobs)
@@ -107,13 +88,11 @@ class TextFormat(CompletionFormat):
     def _logprobs(self, index: int, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
         """Parallel lists; ``text_offset`` says where each token's text begins in the choice."""
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        offset = self._offsets.get(index, 0)
         for one in logprobs:
             text = self._text_of(one.token)
             # The sampled token is listed too, even if it is not among the likeliest.
             top = {self._text_of(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
-            for name, value in zip(lists, (text, one.logprob, top, offset), strict=True):
+            for name, value in zip(lists, (text, one.logprob, top, self._offsets[index]), strict=True):
                 lists[name].append(value)
-            offset += len(text)
-        self._offsets[index] = offset
+            self._offsets[index] += len(text)
         return lists

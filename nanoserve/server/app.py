@@ -27,7 +27,6 @@ _LOG = logging.getLogger("nanoserve.server")
 
 
 def make_app(service: Service) -> Starlette:
-    """The ASGI application of a service."""
     routes = [
         Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -41,8 +40,8 @@ def make_app(service: Service) -> Starlette:
         Route("/metrics", endpoints.metrics),
     ]
     handlers = dict.fromkeys((NanoserveError, HTTPException, ClientDisconnect, Exception), _answer_error)
-    middleware = [Middleware(_Gate, keys=[key.encode() for key in service.api_keys], hosts=service.allowed_hosts)]
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+    gate = Middleware(_Gate, keys=[key.encode() for key in service.api_keys], hosts=service.allowed_hosts)
+    app = Starlette(routes=routes, exception_handlers=handlers, middleware=[gate])
     app.router.redirect_slashes = False
     app.state.service = service
     return app
@@ -52,8 +51,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, NanoserveError):
         return as_api_error(error).response()
     if isinstance(error, HTTPException):  # from the router: no such path, or not with this method
-        known = error.status_code != 404
-        message, code = (str(error.detail), None) if known else ("there is no such path", "unknown_url")
+        missing = error.status_code == 404
+        message, code = ("there is no such path", "unknown_url") if missing else (str(error.detail), None)
         return ApiError(error.status_code, message, code=code, headers=error.headers).response()
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)  # only for a log; the connection is closed
@@ -92,8 +91,7 @@ class _Gate:
             key = scope["api_key"] = self._shown_key(headers.get(b"authorization", b""))
             if key is None:
                 message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
-                headers_of_answer = {"www-authenticate": "Bearer"}
-                return ApiError(401, message, code="invalid_api_key", headers=headers_of_answer)
+                return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return None
 
     def _shown_key(self, authorization: bytes) -> bytes | None:

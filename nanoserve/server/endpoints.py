@@ -1,4 +1,4 @@
-"""What each path of the API does."""
+"""What each path of the API does; `make_app` lists the paths."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -15,26 +15,14 @@ from starlette.types import Receive, Scope, Send
 from nanoserve import __version__
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.request import CompletionOutput, SamplingParams
+from nanoserve.server import schemas
 from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat
 from nanoserve.server.engine_client import EngineState
 from nanoserve.server.http_bodies import ApiError, JsonResponse, as_api_error, read_json_body, until_client_goes
-from nanoserve.server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ModelField,
-    SamplingFields,
-    StreamOptions,
-    TokenizeRequest,
-    chat_params,
-    check_token_ids,
-    completion_params,
-    parse,
-)
 from nanoserve.server.service import Service
 from nanoserve.server.streams import RequestStream, deltas, wholes
 
-Fields = TypeVar("Fields", bound=ModelField)
+Fields = TypeVar("Fields", bound=schemas.ModelField)
 T = TypeVar("T")
 Event = dict[str, Any]
 
@@ -51,40 +39,35 @@ def _service(http: HttpRequest) -> Service:
     return service
 
 
-async def _asked(http: HttpRequest, schema: type[Fields]) -> Fields:
-    """The request in the body, which names this server's model or none."""
+async def _asked(http: HttpRequest, schema: type[Fields]) -> tuple[Service, Fields]:
+    """The service, and the request in the body, which names this server's model or none."""
     service = _service(http)
-    asked = parse(await read_json_body(http, service.limits.body_bytes, service.limits.client_seconds), schema)
+    asked = schemas.parse(await read_json_body(http, service.limits.body_bytes, service.limits.client_seconds), schema)
     service.check_model(asked.model)
-    return asked
-
-
-# ---- generating text ------------------------------------------------------------------------------------------
+    return service, asked
 
 
 async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
-    """``POST /v1/chat/completions``"""
-    service, asked = _service(http), await _asked(http, ChatRequest)
+    service, asked = await _asked(http, schemas.ChatRequest)
     facts = service.facts()
     prompt = await service.encode_chat(asked.messages, context=facts.max_model_len)
-    params = chat_params(asked, facts, len(prompt))
+    params = schemas.chat_params(asked, facts, len(prompt))
     if params.json_schema is not None:
         await service.check_json_schema(params.json_schema)
     return _begin(http, asked, ChatFormat(service.model_name, service.text_of), [prompt], [params])
 
 
 async def completions(http: HttpRequest) -> "CompletionAnswer":
-    """``POST /v1/completions``"""
-    service, asked = _service(http), await _asked(http, CompletionRequest)
+    service, asked = await _asked(http, schemas.CompletionRequest)
     facts = service.facts()
     prompts = []
     for given in _prompts(asked.prompt, service.limits.prompts):
         if isinstance(given, str):
             prompts.append(await service.encode(given, context=facts.max_model_len))
         else:
-            check_token_ids(given, facts, "prompt")
+            schemas.check_token_ids(given, facts, "prompt")
             prompts.append(given)
-    each = completion_params(asked, facts, [len(prompt) for prompt in prompts])
+    each = schemas.completion_params(asked, facts, [len(prompt) for prompt in prompts])
     return _begin(http, asked, TextFormat(service.model_name, service.text_of), prompts, each)
 
 
@@ -103,15 +86,14 @@ def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | 
 
 def _begin(
     http: HttpRequest,
-    asked: SamplingFields,
+    asked: schemas.SamplingFields,
     answer: CompletionFormat,
     prompts: Sequence[list[int]],
     params: Sequence[SamplingParams],
 ) -> "CompletionAnswer":
     service, key = _service(http), http.scope.get("api_key")
-    requests = [
-        service.request(answer.answer_id, prompt, each, key) for prompt, each in zip(prompts, params, strict=True)
-    ]
+    pairs = zip(prompts, params, strict=True)
+    requests = [service.request(answer.answer_id, prompt, each, key) for prompt, each in pairs]
     return CompletionAnswer(service, asked, answer, service.begin(requests))
 
 
@@ -120,7 +102,7 @@ class CompletionAnswer:
     """The response to a completion request, whole or in chunks. Its requests end when the client goes."""
 
     service: Service
-    asked: SamplingFields
+    asked: schemas.SamplingFields
     answer: CompletionFormat
     streams: Sequence[RequestStream]
 
@@ -164,7 +146,6 @@ class CompletionAnswer:
             raise ApiError(504, message, code="timeout") from None
 
     async def whole(self) -> Event:
-        """The answer at once."""
         outputs = await wholes(self.streams)
         choices, tokens = [], 0
         for place, sample in enumerate(sample for output in outputs for sample in output.outputs):
@@ -174,11 +155,11 @@ class CompletionAnswer:
             choices.append(msgspec.Raw(msgspec.json.encode(self.answer.choice(place, sample))))
             await asyncio.sleep(0)
         usage = self._usage(tokens, sum(output.cached_tokens for output in outputs))
-        return self.answer.whole(choices) | {"usage": usage}
+        return self.answer.envelope(self.answer.kind, choices) | {"usage": usage}
 
     async def chunks(self) -> AsyncIterator[Event]:
         """The answer in chunks; if the client asks, with a usage: null as OpenAI's, or as vLLM's the counts so far."""
-        options, tokens, cached = self.asked.stream_options or StreamOptions(), 0, {}
+        options, tokens, cached = self.asked.stream_options or schemas.StreamOptions(), 0, {}
         async for place, output in deltas(self.streams):
             cached[place] = output.cached_tokens
             for sample in output.outputs:
@@ -186,12 +167,15 @@ class CompletionAnswer:
                 tokens += len(sample.token_ids)
                 if sample.text or sample.finish_reason or sample.logprobs:
                     index = place * self.streams[0].request.params.n + sample.index
-                    chunk = self.answer.chunk(self.answer.choice(index, sample, name="delta"))
+                    chunk = self._chunk(self.answer.choice(index, sample, name="delta"))
                     if options.include_usage:
                         chunk["usage"] = self._usage(tokens, 0) if options.continuous_usage_stats else None
                     yield chunk
         if options.include_usage:
-            yield self.answer.chunk() | {"usage": self._usage(tokens, sum(cached.values()))}
+            yield self._chunk() | {"usage": self._usage(tokens, sum(cached.values()))}
+
+    def _chunk(self, *choices: Event) -> Event:
+        return self.answer.envelope(self.answer.chunk_kind, choices)
 
     def _usage(self, completion_tokens: int, cached_tokens: int) -> Event:
         """Tokens of the answer, summed over all its prompts and samples."""
@@ -209,12 +193,9 @@ def _check(sample: CompletionOutput) -> None:
         raise RuntimeFailure(sample.error)
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------------
-
-
 async def tokenize(http: HttpRequest) -> Response:
-    """``POST /tokenize``: the token ids of a text or of a conversation, as the model would see them."""
-    service, asked = _service(http), await _asked(http, TokenizeRequest)
+    """The token ids of a text or of a conversation, as the model would see them."""
+    service, asked = await _asked(http, schemas.TokenizeRequest)
     if (asked.prompt is None) == (asked.messages is None):
         raise ApiError(400, "give prompt or messages, one of them", code="invalid_value")
     if asked.messages is not None:
@@ -225,26 +206,21 @@ async def tokenize(http: HttpRequest) -> Response:
 
 
 async def detokenize(http: HttpRequest) -> Response:
-    """``POST /detokenize``: the text of token ids, control tokens included."""
-    service, asked = _service(http), await _asked(http, DetokenizeRequest)
+    """The text of token ids, control tokens included."""
+    service, asked = await _asked(http, schemas.DetokenizeRequest)
     facts = service.facts()
-    check_token_ids(asked.tokens, facts, "tokens")
+    schemas.check_token_ids(asked.tokens, facts, "tokens")
     if len(asked.tokens) > facts.max_model_len:
         message = f"{len(asked.tokens)} tokens; at most the {facts.max_model_len} of a context are taken"
         raise ApiError(400, message, code="context_length_exceeded", param="tokens")
     return JsonResponse({"prompt": await service.decode(asked.tokens)})
 
 
-# ---- the server itself ----------------------------------------------------------------------------------------
-
-
 async def models(http: HttpRequest) -> Response:
-    """``GET /v1/models``"""
     return JsonResponse({"object": "list", "data": [_model_card(_service(http))]})
 
 
 async def model(http: HttpRequest) -> Response:
-    """``GET /v1/models/{name}``"""
     service = _service(http)
     service.check_model(http.path_params["name"])
     return JsonResponse(_model_card(service))
@@ -262,7 +238,7 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 
 async def health(http: HttpRequest) -> Response:
-    """``GET /health``: whether the server should be left alone; 503 when its engine keeps failing."""
+    """Whether the server should be left alone; 503 when its engine keeps failing."""
     engine = _service(http).engine
     if engine.state is EngineState.FAILED:
         raise ApiError(503, engine.describe_state(), code="engine_unavailable")
@@ -270,7 +246,7 @@ async def health(http: HttpRequest) -> Response:
 
 
 async def ready(http: HttpRequest) -> Response:
-    """``GET /ready``: whether requests should be sent here."""
+    """Whether requests should be sent here."""
     service = _service(http)
     service.facts()
     if not service.engine.serving:
@@ -279,10 +255,8 @@ async def ready(http: HttpRequest) -> Response:
 
 
 async def version(http: HttpRequest) -> Response:
-    """``GET /version``"""
     return JsonResponse({"version": __version__})
 
 
 async def metrics(http: HttpRequest) -> Response:
-    """``GET /metrics``"""
     return Response(_service(http).metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

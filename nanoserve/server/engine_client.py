@@ -1,40 +1,25 @@
 """The front end's side of the engine: it sends requests, feeds streams, and starts a new process when one dies."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
-from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import zmq.asyncio
 
-from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, error_of
+from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.processes.sockets import SocketKeys, listen, local_address
-from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
-from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
+from nanoserve.processes.temporary import choose_directory, make_directory
+from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request
-from nanoserve.server.messages import (
-    Add,
-    Command,
-    EngineFacts,
-    EngineMessage,
-    EngineStart,
-    Failed,
-    LoadProgress,
-    Mailbox,
-    Refused,
-    SampleUpdate,
-    StepReport,
-    Stop,
-)
+from nanoserve.server import messages
 from nanoserve.server.streams import RequestStream
 
 START_SECONDS = 60.0
@@ -43,9 +28,7 @@ LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the process is stopped, or its machine is."""
-
 ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
-"""The Python code of the process."""
 RETRY_SECONDS = 15.0
 """Time to the next attempt when engines keep dying."""
 
@@ -57,8 +40,6 @@ _LOG = logging.getLogger("nanoserve.server")
 
 
 class EngineState(Enum):
-    """The engine's state, as the front end sees it."""
-
     LOADING = "the model is being loaded"
     READY = "ready"
     RESTARTING = "the engine is being restarted"
@@ -75,35 +56,26 @@ class QueueFull(NanoserveError):
 
 
 class EngineChild:
-    """A process that runs the engine. Make it with ``start``, and ``end`` it in any case."""
+    """A process that runs the engine; ``end`` it in any case."""
 
-    def __init__(self, process: TiedChild, directory: Path) -> None:
-        self._process = process
-        self._directory = directory
-        self.mailbox: Mailbox[EngineMessage] = Mailbox(zmq.asyncio.Context(io_threads=1), EngineMessage)
+    def __init__(self, program: str) -> None:
+        self._directory = choose_directory()
+        self._process = TiedChild(program, directory=self._directory)
+        context = zmq.asyncio.Context(io_threads=1)
+        self.mailbox: messages.Mailbox[messages.EngineMessage] = messages.Mailbox(context, messages.EngineMessage)
         self.ready = False  # set by the owner when the engine is ready; from then on less silence is tolerated
 
-    @classmethod
-    async def start(cls, start: EngineStart, program: str = ENGINE_PROGRAM) -> "EngineChild":
-        """Start the process; the model is loaded while its messages are read.
-
-        Raises RuntimeFailure if it does not come up.
-        """
-        directory = choose_directory()
-        child = cls(TiedChild(program, directory), directory)
+    async def start(self, start: messages.EngineStart) -> None:
+        """Begin to load the model. Raises RuntimeFailure if the process does not come up."""
+        make_directory(self._directory)
+        address, keys = local_address(self._directory), SocketKeys.random()
+        listen(self.mailbox.socket, address, keys)
+        self._process.tell(msgspec.json.encode(msgspec.structs.replace(start, address=address, key=keys.public)))
         try:
-            make_directory(directory)
-            address, keys = local_address(directory), SocketKeys.random()
-            listen(child.mailbox.socket, address, keys)
-            child._process.tell(msgspec.json.encode(msgspec.structs.replace(start, address=address, key=keys.public)))
-            if not await child._beats(START_SECONDS):
+            if not await self._beats(START_SECONDS):
                 raise RuntimeFailure("the engine process died at once; its own words are above")
-            return child
-        except BaseException as error:
-            await child.end(GRACE_SECONDS)
-            if isinstance(error, TimeoutError):
-                raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
-            raise
+        except TimeoutError:
+            raise RuntimeFailure(f"the engine process did not start within {START_SECONDS:g} s") from None
 
     async def death(self) -> str:
         """Wait until the process is dead, or kill it after too long a silence; returns what happened."""
@@ -119,15 +91,13 @@ class EngineChild:
         await asyncio.to_thread(self._process.end)
         return f"gave no sign of life for {silence:g} s and was killed"
 
-    async def end(self, grace_seconds: float = 0.0) -> None:
-        """Kill the process if it lives after this time, and remove its socket and directory."""
-        self._process.let_go()
-        await asyncio.to_thread(self._process.end, time.monotonic() + grace_seconds)
+    async def end(self) -> None:
+        """Kill the process, and remove its socket and directory."""
         self.mailbox.close(linger=0)
-        remove_directory(self._directory)
+        await asyncio.to_thread(end_children, [self._process], self._directory, 0.0)
 
     async def _beats(self, seconds: float) -> bool:
-        """Whether the process gives a sign of life, or is dead; raises TimeoutError if it does neither in time."""
+        """True at a sign of life, false if the process is dead. Raises TimeoutError if neither comes in time."""
         readable, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(self._process.pulse, readable.set)
         try:
@@ -141,19 +111,17 @@ class EngineChild:
 class EngineClient:
     """Requests and their streams, over the lives of any number of engine processes.
 
-    Args:
-        max_queue: requests that may wait for a place in the engine.
-        on_progress: called with (stage, done, total) while the model is loaded.
-        program: the Python code of an engine process.
+    ``max_queue`` requests may wait for a place in the engine. ``on_progress`` is called with (stage, done, total) while
+    the model is loaded, and ``program`` is the Python code of an engine process.
     """
 
     def __init__(
         self,
-        start: EngineStart,
+        start: messages.EngineStart,
         tokenizer: TokenDecoder,
         *,
         max_queue: int,
-        on_progress: Callable[[str, int, int], None] | None = None,
+        on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
         program: str = ENGINE_PROGRAM,
     ) -> None:
         self._start = start
@@ -166,22 +134,19 @@ class EngineClient:
         self._sent = 0
         self._quarantine = Quarantine()
         self._ready_since: float | None = None
-        self._became_ready = asyncio.Event()
         self.state = EngineState.LOADING
         self.reason = ""
-        self.facts: EngineFacts | None = None  # None before the first engine is ready
+        self.became_ready = asyncio.Event()  # set once the first engine is ready
+        self.facts: messages.EngineFacts | None = None  # None until then
         self.on_step: Callable[[RecentStep], None] = lambda step: None  # called with every step of an engine
-        self.last = StepReport()  # what the current engine said last
+        self.last = messages.StepReport()  # what the current engine said last
         self.restarts = 0  # number of engines started after the first
         self.generated_tokens = 0  # tokens sampled by all engines
         self._past: list[EngineStatus] = []  # what engines before the current one said last
         self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
-    # ---- requests ---------------------------------------------------------------------------------------------
-
     @property
     def running(self) -> int:
-        """Number of requests that have not ended."""
         return len(self._streams)
 
     @property
@@ -195,7 +160,7 @@ class EngineClient:
         return self.last.dropped + (self._child.mailbox.dropped if self._child else 0)
 
     def total(self, counter: str) -> int:
-        """The sum of a counter of EngineStatus over all engines so far."""
+        """The sum of a counter of EngineStatus over all engines."""
         return sum(getattr(status, counter) for status in (*self._past, self.last.status))
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
@@ -205,7 +170,9 @@ class EngineClient:
         """
         if self.state not in (EngineState.READY, EngineState.RESTARTING):
             raise EngineUnavailable(self.describe_state())
-        if self._queue_length() + len(requests) > self._max_queue + self._free_places():
+        places, status = self.facts.max_num_seqs if self.facts else 0, self.last.status
+        free = 0 if status.waiting else max(0, places - status.running)  # others wait for free places first
+        if self._queue_length() + len(requests) > self._max_queue + free:
             raise QueueFull(f"{self._queue_length()} requests are waiting already; try again later")
         news = asyncio.Event()
         streams = [RequestStream(request, self._tokenizer, news) for request in requests]
@@ -232,42 +199,26 @@ class EngineClient:
     def forget(self, stream: RequestStream) -> None:
         """Drop a stream whose reader is done, and abort it if it still runs."""
         if stream.request_id in self._streams and not stream.finished:
-            self._send(Stop(stream.request_id))
+            self._send(messages.Stop(stream.request_id))
         self._take_out(stream.request_id)
 
     def describe_state(self) -> str:
-        """The state as a sentence for a client."""
         if self.state is EngineState.READY and not self.last.ready:
             return "the engine's workers are stopped, or are being started anew"
         return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
 
     def _queue_length(self) -> int:
-        """Requests without a place in the engine: its own queue, and those still on their way to it."""
+        """Requests without a place in the engine: its own queue, and those on their way to it."""
         if self.state is not EngineState.READY:
             return len(self._streams)
         held = sum(not stream.sent for stream in self._streams.values())
         return self.last.status.waiting + self._sent - self.last.added + held
 
-    def _free_places(self) -> int:
-        """Free places in the next step; 0 while other requests wait for them."""
-        places = self.facts.max_num_seqs if self.facts else 0
-        status = self.last.status
-        return 0 if status.waiting else max(0, places - status.running)
-
-    def _send(self, command: Command) -> None:
+    def _send(self, command: messages.Command) -> None:
         if self._child is None or self.state is not EngineState.READY:
             return  # the next engine gets all unfinished requests
-        if isinstance(command, Add):
-            self._sent += 1
+        self._sent += isinstance(command, messages.Add)
         self._child.mailbox.send(command)
-
-    # ---- engines ----------------------------------------------------------------------------------------------
-
-    async def ready(self) -> EngineFacts:
-        """Wait for the first engine to be ready."""
-        await self._became_ready.wait()
-        assert self.facts is not None
-        return self.facts
 
     async def run(self) -> NoReturn:
         """Keep an engine alive until cancelled. Raises NanoserveError if the very first engine cannot start."""
@@ -315,7 +266,7 @@ class EngineClient:
         self.state, self.reason = state, reason
         self.restarts += 1
         self._past.append(self.last.status)
-        self.last = StepReport()
+        self.last = messages.StepReport()
         self._recent.clear()
         self._sent = 0
         for stream in self._streams.values():
@@ -323,23 +274,24 @@ class EngineClient:
 
     async def _run_engine(self) -> str:
         """Run one engine until it dies; returns how it died."""
-        child = await EngineChild.start(self._start, self._program)
-        self._child = child
-        listener = asyncio.create_task(self._listen(child))
-        watcher = asyncio.create_task(child.death())
+        child, tasks = EngineChild(self._program), list[asyncio.Task[Any]]()
         try:
+            await child.start(self._start)
+            self._child = child
+            tasks = [asyncio.create_task(self._listen(child)), asyncio.create_task(child.death())]
+            listener, watcher = tasks
             await asyncio.wait({listener, watcher}, return_when=asyncio.FIRST_COMPLETED)
             if watcher.done():  # its last messages may still be on their way
                 await asyncio.wait({listener}, timeout=_LAST_MESSAGES_SECONDS)
             if listener.done():
                 await listener  # it only ends by an error
-            return await watcher
+            death: str = await watcher
+            return death
         finally:
             self._child = None
-            for task in (listener, watcher):
+            for task in tasks:
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, NanoserveError):
-                    await task
+            await asyncio.gather(*tasks, return_exceptions=True)
             await child.end()
 
     async def _listen(self, child: EngineChild) -> None:
@@ -348,37 +300,36 @@ class EngineClient:
                 self._take(message, child)
             await asyncio.sleep(0)  # with many messages queued, recv never yields to other tasks
 
-    def _take(self, message: EngineMessage, child: EngineChild) -> None:
-        if isinstance(message, StepReport):
+    def _take(self, message: messages.EngineMessage, child: EngineChild) -> None:
+        if isinstance(message, messages.StepReport):
             self.last = message
             self._recent += message.steps
             for step in message.steps:
                 self.on_step(step)
             for update in message.updates:
                 self._pass_on(update)
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.LoadProgress):
+            self._on_progress(message.stage, message.done, message.total)
+        elif isinstance(message, messages.Failed):
+            error = error_of(message.exit_code, message.message)
+            if message.request_id is None:
+                raise error
             if (stream := self._take_out(message.request_id)) is not None:
-                stream.fail(UsageError(message.message))
-        elif isinstance(message, LoadProgress):
-            if self._on_progress is not None:
-                self._on_progress(message.stage, message.done, message.total)
-        elif isinstance(message, Failed):
-            raise error_of(message.exit_code, message.message)
+                stream.fail(error)
         else:
             child.ready = True
             self.facts = message
             self._ready_since = time.monotonic()
             self.state, self.reason = EngineState.READY, ""
             self._admit(self._streams.values())  # all unfinished requests
-            self._became_ready.set()
+            self.became_ready.set()
 
-    def _pass_on(self, update: SampleUpdate) -> None:
+    def _pass_on(self, update: messages.SampleUpdate) -> None:
         self.generated_tokens += len(update.tokens)
-        stream = self._streams.get(update.request_id)
-        if stream is None:
+        if (stream := self._streams.get(update.request_id)) is None:
             return
         if stream.take(update):
-            self._send(Stop(update.request_id, update.index, FinishReason.STOP))
+            self._send(messages.Stop(update.request_id, update.index, FinishReason.STOP))
         if stream.finished:
             self._take_out(update.request_id)
             if all(sample.finish_reason != FinishReason.ERROR.value for sample in stream.tracker.whole().outputs):

@@ -20,18 +20,7 @@ from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.record.counters import RecentStep
 from nanoserve.request import Sequence, SequenceUpdate
-from nanoserve.server.messages import (
-    Command,
-    EngineFacts,
-    EngineStart,
-    Failed,
-    LoadProgress,
-    Mailbox,
-    Refused,
-    SampleUpdate,
-    StepReport,
-    Stop,
-)
+from nanoserve.server import messages
 
 COMMAND_BYTES = 256 << 10
 """Commands that are taken between two steps, or one longer command: a large request delays no other."""
@@ -41,9 +30,9 @@ WATCH_SECONDS = 1.0
 """Interval at which an idle engine checks that its workers live."""
 
 
-def receive(mailbox: Mailbox[Command], seconds: float) -> list[Command]:
+def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list[messages.Command]:
     """The commands that are there, up to COMMAND_BYTES; waits up to `seconds` for the first one."""
-    commands: list[Command] = []
+    commands: list[messages.Command] = []
     size = 0
     mailbox.socket.poll(int(1000 * seconds))
     with suppress(zmq.Again):
@@ -55,11 +44,8 @@ def receive(mailbox: Mailbox[Command], seconds: float) -> list[Command]:
 
 
 class EngineLoop:
-    """Runs the engine, and exchanges messages with the front end."""
-
-    def __init__(self, engine: Engine | Dispatcher, mailbox: Mailbox[Command]) -> None:
-        self._engine = engine
-        self._mailbox = mailbox
+    def __init__(self, engine: Engine | Dispatcher, mailbox: messages.Mailbox[messages.Command]) -> None:
+        self._engine, self._mailbox = engine, mailbox
         self._added = 0
         self._reported: dict[Sequence, int] = {}  # log probabilities that were reported of each sequence
         self._workers = (True, 0)  # readiness and deaths as last reported
@@ -69,35 +55,34 @@ class EngineLoop:
         while self._engine.failure is None:
             self.turn()
         self._report([], [])  # the last death counts too
-        self._mailbox.send(Failed(self._engine.failure, WorkersFailed.exit_code))
+        self._mailbox.send(messages.Failed(self._engine.failure, WorkersFailed.exit_code))
 
     def turn(self) -> None:
         """Take commands, waiting for one if there is nothing to do; then make a step."""
         commands = receive(self._mailbox, 0.0 if self._engine.has_work else WATCH_SECONDS)
         updates = [update for command in commands for update in self._obey(command)]
         updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
-        workers = (self._engine.ready, self._engine.losses)
-        steps = self._engine.take_steps()
+        workers, steps = (self._engine.ready, self._engine.losses), self._engine.take_steps()
         if (updates or steps or commands or workers != self._workers) and self._engine.failure is None:
             self._report(updates, steps)
             self._workers = workers
 
-    def _obey(self, command: Command) -> list[SequenceUpdate]:
-        if isinstance(command, Stop):
+    def _obey(self, command: messages.Command) -> list[SequenceUpdate]:
+        if isinstance(command, messages.Stop):
             return self._engine.stop(command.request_id, index=command.index, reason=command.reason)
         self._added += 1
         request_id = command.request.request_id
         try:
             self._engine.add(command.request)
         except UsageError as error:
-            self._mailbox.send(Refused(request_id, str(error)))
+            self._mailbox.send(messages.Failed(str(error), error.exit_code, request_id))
         for index in command.finished:
             self._engine.stop(request_id, index=index)
         return []
 
     def _report(self, updates: list[SequenceUpdate], steps: list[RecentStep]) -> None:
-        report = StepReport(
-            updates=tuple(self._as_message(update) for update in updates),
+        report = messages.StepReport(
+            updates=tuple(map(self._as_message, updates)),
             status=self._engine.status,
             steps=tuple(steps),
             added=self._added,
@@ -106,20 +91,17 @@ class EngineLoop:
         )
         self._mailbox.send(report)
 
-    def _as_message(self, update: SequenceUpdate) -> SampleUpdate:
+    def _as_message(self, update: SequenceUpdate) -> messages.SampleUpdate:
         """The update with everything of its sequence that was not reported yet."""
         sequence = update.sequence
-        reported = self._reported.get(sequence)
-        logprobs = tuple(sequence.logprobs[reported or 0 :])
-        if sequence.finished:
-            self._reported.pop(sequence, None)
-        else:
+        reported = self._reported.pop(sequence, None)
+        if not sequence.finished:
             self._reported[sequence] = len(sequence.logprobs)
-        return SampleUpdate(
+        return messages.SampleUpdate(
             request_id=update.request_id,
             index=update.index,
             tokens=update.new_tokens,
-            logprobs=logprobs,
+            logprobs=tuple(sequence.logprobs[reported or 0 :]),
             prompt_logprobs=tuple(sequence.prompt_logprobs) if reported is None else (),
             cached_tokens=sequence.cached_tokens,
             started=sequence.first_scheduled_time,
@@ -129,34 +111,7 @@ class EngineLoop:
         )
 
 
-Build = Callable[[EngineStart, Mailbox[Command]], Engine | Dispatcher]
-
-
-def main(build: Build | None = None) -> None:
-    """Entry point; ``build`` makes the engine, by default from a model.
-
-    The first line of stdin is an EngineStart.
-    """
-    watchdog = ParentWatchdog.of_this_process()
-    start = msgspec.json.decode(watchdog.read_line(), type=EngineStart)
-    mailbox: Mailbox[Command] = Mailbox(zmq.Context(io_threads=1), Command)
-    connect(mailbox.socket, start.address, start.key)
-    tempfile.gettempdir()  # remembered before TMPDIR changes: files of workers must outlive the directory
-    os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
-    watchdog.start()
-    try:
-        engine = (build or build_from_model)(start, mailbox)
-    except NanoserveError as error:
-        mailbox.send(Failed(str(error), error.exit_code))
-        mailbox.close()
-        sys.exit(error.exit_code)
-    EngineLoop(engine, mailbox).run()
-    engine.close()
-    mailbox.close()
-    sys.exit(WorkersFailed.exit_code)
-
-
-def build_from_model(start: EngineStart, mailbox: Mailbox[Command]) -> Engine | Dispatcher:
+def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[messages.Command]) -> Engine | Dispatcher:
     """Load the model, reporting progress, and report that the engine is ready."""
     from nanoserve.assembly import build_engine
     from nanoserve.models.hub import ResolvedModel
@@ -164,13 +119,11 @@ def build_from_model(start: EngineStart, mailbox: Mailbox[Command]) -> Engine | 
     directory = None if start.directory is None else Path(start.directory)
     resolved = ResolvedModel(start.name, directory, Path(start.tokenizer_directory))
     try:
-        built = build_engine(
-            resolved, start.config, lambda stage, done, total: mailbox.send(LoadProgress(stage, done, total))
-        )
+        built = build_engine(resolved, start.config, lambda *progress: mailbox.send(messages.LoadProgress(*progress)))
     except MemoryError as error:
         raise RuntimeFailure("out of memory: choose a smaller --kv-cache-memory or --max-model-len") from error
     mailbox.send(
-        EngineFacts(
+        messages.EngineFacts(
             max_model_len=built.max_model_len,
             vocab_size=built.model.vocab_size,
             end_tokens=built.model.eos_token_ids,
@@ -183,3 +136,24 @@ def build_from_model(start: EngineStart, mailbox: Mailbox[Command]) -> Engine | 
     if built.layers is not None:
         built.layers.start()  # compiled in the background, and used from a later step on
     return built.engine
+
+
+def main(build: Callable[..., Engine | Dispatcher] = build_from_model) -> None:
+    """Entry point; ``build`` makes the engine. The first line of stdin is an EngineStart."""
+    watchdog = ParentWatchdog.of_this_process()
+    start = msgspec.json.decode(watchdog.read_line(), type=messages.EngineStart)
+    mailbox: messages.Mailbox[messages.Command] = messages.Mailbox(zmq.Context(io_threads=1), messages.Command)
+    connect(mailbox.socket, start.address, start.key)
+    tempfile.gettempdir()  # remembered before TMPDIR changes: files of workers must outlive the directory
+    os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
+    watchdog.start()
+    try:
+        engine = build(start, mailbox)
+    except NanoserveError as error:
+        mailbox.send(messages.Failed(str(error), error.exit_code))
+        mailbox.close()
+        sys.exit(error.exit_code)
+    EngineLoop(engine, mailbox).run()
+    engine.close()
+    mailbox.close()
+    sys.exit(WorkersFailed.exit_code)

@@ -1,7 +1,7 @@
 """Which names of this server a request may use.
 
-A web page can make a browser send requests to any address. By DNS rebinding it can do so under the page's own name, and
-then read the answers. The header Host then holds the page's name, which is not a name of this server.
+By DNS rebinding, a web page can make a browser send requests to this server under the page's own name, and then read
+the answers. The header Host holds that name, which is not a name of this server.
 """
 
 import ipaddress

@@ -13,7 +13,6 @@ from nanoserve.errors import ModelError, NanoserveError, UsageError
 from nanoserve.processes.children import ProcessKilled
 from nanoserve.server.engine_client import EngineUnavailable, QueueFull
 
-_LONGEST_MESSAGE = 1000
 _CLOSE = {"connection": "close"}
 _TYPES = {
     401: "authentication_error",
@@ -33,14 +32,11 @@ _ERRORS: tuple[tuple[type[NanoserveError], int, str], ...] = (
     (NanoserveError, 500, "engine_error"),
 )
 """Status and code of each error of the request or of nanoserve; the first that fits counts."""
-_RETRY_STATUSES, _RETRY_SECONDS = (429, 503), "1"
 
 T = TypeVar("T")
 
 
 class ApiError(NanoserveError):
-    """An answer that is an error."""
-
     def __init__(
         self,
         status: int,
@@ -52,7 +48,7 @@ class ApiError(NanoserveError):
     ) -> None:
         super().__init__(message)
         self.status = status  # the HTTP status
-        self.message = message[:_LONGEST_MESSAGE]  # one line that says what to change
+        self.message = message[:1000]  # one line that says what to change
         self.code = code  # for programs, such as ``context_length_exceeded``
         self.param = param  # the wrong field of the request
         self.headers = dict(headers or {})  # in addition to those of every answer
@@ -63,13 +59,10 @@ class ApiError(NanoserveError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """The answer as HTTP."""
         return JsonResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 class JsonResponse(Response):
-    """A JSON answer, encoded by msgspec."""
-
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
@@ -81,7 +74,7 @@ def as_api_error(error: NanoserveError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     status, code = next((status, code) for kind, status, code in _ERRORS if isinstance(error, kind))
-    headers = {"retry-after": _RETRY_SECONDS} if status in _RETRY_STATUSES else None
+    headers = {"retry-after": "1"} if status in (429, 503) else None
     return ApiError(status, str(error), code=code, headers=headers)
 
 
@@ -113,8 +106,12 @@ async def read_json_body(request: Request, longest: int, seconds: float) -> byte
 
 async def until_client_goes(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of the work, which is cancelled when the client goes. Raises ClientDisconnect if it went."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -124,8 +121,3 @@ async def until_client_goes(receive: Receive, work: Coroutine[Any, Any, T]) -> T
         for future in (task, gone):
             future.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

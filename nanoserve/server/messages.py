@@ -18,7 +18,6 @@ from nanoserve.request import FinishReason, Request, SamplingParams, TokenLogpro
 M = TypeVar("M")
 
 MAX_COMMAND_BYTES = 64 << 20
-_LINGER_MILLISECONDS = 1000
 
 
 class EngineStart(msgspec.Struct, frozen=True):
@@ -37,12 +36,10 @@ class EngineStart(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
-    """A message whose type is told by its name."""
+    """A message that is told by its name."""
 
 
 class Add(_Message, frozen=True):
-    """Run a request."""
-
     request: Request
     finished: tuple[int, ...] = ()
     """Samples that ended in an earlier engine."""
@@ -60,8 +57,6 @@ Command = Add | Stop
 
 
 class LoadProgress(_Message, frozen=True):
-    """Progress of loading the model."""
-
     stage: str
     done: int
     total: int
@@ -79,14 +74,14 @@ class EngineFacts(_Message, frozen=True):
     default_params: SamplingParams
     """Parameters that the model's generation_config.json recommends."""
     max_num_seqs: int
-    """Sequences that run at a time."""
 
 
 class Failed(_Message, frozen=True):
-    """The engine cannot start or has given up, and its process ends. ``exit_code`` belongs to the error's class."""
+    """The engine cannot start or has given up, or one request can never run. The error's class has the exit code."""
 
     message: str
     exit_code: int
+    request_id: str | None = None
 
 
 class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -99,7 +94,7 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Those of the whole prompt, once, if the request asks for them."""
+    """Those of the whole prompt, in one update, if the request asks for them."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     started: float | None = None
@@ -125,22 +120,13 @@ class StepReport(_Message, frozen=True):
     """Whether a step would run at once; false while workers are stopped or being restarted."""
 
 
-class Refused(_Message, frozen=True):
-    """A request that can never run here."""
-
-    request_id: str
-    message: str
-
-
-EngineMessage = LoadProgress | EngineFacts | Failed | StepReport | Refused
+EngineMessage = LoadProgress | EngineFacts | Failed | StepReport
 
 
 class Mailbox(Generic[M]):
-    """One end of the socket; ``M`` are the messages that it receives. Messages queue without bound.
+    """One end of the socket, in a ``context`` of its own. Messages queue without bound.
 
-    Args:
-        context: the socket's own; asynchronous in the front end, which listens. The engine process connects.
-        receives: `Command` in the engine process, `EngineMessage` in the front end.
+    ``M`` and ``receives`` are `Command` in the engine process, and `EngineMessage` in the front end, which listens.
     """
 
     def __init__(self, context: "zmq.Context[Any]", receives: Any) -> None:
@@ -163,6 +149,6 @@ class Mailbox(Generic[M]):
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, NanoserveError):
             self.dropped += 1
 
-    def close(self, linger: int = _LINGER_MILLISECONDS) -> None:
+    def close(self, linger: int = 1000) -> None:
         """Send queued messages for at most `linger` milliseconds, and close."""
         self._context.destroy(linger=linger)

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from nanoserve.record.counters import RecentStep
-from nanoserve.request import FinishReason, RequestMetrics
+from nanoserve.request import FinishReason
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.streams import RequestStream
 
@@ -40,8 +40,7 @@ class Metrics(Collector):
 
     def __init__(self, model_name: str, engine: EngineClient) -> None:
         self._registry = registry = CollectorRegistry()
-        self._model, self._engine = model_name, engine
-        labels = ("model_name",)
+        self._model, self._engine, labels = model_name, engine, ("model_name",)
         self._counters = {
             name: Counter(name, text, labels, registry=registry).labels(model_name) for name, text in _COUNTERS.items()
         }
@@ -72,37 +71,32 @@ class Metrics(Collector):
         for sample in output.outputs:
             self._ended.labels(self._model, sample.finish_reason or FinishReason.ABORT.value).inc()
             self._observe("vllm:request_generation_tokens", len(sample.token_ids))
-            self._observe_times(sample.metrics)
-
-    def _observe_times(self, times: RequestMetrics) -> None:
-        """Observe the times of the phases that the sample has reached."""
-        self._observe("vllm:request_queue_time_seconds", times.queue_time)
-        scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
-        if scheduled is not None and first is not None and last is not None:
-            self._observe("vllm:time_to_first_token_seconds", times.time_to_first_token)
-            self._observe("vllm:request_prefill_time_seconds", first - scheduled)
-            self._observe("vllm:request_decode_time_seconds", last - first)
-            self._observe("vllm:e2e_request_latency_seconds", last - times.arrival_time)
-            self._observe("vllm:request_time_per_output_token_seconds", times.time_per_output_token)
+            times = sample.metrics
+            self._observe("vllm:request_queue_time_seconds", times.queue_time)
+            scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
+            if scheduled is not None and first is not None and last is not None:
+                self._observe("vllm:time_to_first_token_seconds", times.time_to_first_token)
+                self._observe("vllm:request_prefill_time_seconds", first - scheduled)
+                self._observe("vllm:request_decode_time_seconds", last - first)
+                self._observe("vllm:e2e_request_latency_seconds", last - times.arrival_time)
+                self._observe("vllm:request_time_per_output_token_seconds", times.time_per_output_token)
 
     def _on_step(self, step: RecentStep) -> None:
         self._observe("vllm:iteration_tokens_total", step.decodes + step.prompt_tokens)
         self._observe("nanoserve:step_time_seconds", step.seconds)
 
     def rejected(self) -> None:
-        """Count a request that was turned away."""
         self._counters["vllm:admission_rejections"].inc()
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """The engine's metrics, from its last report."""
         engine, gauge, counter = self._engine, GaugeMetricFamily, CounterMetricFamily
         status, total = engine.last.status, engine.total
-        used = _share_in_use(status.free_blocks, status.total_blocks)
-        used_on_host = _share_in_use(status.free_host_blocks, status.total_host_blocks)
+        used = 1 - status.free_blocks / status.total_blocks if status.total_blocks else 0.0
+        used_on_host = 1 - status.free_host_blocks / status.total_host_blocks if status.total_host_blocks else 0.0
         rows: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, float], ...] = (
             (gauge, "vllm:num_requests_running", "Sequences that hold KV blocks.", status.running),
             (gauge, "vllm:num_requests_waiting", "Sequences that wait for a place.", status.waiting),
@@ -122,8 +116,3 @@ class Metrics(Collector):
             family = kind(name, text, labels=("model_name",))
             family.add_metric((self._model,), value)
             yield family
-
-
-def _share_in_use(free: int, blocks: int) -> float:
-    """The share of blocks that are not free; 0 if there are no blocks."""
-    return 1 - free / blocks if blocks else 0.0

@@ -1,7 +1,5 @@
 """What clients may ask for, and the sampling parameters that follow within the limits of the model.
 
-The OpenAI fields that nanoserve carries out and vLLM's extras have one type each.
-
 A field that is not listed is refused, never ignored; so is a value of another type. OpenAI and vLLM document some
 fields that nanoserve does not support. Their values that ask for nothing are accepted, because clients send those too.
 """
@@ -22,10 +20,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat's answer may fill the context."""
-
 MAX_LOGPROBS_PER_REQUEST = 1 << 22
 """Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
-
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN_OR_MISSING = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 
@@ -134,8 +130,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(ModelField, frozen=True, kw_only=True):
-    """``/tokenize``: a text, or the messages of a conversation."""
-
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
@@ -143,8 +137,6 @@ class TokenizeRequest(ModelField, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(ModelField, frozen=True, kw_only=True):
-    """``/detokenize``: the tokens of one text."""
-
     tokens: list[int]
 
 
@@ -185,21 +177,18 @@ def _refuse_unsupported(asked: msgspec.Struct, within: str = "") -> None:
 def _explained(message: str) -> ApiError:
     """The error for a message of msgspec, which names the wrong field in its text."""
     path = _PATH.search(message)
-    param = path.group(2) if path else None
-    within = f"{param}." if param else ""
-    named = f"a key of {param}" if path and path.group(1) else param
+    param = path[2] if path else None
+    named = f"a key of {param}" if path and path[1] else param
     if message.startswith("Invalid enum value"):
         return ApiError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
     if field := _UNKNOWN_OR_MISSING.search(message):
-        name = within + field[2]
+        name = f"{param}.{field[2]}" if param else field[2]
         if field[1] == "missing required":
             return ApiError(400, f"{name} is missing", code="missing_required_parameter", param=name)
         return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)
     text = _PATH.sub("", message).replace("`", "")
     return ApiError(400, f"{named}: {text}" if named else text, code="invalid_type", param=param)
 
-
-# ---- sampling parameters ----------------------------------------------------------------------------------------
 
 _ANY_OBJECT = '{"type":"object"}'
 _FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "logprobs")) + r")\b")
@@ -234,11 +223,9 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
         raise ApiError(400, f"{field}.schema is nested too deeply", code="invalid_value", param=field) from None
 
 
-def completion_params(
-    asked: CompletionRequest, facts: EngineFacts, prompt_lengths: Sequence[int]
-) -> Sequence[SamplingParams]:
+def completion_params(asked: CompletionRequest, facts: EngineFacts, lengths: Sequence[int]) -> list[SamplingParams]:
     """The parameters of each prompt; prompts with the same max_tokens share theirs. Raises as ``chat_params`` does."""
-    return _params(asked, facts, prompt_lengths, asked.max_tokens, DEFAULT_COMPLETION_TOKENS, logprobs=asked.logprobs)
+    return _params(asked, facts, lengths, asked.max_tokens, DEFAULT_COMPLETION_TOKENS, logprobs=asked.logprobs)
 
 
 def _params(
@@ -250,7 +237,7 @@ def _params(
     *,
     logprobs: int | None,
     json_schema: str | None = None,
-) -> Sequence[SamplingParams]:
+) -> list[SamplingParams]:
     if asked.stream_options is not None and not asked.stream:
         raise ApiError(400, "stream_options needs stream to be true", code="invalid_value", param="stream_options")
     check_token_ids(asked.stop_token_ids or (), facts, "stop_token_ids")

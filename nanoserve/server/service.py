@@ -29,7 +29,6 @@ from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 _INLINE_CHARACTERS = 4096
 """Longer texts are tokenized in a thread, because other requests would wait too long."""
 _LONG_CHARACTERS = 32768
-_TOKENIZING_THREADS = 2
 _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 """A field of every answer in OpenAI's client, which sends it back in the next request."""
 
@@ -52,12 +51,9 @@ class ClientLimits:
 
 @dataclass(kw_only=True, eq=False)
 class Service:
-    """The object that every endpoint works with."""
-
     model_name: str
-    """The name under which the model is served."""
+    """The name under which the model is served; ``root`` is its own."""
     root: str
-    """The model's own name."""
     tokenizer: Tokenizer
     engine: EngineClient
     grammars: GrammarChecker
@@ -77,10 +73,8 @@ class Service:
         self._counting: set[asyncio.Task[None]] = set()
         self._random = random.Random(seed)
         self._grammar_thread = ThreadPoolExecutor(1, "grammar")
-        self._threads = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
+        self._threads = ThreadPoolExecutor(2, "tokenize")
         self._unbounded_thread = ThreadPoolExecutor(1, "tokenize-only")
-
-    # ---- asking -----------------------------------------------------------------------------------------------
 
     def facts(self) -> EngineFacts:
         """What the engine reported of the model; raises EngineUnavailable before that, and while the server stops."""
@@ -92,7 +86,7 @@ class Service:
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest sequence in tokens; None before the engine was ready."""
+        """Longest sequence in tokens; None before the engine is ready."""
         return self.engine.facts.max_model_len if self.engine.facts else None
 
     def check_model(self, name: str | None) -> None:
@@ -102,20 +96,13 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, context: int | None = None) -> list[int]:
-        """Token ids of a text.
-
-        Raises UsageError if it is not valid Unicode, and early ApiError (400) if it is far longer than ``context``.
-        """
+        """Token ids. Raises UsageError for invalid Unicode, and early ApiError (400) if far more than ``context``."""
         check_text(text)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
         return await self._tokenize(encode, "prompt", context, characters=len(text))
 
     async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        context: int | None = None,
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, context: int | None = None
     ) -> list[int]:
         """Token ids of a conversation. Null fields of a message count as absent; ``context`` as for ``encode``.
 
@@ -135,7 +122,6 @@ class Service:
         return await self._tokenize(encode, "messages", context, characters=characters)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, control tokens included."""
         decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=False)
         return await asyncio.get_running_loop().run_in_executor(self._unbounded_thread, decode)
 
@@ -165,24 +151,20 @@ class Service:
 
     def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, key: bytes | None) -> Request:
         """One request for the engine, from a client with this API key."""
-        own_end = self.tokenizer.eos_token_id
-        end_tokens = (*self.facts().end_tokens, *(() if own_end is None else (own_end,)))
+        end_tokens = (*self.facts().end_tokens, self.tokenizer.eos_token_id)
         return Request(
             request_id=f"{answer_id}-{secrets.token_hex(4)}",
             prompt=tuple(prompt),
             params=params,
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
-            end_tokens=tuple(dict.fromkeys(end_tokens)),
+            end_tokens=tuple(dict.fromkeys(token for token in end_tokens if token is not None)),
             arrival_time=time.monotonic(),
             # A salt for each API key, so that response times reveal nothing about the prompts of other keys.
             cache_salt="" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest(),
         )
 
     def begin(self, requests: list[Request]) -> list[RequestStream]:
-        """Give requests to the engine; raises EngineUnavailable or QueueFull if they cannot be taken now.
-
-        The caller must ``end`` their streams in any case.
-        """
+        """Give requests to the engine; ``end`` their streams in any case. Raises EngineUnavailable or QueueFull."""
         try:
             return self.engine.add(requests)
         except NanoserveError:
@@ -202,7 +184,6 @@ class Service:
             await asyncio.sleep(0)  # there is an entry for each token; other requests run in between
 
     def close(self) -> None:
-        """End the threads and child processes."""
         for threads in (self._threads, self._unbounded_thread, self._grammar_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         self.tokenizer.close()

@@ -5,12 +5,11 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import h11
-import msgspec
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -23,8 +22,6 @@ from nanoserve.text.tokenizer import check_vocabulary
 SEND_BUFFER_BYTES = 128 << 10
 """The system's buffer for a client that does not read; the rest of its answer waits in the front end."""
 MAX_HEADER_BYTES = 64 << 10
-_KEEP_ALIVE_SECONDS = 20
-_LAST_WORDS_SECONDS = 2
 _BACKLOG = 2048
 
 
@@ -45,10 +42,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection of HTTP/1.1, with additional time limits.
+    """A connection that closes if its client takes more than ``client_seconds`` to send headers or read a full buffer.
 
-    A client that takes longer than ``client_seconds`` to send its headers, or to read a full buffer of its answer, is
-    disconnected. Malformed HTTP is answered in the form of every other error.
+    Malformed HTTP is answered in the form of every other error.
     """
 
     def __init__(self, *arguments: Any, client_seconds: float, **settings: Any) -> None:
@@ -85,18 +81,11 @@ class BoundedProtocol(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer malformed HTTP with the usual error body, and close the connection."""
-        body = msgspec.json.encode(ApiError(400, msg, code="invalid_http").body())
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        try:
-            for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+        answer = ApiError(400, msg, code="invalid_http", headers={"connection": "close"}).response()
+        head = h11.Response(status_code=400, headers=answer.raw_headers)
+        with contextlib.suppress(h11.LocalProtocolError):  # the answer to an earlier request has begun
+            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        except h11.LocalProtocolError:
-            pass  # it followed a request whose answer has begun, so no other answer can be sent
         self.transport.close()
 
     def _expect_headers(self) -> None:
@@ -107,14 +96,6 @@ class BoundedProtocol(H11Protocol):
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn's server without its handling of signals, which `run_server` does."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def run_server(
@@ -137,7 +118,8 @@ async def run_server(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, count_signal)
-    server = _Server(_http_config(service))
+    server = uvicorn.Server(_http_config(service))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
     http = asyncio.create_task(server.serve(sockets=[listener]))
     engine = asyncio.create_task(service.engine.run())
     started = asyncio.create_task(_announce(service, on_ready, say))
@@ -148,7 +130,10 @@ async def run_server(
         service.draining = True
         if running := service.engine.running:
             say(f"stopping: {running} requests may end within {drain_seconds:g} s; a second signal ends all")
-            await _drain(service, stop_now, drain_seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(drain_seconds):
+                    while service.engine.running and not stop_now.is_set():
+                        await asyncio.sleep(0.02)
     finally:
         # HTTP still runs here, so that the streams of a failed engine can end with an error.
         for task in (started, stopping, engine):
@@ -168,25 +153,17 @@ async def _first_of(*tasks: "asyncio.Task[object]") -> None:
 
 
 async def _announce(service: Service, on_ready: Callable[[], None], say: Callable[[str], None]) -> None:
-    facts = await service.engine.ready()
+    await service.engine.became_ready.wait()
+    facts = service.facts()
     check_vocabulary(service.tokenizer, facts.vocab_size)
     on_ready()
     say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
 
 
-async def _drain(service: Service, stop_now: asyncio.Event, seconds: float) -> None:
-    """Wait for the running requests."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while service.engine.running and not stop_now.is_set():
-                await asyncio.sleep(0.02)
-
-
 def _http_config(service: Service) -> uvicorn.Config:
-    protocol = partial(BoundedProtocol, client_seconds=service.limits.client_seconds)
     return uvicorn.Config(
         make_app(service),
-        http=protocol,  # type: ignore[arg-type]
+        http=partial(BoundedProtocol, client_seconds=service.limits.client_seconds),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,
@@ -195,7 +172,7 @@ def _http_config(service: Service) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=_LAST_WORDS_SECONDS,
+        timeout_keep_alive=20,
+        timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )

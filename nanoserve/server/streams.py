@@ -30,7 +30,6 @@ class RequestStream:
 
     @property
     def finished(self) -> bool:
-        """Whether no more updates will come."""
         return self.tracker.finished or self.failure is not None
 
     def take(self, update: SampleUpdate) -> bool:
@@ -47,12 +46,8 @@ class RequestStream:
             sample.cached_tokens = update.cached_tokens
         if update.finish_reason is not None:
             sample.move_to(Status.FINISHED)
-            sample.finish_reason, sample.stop_token, sample.error = (
-                update.finish_reason,
-                update.stop_token,
-                update.error,
-            )
-            sample.finished_time = now
+            sample.finish_reason, sample.stop_token = update.finish_reason, update.stop_token
+            sample.error, sample.finished_time = update.error, now
         if update.tokens:
             if sample.first_token_time is None:
                 sample.first_token_time = now

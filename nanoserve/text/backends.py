@@ -1,10 +1,8 @@
 """The two libraries that tokenize, behind one small interface, and the control tokens of a vocabulary.
 
-A template turns a conversation into one string. In that string `<|im_end|>` written by the template looks exactly like
-`<|im_end|>` pasted by a user. So the spellings in the conversation get a *mark*, a private-use character that occurs
-nowhere else, before the template runs. A marked spelling is no longer a spelling: everything that still matches
-afterwards was written by the template. Then the marks are taken out again. A conversation without such spellings is
-not touched.
+In the string that a chat template makes, its own `<|im_end|>` looks exactly like one pasted by a user. So before it
+runs, the spellings in the conversation get a *mark*, a private-use character that occurs nowhere else. Every spelling
+that still matches afterwards was written by the template. Then the marks are taken out again.
 """
 
 import re
@@ -97,10 +95,8 @@ class Backend(Protocol):
     """One more than the largest token id."""
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
-        """Ids of the pieces in a row. Text pieces never become tokens of `markup_ids`.
-
-        `add_special_tokens` adds the tokens that the tokenizer's own file puts around a text, such as BOS.
-        """
+        """Ids of the pieces in a row. Text pieces never become tokens of `markup_ids`. `add_special_tokens` adds the
+        tokens that the tokenizer's own file puts around a text, such as BOS."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -134,15 +130,13 @@ class TokenizersBackend:
         except Exception as error:  # the library raises nothing more specific
             raise ModelError(f"{path} is not a usable tokenizer: {error}") from error
         added = self._add_missing_tokens(settings, named_special)
+        ids = {token.content: token_id for token_id, token in added.items()}
+        special = {token.content for token in added.values() if token.special} | set(named_special)
         self.control_ids: Mapping[str, int] = {
-            token.content: token_id
-            for token_id, token in added.items()
-            if token.special or token.content in named_special or _CONTROL_SHAPE.fullmatch(token.content)
+            text: number for text, number in ids.items() if text in special or _CONTROL_SHAPE.fullmatch(text)
         }
         self.markup_ids: Mapping[str, int] = {
-            token.content: token_id
-            for token_id, token in added.items()
-            if token.content in self.control_ids or _is_markup(token.content, template)
+            text: number for text, number in ids.items() if text in self.control_ids or _is_markup(text, template)
         }
         self._skipped = frozenset(self.control_ids.values())
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -223,21 +217,18 @@ class SentencePieceBackend:
         declared = settings.get("added_tokens_decoder") or {}
         added = {**added, **{entry["content"]: int(number) for number, entry in declared.items()}}
         plain = {entry["content"] for entry in declared.values() if not entry.get("special")}
-        controls = {pieces[number]: number for number in range(self._size) if self._processor.is_control(number)}
+        controls = {piece: number for number, piece in enumerate(pieces) if self._processor.is_control(number)}
+        known = {**added, **controls}
         self.control_ids: Mapping[str, int] = controls | {
             text: number for text, number in added.items() if text not in plain
         }
         self.markup_ids: Mapping[str, int] = {
-            text: number
-            for text, number in {**added, **controls}.items()
-            if text in self.control_ids or _is_markup(text, template)
+            text: number for text, number in known.items() if text in self.control_ids or _is_markup(text, template)
         }
         self.vocab_size = max([self._size - 1, *added.values()]) + 1
         self._skipped = frozenset(self.control_ids.values())
         # Tokens that sentencepiece does not decode: its controls, and tokens beyond its vocabulary.
-        self._spelling = {
-            number: text for text, number in {**added, **controls}.items() if number >= self._size or text in controls
-        }
+        self._spelling = {number: text for text, number in known.items() if number >= self._size or text in controls}
         self._words = ControlTokens({text: number for text, number in added.items() if text not in self.markup_ids})
         # The legacy behaviour adds sentencepiece's leading blank to every text between control tokens; the newer one
         # only to the beginning of the prompt.
@@ -247,8 +238,7 @@ class SentencePieceBackend:
         # A character that is in no piece never merges: text after it is tokenized as in the middle of a text.
         self._stopper = next(chr(code) for code in range(0xE000, 0xF900) if chr(code) not in characters)
         self._stopper_length = len(self._processor.encode(self._stopper))
-        # sentencepiece finds user-defined pieces in any text; their spellings in ordinary text are encoded in two
-        # halves.
+        # sentencepiece finds user-defined pieces in any text; in ordinary text they are encoded in two halves.
         self._halves: dict[int, list[int]] = {}
         self._halves |= {
             number: self.encode_within(text[0]) + self.encode_within(text[1:])

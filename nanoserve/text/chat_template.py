@@ -49,10 +49,8 @@ def check_text(text: Any, name: str = "the prompt") -> str:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A conversation in the form templates expect: known roles, contents joined to plain text.
-
-    Raises UsageError naming the message and the field that is wrong.
-    """
+    """A conversation in the form templates expect: known roles, contents joined to plain text. Raises UsageError naming
+    the message and the field that is wrong."""
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise UsageError("messages must be a list of {role, content} objects")
     if not messages:
@@ -147,21 +145,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt as text. `messages` and `arguments` are plain JSON, already checked.
-
-        Raises UsageError with the template's own words when it refuses the conversation. Raises ModelError when it is
-        broken, or needs more time, memory or output than any conversation does.
-        """
+        """The prompt as text. `messages` and `arguments` are plain JSON, already checked. Raises UsageError with the
+        template's own words when it refuses the conversation; ModelError when it is broken, or needs more time, memory
+        or output than any conversation does."""
         arguments = arguments or {}
         name = "tool_use" if arguments.get("tools") and "tool_use" in self._texts else self._default_name()
-        context = {
-            "tools": None,
-            "documents": None,
-            **self._special_tokens,
-            **arguments,
-            "messages": list(messages),
-            "add_generation_prompt": add_generation_prompt,
-        }
+        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        context = {"tools": None, "documents": None, **self._special_tokens, **arguments, **given}
         request = json.dumps({"context": context})
         limits = {
             "fuel": _FUEL + _FUEL_PER_CHARACTER * len(request),
@@ -180,7 +170,6 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of all templates."""
         return "".join(self._texts.values())
 
     def close(self) -> None:
@@ -229,9 +218,7 @@ def load_chat_template(
     directory: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> ChatTemplate | PlainConversation:
     """A directory's chat_template.jinja, else the `chat_template` of its tokenizer_config.json, else the plain format.
-
-    Raises ModelError naming the file when it is malformed.
-    """
+    Raises ModelError naming the file when it is malformed."""
     file = directory / "chat_template.jinja"
     if file.exists():
         return ChatTemplate({"default": read_text(file)}, special_tokens, str(file))
@@ -258,8 +245,7 @@ def _check_source(source: str, origin: str) -> None:
     if len(source) > MAX_TEMPLATE_CHARACTERS:
         raise ModelError(f"the chat template in {origin} is longer than {MAX_TEMPLATE_CHARACTERS} characters")
     for block in _BLOCK.findall(source):
-        found = _DUNDER.search(block)
-        if found:
+        if found := _DUNDER.search(block):
             raise ModelError(f"the chat template in {origin} reaches for {found.group()}; refusing to use it")
 
 

@@ -1,10 +1,10 @@
 """The process in which chat templates run: `python -c "from nanoserve.text.template_process import main; main()"`.
 
 A chat template is a small program that arrives with the weights. minijinja offers it no way out, and fuel bounds its
-instructions. But thirty instructions that each double a string ask for a terabyte. Memory and processor time can only
-be bounded for a process, so each template gets one. The process reads one JSON object per line: first {"template":
-source}, then {"context": {...}, "fuel": n, "max_characters": n, "seconds": t} for each rendering. It answers each
-rendering with {"text": ...}, {"refusal": the template's own words to the user} or {"error": ...}.
+instructions, but thirty that each double a string ask for a terabyte. Memory and processor time can only be bounded for
+a process, so each template gets one. It reads one JSON object per line: first {"template": source}, then {"context":
+{...}, "fuel": n, "max_characters": n, "seconds": t} for each rendering. It answers each rendering with {"text": ...},
+{"refusal": the template's own words to the user} or {"error": ...}.
 """
 
 import json

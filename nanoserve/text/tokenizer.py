@@ -28,10 +28,8 @@ class PromptTooLong(UsageError):
 
 
 class Tokenizer:
-    """One interface over the tokenizing libraries.
-
-    Text from users never turns into control tokens, and in a conversation into no token that structures it.
-    """
+    """One interface over the tokenizing libraries. Text from users never turns into control tokens, and in a
+    conversation into no token that structures it."""
 
     def __init__(
         self,
@@ -47,10 +45,8 @@ class Tokenizer:
         readable = backend.markup_ids.keys() - backend.control_ids.keys()
         self._readable = ControlTokens({spelling: backend.markup_ids[spelling] for spelling in readable})
         self._settings = settings
-        self.vocab_size = backend.vocab_size
-        """One more than the largest token id."""
-        self.special_ids = frozenset(backend.control_ids.values())
-        """Ids that `decode` leaves out."""
+        self.vocab_size = backend.vocab_size  # one more than the largest token id
+        self.special_ids = frozenset(backend.control_ids.values())  # which `decode` leaves out
         self.decode = backend.decode
         self.is_byte = backend.is_byte
         self.bos_token_id = self._named_id(named_tokens, "bos_token")
@@ -72,12 +68,9 @@ class Tokenizer:
         return self._encode(pieces, add_special_tokens=add_special_tokens)
 
     def _check_length(self, pieces: Sequence[str | int], limit: int | None) -> None:
-        """Raise PromptTooLong if a beginning of the pieces has more than twice `limit` tokens.
-
-        The characters per token have no bound: tokenizers drop characters, and join unknown ones. So ever longer
-        beginnings are tokenized. Cutting changes at most the last words of a beginning, which adds far fewer tokens
-        than the limit.
-        """
+        """Raise PromptTooLong if a beginning of the pieces has more than twice `limit` tokens. The characters per token
+        have no bound, as tokenizers drop characters and join unknown ones. So ever longer beginnings are tokenized.
+        Cutting changes at most the last words of a beginning, which adds far fewer tokens than the limit."""
         length = _CHARACTERS_PER_TOKEN * (limit or 0)
         while limit is not None and length < sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces):
             beginning = _beginning(pieces, length)
@@ -173,9 +166,7 @@ def _beginning(pieces: Sequence[str | int], length: int) -> list[str | int]:
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a model directory: tokenizer.json, else tokenizer.model, with their settings and chat template.
-
-    Raises ModelError naming the file that is missing, broken or hostile.
-    """
+    Raises ModelError naming the file that is missing, broken or hostile."""
     directory = Path(directory)
     settings, named_tokens = _read_settings(directory)
     # The template's process starts while the tokenizer loads.
@@ -211,9 +202,8 @@ def load_backend(directory: Path, template: str = "") -> Backend:
             added = read_optional_json_object(directory / "added_tokens.json")
             return SentencePieceBackend(directory / "tokenizer.model", settings, added, template)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"the added tokens in {directory / 'tokenizer_config.json'} are malformed: {error!r}"
-        ) from error
+        path = directory / "tokenizer_config.json"
+        raise ModelError(f"the added tokens in {path} are malformed: {error!r}") from error
     raise ModelError(f"no tokenizer in {directory}: it needs a tokenizer.json or a tokenizer.model")
 
 

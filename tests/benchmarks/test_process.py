@@ -25,12 +25,12 @@ CHILD = (
 # The peer waits for its Opening at a pipe that stays open as long as someone holds the other end: it holds both.
 PARENT = (
     "import multiprocessing, os, subprocess, sys, time\n"
-    "from nanoserve.processes.children import FollowingChild\n"
+    "from nanoserve.processes.watchdog import LoggedChild\n"
     "ours, theirs = multiprocessing.Pipe()\n"
     "number, both = theirs.fileno(), [theirs.fileno(), ours.fileno()]\n"
     "program = 'from nanoserve.benchmarks.peers.process import main; main()'\n"
-    "peer = FollowingChild(program, str(number), environment=os.environ, descriptors=both)\n"
-    "print(peer.process_id, flush=True)\n"
+    "peer = LoggedChild(program, str(number), environment=os.environ, descriptors=both)\n"
+    "print(peer.process.pid, flush=True)\n"
     "time.sleep(60)\n"
 )
 

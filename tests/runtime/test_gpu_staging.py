@@ -88,7 +88,7 @@ def memory(num_blocks: int, first: float) -> Tensor:
 
 def staging(caches: Tensor) -> gpu_staging.GpuStaging:
     return gpu_staging.GpuStaging(
-        list(caches[:, 0]), list(caches[:, 1]), BLOCK_SHAPE, torch.float32, torch.device("cpu")
+        list(caches[:, 0]), list(caches[:, 1]), torch.Size(BLOCK_SHAPE), torch.float32, torch.device("cpu")
     )
 
 

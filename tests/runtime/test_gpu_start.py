@@ -19,7 +19,7 @@ from nanoserve.models.shards import make_shards
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.launch import gpu_start
-from nanoserve.runtime.launch.gpu_start import GpuStart, MemoryProfileRun
+from nanoserve.runtime.launch.gpu_start import GpuStart, run_largest_step
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.decode_graphs import DecodeGraphs
@@ -279,7 +279,7 @@ def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
         output: Tensor = layer(hidden, cos, sin, attention)
         return output
 
-    tokens = MemoryProfileRun(num_tokens=11, num_rows=4, block_size=4).run(decoder, run_layer)
+    tokens = run_largest_step(decoder, run_layer, num_tokens=11, num_rows=4, block_size=4)
     assert seen == [(11, 8, 1, 1, 1)] * small_config().num_layers
     assert tokens is not None and len(tokens) == 11, "prompt log probabilities may look at every position"
 
@@ -291,7 +291,7 @@ def test_every_shard_of_a_model_has_a_largest_step(stages: int) -> None:
 
     def run(rank: int, group: ThreadGroup) -> int | None:
         decoder = Decoder(small_config(), shard=shards[first + rank], group=group).eval()
-        tokens = MemoryProfileRun(num_tokens=11, num_rows=4, block_size=4).run(decoder, DecoderLayer.__call__)
+        tokens = run_largest_step(decoder, DecoderLayer.__call__, num_tokens=11, num_rows=4, block_size=4)
         return None if tokens is None else len(tokens)
 
     for first in range(0, len(shards), 2):

@@ -35,7 +35,7 @@ def attending(
 
 def attended(host: HostAttentionThread, batch: HostBatch, layer: int = 0) -> Tensor:
     task = host.attend(layer, batch.query, batch.key, batch.value, batch.rows)
-    assert task.wait(ENOUGH)
+    task.wait()
     return task.result()
 
 
@@ -97,7 +97,7 @@ def test_a_row_does_not_depend_on_others_or_on_the_number_of_threads(dtype: torc
 
 def host_result(host: HostAttentionThread, part: tuple[Tensor, Tensor, Tensor, AttentionBatch]) -> Tensor:
     task = host.attend(0, *part)
-    assert task.wait(ENOUGH)
+    task.wait()
     return task.result()
 
 
@@ -118,11 +118,10 @@ def test_tasks_are_done_in_the_order_in_which_they_are_given(monkeypatch: pytest
             for layer in (2, 0, 1, 2)
         ]
         assert not any(task.ready for task in tasks)
-        assert not tasks[0].wait(0.01)
         with pytest.raises(RuntimeError, match="before it was ready"):
             tasks[0].result()
         go_on.set()
-        assert tasks[-1].wait(ENOUGH)
+        tasks[-1].wait()
         assert all(task.ready for task in tasks)
     assert order == [2, 0, 1, 2]
     for task, layer in zip(tasks, (2, 0, 1, 2), strict=True):
@@ -141,7 +140,7 @@ def test_results_are_right_while_the_device_computes() -> None:
             ]
             assert torch.equal(matrix @ matrix, matrix * 2)
             for task, batch in zip(tasks, batches, strict=True):
-                assert task.wait(ENOUGH)
+                task.wait()
                 torch.testing.assert_close(task.result().double(), batch.expected, atol=1e-5, rtol=1e-5)
         assert len(host.take_work()) == 40
 
@@ -164,7 +163,6 @@ def test_work_is_told_once_and_waiting_in_the_queue_is_no_part_of_it(monkeypatch
             pass
         assert host.take_work() == (HostWork(3, 34, 2.0), HostWork(3, 34, 2.0))
         assert host.take_work() == ()
-        assert host.busy_seconds == 4.0
 
 
 def test_its_number_of_threads_is_its_own() -> None:

@@ -84,8 +84,9 @@ def test_all_threads_of_the_device_move_and_come_back(monkeypatch: pytest.Monkey
     begin("made before")
     try:
         torch.set_num_threads(2)
-        processor = HostProcessor(1, cores=(core,), device_cores=(core,), device_threads=1)
-        processor.confine_device()
+        divided = HostProcessor(1, cores=(core,), device_cores=(core,), device_threads=1)
+        monkeypatch.setattr(HostProcessor, "divide", lambda _: divided)
+        processor = HostProcessor.set_apart(1, torch.device("cpu"))
         begin("made later")
         assert [os.sched_getaffinity(number) for number in numbers] == [{core}] * 3
         assert torch.get_num_threads() == 1

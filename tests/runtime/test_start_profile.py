@@ -17,7 +17,7 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch import start_profile
-from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor, profile_at_start
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile, profile_at_start
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.runtime.profiling.parts import Effort, ProfileSizes
 from tests.costs.profiles import made_up_profile
@@ -60,7 +60,7 @@ def engine() -> Iterator[StartingEngine]:
         runner=executor.runner,
         processor=processor,
         config=config,
-        max_model_len=64,
+        model=small_config(),
         speeds=SPEEDS,
         compiled=False,
     )
@@ -116,7 +116,7 @@ def test_a_profile_is_made_once_and_kept(engine: StartingEngine, tmp_path: Path)
     "change",
     [
         lambda engine: replace(engine, compiled=True),
-        lambda engine: replace(engine, max_model_len=32),
+        lambda engine: replace(engine, config=replace(engine.config, max_model_len=32)),
         lambda engine: replace(engine, config=replace(engine.config, max_num_seqs=2)),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     engine: StartingEngine, measured: list[StartingEngine], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_text("a file")
-    assert hybrid_predictor(engine) is not None
+    assert hybrid_profile(engine) is not None
     assert measured == [engine]
     assert "this machine is measured at every start" in caplog.text
 
@@ -162,9 +162,7 @@ def test_a_given_profile_is_read_and_nothing_is_measured(engine: StartingEngine,
     path, profile = tmp_path / "given.json", fitting(engine)
     write_profile(profile, path)
     given = replace(engine, config=replace(engine.config, profile=str(path)))
-    predictor = hybrid_predictor(given, lambda *stage: pytest.fail(f"measured: {stage}"))
-    assert predictor is not None
-    assert predictor.linear_seconds(4) == profile.rising().linear.at(4)
+    assert hybrid_profile(given, lambda *stage: pytest.fail(f"measured: {stage}")) == profile
 
 
 def named(profile: Profile, name: str) -> Profile:
@@ -204,7 +202,7 @@ def test_a_profile_of_something_else_is_refused_in_one_line(
     write_profile(change(fitting(engine)), path)
     given = replace(engine, config=replace(engine.config, profile=str(path)))
     with pytest.raises(UsageError) as refused:
-        hybrid_predictor(given)
+        hybrid_profile(given)
     assert says in str(refused.value)
     assert "make one with nanoserve profile --host-threads 1" in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
@@ -215,7 +213,7 @@ def test_a_file_that_is_no_profile_is_refused_in_one_line(engine: StartingEngine
     path = tmp_path / "given.json"
     path.write_text(content)
     with pytest.raises(UsageError) as refused:
-        hybrid_predictor(replace(engine, config=replace(engine.config, profile=str(path))))
+        hybrid_profile(replace(engine, config=replace(engine.config, profile=str(path))))
     assert f"{path} is not a profile" in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
 
@@ -244,7 +242,7 @@ def test_an_engine_that_cannot_be_measured_stays_on_its_device_and_says_so(
 ) -> None:
     monkeypatch.setattr(start_profile, "open_probes", failing(error))
     with caplog.at_level(logging.WARNING, "nanoserve"):
-        assert hybrid_predictor(engine) is None
+        assert hybrid_profile(engine) is None
     (record,) = caplog.records
     assert "the device does everything alone" in record.message
     assert says in record.message
@@ -254,5 +252,5 @@ def test_an_engine_that_cannot_be_measured_stays_on_its_device_and_says_so(
 def test_an_engine_of_single_tokens_stays_on_its_device(
     engine: StartingEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert hybrid_predictor(replace(engine, config=replace(engine.config, max_num_batched_tokens=1))) is None
+    assert hybrid_profile(replace(engine, config=replace(engine.config, max_num_batched_tokens=1))) is None
     assert "cannot be profiled" in caplog.text

@@ -14,9 +14,8 @@ from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Alternative, Decision, Policy
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row, StepPlan, StepResult
-from nanoserve.scheduler.policies.apex import ApexAlgorithm1
+from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelining
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
-from nanoserve.scheduler.policies.neo import AsymmetricPipelining
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExecutor
 from nanoserve.simulator.replay import record_run, replay

@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_break_even, pipelining_speedup_bound
 from nanoserve.errors import UsageError
 from nanoserve.scheduler.load import Alternative, Cohort, Decision, Load, Policy
-from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsynchronousOverlap, device_rate, pipelined_rate
+from nanoserve.scheduler.policies.apex import (
+    ApexAlgorithm1,
+    AsymmetricPipelining,
+    AsynchronousOverlap,
+    device_rate,
+    pipelined_rate,
+)
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
-from nanoserve.scheduler.policies.neo import AsymmetricPipelining
 from tests.fakes.distorted_predictor import DistortedPredictor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.loads import IDLE

@@ -24,7 +24,6 @@ from nanoserve.server.messages import (
     EngineMessage,
     Failed,
     Mailbox,
-    Refused,
     StepReport,
     Stop,
 )
@@ -131,7 +130,7 @@ def test_a_request_that_can_never_run_is_refused_and_the_next_one_runs(wire: Wir
     wire.send(Add(Request("bad", (2000,), SamplingParams(), seed=0)))
     wire.loop.turn()
     refused = wire.hear()
-    assert isinstance(refused, Refused) and "token id 2000" in refused.message
+    assert isinstance(refused, Failed) and refused.request_id == "bad" and "token id 2000" in refused.message
     assert wire.report() == StepReport(status=EngineStatus(free_blocks=32, total_blocks=32), added=1)
     wire.send(Add(_request(max_tokens=2)))
     assert wire.finish()[-1].updates[-1].finish_reason is not None

@@ -56,8 +56,8 @@ def open_part(directory: Path, part: str, *, dry_run: bool) -> Report:
         different = [name for name in ("kind", "commit", "settings") if earlier.get(name) != report.document[name]]
         if different:
             raise UsageError(f"{path} holds results of another run ({', '.join(different)} differ); give another --out")
-        report.document |= earlier
-        report.rows[:] = [row for row in report.rows if "skipped" not in row]
+        report.rows += [row for row in earlier["rows"] if "skipped" not in row]
+        report.document |= earlier | {"rows": report.rows}
     report.path = path
     report.put("complete", False)
     return report

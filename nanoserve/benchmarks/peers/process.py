@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from nanoserve.benchmarks.driving import EngineRun
 from nanoserve.errors import NanoserveError, RuntimeFailure
-from nanoserve.processes.children import FollowingChild
 from nanoserve.processes.installation import install_command
+from nanoserve.processes.watchdog import LoggedChild
 
 _LONGEST_COMPLAINT = 300
 Prompts = tuple[tuple[int, ...], ...]
@@ -77,9 +77,9 @@ class PeerProcess:
         self._pipe, theirs = multiprocessing.Pipe()
         number = theirs.fileno()
         environment = os.environ | {"OMP_NUM_THREADS": str(opening.threads)}
-        self._child = FollowingChild(program, str(number), environment=environment, descriptors=[number])
+        self._child = LoggedChild(program, str(number), environment=environment, descriptors=[number])
         theirs.close()
-        self.process_id = self._child.process_id  # tells the peer's own use of the processor from that of others
+        self.process_id = self._child.process.pid  # tells the peer's own use of the processor from that of others
         try:
             self.description: dict[str, Any] = self._ask(opening)
         except BaseException:

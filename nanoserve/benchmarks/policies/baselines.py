@@ -8,10 +8,9 @@ from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimiz
 
 @dataclass(frozen=True, slots=True)
 class DecodePrioritizing(TransitionMinimizing):
-    """Figure 2 (b): every batch is decoded to its end.
+    """Figure 2 (b): as many prompts as the device holds, and the next ones when the last answer has ended.
 
-    It computes as many prompts as the device will hold, and the next ones when the last answer has ended. Transitions
-    are few, and batches shrink.
+    Transitions are few, and batches shrink.
     """
 
     def _pool_room(self, load: Load) -> int:
@@ -23,9 +22,8 @@ class DecodePrioritizing(TransitionMinimizing):
 
 @dataclass(frozen=True, slots=True)
 class PrefillPrioritizing(TransitionMinimizing):
-    """Figure 2 (a): re-sharding for every prompt that fits.
+    """Figure 2 (a): re-sharding as soon as the device has room for a prompt; decodes pass through the pool twice.
 
-    It computes the next prompt as soon as the device has room for it, and running decodes pass through the pool twice.
     Batches are full, and every few answers that end cost a transition.
     """
 

@@ -22,12 +22,9 @@ class KvCases:
     """The grid of cases: every length of answers with every share of the KV memory."""
 
     input_tokens: int
-    outputs: Sequence[int]
-    """The lengths of the answers, ascending."""
-    requests: int
-    """Number of requests in each case, which arrive all at once."""
-    shares: Sequence[float]
-    """Shares of the blocks that would hold everything, ascending."""
+    outputs: Sequence[int]  # the lengths of the answers, ascending
+    requests: int  # number of requests in each case, which arrive all at once
+    shares: Sequence[float]  # shares of the blocks that would hold everything, ascending
     block_size: int
 
     @property
@@ -47,11 +44,8 @@ class KvCases:
         return self.requests * self.sequence_blocks(shape)
 
     def device_blocks(self, shape: RequestShape) -> int:
-        """Blocks with which no KV has to leave the device.
-
-        They hold every sequence to its end. Policies keep more free than is ever filled: one block for each sequence to
-        grow into, and room for a prompt that only passes through to host memory.
-        """
+        """Blocks with which no KV has to leave the device: they hold every sequence to its end. Policies keep more free
+        than is ever filled: a block for each sequence to grow into, and room for a prompt on its way to host memory."""
         return self.host_blocks(shape) + self.requests - (-self.input_tokens // self.block_size)
 
     def cases(self) -> Iterator[KvCase]:

@@ -1,7 +1,4 @@
-"""The engines that comparisons open: groups of workers, and processes that compute alone.
-
-The end of ``opened`` closes them. All raise NanoserveError where they cannot run.
-"""
+"""The engines that comparisons open, until ``opened`` ends. All raise NanoserveError where they cannot run."""
 
 from contextlib import ExitStack
 from dataclasses import fields, replace
@@ -13,6 +10,7 @@ from nanoserve.assembly import make_predictors
 from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.variants import OpenEngine
 from nanoserve.config import ModelConfig
+from nanoserve.costs.predictor import MeasuredPredictor
 from nanoserve.costs.profile import MeasuredTimes
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
@@ -22,7 +20,7 @@ from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import kv_bytes_per_block
-from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_predictor, measure_shortly
+from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile, measure_shortly
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import choose_host_blocks
 from nanoserve.runtime.workers.executor import WorkersExecutor
@@ -40,16 +38,10 @@ def open_workers(
     metadata: Literal["decoupled", "coupled"] = "decoupled",
     simulated: bool = True,
 ) -> OpenEngine:
-    """Start workers of one layout or two, and wait until their layers are compiled."""
+    """Workers of one layout or two, whose layers are compiled."""
     host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
-        resolved,
-        config,
-        model=model,
-        host_blocks=host_blocks,
-        progress=progress,
-        metadata=metadata,
-        observe_times=True,
+        resolved, config, model=model, host_blocks=host_blocks, progress=progress, metadata=metadata, observe_times=True
     )
     opened.callback(executor.close)
     if not config.eager:
@@ -86,17 +78,12 @@ def open_with_host(
     work: KvCases,
     progress: ProgressCallback | None,
 ) -> OpenEngine:
-    """Open a profiled engine of one device and a CPU that attends in host memory; both hold the largest case.
-
-    It has the profile that it makes at its start; its layers run now as they run in the benchmark.
-    """
+    """Open an engine of one device and a CPU that attends in host memory, with the profile that it makes at its start.
+    Both hold the largest case."""
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
     size = kv_bytes_per_block(model, config.block_size, dtype)
-    sized = replace(
-        config,
-        kv_cache_memory=work.device_blocks(work.longest) * size,
-        host_kv_memory=config.host_kv_memory or work.host_blocks(work.longest) * size,
-    )
+    host_bytes = config.host_kv_memory or work.host_blocks(work.longest) * size
+    sized = replace(config, kv_cache_memory=work.device_blocks(work.longest) * size, host_kv_memory=host_bytes)
     llm = _open_llm(opened, resolved, sized, progress)
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
@@ -106,17 +93,17 @@ def open_with_host(
         runner=executor.runner,
         processor=processor,
         config=sized,
-        max_model_len=llm.max_model_len,
+        model=llm.config,
         speeds=measure_speeds(executor.runner.device, executor.runner.decoder.dtype),
         compiled=llm.compiled,
     )
-    predictor = hybrid_predictor(starting, progress)
-    if predictor is None:
+    profile = hybrid_profile(starting, progress)
+    if profile is None:
         raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
 
     def measure_times() -> MeasuredTimes:
         if config.profile is not None:
-            return MeasuredTimes(predictor.profile)
+            return MeasuredTimes(profile)
         try:
             return MeasuredTimes(measure_shortly(starting, starting.sizes()))
         except HostAttentionLost as reason:
@@ -124,7 +111,7 @@ def open_with_host(
 
     return replace(
         _of_llm("device and CPU", llm),
-        predictors=(predictor,),
+        predictors=(MeasuredPredictor(profile),),
         host_blocks=llm.engine.scheduler.host_pool.num_blocks,
         host_threads=processor.threads,
         measure_times=measure_times,

@@ -13,12 +13,10 @@ from nanoserve.scheduler.plan import HostWork
 HYBRID: tuple[Strategy, ...] = ("asymmetric", "overlap")
 """Strategies of steps in which the CPU computes attention."""
 Gains = dict[Strategy, dict[str, float | None] | None]
-"""Of the steps of each hybrid strategy that hold decodes on the device and no prompts; None without such steps.
+"""Gains in the steps of each hybrid strategy that hold decodes on the device and no prompts; None without such steps.
 
 "steps" is their number, "gain" the tokens per second over those of the device alone with the same rows, less 1, and
-"bound" the most that is possible by the closed form, both as means over time; "reached" is the gain over the bound,
-None where the bound is a loss.
-"""
+"bound" the closed form's limit, both as means over time. "reached" is their ratio, None where the bound is a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +24,16 @@ class DecodeStep:
     """A step without prompts."""
 
     strategy: Strategy
-    seconds: float
-    """Time on the device, in seconds."""
+    seconds: float  # time on the device, in seconds
     decodes: int
-    keys: int
-    """Device rows, and the keys that they read in one layer."""
-    host_sequences: int
-    """Sequences whose KV was in host memory, or on its way there."""
+    keys: int  # of the device rows: keys that they read in one layer
+    host_sequences: int  # sequences whose KV was in host memory, or on its way there
     host_tokens: float
-    """Tokens that these sequences gained: each of the L + 1 passes of a token counts as an equal part, even if the
-    token is not finished yet."""
+    """Tokens that these sequences gained; each of the L + 1 passes of a token counts as an equal part of it."""
 
 
 def decode_steps(record: RunRecord, layers: int) -> Iterator[DecodeStep]:
-    """All steps of a run that hold device rows, but no prompts; the model has so many layers."""
+    """All steps of a run that hold device rows, but no prompts, of a model with this number of layers."""
     resident: set[int] = set()  # sequences in host memory or on their way there
     passed: dict[int, tuple[int, int]] = {}  # for each token under way: the step that it began in, and layers passed
     for plan in record.plans:
@@ -91,8 +85,7 @@ def host_rate(work: Sequence[HostWork]) -> float | None:
 def gains(steps: Sequence[DecodeStep], predictor: Predictor, *, slowness: float, rate: float | None) -> Gains:
     """Gains over the device alone, which takes longer than predicted by ``slowness`` in the same minutes.
 
-    ``rate`` is NC, as it was in this run; None gives no gains. Means are over time: a bound of each step is then a
-    bound of the mean, too.
+    ``rate`` is NC in this run; None gives no gains. Means over time keep the bound of each step a bound of the mean.
     """
     found: Gains = dict.fromkeys(HYBRID)
     if rate is None:

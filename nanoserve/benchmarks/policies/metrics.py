@@ -1,31 +1,40 @@
-"""Metrics of a run, as each comparison asks for them: of a pipeline's stages, of layouts, and of memory tiers.
+"""What each comparison measures and shows: of a pipeline's stages, of layouts, and of memory tiers. No torch.
 
-Each function returns `Metrics`: the names are those of the JSON reports. No torch.
+Functions of runs return `Metrics` with the names of the JSON reports; those of benches return a `Picture`.
 """
 
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import cycle, groupby
 from typing import get_args
 
 import numpy as np
+from msgspec.structs import replace
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
-from nanoserve.benchmarks.policies.rounds import Metrics, PolicyRound, Run
+from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import compare_with_simulator, rerun
 from nanoserve.costs.work import Strategy
+from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, ChartCurve
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
 from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase, PhaseTurn
 from nanoserve.record.run_record import RunRecord, engine_seconds, move_metrics, stage_shares, working_seconds
+from nanoserve.record.times import StageTimes
+from nanoserve.record.window import StepWindow, token_panels
 from nanoserve.scheduler.plan import StepPlan, Tier
 
+Picture = tuple[Sequence[AnyPanel], int, tuple[float, float]]
+"""Panels, how many of them are in a row, and the size of each in inches."""
+_MARKERS = "osv^Dx+*"
+_TOP = 122.0  # where the vertical axis of phases ends: its lines end at 100 %, and above them are the phases
 _STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 _TOLERANCE = 0.02
-"""A gain may exceed its bound by this share of the device's tokens per second and count as at it: step times scatter,
-and the closed form takes the second pass through the linear layers to be as long as the first, which has more rows."""
+"""A gain may exceed its bound by this share: step times scatter, and the closed form takes the second pass through the
+linear layers to be as long as the first, which has more rows."""
 
 
 def _request_metrics(record: RunRecord) -> Metrics:
@@ -51,11 +60,8 @@ def _simulated(run: Run) -> Metrics | None:
 
 
 def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> Metrics:
-    """Of a pipeline: latencies, micro-batches, and where the time of the stages went.
-
-    The floor of the run is that of the model's ``cost`` and the machine's ``limits``. Raises ValueError if a replay of
-    the run makes other plans.
-    """
+    """Latencies, micro-batches, and where the time of a pipeline's stages went; the floor is that of ``cost`` and
+    ``limits``. Raises ValueError if a replay of the run makes other plans."""
     record = run.record
     shapes, engine = [StepShape.of(plan) for plan in record.plans], engine_seconds(record)
     tokens = [shape.tokens for shape in shapes]
@@ -76,10 +82,8 @@ def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> M
 
 
 def layout_metrics(run: Run, first: Run) -> Metrics:
-    """Changes of layout, where the time went, and what was moved; None for these with a single layout.
-
-    Raises ValueError if a replay of the run makes other plans.
-    """
+    """Changes of layout, where the time went, and what was moved; None for these with a single layout. Raises
+    ValueError if a replay of the run makes other plans."""
     record, link = run.record, run.variant.engine.host_link_bandwidth
     two = len(run.variant.layouts) == 2
     used = [blocks.used_host / blocks.host for _, blocks in record.blocks if blocks.host]
@@ -171,10 +175,8 @@ def _tier_latencies(record: RunRecord, tier: Tier) -> Metrics:
 
 
 def _errors(forecasts: Iterable[Forecast]) -> dict[str, float] | None:
-    """Errors of predicted step times as shares of the measured times; None without measured steps.
-
-    "median" and "p90" are of their sizes. "bias" is the median with its sign: above 0, too much is predicted.
-    """
+    """Errors of predicted step times as shares of the measured times; None without measured steps. "median" and "p90"
+    are of their sizes, "bias" is the median with its sign: above 0, too much is predicted."""
     errors = np.array([one.predicted / one.measured - 1 for one in forecasts if one.measured])
     if not errors.size:
         return None
@@ -183,11 +185,8 @@ def _errors(forecasts: Iterable[Forecast]) -> dict[str, float] | None:
 
 
 def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[str, tuple[str, ...]]:
-    """Where a promise of the paper or the policies did not hold in a case; rounds that do not count are included.
-
-    Returns names of variants: with hybrid steps although the device holds everything, if it does in this case, and with
-    a gain beyond the closed form's bound.
-    """
+    """Variants for which a promise did not hold in any round of a case: those with hybrid steps although the device
+    holds everything, if it does, and those with a gain beyond the closed form's bound."""
     runs = [run for done in rounds for run in done.variants.items()]
     hybrid = [name for name, figures in runs if any(figures["steps"][strategy] for strategy in HYBRID)]
     beyond = [
@@ -200,3 +199,95 @@ def findings(rounds: Sequence[PolicyRound], *, holds_everything: bool) -> dict[s
         "hybrid_although_it_fits": tuple(dict.fromkeys(hybrid if holds_everything else ())),
         "beyond_bound": tuple(dict.fromkeys(beyond)),
     }
+
+
+def stages_picture(benches: Sequence[Bench]) -> Picture:
+    """A row for each variant's last run: some consecutive micro-batches on their way through the stages, and the tokens
+    of all (gLLM, figure 1)."""
+    runs = benches[0].last
+    counts = [
+        [(step, planned.plan.decodes, planned.plan.prompt_tokens) for step, planned in run.record.planned.items()]
+        for run in runs.values()
+    ]
+    titles = [f"{name}: tokens of each micro-batch" for name in runs]
+    panels: list[AnyPanel] = []
+    first: StepWindow | None = None
+    for (name, run), tokens in zip(runs.items(), token_panels(titles, "micro-batch", counts), strict=True):
+        record, degree = run.record, run.variant.layouts[0].tensor_parallel
+        window = StepWindow(record.arrivals[0].arrival_time, first)
+        first = first or window
+        stages = record.stages(degree) or [_single_stage(record)]
+        for planned, *times in zip(record.planned.values(), *stages, strict=True):
+            window.on_step(planned, times)
+        shares = stage_shares(record, degree)
+        idle = f"; stages idle for {sum(share.bubbles for share in shares) / len(shares):.0%}" if shares else ""
+        panels += [window.gantt(f"{name}: which micro-batch is where{idle}"), tokens]
+    return panels, 2, (7.5, 2.7)
+
+
+def _single_stage(record: RunRecord) -> list[StageTimes]:
+    """A single process reports no times of its one stage; its results tell how long each step took."""
+    times = []
+    for step, planned in record.planned.items():
+        ended = record.known[step]
+        began = ended - record.result_of[step].seconds
+        tokens = planned.plan.decodes + planned.plan.prompt_tokens
+        times.append(StageTimes(step, 0, tokens, began, began, began, began, ended, ended))
+    return times
+
+
+def phases_picture(benches: Sequence[Bench]) -> Picture:
+    """A panel for each last run with two layouts: a strip of its phases above the share of blocks in use (Seesaw,
+    figures 2 and 6)."""
+    drawn = {name: run.record for name, run in benches[0].last.items() if len(run.variant.layouts) == 2}
+    end = max(record.makespan for record in drawn.values())
+    return [_phases_panel(name, record, end) for name, record in drawn.items()], 1, (13.0, 2.7)
+
+
+def _phases_panel(name: str, record: RunRecord, end: float) -> AnnotatedPanel:
+    start = record.arrivals[0].arrival_time
+    times = [moment - start for moment, _ in record.blocks]
+    device = [100 * blocks.used_device / blocks.device for _, blocks in record.blocks]
+    pool = [100 * blocks.used_host / blocks.host for _, blocks in record.blocks]
+    begins = [(phase, phase.began - start) for phase in record.phases]
+    transitions = sum(phase.kind == "reshard" for phase in record.phases)
+    many = "1 transition" if transitions == 1 else f"{transitions} transitions"
+    return AnnotatedPanel(
+        title=f"{name}: {record.makespan:,.1f} s, {many}",
+        x="time from the first arrival on, s",
+        y="% of the blocks",
+        curves=[
+            ChartCurve("host pool in use", times, pool, style="k-"),
+            ChartCurve("device blocks in use", times, device, style="C4--"),
+        ],
+        kind="step",
+        bands=[Band(phase_label(phase), began, began + phase.seconds) for phase, began in begins],
+        top=_TOP,
+        right=end,
+    )
+
+
+def throughputs_picture(benches: Sequence[Bench]) -> Picture:
+    """A panel for each KV limit, with throughput over the length of answers; a line for each variant (APEX, figure 7):
+    medians of all rounds, with the range from the lowest round to the highest. The facts of the benches are the share
+    of KV memory and the output tokens."""
+    measured = sorted((one for one in benches if one.done), key=lambda one: (one.facts["share"], one.facts["output"]))
+    limits = groupby(measured, lambda one: one.facts["share"])
+    panels = [_throughputs(share, list(cases)) for share, cases in limits]
+    top = 1.05 * max(high for panel in panels for curve in panel.curves for high in curve.highs)
+    return [replace(panel, top=top) for panel in panels], 4, (4.4, 4.4)
+
+
+def _throughputs(share: float, cases: Sequence[Bench]) -> AnnotatedPanel:
+    outputs = [case.facts["output"] for case in cases]
+    curves = []
+    for variant, marker in zip(cases[0].variants, cycle(_MARKERS), strict=False):
+        rounds = [[done.variants[variant.name]["output_tokens_per_s"] for done in case.done] for case in cases]
+        middle, lows, highs = ([which(values) for values in rounds] for which in (statistics.median, min, max))
+        curves.append(ChartCurve(variant.name, outputs, middle, lows, highs, style=f"{marker}-"))
+    return AnnotatedPanel(
+        title="KV memory for everything" if share >= 1 else f"KV memory for {share:.0%} of everything",
+        x="output tokens of a request",
+        y="output tokens per second",
+        curves=curves,
+    )

@@ -10,7 +10,7 @@ import msgspec
 
 from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.policies.variants import PolicyVariant, make_requests
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, Key, grouped, rotated
+from nanoserve.benchmarks.rounds import Bracketed, Key, bracket, grouped, most_known, rotated
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.measures.metrics import Distribution
 from nanoserve.measures.workloads import RequestShape
@@ -18,23 +18,19 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
 from nanoserve.simulator.pipeline import TieredTimes
 
-Metrics = dict[str, Any]
-"""Metrics of one variant's run, by name: numbers, distributions, and structs or dicts of such."""
-Pair = tuple[str, str, str]
-"""What a pair of variants is called, and their names: the first over the second."""
+Metrics = dict[str, Any]  # metrics of one variant's run, by name: numbers, distributions, and structs or dicts of such
+Pair = tuple[str, str, str]  # what a pair of variants is called, and their names: the first over the second
 
 
 class Run(NamedTuple):
-    """What a variant made of a round's requests."""
+    """A variant's run of a round's requests."""
 
     variant: PolicyVariant
     record: RunRecord
-    times: TieredTimes | None = None
-    """What things took in the same minutes, for the simulator; None if it takes the times of the record."""
+    times: TieredTimes | None = None  # what things took in the same minutes; None if the record says it
 
 
-Measure = Callable[[Run, Run], Metrics]
-"""Metrics of a run. It is given the run of the first variant in the same round, too."""
+Measure = Callable[[Run, Run], Metrics]  # of a run, beside the run of the first variant in the same round
 
 
 class PolicyRound(Bracketed, frozen=True, kw_only=True):
@@ -47,25 +43,20 @@ class PolicyRound(Bracketed, frozen=True, kw_only=True):
 class Bench:
     """Variants, the requests of a case, and the rounds that were measured."""
 
-    case: str
-    """Description of the requests, in a few words."""
+    case: str  # description of the requests, in a few words
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What a report says about the case beside its name; nothing if there is only one case."""
     variants: Sequence[PolicyVariant]
     shapes: Sequence[RequestShape]
     seed: int = 0
-    rate: float = float("inf")
-    """Requests per second; if infinite, all come at once."""
+    rate: float = float("inf")  # requests per second; if infinite, all come at once
     measure: Measure
-    probe: Callable[[], float]
-    """A reading of the machine's read bandwidth, in bytes per second."""
+    probe: Callable[[], float]  # a reading of the machine's read bandwidth, in bytes per second
     keep: Callable[[str, Run], None] = lambda name, run: None
     """Receives each measured run as it ends, with its name among those of all cases."""
     foreign: ForeignLoad = field(default_factory=ForeignLoad)
-    done: list[PolicyRound] = field(default_factory=list)
-    """The rounds so far."""
-    last: dict[str, Run] = field(default_factory=dict)
-    """The last run of each variant, by its name."""
+    done: list[PolicyRound] = field(default_factory=list)  # the rounds so far
+    last: dict[str, Run] = field(default_factory=dict)  # the last run of each variant, by its name
 
     def requests(self, number: int) -> list[Request]:
         """The requests of a round, whose number gives the seed of their prompts and arrivals; 0 is the warm-up."""
@@ -77,27 +68,18 @@ class Bench:
         # Measured in each round: a machine that others use too is not as fast in one minute as in the next.
         measure_times = self.variants[0].engine.measure_times
         times = None if measure_times is None else measure_times()
-        before = self.probe() / GIGA
         loads: dict[str, float | None] = {}
-        for variant in rotated(self.variants, number - 1):
-            self.foreign.read()
-            run = self.last[variant.name] = Run(variant, variant.run(self.requests(number)), times)
-            loads[variant.name] = self.foreign.read()
-            self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, run)
-        after, names = self.probe() / GIGA, [variant.name for variant in self.variants]
-        done = PolicyRound(
-            case=self.case,
-            number=number,
-            bandwidth_before=before,
-            bandwidth_after=after,
-            foreign_cores=max((load for load in loads.values() if load is not None), default=None),
-            variants={
-                name: {**self.measure(self.last[name], self.last[names[0]]), "foreign_cores": loads[name]}
-                for name in names
-            },
-        )
-        self.done.append(done)
-        return done
+        with bracket(self.case, number, self.probe) as fields:
+            for variant in rotated(self.variants, number - 1):
+                self.foreign.read()
+                run = self.last[variant.name] = Run(variant, variant.run(self.requests(number)), times)
+                loads[variant.name] = self.foreign.read()
+                self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, run)
+        first = self.last[self.variants[0].name]
+        measured = {one.name: self.measure(self.last[one.name], first) for one in self.variants}
+        variants = {name: {**figures, "foreign_cores": loads[name]} for name, figures in measured.items()}
+        self.done.append(PolicyRound(**fields, foreign_cores=most_known(loads.values()), variants=variants))
+        return self.done[-1]
 
 
 def pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
@@ -138,7 +120,7 @@ def ratios(rounds: Sequence[PolicyRound], pairs: Sequence[Pair], metrics: Sequen
 
 
 def ratios_within(done: PolicyRound, pairs: Sequence[Pair], metrics: Sequence[str]) -> dict[Key, float]:
-    """Ratios of one round, by the pair's name and metric; metrics that one of the two lacks are left out."""
+    """Ratios of one round, by the pair's name and metric, where both have it."""
     known = {name: _numbers(figures, metrics) for name, figures in done.variants.items()}
     return {
         (called, metric): value / known[under][metric]

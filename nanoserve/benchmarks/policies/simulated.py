@@ -25,12 +25,11 @@ def compare_with_simulator(
     vocab_size: int,
     layouts: Sequence[ParallelLayout] = (ParallelLayout(),),
 ) -> dict[str, Any] | None:
-    """Replay the record, and simulate the requests in the times that steps and moves of the run took.
+    """Replay a record of workers that reported their times, and simulate its requests in the times of steps and moves.
 
-    The record is of workers that reported their times, with plans sent ahead; the schedulers know these ``layouts``.
-    Returns simulated metrics over the real ones, the simulated values, and the numbers of plans; None if a layout
-    computed nothing, whose step times are then unknown. TPOT is None where no request has a second token. Raises
-    ValueError if the replay makes other plans.
+    Returns simulated metrics over the real ones, the simulated values, and the numbers of plans; None if one of the
+    ``layouts`` computed nothing. TPOT is None where no request has a second token. Raises ValueError if the replay
+    makes other plans.
     """
     replayed = replay(record, make_scheduler, vocab_size=vocab_size)
     block_size = make_scheduler().pool.block_size
@@ -93,8 +92,8 @@ def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size
 def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> float:
     """Seconds per token, from plan to answer, of swaps that began in this layout; each direction is a queue.
 
-    A swap that follows its row begins when the step does. If it is answered with the step, it may have ended sooner.
-    Its tokens are then added to those of the next swap of the same plan that took longer.
+    A swap that follows its row begins when the step does. If it is answered with the step, it may have ended sooner:
+    its tokens are then added to those of the next swap of the same plan that took longer.
     """
     answered = {swap: moment for moment, done in record.collected.items() for result in done for swap in result.swapped}
     computing: dict[int, float] = {}  # when the first worker began to compute, by step
@@ -122,9 +121,8 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
 def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int) -> list[MeasuredStep]:
     """What each of these plans of one layout took on each stage and on each link, and the host's part in it.
 
-    A stage's time is the simulator's: from the moment at which the plan before was computed, its own inputs were
-    prepared and its activations there, whichever came last, until it was computed. It includes what the worker does
-    between two plans.
+    A stage's time is the simulator's: it begins when the plan before was computed, its own inputs were prepared and its
+    activations were there, whichever came last. It includes what the worker does between two plans.
     """
     of_plans = {plan.step for plan in plans}
     parts_of = ([times for times in stage if times.step in of_plans] for stage in record.stages(tensor_parallel))
@@ -145,22 +143,20 @@ def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_paralle
 def _send_seconds(before: Sequence[StageTimes], after: Sequence[StageTimes]) -> list[float]:
     """How long each plan's activations were on their way from one stage to the next.
 
-    That is seen where the next stage waited for them from the beginning. Where it turned to them later, the way took at
-    least the rest of the wait, and most likely the median of the ways that were seen.
+    That is seen where the next stage waited for them from the beginning. Elsewhere the way took at least the rest of
+    the wait, and most likely the median of the ways that were seen.
     """
     both = list(zip(before, after, strict=True))
     seen = [late.arrived - early.computed for early, late in both if late.began <= early.computed]
     likely = median(seen) if seen else 0.0
-    return [
-        max(0.0, min(late.arrived - early.computed, max(likely, late.arrived - late.began))) for early, late in both
-    ]
+    return [max(0, min(late.arrived - early.computed, max(likely, late.arrived - late.began))) for early, late in both]
 
 
 def _could_be_made(record: RunRecord, last_stage: list[StageTimes]) -> dict[int, float]:
     """For each plan, when the simulator could make it: as soon as the last stage had computed another one.
 
-    The real engine hears of that a little later, takes the result in and decides; the simulator counts all this as the
-    host's part. A plan that waited for no result could be made when a request came.
+    What the real engine does from then on counts as the host's part. A plan that waited for no result could be made
+    when a request came.
     """
     ended_at: dict[float, float] = {}
     for times in last_stage:

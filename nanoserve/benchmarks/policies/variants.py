@@ -1,4 +1,4 @@
-"""What is compared: policies on engines that are open, and how requests run under them. No torch."""
+"""What is compared: policies on open engines, and how requests run under them. No torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -38,22 +38,14 @@ class OpenEngine:
     executor: Executor
     vocab_size: int
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
-    capacities: tuple[LayoutCapacity, ...]
-    """One entry per layout."""
-    predictors: tuple[Predictor, ...] = ()
-    """Uncorrected predictors of steps, one per layout; empty where the policies need none."""
-    workers: int = 0
-    """Processes that compute and report their times; 0 if this process computes."""
-    host_blocks: int = 0
-    """KV blocks in host memory."""
-    host_link_bandwidth: float | None = None
-    """Measured bandwidth of one worker to or from host memory, in bytes per second; None if not measured."""
-    host_threads: int = 0
-    """CPU threads that compute attention in host memory."""
-    compiled: bool
-    """Whether its layers run compiled."""
-    simulated: bool = True
-    """Whether the simulator has a model of it."""
+    capacities: tuple[LayoutCapacity, ...]  # one entry per layout
+    predictors: tuple[Predictor, ...] = ()  # uncorrected, one per layout; empty where the policies need none
+    workers: int = 0  # processes that compute and report their times; 0 if this process computes
+    host_blocks: int = 0  # KV blocks in host memory
+    host_link_bandwidth: float | None = None  # of one worker to or from host memory, bytes per second; None: unknown
+    host_threads: int = 0  # CPU threads that compute attention in host memory
+    compiled: bool  # whether its layers run compiled
+    simulated: bool = True  # whether the simulator has a model of it
     measure_times: Callable[[], TieredTimes] | None = None
     """Measures what things take now, for the simulator; None if the simulator takes the times of each run's record."""
 
@@ -62,17 +54,13 @@ class OpenEngine:
 class PolicyVariant:
     """A policy on an engine."""
 
-    policy: str
-    """Name, perhaps with parameters."""
-    place: str = ""
-    """Name of the engine or the layouts; empty if all variants share them."""
+    policy: str  # name, perhaps with parameters
+    place: str = ""  # name of the engine or the layouts; empty if all variants share them
     engine: OpenEngine
     config: EngineConfig
     """Settings that all schedulers share, with a longest sequence. Prompts are random, so no prefixes are cached."""
-    capacities: Sequence[LayoutCapacity]
-    """Of the layouts that the scheduler knows, which are the engine's from ``first`` on."""
-    first: int = 0
-    """The engine's number of the layout in which runs begin."""
+    capacities: Sequence[LayoutCapacity]  # of the layouts that the scheduler knows, the engine's from ``first`` on
+    first: int = 0  # the engine's number of the layout in which runs begin
     host_blocks: int = 0
     predictors: Sequence[Predictor] = ()
     """Of the real scheduler; the simulator's has the engine's, which never learn."""
@@ -123,20 +111,15 @@ def fitted(config: EngineConfig, model: ModelConfig, engines: Sequence[OpenEngin
 def make_requests(
     shapes: Sequence[RequestShape], arrivals: Sequence[float], vocab_size: int, seed: int
 ) -> list[Request]:
-    """Random prompts with answers of exactly the wanted lengths, taken greedily; equal for equal seeds.
+    """Random prompts with greedy answers of exactly the wanted lengths; equal for equal seeds.
 
     ``arrivals`` are seconds from the beginning of the run, ascending.
     """
     prompts = random_prompts([shape.input_tokens for shape in shapes], vocab_size, seed)
+    params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=shape.output_tokens) for shape in shapes]
     return [
-        Request(
-            f"request-{number}",
-            prompt,
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=shape.output_tokens),
-            seed=0,
-            arrival_time=arrival,
-        )
-        for number, (prompt, shape, arrival) in enumerate(zip(prompts, shapes, arrivals, strict=True))
+        Request(f"request-{number}", prompt, wanted, seed=0, arrival_time=arrival)
+        for number, (prompt, wanted, arrival) in enumerate(zip(prompts, params, arrivals, strict=True))
     ]
 
 
@@ -150,9 +133,8 @@ def run_requests(
 ) -> RunRecord:
     """Run requests to their ends under a new scheduler; the record has the times that the ``workers`` report.
 
-    The executor has nothing in flight and is not closed. Arrival times are from the beginning of the run on, in order.
-    Raises UsageError if a request can never run, and RuntimeFailure if one fails, workers die, attention on the CPU is
-    lost, or a worker does not report its times.
+    Arrival times are from the beginning of the run on, in order. Raises UsageError if a request can never run, and
+    RuntimeFailure if one fails, workers die, attention on the CPU is lost, or a worker does not report its times.
     """
     if isinstance(executor, Telling):
         executor.take_times()  # discard the times of earlier runs
@@ -171,10 +153,9 @@ def run_requests(
 
 
 def enter_layout(executor: Executor, layout: int) -> Executor:
-    """Have the workers in that layout, whatever layout the run before has left them in; nothing is in flight.
+    """Have idle workers in that layout, whatever layout the run before has left them in.
 
-    Returns an executor whose plans run there: the scheduler knows no other layout than the first. Raises RuntimeFailure
-    if the workers die.
+    Returns an executor whose plans run there: the scheduler knows no other layout. Raises RuntimeFailure if one dies.
     """
     current: int = getattr(executor, "layout", 0)  # only workers may have several
     if current != layout:

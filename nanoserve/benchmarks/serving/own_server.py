@@ -9,7 +9,7 @@ from contextlib import suppress
 from nanoserve.client.address import ServerAddress, parse_url
 from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
 from nanoserve.errors import RuntimeFailure
-from nanoserve.processes.children import FollowingChild
+from nanoserve.processes.watchdog import LoggedChild
 
 _COMMAND = "nanoserve"
 _LISTENING = "listening on "
@@ -30,8 +30,8 @@ class OwnServer:
         words = ("serve", "--host", "127.0.0.1", "--port", "0", *flags)
         environment = {name: value for name, value in os.environ.items() if name not in _FOR_OTHERS}
         program = f"import runpy; sys.argv[1:] = sys.argv[3:]; runpy.run_module({_COMMAND!r}, None, '__main__', True)"
-        self._child = FollowingChild(program, *words, environment=environment)
-        self.process_id = self._child.process_id  # of its front end
+        self._child = LoggedChild(program, *words, environment=environment)
+        self.process_id = self._child.process.pid  # of its front end
         try:
             self.address = self._wait_until_ready()  # where it listens
         except BaseException:
@@ -39,7 +39,7 @@ class OwnServer:
             raise
 
     def _wait_until_ready(self) -> ServerAddress:
-        while not self._child.has_ended:
+        while self._child.process.poll() is None:
             for line in self._child.lines:
                 if _LISTENING in line:
                     client = ApiClient(parse_url(line.split()[-1]))
@@ -52,5 +52,5 @@ class OwnServer:
     def close(self) -> None:
         """End the server, whatever it is doing: its answers are not needed any more."""
         for _ in range(2):  # the second one says not to wait for running requests
-            self._child.send_signal(signal.SIGTERM)
+            self._child.process.send_signal(signal.SIGTERM)
         self._child.end(_PATIENCE_SECONDS)  # if it is killed, its engine notices, and ends too

@@ -20,7 +20,7 @@ from nanoserve.papers.claims import Ours, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Answer
-from nanoserve.scheduler.policies.neo import AsymmetricPipelining
+from nanoserve.scheduler.policies.apex import AsymmetricPipelining
 from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
 
 _CYCLES = 3

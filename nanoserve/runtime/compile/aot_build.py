@@ -113,7 +113,6 @@ class LayerJob(Shelf):
     block_size: int
     """Tokens per KV block; 0 for a piece, which reads no cache."""
     threads: int
-    """Threads that the library uses."""
 
 
 def compile_layer(job: LayerJob, temporary: Path) -> Path:

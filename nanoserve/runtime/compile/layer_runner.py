@@ -35,10 +35,8 @@ from nanoserve.runtime.launch.memory import out_of_memory
 from triton_ops.cpu import BackgroundLibrary, CannotBuild, CpuOperators, cache_directory
 
 CompiledPart = Callable[[tuple[Tensor, ...], list[Tensor]], Sequence[Tensor] | None]
-"""Runs one kind of layer on a step's tensors and a layer's weights; None while it is not compiled.
-
-Raises CannotBuild if it cannot be compiled.
-"""
+"""Runs one kind of layer on a step's tensors and a layer's weights; None while it is not compiled. Raises CannotBuild
+if it cannot be compiled."""
 _PARTS: tuple[LayerPart, ...] = ("layer", "pre_attention", "post_attention")
 _SOURCES = (
     *sorted((Path(nanoserve.__file__).parent / "models").glob("*.py")),
@@ -80,13 +78,8 @@ class LayerRunner:
     def ahead_of_time(
         cls, decoder: Decoder, *, block_size: int, operators: CpuOperators, with_pieces: bool = False
     ) -> "LayerRunner":
-        """Layers on a CPU, from libraries of ahead-of-time Inductor.
-
-        Args:
-            operators: the CPU operators that the libraries call. If these cannot be built, neither can libraries: the
-                same compiler is missing, and its notice has been shown.
-            with_pieces: compile the pieces too.
-        """
+        """Layers on a CPU, from libraries of ahead-of-time Inductor, which call the CPU operators. If these cannot be
+        built, neither can libraries: the same compiler is missing, and its notice has been shown."""
         if operators.problem is not None:
             return cls()
         parts = _PARTS if with_pieces else _PARTS[:1]
@@ -115,7 +108,6 @@ class LayerRunner:
 
     @property
     def pending(self) -> bool:
-        """Whether libraries are being compiled."""
         return any(library.pending for library in self.libraries)
 
     def start(self, *, waited: bool = False) -> None:
@@ -129,7 +121,6 @@ class LayerRunner:
             library.poll()
 
     def wait(self) -> None:
-        """Wait for the libraries that have been started."""
         for library in self.libraries:
             library.wait()
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, first_line
 from nanoserve.models.attention import AttentionBatch
+from nanoserve.runtime.step.staging import to_pinned
 from nanoserve.scheduler.plan import HostWork
 from triton_ops import cache_write, paged_attention
 from triton_ops.cpu import cpu_operators
@@ -28,12 +29,8 @@ from triton_ops.cpu import cpu_operators
 class QkvTransfer:
     """Queries, keys and values of some rows in one layer on their way to the CPU, and the result on its way back.
 
-    From a GPU they pass through pinned memory: copied on the stream that computed them, with an event behind that the
-    CPU waits for. From a device that is a CPU too, nothing is copied.
-
-    Args:
-        query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]. They must not be
-            written to until the result is asked for. Their copies are issued at once, behind earlier work.
+    From a GPU they pass through pinned memory: copied at once, on the stream that computed them, with an event behind
+    that the CPU waits for. From a device that is a CPU too, nothing is copied.
     """
 
     def __init__(self, query: Tensor, key: Tensor, value: Tensor, device: torch.device) -> None:
@@ -45,10 +42,10 @@ class QkvTransfer:
             self._computed = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._copied = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._computed.record(stream)
-            self._on_host = _to_pinned(query), _to_pinned(key), _to_pinned(value)
+            self._on_host = to_pinned(query), to_pinned(key), to_pinned(value)
             self._copied.record(stream)
+        # After `take`: when the CPU's part began. The time in which the device computed the queries is no part.
         self.began = time.monotonic()
-        """After `take`: when the CPU's part began. The time in which the device computed the queries is no part."""
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """The three on the CPU; waits for the device to have them there. For the thread that attends."""
@@ -59,20 +56,14 @@ class QkvTransfer:
 
     def make_room(self) -> Tensor:
         """[n, num_heads * head_dim] on the CPU, for the result."""
-        query = self._on_host[0]
-        rows, heads, head_dim = query.shape
-        return torch.empty(rows, heads * head_dim, dtype=query.dtype, pin_memory=self._copied is not None)
+        rows, heads, head_dim = self._on_host[0].shape
+        return torch.empty(rows, heads * head_dim, dtype=self._on_host[0].dtype, pin_memory=self._copied is not None)
 
     def bring_back(self, result: Tensor) -> Tensor:
         """What `make_room` gave, filled now, on the device. For the thread that runs the device: its later work comes
         behind it."""
         # torch keeps pinned memory from being used again until copies out of it are done.
         return result if self._copied is None else result.to(self._device, non_blocking=True)
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
 
 
 PATIENCE = 10.0
@@ -108,20 +99,14 @@ class HostTask:
 
     @property
     def ready(self) -> bool:
-        """Whether the result is there."""
         if (problem := self._problem()) is not None:
             raise HostAttentionLost(problem)
         return self._done.is_set()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the result, at most `timeout` seconds; whether it is there."""
-        until = None if timeout is None else time.monotonic() + timeout
+    def wait(self) -> None:
+        """Wait for the result."""
         while not self.ready:
-            left = _LOOK_EVERY if until is None else min(_LOOK_EVERY, until - time.monotonic())
-            if left <= 0:
-                return False
-            self._done.wait(left)
-        return True
+            self._done.wait(_LOOK_EVERY)
 
     def result(self) -> Tensor:
         """[n, num_heads * head_dim] on the device; once it is ready, and only for the thread that runs the device."""
@@ -137,8 +122,7 @@ class HostAttentionThread:
 
     Args:
         keys, values: per layer of the decoder [num_host_blocks, num_kv_heads, block_size, head_dim], in host memory.
-        device: where queries come from and results go.
-        threads: that share each task.
+        threads: number of threads that share each task.
         cores: numbers of the processors that they run on; None leaves that to the system.
         patience: seconds that one task may take before it counts as hanging.
     """
@@ -159,7 +143,6 @@ class HostAttentionThread:
         cpu_operators().wait()  # they would be exchanged under the running thread
         self._config, self._device, self._patience = config, device, patience
         self._keys, self._values = keys, values
-        self.busy_seconds = 0.0  # that it has worked so far
         self._tasks: SimpleQueue[HostTask | None] = SimpleQueue()
         self._work: deque[HostWork] = deque()
         self._given = self._ended = 0
@@ -172,13 +155,9 @@ class HostAttentionThread:
         self._start(threads, cores)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, batch: AttentionBatch) -> HostTask:
-        """Write n new keys and values and attend for n queries, one of each row; returns at once.
-
-        Args:
-            query: [n, num_heads, head_dim] on the device, key and value [n, num_kv_heads, head_dim]; maybe views of
-                larger tensors. They must not be written to before the task is ready.
-            batch: of these rows, on the CPU.
-        """
+        """Write n new keys and values, [n, num_kv_heads, head_dim] on the device, and attend for n queries, [n,
+        num_heads, head_dim], one of each row; returns at once. They may be views of larger tensors, and must not be
+        written to before the task is ready. The batch of these rows is on the CPU."""
         task = HostTask(layer, QkvTransfer(query, key, value, self._device), batch, lambda: self.problem)
         if self._given == self._ended:
             self._since = time.monotonic()
@@ -227,8 +206,9 @@ class HostAttentionThread:
     def _start(self, threads: int, cores: Sequence[int] | None) -> None:
         """Start the thread; returns when it takes tasks."""
         settled: SimpleQueue[OSError | None] = SimpleQueue()
-        arguments = threads, cores, settled
-        self._thread = threading.Thread(target=self._run, args=arguments, name="host-attention", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(threads, cores, settled), name="host-attention", daemon=True
+        )
         self._thread.start()
         if (error := settled.get()) is not None:
             self._thread.join()
@@ -249,8 +229,7 @@ class HostAttentionThread:
                 while (task := self._tasks.get()) is not None and self._attend(task):
                     pass
         except BaseException as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self._failure = f"attention on the CPU failed: {reason}"
+            self._failure = f"attention on the CPU failed: {first_line(error) or type(error).__name__}"
 
     def _attend(self, task: HostTask) -> bool:
         """Carry a task out; False once it was given up, and nothing may be written."""
@@ -273,18 +252,13 @@ class HostAttentionThread:
             scale=self._config.head_dim**-0.5,
             sliding_window=self._config.sliding_window(task.layer),
         )
-        self._count(task)
-        task.finish(result)
-        return True
-
-    def _count(self, task: HostTask) -> None:
         now = time.monotonic()
         seconds = now - max(task.transfer.began, self._last_end)  # in the queue it costs nothing
-        _, _, contexts, _ = task.batch.tensors
         self._work.append(HostWork(contexts.shape[0], int(contexts.sum()), seconds))
-        self.busy_seconds += seconds
         self._last_end = self._since = now
         self._ended += 1
+        task.finish(result)
+        return True
 
 
 def set_threads_of_this_thread(threads: int) -> None:

@@ -32,12 +32,10 @@ class HostProcessor:
     """Cores of the CPU that attend, and those that are left to the device."""
 
     threads: int
-    """How many threads attend."""
     cores: tuple[int, ...]
     device_cores: tuple[int, ...]
     """Numbers of processors, whole cores each. They are the same where the host takes every core."""
     device_threads: int
-    """How many threads the device has cores for."""
     _before: tuple[set[int], int] | None = None
     """While the device is kept to its cores, the processors and the number of threads that it had before."""
 
@@ -58,31 +56,26 @@ class HostProcessor:
 
     @classmethod
     def set_apart(cls, threads: int | None, device: torch.device) -> Self:
-        """Set that many cores apart, or None for the default; UsageError if there are fewer. Call it in the thread that
-        computes."""
+        """Set that many cores apart, or None for the default; UsageError if there are fewer. The computing thread calls
+        it, before anything is compiled for a number of threads.
+
+        A device that is the CPU is kept to its cores in this process, with at most one thread for each, until `close`.
+        All threads that exist are moved, because they may belong to its team; later ones inherit its cores, and the
+        host's thread chooses its own.
+        """
         processor = cls.divide(threads or default_host_threads(device.type))
         if device.type == "cpu":
-            processor.confine_device()
+            processor._before = _cores_of(0), torch.get_num_threads()
+            for thread in _threads():
+                _move(thread, set(processor.device_cores))
+            torch.set_num_threads(min(torch.get_num_threads(), processor.device_threads))
         return processor
-
-    def confine_device(self) -> None:
-        """Keep the device's computing in this process on its cores, with at most one thread for each, until `close`.
-
-        The computing thread calls it, before anything is compiled for a number of threads. All threads that exist are
-        moved, because they may belong to its team; later ones inherit its cores, and the host's thread chooses its own.
-        """
-        self._before = _cores_of(0), torch.get_num_threads()
-        for thread in _threads():
-            _move(thread, set(self.device_cores))
-        torch.set_num_threads(min(torch.get_num_threads(), self.device_threads))
 
     @property
     def confines_device(self) -> bool:
-        """Whether the device is this CPU, kept to its own cores."""
         return self._before is not None
 
     def start(self, config: ModelConfig, part: HostPart, device: torch.device) -> HostAttentionThread:
-        """Have it attend over a part of the host pool for the device."""
         keys, values = part.blocks.unbind(1)
         return HostAttentionThread(
             config, keys.unbind(), values.unbind(), device, threads=self.threads, cores=self.cores
@@ -90,14 +83,13 @@ class HostProcessor:
 
     def close(self) -> None:
         """Let the device's threads run where they ran before."""
-        if self._before is None:
-            return
-        cores, threads = self._before
-        for thread in _threads():
-            if _cores_of(thread) == set(self.device_cores):
-                _move(thread, cores)
-        torch.set_num_threads(threads)
-        self._before = None
+        if self._before is not None:
+            cores, threads = self._before
+            for thread in _threads():
+                if _cores_of(thread) == set(self.device_cores):
+                    _move(thread, cores)
+            torch.set_num_threads(threads)
+            self._before = None
 
 
 def _threads() -> list[int]:

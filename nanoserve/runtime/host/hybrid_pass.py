@@ -28,7 +28,6 @@ class _Pending:
     """int64 [n], which of the task's rows; None means all."""
 
     def of(self, places: Tensor) -> "_Pending":
-        """Some of its rows."""
         return _Pending(self.task, places if self.places is None else self.places[places])
 
     def result(self) -> Tensor:
@@ -88,12 +87,8 @@ class DeviceRows:
 
 
 class HybridPass:
-    """Walks over the layers of a stage with the rows of a step and with the host sequences that take part.
-
-    Args:
-        layers: runs layers, in pieces where host sequences take part.
-        make_host: starts the CPU's part; again when it has failed.
-    """
+    """Walks over the layers of a stage with the rows of a step and with the host sequences that take part. `make_host`
+    starts the CPU's part; again when it has failed."""
 
     def __init__(self, decoder: Decoder, layers: LayerRunner, make_host: Callable[[], HostAttentionThread]) -> None:
         self.pending: list[HostGroup] = []  # groups whose attention the CPU was asked for, in this order
@@ -113,13 +108,7 @@ class HybridPass:
         """How many of the model's layers are behind the groups that are under way."""
         return tuple(CohortProgress(group.step, self._first_layer + group.layer) for group in self.pending)
 
-    @property
-    def busy_seconds(self) -> float:
-        """For which the CPU has attended so far."""
-        return self._host.busy_seconds
-
     def take_work(self) -> tuple[HostWork, ...]:
-        """What the CPU has done since the last call."""
         return self._host.take_work()
 
     def take_loss(self) -> str | None:
@@ -136,7 +125,6 @@ class HybridPass:
         self.pending.clear()
 
     def close(self) -> None:
-        """End the CPU's part."""
         self.pending.clear()
         self._host.close()
 
@@ -166,11 +154,8 @@ class HybridPass:
         half of the next layer, whose attention is then the CPU's next task. Other groups try again in the next step:
         the device waits only if it has nothing else to do. No group advances by more than a layer.
 
-        Args:
-            entering: groups at the first layer of this stage.
-
-        Returns:
-            hidden states of the device's rows after the last layer, [T, hidden_size]; and the groups that passed it.
+        The groups in `entering` are at the first layer of this stage. Returns hidden states of the device's rows after
+        the last layer, [T, hidden_size], and the groups that passed it.
         """
         hidden = None if device is None else device.hidden
         if device is None and not entering and self.pending:
@@ -209,14 +194,8 @@ class HybridPass:
         """A step of Asymmetric Pipelining (NEO, arXiv:2411.01142, as APEX, section 2.3, describes it).
 
         Two sub-batches alternate: while the CPU attends for one, the device computes the linear layers of the other.
-        Both end the stage. If the CPU's part fails, the device's rows end it alone.
-
-        Args:
-            device: rows of the first sub-batch.
-            first, second: groups of each, either at the first layer of the stage or taken from those under way.
-
-        Returns:
-            hidden states of the device's rows after the last layer, [T, hidden_size]; and the groups.
+        Both end the stage. If the CPU's part fails, the device's rows, which belong to the first, end it alone. The
+        groups are at the first layer of the stage, or taken from those under way. Returns as `overlap`.
         """
         hidden = None if device is None else device.hidden
         halves = [list(first), list(second)]
@@ -225,8 +204,7 @@ class HybridPass:
             if layer.index:
                 self._end_layer(self._layers[layer.index - 1], halves)
             self._first_half(layer, None, None, _entering(halves[1], layer.index))
-            joining = self._done(halves, 0, layer.index)
-            hidden = self._second_half(layer, attended, hidden, joining)
+            hidden = self._second_half(layer, attended, hidden, self._done(halves, 0, layer.index))
         self._end_layer(self._layers[-1], halves)
         return hidden, [*halves[0], *halves[1]]
 
@@ -255,13 +233,12 @@ class HybridPass:
             parts.insert(0, (hidden, device.cos, device.sin))
         if not parts:
             return None
-        query, key, value = self._run_layer.pre_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
+        query, key, value = self._run_layer.pre_attention(layer, *(joined(part) for part in zip(*parts, strict=True)))
         end = 0 if hidden is None or device is None else len(hidden)
         own = slice(0, end)
         for group in groups:
             rows = slice(end, end := end + len(group.hidden))
-            task = self._host.attend(layer.index, query[rows], key[rows], value[rows], group.batch)
-            group.pending = _Pending(task)
+            group.pending = _Pending(self._host.attend(layer.index, query[rows], key[rows], value[rows], group.batch))
         if self._mark is not None:
             self._mark.record()
         if device is None:
@@ -280,7 +257,7 @@ class HybridPass:
             parts.insert(0, (attended, hidden))
         if not parts:
             return hidden
-        output = self._run_layer.post_attention(layer, *(_joined(part) for part in zip(*parts, strict=True)))
+        output = self._run_layer.post_attention(layer, *(joined(part) for part in zip(*parts, strict=True)))
         end = 0 if attended is None or hidden is None else len(hidden)
         own = output[:end] if end else hidden
         for group in groups:
@@ -291,10 +268,13 @@ class HybridPass:
     def _wait(self, groups: Sequence[HostGroup]) -> bool:
         """Wait until the groups' attention is done; False if it failed."""
         try:
-            return all(group.pending is None or group.pending.task.wait() for group in groups)
+            for group in groups:
+                if group.pending is not None:
+                    group.pending.task.wait()
         except HostAttentionLost as error:
             self._lose(str(error))
             return False
+        return True
 
     def _lose(self, problem: str) -> None:
         """Drop all groups under way; a new thread takes later ones."""
@@ -314,7 +294,6 @@ def _mark(device: DeviceRows, layer: DecoderLayer) -> None:
         device.computed(layer.index)
 
 
-def _joined(tensors: Iterable[Tensor]) -> Tensor:
-    """The tensors, concatenated along the first dimension."""
+def joined(tensors: Iterable[Tensor]) -> Tensor:
     parts = list(tensors)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -17,7 +17,7 @@ from nanoserve.models.attention import PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_attention import HostAttentionThread
-from nanoserve.runtime.host.hybrid_pass import DeviceRows, HostGroup, HybridPass
+from nanoserve.runtime.host.hybrid_pass import DeviceRows, HostGroup, HybridPass, joined
 from nanoserve.runtime.step.answers import SampledRows
 from nanoserve.runtime.step.forward_pass import InputBuilder, StepInputs, row_ends
 from nanoserve.runtime.step.model_runner import ModelRunner, PreparedStep
@@ -50,7 +50,6 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_rows(self) -> int:
-        """Hidden states that follow those of the rows on the device."""
         return sum(len(group.sequences) for group in self.leaving)
 
 
@@ -82,7 +81,7 @@ class HybridStep(PreparedStep):
     """A prepared step in which host sequences take part."""
 
     beginning: Sequence[Beginning | None] = ()
-    """By sub-batch, those that begin a token; None for none."""
+    """The sequences that begin a token, by sub-batch; None for none."""
     header: Header | None = None
     """What came ahead of the hidden states; None in the first stage."""
     groups: list[HostGroup] = field(default_factory=list)
@@ -103,7 +102,6 @@ class HybridRunner(ModelRunner):
         device: torch.device,
         **settings: Any,
     ) -> None:
-        """layers, make_host: as HybridPass has them; settings: others of the ModelRunner."""
         super().__init__(decoder, block_size=block_size, device=device, run_layer=layers, **settings)
         self.hybrid = HybridPass(decoder, layers, make_host)
         self._block_size = block_size
@@ -158,7 +156,7 @@ class HybridRunner(ModelRunner):
             hidden, groups = self.hybrid.asymmetric(device, *halves)
         step.groups = groups
         parts = [*([] if hidden is None else [hidden]), *(group.hidden for group in groups)]
-        return self.decoder.leave(torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else None
+        return self.decoder.leave(joined(parts)) if parts else None
 
     @torch.inference_mode()
     def sample(self, step: PreparedStep, hidden: Tensor | None) -> PreparedStep:
@@ -176,13 +174,10 @@ class HybridRunner(ModelRunner):
         )
 
     def _stage_beginning(self, plan: StepPlan, sub_batch: int) -> Beginning | None:
-        """Prepare the host sequences that begin a token in a sub-batch."""
         rows = [row for row in plan.rows if row.tier == "host" and row.sub_batch == sub_batch and row.tokens]
         if not rows:
             return None
-        records = [self._record(row.sequence) for row in rows]
-        for row, record in zip(rows, records, strict=True):
-            record.take(row)
+        records = self._take_rows(rows)
         # Arrays of their own: the CPU reads them as long as the token is under way.
         builder, tables = InputBuilder(self._block_size), [record.block_table for record in records]
         inputs = builder.build(rows, row_ends(rows), tables, self._staging.add, torch.from_numpy)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.hub import ProgressCallback
@@ -44,7 +45,6 @@ class GpuFacts:
     """What getting a GPU ready took."""
 
     compiled: bool
-    """Whether layers run compiled."""
     warm_up_seconds: float
     """Seconds of the first step, which compiles or loads layers and kernels."""
     step_memory: int
@@ -80,29 +80,24 @@ class GpuStart:
 
     def measure(self, longest: int, progress: ProgressCallback | None) -> int:
         """Run the largest step twice: to compile what it needs, then to see its memory; also in pieces of layers, if
-        the policy has such steps. Raises RuntimeFailure if there is no room for it, or its kernels cannot be built.
-
-        Args:
-            longest: tokens of the longest sequence.
-
-        Returns:
-            Bytes to keep free for steps, and for capturing them.
-        """
+        the policy has such steps. Returns bytes to keep free for steps, and for capturing them; `longest` is the number
+        of tokens of the longest sequence. Raises RuntimeFailure if there is no room, or kernels cannot be built."""
         config = self._config
         num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
-        step = MemoryProfileRun(num_tokens, min(num_tokens, config.max_num_seqs), config.block_size)
+        num_rows = min(num_tokens, config.max_num_seqs)
         began, stage = time.monotonic(), WARMING_UP if config.eager else COMPILING
         if progress is not None:
             progress(stage, 0, 1)
         advice = "lower --max-num-batched-tokens or --max-num-seqs"
         problem = f"a step of {num_tokens} tokens does not fit"
         ways: list[LayerFunction] = [self.layers, *([self.layers.in_pieces] if config.attends_on_host else [])]
+        sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "block_size": config.block_size}
+        runs = [partial(run_largest_step, self._decoder, run_layer, **sizes) for run_layer in ways]
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
-            for run_layer in ways:
-                step.run(self._decoder, run_layer)
+            for run in runs:
+                run()
             torch.cuda.synchronize(self._device)
             self._warm_up_seconds = time.monotonic() - began
-            runs = [partial(step.run, self._decoder, run_layer) for run_layer in ways]
             self._step_memory = max(measured_memory(self._device, run) for run in runs)
         if progress is not None:
             progress(stage, 1, 1)
@@ -114,9 +109,8 @@ class GpuStart:
 
     def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuFacts:
         """Have the runner replay its decode steps from now on, unless all runs eagerly; RuntimeFailure without room."""
-        free, began, captured = torch.cuda.mem_get_info(self._device)[0], time.monotonic(), 0
-        if self._buckets:
-            captured = len(self._buckets) if self._captured(runner, max_model_len, progress) else 0
+        free, began = torch.cuda.mem_get_info(self._device)[0], time.monotonic()
+        captured = len(self._buckets) if self._buckets and self._captured(runner, max_model_len, progress) else 0
         return GpuFacts(
             compiled=self.layers.loaded,
             warm_up_seconds=self._warm_up_seconds,
@@ -141,65 +135,58 @@ class GpuStart:
                 for each in (first, error):
                     if out_of_memory(each):
                         raise each from None
-                reason = (str(first).strip().splitlines() or [""])[0]
                 notice = "nanoserve: decode steps run uncaptured, which is slower: %s"
-                logging.getLogger("nanoserve").warning(notice, reason)
+                logging.getLogger("nanoserve").warning(notice, first_line(first))
                 return False
         runner.forward = graphs
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryProfileRun:
-    """The largest step: as many tokens as a step may have, one row as long as possible, the others decodes."""
+@torch.inference_mode()
+def run_largest_step(
+    decoder: Decoder, run_layer: LayerFunction, *, num_tokens: int, num_rows: int, block_size: int
+) -> Tensor | None:
+    """Compute and sample the largest step: as many tokens as a step may have, one row as long as possible, the others
+    decodes. Returns its tokens, or None on a shard that does not sample.
 
-    num_tokens: int
-    num_rows: int
-    """At most num_tokens."""
-    block_size: int
+    All positions read the same block of a cache of one block, and nothing is written: the tokens mean nothing.
+    """
+    caches = make_caches(
+        decoder.config, num_blocks=1, block_size=block_size, dtype=decoder.dtype, device=decoder.device
+    )
+    for cache in (*caches.keys, *caches.values):
+        cache.zero_()
+    hidden = ForwardPass(decoder, caches, run_layer)(_largest_inputs(decoder, num_tokens, num_rows, block_size))
+    if not decoder.shard.is_last:
+        return None
+    vocab_size = decoder.config.vocab_size
+    # A prompt's log probabilities are computed for this many positions at a time.
+    num_sampled = min(num_tokens, max(num_rows, rows_per_chunk(vocab_size)))
+    states = [SamplingState(Begin(0, (0,), 1, 0, 0, _SAMPLED), vocab_size)] * num_sampled
+    staging = Staging(hidden.device)
+    last_tokens = staging.add(np.arange(num_sampled))
+    settings = SamplingRows.stage(states, [1] * num_sampled, staging)
+    staging.transfer()
+    logits = decoder.compute_logits(hidden[last_tokens])
+    return sample(logits, settings).tokens if len(logits) else None  # another rank gathered them
 
-    def run(self, decoder: Decoder, run_layer: LayerFunction) -> Tensor | None:
-        """Compute and sample the step. Returns its tokens, or None on a shard that does not sample.
 
-        All positions read the same block of a cache of one block, and nothing is written: the tokens mean nothing.
-        """
-        with torch.inference_mode():
-            caches = make_caches(
-                decoder.config, num_blocks=1, block_size=self.block_size, dtype=decoder.dtype, device=decoder.device
-            )
-            for cache in (*caches.keys, *caches.values):
-                cache.zero_()
-            hidden = ForwardPass(decoder, caches, run_layer)(self._inputs(decoder))
-            if not decoder.shard.is_last:
-                return None
-            vocab_size = decoder.config.vocab_size
-            # A prompt's log probabilities are computed for this many positions at a time.
-            num_sampled = min(self.num_tokens, max(self.num_rows, rows_per_chunk(vocab_size)))
-            states = [SamplingState(Begin(0, (0,), 1, 0, 0, _SAMPLED), vocab_size)] * num_sampled
-            staging = Staging(hidden.device)
-            last_tokens = staging.add(np.arange(num_sampled))
-            settings = SamplingRows.stage(states, [1] * num_sampled, staging)
-            staging.transfer()
-            logits = decoder.compute_logits(hidden[last_tokens])
-            return sample(logits, settings).tokens if len(logits) else None  # another rank gathered them
-
-    def _inputs(self, decoder: Decoder) -> StepInputs:
-        device = decoder.device
-        longest = self.num_tokens - (self.num_rows - 1)
-        lengths = torch.tensor([longest] + [1] * (self.num_rows - 1), dtype=torch.int32, device=device)
-        starts = torch.zeros(self.num_rows + 1, dtype=torch.int32, device=device)
-        starts[1:] = lengths.cumsum(0)
-        tables = torch.zeros(self.num_rows, -(-longest // self.block_size), dtype=torch.int32, device=device)
-        slots = torch.full((self.num_tokens,), SKIPPED_SLOT, device=device)
-        entering = None
-        if not decoder.shard.is_first:
-            entering = torch.zeros(self.num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
-        return StepInputs(
-            token_ids=torch.zeros(self.num_tokens, dtype=torch.int64, device=device),
-            positions=torch.arange(self.num_tokens, device=device),
-            batch=AttentionBatch(tables, starts, lengths, slots),
-            entering=entering,
-        )
+def _largest_inputs(decoder: Decoder, num_tokens: int, num_rows: int, block_size: int) -> StepInputs:
+    device, longest = decoder.device, num_tokens - (num_rows - 1)
+    lengths = torch.tensor([longest] + [1] * (num_rows - 1), dtype=torch.int32, device=device)
+    starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+    starts[1:] = lengths.cumsum(0)
+    tables = torch.zeros(num_rows, -(-longest // block_size), dtype=torch.int32, device=device)
+    slots = torch.full((num_tokens,), SKIPPED_SLOT, device=device)
+    entering = None
+    if not decoder.shard.is_first:
+        entering = torch.zeros(num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
+    return StepInputs(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.arange(num_tokens, device=device),
+        batch=AttentionBatch(tables, starts, lengths, slots),
+        entering=entering,
+    )
 
 
 def measured_memory(device: torch.device, step: Callable[[], object]) -> int:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -85,7 +86,7 @@ class _Together:
         return float(passed.item()) / passes
 
     def mean(self, *values: float) -> list[float]:
-        """Each over all workers."""
+        """The mean of each value over all workers."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
         self._all_reduce(found)
         return (found / self.workers).tolist()
@@ -116,17 +117,14 @@ def _host_link(together: _Together) -> float:
     device = torch.ones_like(host, device=together.device)
     pieces = cycle(zip(device, host, strict=True))
 
-    def copy_in() -> None:
-        to, of = next(pieces)
-        to.copy_(of, non_blocking=True)
+    def copy(*, out: bool) -> None:
+        target, source = next(pieces)
+        if out:
+            target, source = source, target
+        target.copy_(source, non_blocking=True)
 
-    def copy_out() -> None:
-        of, to = next(pieces)
-        to.copy_(of, non_blocking=True)
-
-    into = together.seconds(copy_in)
-    out = together.seconds(copy_out) if on_gpu else into
-    return host.nbytes / _PIECES / max(into, out)
+    slowest = max(together.seconds(partial(copy, out=out)) for out in ((False, True) if on_gpu else (False,)))
+    return host.nbytes / _PIECES / slowest
 
 
 def _link(together: _Together) -> tuple[float, float]:

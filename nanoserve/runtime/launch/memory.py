@@ -45,51 +45,42 @@ def _free_memory(meminfo: Path) -> int:
 
 def _control_group_rooms(membership: Path, mount: Path) -> list[int]:
     """Bytes left in each control group above this process that has a limit (cgroup version 2, then version 1)."""
-    rooms = []
     own = mount
     if membership.is_file():
         for line in membership.read_text().splitlines():
             if line.startswith("0::"):
                 own = mount / line.removeprefix("0::").strip().lstrip("/")
-    for group in (own, *own.parents):
-        if group.is_relative_to(mount):
-            rooms.append(_room(group / "memory.max", group / "memory.current", group / "memory.stat", "inactive_file"))
-    old = mount / "memory"
-    rooms.append(
-        _room(old / "memory.limit_in_bytes", old / "memory.usage_in_bytes", old / "memory.stat", "total_inactive_file")
-    )
+    groups = [group for group in (own, *own.parents) if group.is_relative_to(mount)]
+    rooms = [_room(group, "memory.max", "memory.current", "inactive_file") for group in groups]
+    rooms.append(_room(mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
     return [room for room in rooms if room is not None]
 
 
-def _room(limit: Path, usage: Path, statistics: Path, reclaimable: str) -> int | None:
+def _room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     """Limit minus usage, where usage leaves out file cache that the kernel drops when memory is short."""
     try:
-        allowed, used = limit.read_text().strip(), int(usage.read_text())
-        lines = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
+        allowed, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        lines = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
         return None if allowed == "max" else max(0, int(allowed) - used + int(lines.get(reclaimable, "0")))
     except (OSError, ValueError):
         return None
 
 
 def choose_num_blocks(per_block: int, free: int, longest: int, config: EngineConfig) -> int:
-    """How many blocks of `per_block` bytes the KV cache gets out of `free` bytes.
+    """How many blocks of `per_block` bytes the KV cache gets out of `free` bytes; `longest` is the model's own limit in
+    tokens.
 
     Without ``--kv-cache-memory`` it is a share of what is free, but no more than ``--max-num-seqs`` requests of full
     length can use. Without ``--max-model-len``, such a cache may be smaller than the longest request: the caller lowers
     the limit to ``blocks * block_size``. Raises UsageError if one request of full length does not fit, or more is asked
     for than is free.
-
-    Args:
-        longest: the model's own limit, in tokens.
     """
-    block_size, max_model_len = config.block_size, config.max_model_len
-    share = CPU_SHARE if config.device == "cpu" else CUDA_SHARE
-    length = max_model_len or longest
-    per_request = -(-length // block_size)
+    length = config.max_model_len or longest
+    per_request = -(-length // config.block_size)
     if config.kv_cache_memory is not None:
-        return _explicit(config.kv_cache_memory, free, per_block, per_request, length, block_size)
-    affordable = int(free * share) // per_block
-    if max_model_len is not None:
+        return _explicit(config.kv_cache_memory, free, per_block, per_request, length, config.block_size)
+    affordable = int(free * (CPU_SHARE if config.device == "cpu" else CUDA_SHARE)) // per_block
+    if config.max_model_len is not None:
         affordable = max(affordable, per_request)  # asked for by name: more than the usual share, if it is there
     if affordable < 1 or affordable * per_block > free:
         needed = format_size(per_request * per_block)
@@ -118,12 +109,8 @@ def _explicit(asked: int, free: int, per_block: int, per_request: int, length: i
 
 @contextmanager
 def memory_errors(device: torch.device, problem: str, advice: str) -> Iterator[None]:
-    """Turn torch's many ways of saying "out of memory" into a RuntimeFailure of one line.
-
-    Args:
-        problem: what did not fit, as in "a step of 7 tokens does not fit".
-        advice: what to change, as in "lower --max-num-batched-tokens".
-    """
+    """Turn torch's many ways of saying "out of memory" into a RuntimeFailure of one line. It says the problem, as in
+    "a step of 7 tokens does not fit", and what to change, as in "lower --max-num-batched-tokens"."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -136,7 +123,6 @@ def memory_errors(device: torch.device, problem: str, advice: str) -> Iterator[N
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory left."""
     # On the CPU torch raises a plain RuntimeError from its allocator, as CUDA's libraries and Triton do.
-    kinds = (torch.OutOfMemoryError, MemoryError)
     told = (
         "DefaultCPUAllocator",
         "Cannot allocate memory",  # for a file to be mapped to
@@ -144,4 +130,4 @@ def out_of_memory(error: BaseException) -> bool:
         "CUBLAS_STATUS_ALLOC_FAILED",
         "Triton Error [CUDA]: out of memory",
     )
-    return isinstance(error, kinds) or any(words in str(error) for words in told)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in told)

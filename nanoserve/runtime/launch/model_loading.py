@@ -17,7 +17,7 @@ import torch
 
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import RuntimeFailure, UsageError, first_line
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import make_dummy_model
@@ -48,12 +48,8 @@ def usable_device(name: str) -> torch.device:
 
 
 def check_cuda(*, asked: str, instead: str) -> None:
-    """See that torch finds a GPU, and take none of its memory. Raises UsageError if it finds none.
-
-    Args:
-        asked: what needs it, as the refusal's first words.
-        instead: what to do without one, as its last words.
-    """
+    """See that torch finds a GPU, and take none of its memory. Raises UsageError if it finds none, which begins with
+    what needs it, `asked`, and ends with what to do `instead`."""
     if torch.version.cuda is None:
         raise UsageError(
             f"{asked}: torch {torch.__version__} was built without CUDA; install a CUDA build of torch, or {instead}"
@@ -124,7 +120,7 @@ def compiler_errors(device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
+        reason = first_line(error)
         if type(error).__name__ == "OutOfResources":  # Triton's, which is not installed everywhere
             raise RuntimeFailure(f"{device} is too small for a kernel: {reason}; choose --device cpu") from error
         if not isinstance(error, CalledProcessError) and not (
@@ -172,13 +168,8 @@ def load_layouts(
     shards: Sequence[Shard],
     groups: Sequence[TensorParallelGroup | None],
 ) -> ReshardableWeights:
-    """A worker's decoders under several layouts, the first of which is in place. Raises ModelError, UsageError,
-    RuntimeFailure as `load_decoder`.
-
-    Args:
-        resolved: in a directory; a dummy is written to one first.
-        shards, groups: of this worker, for each layout.
-    """
+    """A worker's decoders under several layouts, the first of which is in place. The model is in a directory; a dummy
+    is written to one first. Raises ModelError, UsageError, RuntimeFailure as `load_decoder`."""
     model, directory = read_config(resolved), resolved.directory
     assert directory is not None, "weights that are read more than once are in files"
     told = None if progress is None else partial(progress, "load")

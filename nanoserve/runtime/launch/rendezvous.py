@@ -48,12 +48,10 @@ class TorchrunProcess:
     """
 
     rank: int
-    """This process's number; 0 runs the command."""
     world_size: int
-    """Number of processes on all machines."""
     local_rank: int
     local_world_size: int
-    """This process's number, and the number of processes, on this machine."""
+    """Number of this process, and of processes, on all machines and on this one."""
     master_address: str
     master_port: int
     """Address of torchrun's key-value store, on the first machine."""
@@ -89,11 +87,10 @@ class TorchrunProcess:
 
     def wait_for_store(self) -> None:
         """Wait until the first machine's port listens; raises RuntimeFailure after `CONNECT_SECONDS`."""
-        host, port = self.master_address, self.master_port
-        until = time.monotonic() + CONNECT_SECONDS
+        address, until = (self.master_address, self.master_port), time.monotonic() + CONNECT_SECONDS
         while True:
             try:
-                socket.create_connection((host, port), timeout=max(0.1, until - time.monotonic())).close()
+                socket.create_connection(address, timeout=max(0.1, until - time.monotonic())).close()
                 return
             except OSError as error:
                 if time.monotonic() > until:
@@ -101,9 +98,8 @@ class TorchrunProcess:
                 time.sleep(_POLL_SECONDS)
 
     def unreachable(self, reason: str) -> RuntimeFailure:
-        """What to say when the first machine cannot be spoken to."""
-        host, port = self.master_address, self.master_port
-        return RuntimeFailure(f"cannot reach torchrun's store at {host} port {port}: {reason}; check --master-addr")
+        store = f"{self.master_address} port {self.master_port}"
+        return RuntimeFailure(f"cannot reach torchrun's store at {store}: {reason}; check --master-addr")
 
     def local_address(self) -> str:
         """This machine's IPv4 address on the route to the first one; raises RuntimeFailure if there is no route."""
@@ -132,8 +128,7 @@ class TorchrunProcess:
         By default gloo takes the address of the machine's name, which others often cannot reach. Variables that the
         user has set stay.
         """
-        name = interface_of(self.local_address())
-        if name is not None:
+        if (name := interface_of(self.local_address())) is not None:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, name)
 
@@ -160,9 +155,8 @@ class Presence(msgspec.Struct, frozen=True):
     torch: str
     """Versions."""
     model: str
-    """The model's name."""
     host: str
-    """The machine's name."""
+    """Names of the model and of the machine."""
     problem: str | None = None
     """Why the process cannot take part, in one line."""
 
@@ -175,7 +169,6 @@ class Presence(msgspec.Struct, frozen=True):
 
     @property
     def versions(self) -> str:
-        """Both, in words."""
         return f"nanoserve {self.nanoserve} with torch {self.torch}"
 
     def check_fits(self, other: "Presence") -> None:
@@ -208,13 +201,12 @@ class SharedKeys:
             store = _tcp_store(process.master_address, process.master_port)
         except RuntimeError as error:
             raise process.unreachable(first_line(error)) from None
-        return cls(_below(_prefix(process), store))
+        return cls(_below(f"nanoserve/{process.run}", store))
 
     def set(self, key: str, value: bytes) -> None:
         self._ask(self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
         return bytes(self._ask(self._store.get, key))
 
     def has(self, key: str) -> bool:
@@ -225,7 +217,6 @@ class SharedKeys:
         return int(self._ask(self._store.add, key, more))
 
     def set_finished(self, code: int) -> None:
-        """Say that the command is done, with this exit code."""
         self.set("finished", str(code).encode())
 
     def finished(self) -> int | None:
@@ -266,14 +257,10 @@ class Rendezvous:
     @classmethod
     def open(cls, num_workers: int, model: str) -> Self:
         """For the workers of a new engine, or for new workers after a loss. Under torchrun this waits until the
-        processes of all other workers are there. Raises UsageError if torchrun started another number of processes;
-        RuntimeFailure if another process does not come, cannot take part or does not fit.
-
-        Args:
-            model: its name, which must be the same on all machines.
-        """
-        process = TorchrunProcess.from_environment()
-        if process is None:
+        processes of all other workers are there; the model's name must be the same on all machines. Raises UsageError
+        if torchrun started another number of processes; RuntimeFailure if another process does not come, cannot take
+        part or does not fit."""
+        if (process := TorchrunProcess.from_environment()) is None:
             return cls(num_workers)
         process.check_num_workers(num_workers)
         process.use_interface()
@@ -314,7 +301,7 @@ class Rendezvous:
         if process is None:
             return Addresses(local_address(directory), local_address(directory), f"file://{directory / 'meeting'}")
         plans, reports = process.free_addresses(2)
-        place = f"{_prefix(process)}/{self.number}/group"
+        place = f"nanoserve/{process.run}/{self.number}/group"
         return Addresses(plans, reports, f"tcp://{process.master_address}:{process.master_port}/{place}")
 
     def hand_out(self, rank: int, start: bytes) -> None:
@@ -339,10 +326,6 @@ def open_store(init_method: str, world_size: int) -> Any:
     address, _, place = init_method.removeprefix("tcp://").partition("/")
     host, _, port = address.rpartition(":")
     return _below(place, _tcp_store(host, int(port)))
-
-
-def _prefix(process: TorchrunProcess) -> str:
-    return f"nanoserve/{process.run}"
 
 
 def _tcp_store(host: str, port: int) -> Any:

@@ -6,7 +6,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 
@@ -15,10 +15,8 @@ import torch
 
 from nanoserve import __version__
 from nanoserve.config import ModelConfig, SamplingDefaults
-from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.hardware import Device, MachineSpeeds
-from nanoserve.costs.predictor import MeasuredPredictor
-from nanoserve.costs.profile import SCHEMA, KvMemory, Profile, calibrate, read_profile, write_profile
+from nanoserve.costs.profile import SCHEMA, Profile, calibrate, read_profile, write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
@@ -27,7 +25,7 @@ from nanoserve.processes.threads import physical_cores, processor_name_and_flags
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import memory_errors
-from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, fields_of, open_probes, take_rounds
+from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, open_probes, profile_of, take_rounds
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.runtime.profiling.timers import linear_pieces
 from nanoserve.runtime.step.model_runner import ModelRunner
@@ -60,11 +58,9 @@ class ProfileSetting:
     model: ModelConfig
     """The model's config, with fixed values in fields that do not change a step's time."""
     dtype: str
-    """Number format of weights and KV cache."""
     threads: int | None
     """Threads of a device that is the CPU; None for a GPU."""
     host_threads: int
-    """Threads that attend in host memory."""
 
     def difference(self, profile: Profile) -> str | None:
         """In words, what the profile was made of, if that is another setting; None if it is this one."""
@@ -101,24 +97,14 @@ class StartingEngine:
     """An engine on one device of this process that has nothing to do yet, and nothing in its KV cache."""
 
     runner: ModelRunner
-    """Computes as the device."""
     processor: HostProcessor
-    """Attends in host memory."""
     config: EngineConfig
-    """The engine's settings."""
-    max_model_len: int
-    """Longest sequence in tokens."""
+    model: ModelConfig
+    """The whole model, of which the runner may have only some layers."""
     speeds: MachineSpeeds
     """Speeds that the device reached."""
     compiled: bool
     """Whether its layers run compiled now."""
-    whole_model: ModelConfig | None = None
-    """The model, if the runner has only some of its layers; None if it has all."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The whole model."""
-        return self.whole_model or self.runner.config
 
     @cached_property
     def setting(self) -> ProfileSetting:
@@ -135,19 +121,18 @@ class StartingEngine:
         )
 
     @property
-    def code(self) -> tuple[str, str]:
+    def code(self) -> dict[str, str]:
         """What computes: the CPU's operators, and the layers as they run now."""
-        return "C++" if cpu_operators().loaded else "plain torch", "compiled" if self.compiled else "eager"
+        return {
+            "operators": "C++" if cpu_operators().loaded else "plain torch",
+            "layers": "compiled" if self.compiled else "eager",
+        }
 
     def sizes(self) -> ProfileSizes:
         """The sizes at which it is measured. Raises UsageError if its steps are too small to be measured."""
-        return SIZES.within(self.runner, self.config, rows=self.config.max_num_seqs, context=self.max_model_len)
-
-
-def hybrid_predictor(engine: StartingEngine, progress: ProgressCallback | None = None) -> MeasuredPredictor | None:
-    """The predictor of an engine whose policy attends in host memory; as `hybrid_profile`."""
-    profile = hybrid_profile(engine, progress)
-    return None if profile is None else MeasuredPredictor(profile)
+        config, cached = self.config, len(self.runner.caches.keys[0]) * self.config.block_size
+        context = min(config.max_model_len or self.model.max_position_embeddings, cached)
+        return SIZES.within(self.runner, config, rows=config.max_num_seqs, context=context)
 
 
 def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile | None:
@@ -175,8 +160,8 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
     """A short profile: the one that an earlier start kept, or a new one, measured in 3 to 6 seconds and at most 20.
 
     It times few sizes, a few times each, with the layers as they run now. The result is kept in the user's cache folder
-    under everything it depends on, unless other programs used the processors meanwhile. `progress` is called before
-    and after measuring. Raises UsageError for an engine whose steps are too small, and as `measure_shortly` does.
+    under everything it depends on, unless other programs used the processors meanwhile. Raises UsageError for an engine
+    whose steps are too small; otherwise as `measure_shortly`.
     """
     sizes = engine.sizes()
     path = _cache_file(engine, sizes)
@@ -206,15 +191,17 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
     ):
         found = take_rounds(probes, lambda _: None, EFFORT)
     seconds, computed = time.perf_counter() - began, time.thread_time() - computed
-    operators, layers = engine.code
     device = Device(
         name=setting.device,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         memory_bandwidth=speeds.memory_bandwidth,
         flops=speeds.flops,
     )
-    profile = Profile(
-        schema=SCHEMA,
+    profile = profile_of(
+        found | {"engine": _scheduling(runner.decoder)},
+        runner,
+        engine.processor,
+        block_size=engine.config.block_size,
         about={
             "command": "measured at start",
             "seconds": round(seconds, 1),
@@ -225,44 +212,32 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         settings={
             "model": runner.config.family,
             "dtype": setting.dtype,
-            "operators": operators,
-            "layers": layers,
+            **engine.code,
             "threads": torch.get_num_threads(),
-            "host_threads": setting.host_threads,
-            "rounds": len(found["copy"][sizes.copies[:1]]),
             "policy": engine.config.policy_name,
         },
-        model=runner.config,
-        bits=8 * runner.decoder.dtype.itemsize,
         device=device,
         host=msgspec.structs.replace(device, name=setting.host),
-        memory=KvMemory(kv_tokens=len(runner.caches.keys[0]) * engine.config.block_size),
-        engine=_scheduling(runner.decoder),
-        **fields_of(found, engine.processor),
-    )
-    profile = profile.undisturbed()
+    ).undisturbed()
     return msgspec.structs.replace(profile, efficiency=calibrate(profile), model=engine.model)
 
 
-def _scheduling(decoder: Decoder) -> MeasuredCurve:
-    """Seconds of scheduling a step between two passes through the layers: much of a small model's step."""
+def _scheduling(decoder: Decoder) -> dict[tuple[int, ...], list[float]]:
+    """Seconds of scheduling a step between two passes through the layers, by rows: much of a small model's step."""
     compute_piece = linear_pieces(decoder)
 
     def compute() -> None:
         for _ in decoder.layers:
             compute_piece()
 
-    seconds = tuple(
-        median(map(sum, measure_scheduler(rows, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)))
-        for rows in _SCHEDULED_ROWS
-    )
-    return MeasuredCurve(sizes=_SCHEDULED_ROWS, seconds=seconds, low=seconds, high=seconds)
+    scheduled = partial(measure_scheduler, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)
+    return {(rows,): [median(map(sum, scheduled(rows)))] for rows in _SCHEDULED_ROWS}
 
 
 def _cache_file(engine: StartingEngine, sizes: ProfileSizes) -> Path | None:
     """The file for the profile; None, after a warning, if no folder can be written."""
     versions, block_size = (SCHEMA, __version__, str(torch.__version__)), engine.config.block_size
-    measured = engine.runner.config.num_layers, *engine.code
+    measured = engine.runner.config.num_layers, *engine.code.values()
     depends_on = [versions, engine.setting, sizes, block_size, physical_cores(), *measured]
     key = hashlib.sha256(msgspec.json.encode(depends_on, order="deterministic")).hexdigest()[:24]
     try:

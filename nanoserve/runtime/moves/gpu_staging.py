@@ -5,7 +5,6 @@ computing, the calling thread copies the other between pinned memory and the poo
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import cycle
 
 import numpy as np
@@ -15,8 +14,7 @@ from torch import Tensor
 from triton_ops import gather_blocks, scatter_blocks
 
 CHUNK_BYTES = 256 * 1024
-"""Copied at a time, of one layer's keys or values: what was read is still in the processor's cache when it is
-written."""
+"""Copied at a time, of one layer's keys or values: what was read is still in the processor's cache when written."""
 
 BlockArrays = Sequence[tuple[np.ndarray, np.ndarray]]
 """Keys and values of each layer, [num_blocks, kv heads]; an element is what one head keeps of a block."""
@@ -83,22 +81,18 @@ class _Chunk:
 
 
 class GpuStaging:
-    """One direction's way of one layout's blocks; for one thread.
-
-    Args:
-        key_caches, value_caches: one per layer, [num_device_blocks, kv heads, block_size, head_dim].
-        block_shape: (layers, 2, kv heads, block_size, head_dim).
-    """
+    """One direction's way of one layout's blocks; for one thread. The caches are one tensor per layer,
+    [num_device_blocks, kv heads, block_size, head_dim]; `shape` is a block's, (layers, 2, kv heads, block_size,
+    head_dim)."""
 
     def __init__(
         self,
         key_caches: Sequence[Tensor],
         value_caches: Sequence[Tensor],
-        block_shape: Sequence[int],
+        shape: torch.Size,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = torch.Size(block_shape)
         self._num_layers = shape[0]
         self._blocks_per_chunk = max(1, STAGING_BYTES // (shape.numel() * dtype.itemsize))
         self._key_caches, self._value_caches = list(key_caches), list(value_caches)
@@ -110,10 +104,11 @@ class GpuStaging:
         """Copy out: the device fills a chunk while this thread empties the one before into the pool."""
         filled: tuple[_Chunk, Sequence[int], BlockArrays] | None = None
         chunks = cycle(self._chunks)
-        with self._issuing():
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
             numbers = torch.tensor(device_blocks, dtype=torch.int64, device=self._device)
             for layers, after in ready:
-                self._wait_for(after)
+                if after is not None:
+                    self._stream.wait_event(after)
                 keys, values = self._key_caches[layers], self._value_caches[layers]
                 for places in self._parts(len(device_blocks), len(keys)):
                     chunk, targets = next(chunks), host_blocks[places]
@@ -137,8 +132,9 @@ class GpuStaging:
         """Copy in: this thread fills a chunk from the pool while the device empties the one before into its caches.
         The device must have passed `after` before it writes."""
         chunks = cycle(self._chunks)
-        with self._issuing():
-            self._wait_for(after)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
             numbers = torch.tensor(device_blocks, dtype=torch.int64, device=self._device)
             for places in self._parts(len(device_blocks), self._num_layers):
                 chunk, sources = next(chunks), host_blocks[places]
@@ -149,17 +145,6 @@ class GpuStaging:
                 chunk.copied.record(self._stream)
                 scatter_blocks(self._key_caches, self._value_caches, staged, numbers[places])
         self._stream.synchronize()
-
-    @contextmanager
-    def _issuing(self) -> Iterator[None]:
-        """Issue work within to the stream of this direction."""
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            yield
-
-    def _wait_for(self, event: "torch.cuda.Event | None") -> None:
-        """Have work that is issued from now on wait for an event of another stream."""
-        if event is not None:
-            self._stream.wait_event(event)
 
     def _parts(self, num_blocks: int, num_layers: int) -> Iterator[slice]:
         """Ranges of blocks that fit in a chunk, where each has `num_layers` layers."""

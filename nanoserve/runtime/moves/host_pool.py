@@ -110,12 +110,8 @@ def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int =
     """How many blocks one engine's host pool gets: 0, unless asked for or needed by two layouts or the policy.
 
     ``--host-kv-memory`` is that of all engines of this machine together, in equal shares. Without it they get a share
-    of what is free, but each no more than ``--max-num-seqs`` sequences of full length can use. Raises UsageError if
-    more is asked for than is free, or the pool is too small to be of use.
-
-    Args:
-        model: the whole one.
-        reserved: bytes of free memory that something else is going to take.
+    of what is free but for the `reserved` bytes, each no more than ``--max-num-seqs`` sequences of full length can use.
+    Raises UsageError if more is asked for than is free, or the pool is too small to be of use.
     """
     if not config.uses_host_memory:
         return 0

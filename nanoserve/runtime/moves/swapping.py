@@ -23,14 +23,12 @@ class LayerMarks:
     """One thread computes a step and says which layers are `computed`; another waits for them, one by one."""
 
     def __init__(self, issued: Callable[[], "torch.cuda.Event | None"]) -> None:
-        """issued: as `BlockMover.issued`; called in the computing thread."""
         self._issued = issued
         self._changed = threading.Condition()
         self._marks: dict[int, torch.cuda.Event | None] = {}
         self._given_up = False
 
     def computed(self, layer: int) -> None:
-        """A LayerComputed."""
         mark = self._issued()
         with self._changed:
             self._marks[layer] = mark
@@ -55,11 +53,8 @@ class LayerMarks:
 class BlockMover:
     """Moves blocks between one layout's KV caches on a device and a worker's part of the host pool.
 
-    `out` and `into` may run at the same time, each in one thread.
-
-    Args:
-        key_caches, value_caches: one per layer, [num_device_blocks, kv heads, block_size, head_dim].
-        part: of the pool, with the same layers and heads; ValueError if they do not fit.
+    `out` and `into` may run at the same time, each in one thread. The caches are one tensor per layer,
+    [num_device_blocks, kv heads, block_size, head_dim]. Raises ValueError if they do not fit the part.
     """
 
     def __init__(
@@ -74,7 +69,7 @@ class BlockMover:
         self._pool = block_arrays(part.blocks)
         self._caches: BlockArrays = []
         if device.type == "cuda":
-            shape, dtype = (layers, 2, *block), part.blocks.dtype
+            shape, dtype = torch.Size((layers, 2, *block)), part.blocks.dtype
             self._leaving = GpuStaging(key_caches, value_caches, shape, dtype, device)
             self._coming = GpuStaging(key_caches, value_caches, shape, dtype, device)
         else:
@@ -96,13 +91,8 @@ class BlockMover:
         marks: LayerMarks | None = None,
     ) -> int:
         """Copy device blocks into host blocks, pairwise, and return the bytes moved: none where another rank writes the
-        same heads.
-
-        Args:
-            after: what the device must have passed before it reads.
-            marks: of a step that fills the blocks: each layer is copied as soon as it is computed. Raises RuntimeError
-                if the step is given up before.
-        """
+        same heads. The device must have passed `after` before it reads. With the marks of a step that fills the blocks,
+        each layer is copied as soon as it is computed; raises RuntimeError if the step is given up before."""
         if not self._writes:
             return 0
         ready: Ready = [(slice(None), after)]
@@ -127,24 +117,19 @@ class BlockMover:
 
 
 class _Job(NamedTuple):
-    """Swaps of one direction that are carried out together."""
+    """Swaps of one direction that are carried out together, as `BlockMover.out` and `into` take them."""
 
     swaps: Sequence[Swap]
     mover: BlockMover
     after: "torch.cuda.Event | None"
-    """What the device must have passed before."""
     marks: LayerMarks | None = None
-    """Marks of the step whose layers they follow, going out; None if they follow none."""
 
 
 class Swapper:
     """Two threads, one for each direction, that carry out swaps in the order in which they begin.
 
-    They call both arguments.
-
-    Args:
-        done: called with each swap that is done, the bytes moved, and when it began and ended (monotonic seconds).
-        failed: called with the error of each swap that failed; the others go on.
+    They call `done` with each swap that is done, the bytes moved, and when it began and ended (monotonic seconds), and
+    `failed` with the error of each swap that failed; the others go on.
     """
 
     def __init__(
@@ -163,9 +148,8 @@ class Swapper:
         """Have a plan's swaps carried out, behind all work issued before; returns at once. Call it in the thread that
         runs the plans, in their order.
 
-        Returns:
-            marks to set as the layers of the plan's step are computed, or to give up with the step, if swaps follow its
-            rows: these, and later ones that go out, wait for them. None if there is no such swap.
+        If swaps follow the rows of the plan's step, returns marks to set as its layers are computed, or to give up with
+        the step: these swaps, and later ones that go out, wait for them.
         """
         after = mover.issued()
         behind_rows = [swap for swap in swaps if swap.after_row]
@@ -245,7 +229,6 @@ class LocalSwaps(Swapper):
             self._under_way -= 1
 
     def close(self) -> None:
-        """End the threads once what is under way is done."""
         self._give_up_step()
         super().close()
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
+from nanoserve.costs.profile import SCHEMA, KvMemory, Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.host.host_processor import HostProcessor
@@ -26,38 +27,31 @@ from nanoserve.runtime.profiling.timers import (
 )
 from nanoserve.runtime.step.model_runner import ModelRunner
 
-Point = tuple[int, ...]
-"""The size or sizes at which something is timed."""
+Point = tuple[int, ...]  # the size or sizes at which something is timed
 Probes = Mapping[str, Mapping[Point, Callable[[], float]]]
 """Functions that take one sample in seconds, by what they time and by point."""
 Sampled = Mapping[Point, Sequence[float]]
 Samples = dict[str, dict[Point, list[float]]]
 
 _MOST_REPEATS = 8
-_SMALLEST = 1e-9
-"""A difference of two measured times is no less than this."""
+_SMALLEST = 1e-9  # a difference of two measured times is no less than this
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured."""
 
-    seconds: float
-    """Time for all samples, the warm-up included."""
+    seconds: float  # time for all samples, the warm-up included
     fewest_rounds: int
-    most_rounds: int
-    """Bounds for the number of rounds, whatever they take. A point that no round reaches keeps its warm-up's sample."""
-    longest_sample: float
-    """Seconds. If a size takes longer, larger ones are not measured."""
+    most_rounds: int  # both hold whatever rounds take. A point that no round reaches keeps its warm-up's sample
+    longest_sample: float  # seconds. If a size takes longer, larger ones are not measured
     repeat_seconds: float = 0.0
     """Points that take less are sampled a few times within a round, until this much time has passed."""
 
 
 def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:
     """Sample every point once a round, so that a busy moment spoils one sample of many points and no point as a whole.
-
-    The first call of each probe is a warm-up, which does not count unless there is no time for a second.
-    """
+    The first call of each probe is a warm-up, which does not count unless there is no time for a second."""
     announce("warming up ...")
     began = time.perf_counter()
     first = {name: _within_reason(points, effort.longest_sample) for name, points in probes.items()}
@@ -119,37 +113,24 @@ def grid_of(samples: Sampled) -> MeasuredGrid:
 
 def _quartiles(samples: Sequence[float]) -> list[float]:
     """Low, median, high; one sample is all three."""
-    quartiles: list[float] = np.percentile(samples, (25, 50, 75)).tolist()
-    return quartiles
-
-
-_PAUSE = 1e-4
+    return list(map(float, np.percentile(samples, (25, 50, 75))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSizes:
     """The sizes at which the parts of a step are timed; ascending, two or more of each."""
 
-    tokens: tuple[int, ...]
-    """Tokens of a step, for its layers."""
-    prompts: tuple[int, ...]
-    """Tokens of one prompt, for its attention."""
+    tokens: tuple[int, ...]  # of a step, for its layers
+    prompts: tuple[int, ...]  # of one prompt, for its attention
     batches: tuple[int, ...]
-    contexts: tuple[int, ...]
-    """Sequences, and keys of each, for decode attention on the device and in host memory."""
-    rows: tuple[int, ...]
-    """Rows of a step, for its inputs, logits and scheduling."""
-    copies: tuple[int, ...]
-    """Bytes of copies between device and host memory."""
-    kv_bytes: int
-    """Bytes of keys and values that attention is timed over, on the device and in host memory each."""
+    contexts: tuple[int, ...]  # sequences, and keys of each, for decode attention on the device and in host memory
+    rows: tuple[int, ...]  # rows of a step, for its inputs, logits and scheduling
+    copies: tuple[int, ...]  # bytes of copies between device and host memory
+    kv_bytes: int  # bytes of keys and values that attention is timed over, on the device and in host memory each
 
     def within(self, runner: ModelRunner, config: EngineConfig, *, rows: int, context: int) -> "ProfileSizes":
         """The sizes that an engine with at most these rows in a step and this context reaches, with the KV cache of its
-        runner; UsageError if it does not allow two of each.
-
-        Contexts with which the largest batch takes more than ``kv_bytes`` are left out.
-        """
+        runner, and its largest batch within ``kv_bytes``. Raises UsageError if it does not allow two of each."""
         shape, blocks = runner.config, len(runner.caches.keys[0])
         step_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
         token_bytes = 2 * shape.num_kv_heads * shape.head_dim * runner.decoder.dtype.itemsize
@@ -191,7 +172,7 @@ def open_probes(
     )
     attention = partial(attention_seconds, config, regions(device=device))
     shares_memory = processor.confines_device
-    keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(_PAUSE)
+    keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(1e-4)
     host = HostAttentionTimer(
         config, regions(device=torch.device("cpu")), processor, device=device, keep_busy=keep_busy
     )
@@ -216,22 +197,31 @@ def open_probes(
         steps.close()
 
 
-def fields_of(found: Samples, processor: HostProcessor) -> dict[str, Any]:
-    """Fields of a Profile by name. Call it from the thread that computes."""
-    curves = ("host_exchange", "prefill_attention", "copy", "inputs", "head", "engine")
-    return {
-        "beside_host": beside_host(found, processor.threads / torch.get_num_threads() + 1),
-        "linear": difference_of(found["layer"], found["its attention"]),
-        **{name: curve_of(found[name]) for name in curves if name in found},
-        **{name: grid_of(found[name]) for name in ("decode_attention", "host_attention")},
-    }
+def profile_of(
+    found: Samples, runner: ModelRunner, processor: HostProcessor, *, block_size: int, settings: Any, **fields: Any
+) -> Profile:
+    """A profile without factors, from samples of these parts. Call it from the thread that computes."""
+    names = ("host_exchange", "prefill_attention", "copy", "inputs", "head", "engine")
+    curves: dict[str, Any] = {name: curve_of(found[name]) for name in names}
+    curves |= {name: grid_of(found[name]) for name in ("decode_attention", "host_attention")}
+    measured = {"host_threads": processor.threads, "rounds": len(next(iter(found["copy"].values())))}
+    return Profile(
+        schema=SCHEMA,
+        settings={**settings, **measured},
+        model=runner.config,
+        bits=8 * runner.decoder.dtype.itemsize,
+        memory=KvMemory(kv_tokens=len(runner.caches.keys[0]) * block_size),
+        beside_host=beside_host(found, processor.threads / torch.get_num_threads() + 1),
+        linear=difference_of(found["layer"], found["its attention"]),
+        **curves,
+        **fields,
+    )
 
 
 def beside_host(found: Samples, most: float) -> float:
     """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory.
 
-    Both share the memory's bandwidth by threads: a factor above ``most``, threads of both over those of the device,
-    comes from other programs.
+    They share its bandwidth by threads: more than ``most``, threads of both over the device's, is others' doing.
     """
     if "beside host" not in found:
         return 1.0

@@ -16,17 +16,10 @@ _SOME_TOKEN = 7
 
 
 def measure_scheduler(
-    sequences: int,
-    *,
-    context: int,
-    steps: int,
-    policy: str = "sarathi",
-    compute: Callable[[], object] = lambda: None,
+    sequences: int, *, context: int, steps: int, policy: str = "sarathi", compute: Callable[[], object] = lambda: None
 ) -> list[tuple[float, float]]:
     """Seconds of ``schedule`` and of ``apply``, step by step, with this many decoding sequences, each of ``context``
-    tokens at the start. ``compute`` runs before each step and is not timed: as in an engine, it displaces data from the
-    processor's caches.
-    """
+    tokens at the start. ``compute`` runs before each step, untimed: it displaces data from the processor's caches."""
     scheduler = _running_scheduler(sequences, context, steps, policy)
     seconds = []
     was_enabled = gc.isenabled()

@@ -24,8 +24,7 @@ from triton_ops import paged_attention
 _SAMPLE_SECONDS = 2e-3
 _MOST_CALLS = 50
 _GREEDY = SamplingParams(temperature=0.0)
-_BRIEF = 0.05
-"""Seconds. Shorter steps are run twice: in an engine a step finds its predecessor's data in the processor's caches."""
+_BRIEF = 0.05  # seconds; shorter steps run twice: in an engine a step finds its predecessor's data in the caches
 _MOST_DECODES = 64
 _BUSY_ROWS = 8
 
@@ -60,10 +59,9 @@ def _mean_seconds(sample: Callable[[], Iterable[float]]) -> float:
 class KvRegions:
     """Random keys and values of one layer, in which consecutive calls read different blocks.
 
-    In a step each call reads another layer's cache, so the processor's caches help only if the data of all layers fits.
-    So there is one region for each layer of the model, or as many as there is room for.
-
-    The largest of ``calls`` (rows, keys of each) always has room; otherwise ``most_bytes`` limits keys and values.
+    In a step each call reads another layer's cache, so the processor's caches help only if the data of all layers fits:
+    there is one region for each layer, or as many as there is room for. The largest of ``calls`` (rows, keys of each)
+    always has room; otherwise ``most_bytes`` limits keys and values.
     """
 
     def __init__(
@@ -95,10 +93,8 @@ class KvRegions:
 
 
 def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, queries: int, keys: int) -> float:
-    """Seconds of one layer's attention on the device where the regions are. Sliding windows are not applied.
-
-    Each row has ``queries`` queries, at the end of ``keys`` keys.
-    """
+    """Seconds of one layer's attention on the device of the regions, with ``queries`` queries at the end of the
+    ``keys`` keys of each row. Sliding windows are not applied."""
     (key_cache, value_cache), device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
     tokens, dtype, watch = rows * queries, regions.blocks.dtype, Stopwatch(device)
     out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
@@ -168,7 +164,6 @@ class HostAttentionTimer:
         return seconds
 
     def close(self) -> None:
-        """End its thread."""
         self._host.close()
 
     def _await(self, task: HostTask) -> None:

@@ -23,8 +23,7 @@ class SequenceGrammar:
     def __init__(self, begin: Begin, schema: str, vocab_size: int, compiler: GrammarCompiler) -> None:
         self.error: str | None = None  # why the sequence cannot go on, if so; it ends with it, and the others go on
         self.complete = False  # nothing can follow
-        self._compiler = compiler
-        self._schema = schema
+        self._compiler, self._schema = compiler, schema
         self._min_tokens = begin.params.min_tokens
         self._end_tokens = frozenset(begin.end_tokens)
         self._ends = _bits(begin.end_tokens, vocab_size)
@@ -50,7 +49,7 @@ class SequenceGrammar:
         return tokens
 
     def append(self, token: int) -> None:
-        """Take note of a sampled token."""
+        """Note a sampled token."""
         if self.error is not None:
             return
         if token in self._end_tokens:
@@ -81,12 +80,8 @@ class GrammarMask:
     def stage(
         cls, grammars: Mapping[int, SequenceGrammar], output_lengths: Sequence[int], staging: Staging
     ) -> "GrammarMask | None":
-        """Have the masks of a batch moved to the device together; None if no sequence can go on.
-
-        Args:
-            grammars: by row of the batch.
-            output_lengths: of all its rows.
-        """
+        """Have the masks of a batch, whose grammars are given by row, moved to the device together; None if no sequence
+        can go on."""
         masks = {
             row: mask for row, grammar in grammars.items() if (mask := grammar.mask(output_lengths[row])) is not None
         }
@@ -96,10 +91,9 @@ class GrammarMask:
 
     def apply(self, logits: Tensor) -> Tensor:
         """A copy of logits [R, V] in which what may not come is -inf."""
-        rows = self.rows
         each = (self.bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
         forbidden = each.flatten(1)[:, : logits.shape[1]] == 0
-        return logits.index_copy(0, rows, logits[rows].masked_fill(forbidden, -torch.inf))
+        return logits.index_copy(0, self.rows, logits[self.rows].masked_fill(forbidden, -torch.inf))
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:
@@ -175,12 +169,7 @@ class AdjustmentRows:
     def stage(
         cls, tables: Mapping[int, TokenAdjustments], output_lengths: Sequence[int], staging: Staging
     ) -> "AdjustmentRows | None":
-        """Have the tables of a batch moved to the device together; None if there is nothing in any.
-
-        Args:
-            tables: by row of the batch.
-            output_lengths: of all its rows.
-        """
+        """Have the tables of a batch, given by row, moved to the device together; None if there is nothing in any."""
         chosen = [(row, table) for row, table in tables.items() if len(table.entries)]
         if not chosen:
             return None
@@ -193,12 +182,13 @@ class AdjustmentRows:
             packed[place, len(table.entries) :] = table.entries[0]
             penalties[place] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
             waiting[place] = output_lengths[row] < params.min_tokens
+        tokens, bias, counts, seen = (staging.add(packed[name].copy()) for name in ("token", "bias", "count", "seen"))
         return cls(
-            rows=staging.add(np.array([[row] for row, _ in chosen])),
-            tokens=staging.add(packed["token"].copy()),
-            bias=staging.add(packed["bias"].copy()),
-            counts=staging.add(packed["count"].copy()),
-            seen=staging.add(packed["seen"].copy()),
+            staging.add(np.array([[row] for row, _ in chosen])),
+            tokens,
+            bias,
+            counts,
+            seen,
             forbidden=staging.add(packed["end"] & waiting),
             penalties=staging.add(penalties),
         )

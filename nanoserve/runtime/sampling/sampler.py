@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.request import SamplingParams
 from nanoserve.runtime.sampling.adjustments import AdjustmentRows, GrammarMask, SequenceGrammar, TokenAdjustments
 from nanoserve.runtime.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
@@ -35,22 +34,20 @@ _BELOW_ONE = 1.0 - 2.0**-24
 
 
 class SamplingState:
-    """What the sampler keeps of one sequence between its steps."""
+    """The sampler's state of one sequence between its steps."""
 
     def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None = None) -> None:
-        params = begin.params
+        params = self.params = begin.params
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         values = (params.temperature, top_k, params.top_p, params.min_p, begin.seed, begin.index)
-        self.params: SamplingParams = params
         self.prompt_length = begin.prompt_length
         # As bytes: to put many together costs far less than to concatenate arrays of such a dtype.
         self.settings = np.array([values], _SETTINGS).tobytes()
-        wanted = params.adjusts_logits
-        self.adjustments = TokenAdjustments(begin, vocab_size) if wanted else None
+        self.adjustments = TokenAdjustments(begin, vocab_size) if params.adjusts_logits else None
         self.grammar = grammar
 
     def append(self, token: int) -> None:
-        """Take note of a sampled token."""
+        """Note a sampled token."""
         if self.adjustments is not None:
             self.adjustments.append(token)
         if self.grammar is not None:
@@ -72,9 +69,8 @@ class Draw:
     largest_top_k: int
     """Candidates to look at; 0 means the whole vocabulary, and then no row has a top_k."""
     uses_top_p: bool
-    """Whether a row of the group has one below 1."""
     uses_min_p: bool
-    """Whether a row of the group has one above 0."""
+    """Whether a row of the group has a top_p below 1, or a min_p above 0."""
 
     @classmethod
     def stage(cls, settings: np.ndarray, positions: np.ndarray, rows: np.ndarray, staging: Staging) -> "Draw":
@@ -101,10 +97,8 @@ class SamplingRows:
 
     @classmethod
     def stage(cls, states: Sequence[SamplingState], positions: Sequence[int], staging: Staging) -> "SamplingRows":
-        """Have the settings of a batch moved to the device; sample once they are transferred.
-
-        positions: of the tokens to be sampled, in their sequences.
-        """
+        """Have the settings of a batch moved to the device, with the positions that its sampled tokens will have in
+        their sequences; sample once they are transferred."""
         settings = np.frombuffer(b"".join([state.settings for state in states]), _SETTINGS)
         position = np.asarray(positions, np.int64)
         random = settings["temperature"] > 0
@@ -174,8 +168,7 @@ def _apply_top_p(scaled: Tensor, top_p: Tensor, *, is_sorted: bool) -> Tensor:
     total = weights.sum(1)
     needed = torch.minimum((top_p[:, 0] * total.double()).ceil().long(), total)
     if is_sorted:
-        better = weights.cumsum(1) - weights
-        dropped = better >= needed[:, None]
+        dropped = weights.cumsum(1) - weights >= needed[:, None]
     else:
         keys = order_keys(scaled)
         dropped = keys < smallest_sufficient_key(keys, weights, needed)[:, None]
@@ -204,8 +197,7 @@ def exponential(keys: Tensor, tokens: Tensor) -> Tensor:
     would never draw the unlikely tokens of a large vocabulary.
     """
     hashed = _mix32(_mix32(tokens.to(torch.int32) ^ keys[:, :1]) ^ keys[:, 1:])
-    high = ((hashed >> 16) & 0xFFFF).float()
-    low = (hashed & 0xFFFF).float()
+    high, low = ((hashed >> 16) & 0xFFFF).float(), (hashed & 0xFFFF).float()
     uniform = (high * 2.0**-16 + (low + 0.5) * 2.0**-32).clamp_(max=_BELOW_ONE)
     return uniform.neg_().log1p_().neg_()
 

@@ -15,8 +15,6 @@ from nanoserve.runtime.step.staging import DeviceToHostCopy, Staging
 from nanoserve.scheduler.plan import Answer, Row
 
 NOT_NUMBERS = "the model's logits are not numbers (NaN or infinite), or no token was left to sample"
-
-
 ELEMENTS_PER_CHUNK = 1 << 24
 
 
@@ -29,11 +27,10 @@ class LogprobColumns(NamedTuple):
     """What raw logits say of N tokens, as tensors that may still be on the device."""
 
     tokens: Tensor
+    ranks: Tensor
     """int64 [N]."""
     logprobs: Tensor
     """float32 [N]; of logits that are not numbers, anything."""
-    ranks: Tensor
-    """int64 [N]."""
     best: Tensor
     """int64 [N, K], the likeliest tokens."""
     best_logprobs: Tensor
@@ -54,13 +51,12 @@ class LogprobColumns(NamedTuple):
         )
 
     def through(self, move: Callable[[Tensor], Tensor]) -> "LogprobColumns":
-        """The same columns, each moved."""
         return LogprobColumns(*map(move, self))
 
     def rows(self, tops: Sequence[int]) -> Iterator[TokenLogprob]:
         """One by one, on the host. tops: how many of the likeliest tokens to name for each."""
         columns = [column.tolist() for column in self]
-        for token, logprob, rank, ids, values, top in zip(*columns, tops, strict=True):
+        for token, rank, logprob, ids, values, top in zip(*columns, tops, strict=True):
             yield TokenLogprob(token, logprob, rank, tuple(zip(ids[:top], values[:top], strict=True)))
 
 
@@ -84,8 +80,7 @@ class ScoredPrompt:
         """Compute the tokens' log probabilities from the step's hidden states, some positions at a time."""
         chunk = rows_per_chunk(decoder.config.vocab_size)
         for start in range(0, len(self.targets), chunk):
-            part = self.targets[start : start + chunk]
-            first = self.first_token + start
+            part, first = self.targets[start : start + chunk], self.first_token + start
             logits = decoder.compute_logits(hidden[first : first + len(part)])
             if not len(logits):  # they are gathered by another rank
                 continue
@@ -93,7 +88,6 @@ class ScoredPrompt:
             self.parts.append(LogprobColumns.of(logits, part, self.top).through(results.fetch))
 
     def answer(self) -> Answer:
-        """The log probabilities of the prompt alone."""
         if not all(finite.item() for finite in self.finite):
             return Answer(self.sequence, error=NOT_NUMBERS)
         logprobs = [logprob for part in self.parts for logprob in part.rows([self.top] * len(part.tokens))]
@@ -157,7 +151,10 @@ class SampledRows:
         """One for each row; the states take note of the tokens."""
         if self.tokens is None or self.valid is None:
             return
-        logprobs = self._logprobs()
+        logprobs: dict[int, tuple[TokenLogprob]] = {}
+        if self.logprobs is not None:
+            found = self.logprobs.rows([top for _, top in self.asked])
+            logprobs = {place: (logprob,) for (place, _), logprob in zip(self.asked, found, strict=True)}
         columns = zip(self.sequences, self.states, self.tokens.tolist(), self.valid.tolist(), strict=True)
         for place, (sequence, state, token, valid) in enumerate(columns):
             if valid:
@@ -169,9 +166,3 @@ class SampledRows:
                 continue
             complete = grammar is not None and grammar.complete
             yield Answer(sequence, (token,), logprobs.get(place, ()), complete=complete)
-
-    def _logprobs(self) -> dict[int, tuple[TokenLogprob]]:
-        if self.logprobs is None:
-            return {}
-        rows = self.logprobs.rows([top for _, top in self.asked])
-        return {place: (logprob,) for (place, _), logprob in zip(self.asked, rows, strict=True)}

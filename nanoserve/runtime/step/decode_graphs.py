@@ -17,16 +17,13 @@ from triton_ops.cache import SKIPPED_SLOT
 
 LARGEST_BUCKET = 256
 """Rows: beyond it a step's kernels run longer than the host needs to launch them."""
-_SMALL_BUCKETS = (1, 2, 4)
-_BUCKET_STEP = 8
 STAGE = "capturing decode steps"
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """How many rows the graphs have, ascending: 1, 2, 4, 8, 16, 24 and so on, the last for all that may run."""
     largest = min(max_num_seqs, LARGEST_BUCKET)
-    usual = (*_SMALL_BUCKETS, *range(_BUCKET_STEP, largest, _BUCKET_STEP))
-    return (*(size for size in usual if size < largest), largest)
+    return (*(size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest), largest)
 
 
 class StaticInputs:
@@ -49,7 +46,6 @@ class StaticInputs:
         )
 
     def first(self, rows: int) -> StepInputs:
-        """The inputs of the bucket with this number of rows."""
         tables, starts, contexts, slots = self._batch.tensors
         batch = AttentionBatch(tables[:rows], starts[: rows + 1], contexts[:rows], slots[:rows])
         return StepInputs(self._token_ids[:rows], self._positions[:rows], batch)

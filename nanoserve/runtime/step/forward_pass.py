@@ -23,11 +23,9 @@ class StepInputs:
     """What one forward pass over T tokens in R rows is given. Its tensors are views, valid until the next step."""
 
     token_ids: Tensor
-    """int64 [T]."""
     positions: Tensor
     """int64 [T]."""
     batch: AttentionBatch
-    """Where the rows have their context."""
     entering: Tensor | None = None
     """[T, hidden_size], hidden states from the stage before; None in the first stage."""
     computed: LayerComputed | None = None
@@ -60,22 +58,16 @@ def make_caches(
     device: torch.device,
     storage: Tensor | None = None,
 ) -> Caches:
-    """A KV cache with any content: memory that is never touched costs no time.
-
-    Args:
-        storage: uint8 on that device, in which the caches are laid out one after another; several caches may share it
-            in turn. None takes new memory.
-    """
+    """A KV cache with any content: memory that is never touched costs no time. Its tensors are laid out one after
+    another in the storage, uint8 on that device, which several caches may share in turn; None takes new memory."""
     shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
     with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
         if storage is None:
-            keys, values = (
-                [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)] for _ in "kv"
-            )
-            return Caches(keys, values)
-        size = math.prod(shape) * dtype.itemsize
-        places = [storage[number * size : (number + 1) * size] for number in range(2 * config.num_layers)]
-        tensors = [place.view(dtype).view(shape) for place in places]
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2 * config.num_layers)]
+        else:
+            size = math.prod(shape) * dtype.itemsize
+            places = [storage[number * size : (number + 1) * size] for number in range(2 * config.num_layers)]
+            tensors = [place.view(dtype).view(shape) for place in places]
     return Caches(tensors[::2], tensors[1::2])
 
 
@@ -95,8 +87,6 @@ class ForwardPass:
 
 
 def _marking(run_layer: LayerFunction, computed: LayerComputed) -> LayerFunction:
-    """A LayerFunction that calls `computed` after each layer."""
-
     def run(layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
         output = run_layer(layer, hidden, cos, sin, attention)
         computed(layer.index)
@@ -148,14 +138,9 @@ class InputBuilder:
         add: Callable[[np.ndarray], Tensor],
         add_batch: Callable[[np.ndarray], Tensor] | None = None,
     ) -> StepInputs:
-        """The inputs of a step.
-
-        Args:
-            ends: as by `row_ends`.
-            tables: each row's block table; RuntimeError if it is too short for the row's last position.
-            add: has an array moved to the device before the next step is built.
-            add_batch: the same for the AttentionBatch, which may be needed elsewhere.
-        """
+        """The inputs of a step, whose rows end as `row_ends` says. `add` has an array moved to the device before the
+        next step is built, and `add_batch` those of the AttentionBatch, which may be needed elsewhere. Raises
+        RuntimeError if a row's block table is too short for its last position."""
         starts = np.array([row.start for row in rows], np.int32)
         blocks = [table.blocks for table in tables]
         num_blocks = np.array([len(each) for each in blocks])

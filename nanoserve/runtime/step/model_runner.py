@@ -54,10 +54,6 @@ class SequenceRecord:
         if row.sample:
             self.num_known = max(self.num_known, end + 1)
 
-    def prompt_targets(self, row: Row) -> np.ndarray:
-        """The prompt tokens that the row's logits predict."""
-        return self.prompt[row.start + 1 : row.start + 1 + len(row.tokens)]
-
 
 @dataclass(slots=True)
 class PreparedStep:
@@ -78,7 +74,7 @@ class PreparedStep:
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens of all its rows on the device."""
+        """Number of tokens of all its rows on the device."""
         return 0 if self.inputs is None else len(self.inputs.token_ids)
 
     def answers(self) -> tuple[Answer, ...]:
@@ -117,10 +113,8 @@ class ModelRunner:
         grammars: GrammarCompiler | None = None,
         storage: Tensor | None = None,
     ) -> None:
-        config = decoder.config
-        self.decoder = decoder
-        self.config = config
-        self.device = device
+        self.decoder, self.device = decoder, device
+        self.config = config = decoder.config
         self.caches = make_caches(
             config, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=device, storage=storage
         )
@@ -193,20 +187,23 @@ class ModelRunner:
             self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
 
     def _stage_copies(self, copies: Sequence[Copy]) -> Tensor | None:
-        """Pairs of source and target, int64 [number of copies, 2]; None without any."""
         return self._staging.add(np.array([(copy.source, copy.target) for copy in copies])) if copies else None
 
     def _stage_rows(self, step: PreparedStep, rows: Sequence[Row]) -> tuple[list[SamplingState], np.ndarray]:
         """Have the inputs of these rows moved to the device; returns their sampling states, and where tokens end."""
-        records = [self._record(row.sequence) for row in rows]
-        for row, record in zip(rows, records, strict=True):
-            record.take(row)
+        records = self._take_rows(rows)
         ends, tables = row_ends(rows), [record.block_table for record in records]
         step.inputs = next(self._inputs).build(rows, ends, tables, self._staging.add)
         step.fed = self._stage_fed(rows, ends)
         if self.decoder.is_last:
             step.prompts = self._stage_prompts(rows, ends, records)
         return [record.sampling for record in records], ends
+
+    def _take_rows(self, rows: Sequence[Row]) -> list[SequenceRecord]:
+        records = [self._record(row.sequence) for row in rows]
+        for row, record in zip(rows, records, strict=True):
+            record.take(row)
+        return records
 
     def _stage_fed(self, rows: Sequence[Row], ends: np.ndarray) -> Tensor | None:
         """Which tokens the device fills in before the host knows them, as `PreparedStep.fed`. Raises RuntimeError if
@@ -226,13 +223,12 @@ class ModelRunner:
     def _stage_prompts(
         self, rows: Sequence[Row], ends: np.ndarray, records: Sequence[SequenceRecord]
     ) -> list[ScoredPrompt]:
-        """The rows with prompt tokens that are to be scored."""
+        """The rows whose logits predict prompt tokens that are to be scored."""
         prompts = []
-        for place, record in enumerate(records):
-            top = record.params.prompt_logprobs
-            if top is not None and len(targets := record.prompt_targets(rows[place])):
-                first = int(ends[place]) - len(rows[place].tokens)
-                prompts.append(ScoredPrompt(rows[place].sequence, first, self._staging.add(targets), top))
+        for row, end, record in zip(rows, ends.tolist(), records, strict=True):
+            top, length = record.params.prompt_logprobs, len(row.tokens)
+            if top is not None and len(targets := record.prompt[row.start + 1 : row.start + 1 + length]):
+                prompts.append(ScoredPrompt(row.sequence, end - length, self._staging.add(targets), top))
         return prompts
 
     def _issue_inputs(self, step: PreparedStep, entering: Tensor | None) -> StepInputs | None:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 _ALIGNMENT = 16
 """Bytes: the widest load of one thread of a GPU. Compiled code copies unaligned tensors before it reads them."""
-_FIRST_SIZE = 64 * 1024
-"""Bytes of a buffer at first."""
+_FIRST_BYTES = 64 * 1024
 
 
 class Staging:
@@ -46,7 +45,7 @@ class HostBuffer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pinned = device.type == "cuda"
-        self._bytes = torch.empty(_FIRST_SIZE, dtype=torch.uint8, pin_memory=self._pinned)
+        self._bytes = torch.empty(_FIRST_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
         self._target = torch.empty(0, dtype=torch.uint8)
         self._end = 0
         self._copied: torch.cuda.Event | None = None
@@ -73,7 +72,6 @@ class HostBuffer:
         return self._target[start : self._end].view(dtype).view(array.shape)
 
     def transfer(self) -> None:
-        """Begin to copy what was added."""
         self._send()
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self._device))  # not of the GPU that happens to be current
@@ -84,6 +82,12 @@ class HostBuffer:
 
     def _send(self) -> None:
         self._target[: self._end].copy_(self._bytes[: self._end], non_blocking=True)
+
+
+def to_pinned(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory of the host, which is there behind the work of the current stream."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 class DeviceToHostCopy:
@@ -106,10 +110,7 @@ class DeviceToHostCopy:
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """A tensor on the host that holds the same numbers, once `wait` has returned."""
-        if self._stream is None:
-            return tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return copy.copy_(tensor, non_blocking=True)
+        return tensor if self._stream is None else to_pinned(tensor)
 
     def end(self) -> None:
         """Mark the end of the step's work, after all its results are fetched."""
@@ -117,7 +118,6 @@ class DeviceToHostCopy:
             self._ended.record(self._stream)
 
     def wait(self) -> None:
-        """Wait until the device has reached the end."""
         if self._ended is not None:
             self._ended.synchronize()
 

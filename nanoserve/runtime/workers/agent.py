@@ -12,9 +12,9 @@ import zmq
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.processes.sockets import connect
-from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.processes.threads import threads_of_each
-from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
+from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys, TorchrunProcess
 from nanoserve.runtime.workers.messages import WorkerFailed, WorkerStart
 from nanoserve.runtime.workers.process import prepare_socket, start_worker
@@ -91,18 +91,16 @@ class WorkerAgent:
             )
             self._keep_worker(number, child, here)
         finally:
-            child.let_go()
-            child.end(time.monotonic() + GRACE_SECONDS)
-            remove_directory(directory)
+            end_children([child], directory)
 
     def _keep_worker(self, number: int, child: TiedChild, start: WorkerStart) -> None:
         """Have it work; if it dies, tell the engine, which then calls the next meeting."""
         child.tell(msgspec.json.encode(start))
-        alive = True
+        pulses = [child.pulse]
         while not self._over(number):
-            readable, _, _ = select.select([child.pulse] if alive else [], [], [], _POLL_SECONDS)
+            readable, _, _ = select.select(pulses, [], [], _POLL_SECONDS)
             if readable and not child.beats():
-                alive = False
+                pulses.clear()
                 _report(start, f"its process {child.ending()} on {socket.gethostname()}")
 
 

@@ -36,12 +36,9 @@ from nanoserve.runtime.workers.worker import Worker, WorkerLayout
 
 
 def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
-    """Meet the other workers, load this one's part, and make the KV cache as large as the engine says.
-
-    Raises:
-        NanoserveError: if the model or the device cannot be used, or memory does not suffice.
-        RuntimeError: torch's, if the other workers cannot be reached.
-    """
+    """Meet the other workers, load this one's part, and make the KV cache as large as the engine says. Raises
+    NanoserveError if the model or the device cannot be used, or memory does not suffice; torch's RuntimeError if the
+    other workers cannot be reached."""
     config = start.config
     device = usable_device(config.device if config.device == "cpu" else f"cuda:{start.local_rank}")
     if start.host_pool is not None:
@@ -55,9 +52,7 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     reserved = max((gpu.measure(longest, None) for gpu in gpus), default=0)
     if gpus and start.host_pool is not None:
         reserved += sum(map(staging_memory, block_bytes))
-    speeds = None
-    if start.host_pool is not None:
-        speeds = measure_speeds(device, decoders[0].dtype, dist.group.WORLD)
+    speeds = None if start.host_pool is None else measure_speeds(device, decoders[0].dtype, dist.group.WORLD)
     endpoint.report(
         Loaded(
             start.rank,
@@ -86,14 +81,7 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
             layouts[0].stage, storage=storage, processor=processor, config=config, model=model, speeds=speeds
         )
         profile = hybrid_profile(measured, lambda *progress: endpoint.report(Loading(start.rank, *progress)))
-    worker = Worker(
-        endpoint,
-        layouts,
-        current=start.layout,
-        weights=weights,
-        coupled=start.coupled,
-        observe_times=start.observe_times,
-    )
+    worker = Worker(start, endpoint, layouts, weights)
     endpoint.report(Ready(start.rank, profile))
     return worker
 
@@ -141,20 +129,20 @@ def _make_layouts(
     storage: Tensor,
     processor: HostProcessor | None,
 ) -> list[WorkerLayout]:
-    """What is made once for each layout, so that changing it makes nothing."""
+    """Parts that are made once for each layout, so that a change of layout makes nothing."""
     config, pool = start.config, None
     if start.host_pool is not None:
         path, blocks = start.host_pool
         dtype = decoders[0].dtype
         pool = HostPool.open(Path(path), model, num_blocks=blocks, block_size=config.block_size, dtype=dtype)
     layouts = list[WorkerLayout]()
-    for number, decoder in enumerate(decoders):
+    for decoder, run_layer, blocks in zip(decoders, layers, num_blocks, strict=True):
         stage = Stage.build(
             decoder,
-            num_blocks=num_blocks[number],
+            num_blocks=blocks,
             block_size=config.block_size,
             device=storage.device,
-            layers=layers[number],
+            layers=run_layer,
             part=None if pool is None else pool.part(decoder.shard),
             processor=processor,
             grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
@@ -188,11 +176,10 @@ def starting_engine(
     speeds: MachineSpeeds,
 ) -> StartingEngine:
     """The first stage of the whole `model` as an engine that can be measured, over the storage of the stage's cache."""
-    block_size, num_blocks = config.block_size, len(stage.runner.caches.keys[0])
     runner = ModelRunner(
         as_whole_model(stage.runner.decoder),
-        num_blocks=num_blocks,
-        block_size=block_size,
+        num_blocks=len(stage.runner.caches.keys[0]),
+        block_size=config.block_size,
         device=stage.runner.device,
         run_layer=stage.layers or DecoderLayer.__call__,
         storage=storage,
@@ -201,10 +188,9 @@ def starting_engine(
         runner=runner,
         processor=processor,
         config=config,
-        max_model_len=min(config.max_model_len or model.max_position_embeddings, num_blocks * block_size),
+        model=model,
         speeds=speeds,
         compiled=stage.compiled,
-        whole_model=model,
     )
 
 

@@ -40,23 +40,17 @@ class Expected:
 
 
 class Activations:
-    """A worker's links to the stages before and behind it. Two buffers take turns to hold what is received.
-
-    Args:
-        shard: the worker's.
-        num_tokens: tokens that most steps do not exceed.
-    """
+    """A worker's links to the stages before and behind it. Two buffers take turns to hold what is received; most steps
+    do not exceed `num_tokens`."""
 
     def __init__(
         self, shard: Shard, *, hidden_size: int, num_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._before, self._behind = shard.worker_before, shard.worker_behind
-        self._shape = (num_tokens, hidden_size)
         self._like = torch.empty(0, dtype=dtype, device=device)
-        self._buffers = [self._like.new_empty(0), self._like.new_empty(0)]
-        if self._before is not None:
-            with torch.inference_mode():  # as steps run
-                self._buffers = [self._like.new_empty(self._shape) for _ in range(2)]
+        rows = 0 if self._before is None else num_tokens
+        with torch.inference_mode():  # as steps run
+            self._buffers = [self._like.new_empty((rows, hidden_size)) for _ in range(2)]
         self._turn = cycle((0, 1))
         self._hidden_states: deque[_Sent] = deque()
         self._plans: deque[_Sent] = deque()
@@ -77,7 +71,7 @@ class Activations:
             return None
         place = next(self._turn)
         if num_tokens > len(self._buffers[place]):
-            self._buffers[place] = self._like.new_empty((2 * num_tokens, self._shape[1]))
+            self._buffers[place] = self._like.new_empty((2 * num_tokens, self._buffers[place].shape[1]))
         hidden = self._buffers[place][:num_tokens]
         return Expected(_started(dist.irecv(hidden, self._before)), hidden)
 
@@ -110,7 +104,6 @@ class Activations:
         sending.append([(_started(dist.isend(tensor, self._behind)), tensor) for tensor in tensors])
 
     def receive_plan(self) -> bytes:
-        """Wait for what `send_plan` sends."""
         return self._receive_text(self._like.device)
 
     def _receive_text(self, device: torch.device) -> bytes:
@@ -161,14 +154,8 @@ def join_workers(
 ) -> list[RankGroup | None]:
     """Join the other workers. Returns this worker's tensor-parallel group in each layout, None where it has one rank.
 
-    All groups are made here: a change of layout makes none.
-
-    Args:
-        shards: this worker's, by layout.
-        headers: tensors of the CPU are to be sent too, whatever the device is.
-
-    Raises:
-        RuntimeError: torch's, if they cannot be reached.
+    All groups are made here: a change of layout makes none. The shards are this worker's, by layout. With headers,
+    tensors of the CPU are sent too, whatever the device is. Raises torch's RuntimeError if workers cannot be reached.
     """
     # Workers of one machine that meet in a file talk over its own interface: a host name may lead nowhere.
     if init_method.startswith("file:"):

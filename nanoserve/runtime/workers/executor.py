@@ -1,10 +1,12 @@
 """WorkersExecutor: runs plans on worker processes, and starts them again when one dies."""
 
 import logging
+import math
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Literal
+from contextlib import ExitStack
+from typing import Any, Literal
 
 import zmq
 from msgspec.structs import replace
@@ -17,7 +19,7 @@ from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageEr
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.record.times import Times
 from nanoserve.runtime.launch.memory import choose_num_blocks
-from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied
+from nanoserve.runtime.workers.group import WATCH_SECONDS, WorkerGroup, WorkersDied
 from nanoserve.runtime.workers.messages import (
     Allocate,
     Answered,
@@ -48,10 +50,7 @@ class WorkersExecutor:
     Raises NanoserveError, from the constructor or `wait_until_ready`, if the workers cannot start.
 
     Args:
-        resolved, model: the model, and its shape.
-        config: with pipeline_parallel x tensor_parallel workers, in one parallel layout or two.
         host_blocks: KV blocks in shared memory; with none, nothing can be swapped.
-        progress: is called with how far loading is.
         metadata: "decoupled": plans go to all stages at once, ahead of the hidden states (gLLM, section 3.3);
             "coupled": from stage to stage, with them.
         observe_times: keep what workers did when, for `take_times`.
@@ -84,25 +83,19 @@ class WorkersExecutor:
         self.profile: Profile | None = None  # what the first worker has found out
         self.deaths = 0  # how often the workers died and were started again
         self.layers = RemoteLayers([self])
-        self._config = config
+        self._config, self._model, self._host_blocks = config, model, host_blocks
         self._progress = progress
-        self._coupled = metadata == "coupled"
-        self._model, self._host_blocks = model, host_blocks
         self._start = WorkerStart(
             name=resolved.name,
             model_directory=None if resolved.directory is None else str(resolved.directory),
             tokenizer_directory=str(resolved.tokenizer_directory),
             config=config,
             local_rank=engine * config.num_workers,  # each engine takes the GPUs behind those of the one before
-            coupled=self._coupled,
+            coupled=metadata == "coupled",
             observe_times=observe_times,
             profiles=profiles,
         )
-        self._in_flight: set[int] = set()
-        self._results: deque[StepResult] = deque()
         self._times: list[Times] = []
-        self._moves = Moves(config.num_workers)
-        self._host_losses = HostLosses()
         self._failure: WorkersFailed | None = None
         self._forget_life()
         self._ended_by: WorkersDied | None = None
@@ -110,8 +103,23 @@ class WorkersExecutor:
         if wait:
             self.wait_until_ready()
 
+    def _forget_life(self) -> None:
+        """Reset to the beginning of a life of the workers, of which none has said anything yet."""
+        self._introduced = self._ready = 0  # how many workers said Hello and Ready
+        self._loaded: dict[int, Loaded] = {}
+        self._held: list[StepPlan] = []
+        self._death: WorkersDied | None = None
+        self._in_flight: set[int] = set()
+        self._results: list[StepResult] = []
+        self._moves = Moves(self.num_workers)
+        self._host_losses = HostLosses()
+        self._asked = -1  # rank of the worker that was asked last to prepare its layers
+        self.prepared: dict[int, bool] = {}  # workers that are done with their layers: whether these run compiled
+        self._transitions: dict[int | None, int] = {}  # by step, those that are not answered yet
+        self._running_since: float | None = None
+
     def wait_until_ready(self) -> None:
-        """Until all workers have started for the first time."""
+        """Wait until all workers have started for the first time."""
         try:
             self._show_start()
             self._wait(lambda: self._running)
@@ -155,14 +163,12 @@ class WorkersExecutor:
         if self._host_losses.pending:  # behind what was known before; the next plan is sent behind this
             self._results.append(self._host_losses.tell(self._in_flight))
             self._open_group().send(ForgetHost())
-        results = list(self._results)
-        self._results.clear()
+        results, self._results = self._results, []
         for result in results:
             self.layout = self._transitions.pop(result.step, self.layout)
         return results
 
     def take_times(self) -> list[Times]:
-        """What the workers reported since the last call of their steps, changes of the layout, and swaps."""
         times, self._times = self._times, []
         return times
 
@@ -190,7 +196,7 @@ class WorkersExecutor:
         return time.monotonic()
 
     def close(self) -> None:
-        """End the workers; closing again does nothing, anything else is an error from here on."""
+        """End the workers. A later close does nothing, anything else is an error."""
         if self._group is not None:
             self._group.end()
             self._group = None
@@ -200,37 +206,16 @@ class WorkersExecutor:
 
     def _send(self, plan: StepPlan) -> None:
         group = self._open_group()
-        if not self._coupled or plan.transition is not None:
+        if not self._start.coupled or plan.transition is not None:
             group.send(RunPlan(plan))
             return
         first = range(self._config.layouts[self.layout].tensor_parallel)
         group.send(RunPlan(plan), first)
         group.send(Follow(), range(len(first), self.num_workers))
 
-    def _forget_life(self) -> None:
-        """Reset to the beginning of a life of the workers, of which none has said anything yet."""
-        self._introduced: set[int] = set()
-        self._loaded: dict[int, Loaded] = {}
-        self._ready: set[int] = set()
-        self._held: list[StepPlan] = []
-        self._death: WorkersDied | None = None
-        self._in_flight.clear()
-        self._results.clear()
-        self._moves.forget()
-        self._host_losses.forget()
-        self._asked = -1  # rank of the worker that was asked last to prepare its layers
-        self.prepared: dict[int, bool] = {}  # workers that are done with their layers: whether these run compiled
-        self._transitions: dict[int | None, int] = {}  # by step, those that are not answered yet
-        self._running_since: float | None = None
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks in the layout to begin with."""
-        return self.capacities[0].num_blocks
-
     @property
     def _running(self) -> bool:
-        return len(self._ready) == self.num_workers
+        return self._ready == self.num_workers
 
     def _lost(self, death: WorkersDied) -> StepResult:
         """Drop everything in flight; the next call starts new workers, unless that is in vain."""
@@ -281,13 +266,13 @@ class WorkersExecutor:
             if self._progress is not None and message.rank == 0:
                 self._progress(message.stage, message.done, message.total)
         elif isinstance(message, Hello):
-            self._introduced.add(message.rank)
+            self._introduced += 1
             self._allocate()
         elif isinstance(message, Loaded):
             self._loaded[message.rank] = message
             self._allocate()
         elif isinstance(message, Ready):
-            self._ready.add(message.rank)
+            self._ready += 1
             self.profile = message.profile or self.profile
             self._show_start()
             if self._running:
@@ -296,15 +281,15 @@ class WorkersExecutor:
     def _show_start(self) -> None:
         """Show how many workers run: each imports torch long before it loads."""
         if self._progress is not None:
-            self._progress("start workers", len(self._ready), self.num_workers)
+            self._progress("start workers", self._ready, self.num_workers)
 
     def _allocate(self) -> None:
         """Once all have loaded, tell them how large the KV cache is, the same in every life. Nothing can be sent to a
         worker before its Hello, which comes another way."""
-        if min(len(self._introduced), len(self._loaded)) < self.num_workers:
+        if min(self._introduced, len(self._loaded)) < self.num_workers:
             return
-        workers = [self._loaded[rank] for rank in sorted(self._loaded)]
         if not self.capacities:
+            workers = list(self._loaded.values())
             self.speeds = workers[0].speeds  # which are the same in all of them
             longest = self._model.max_position_embeddings
             self.capacities = tuple(
@@ -314,7 +299,7 @@ class WorkersExecutor:
         self._open_group().send(Allocate(tuple(capacity.num_blocks for capacity in self.capacities)))
 
     def _go(self) -> None:
-        """Send the plans that were held back until all workers were ready."""
+        """Send the plans that are held back until all workers are ready."""
         self._running_since = self.now()
         self._open_group().end_of_loading()
         self.layers.go_on()
@@ -330,7 +315,7 @@ class WorkersExecutor:
             self._open_group().send(Prepare(waited), [self._asked])
 
     def wait_for(self, known: Callable[[], bool]) -> None:
-        """Until that holds, or a worker is dead, which the next `collect` alone can say."""
+        """Wait until that holds, or a worker is dead, which the next `collect` alone can say."""
         try:
             self._wait(known)
         except WorkersDied as death:
@@ -356,12 +341,10 @@ class WorkersExecutor:
 
 
 def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: int, layout: int = 0) -> int:
-    """Blocks of the KV cache in a parallel layout. Workers on the CPUs of one machine share its memory; GPUs have their
-    own. Raises UsageError if a request of full length does not fit, or more is asked for than is free.
+    """Blocks of the KV cache in the parallel layout of that number; `longest` is the model's own limit, in tokens.
 
-    Args:
-        longest: the model's own limit, in tokens.
-        layout: its number.
+    Workers on the CPUs of one machine share its memory; GPUs have their own. Raises UsageError if a request of full
+    length does not fit, or more is asked for than is free.
     """
     per_block: defaultdict[str, int] = defaultdict(int)
     free: dict[str, int] = {}
@@ -374,3 +357,35 @@ def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: 
     if config.device == "cpu":  # the engines beside this one load at the same time, and take as much
         together //= config.data_parallel
     return choose_num_blocks(total, together, longest, config)
+
+
+def start_workers(
+    resolved: ResolvedModel, config: EngineConfig, *, progress: ProgressCallback | None, **settings: Any
+) -> list[WorkersExecutor]:
+    """Start the workers of every engine, at the same time; progress is that of the first engine. `settings` are others
+    of the WorkersExecutor. Raises NanoserveError if some cannot start; none is left then."""
+    with ExitStack() as failing:
+        executors: list[WorkersExecutor] = []
+        for engine in range(config.data_parallel):
+            shown = progress if engine == 0 else None
+            executors.append(WorkersExecutor(resolved, config, progress=shown, engine=engine, wait=False, **settings))
+            failing.callback(executors[-1].close)
+        layers = RemoteLayers(executors)
+        for executor in executors:
+            executor.wait_until_ready()
+            executor.layers = layers
+        failing.pop_all()  # their engines close them
+    return executors
+
+
+def wait_for_news(executors: Sequence[WorkersExecutor], until: float | None) -> None:
+    """Wait until workers say something, which may be nothing of note, at most until that monotonic time and for a
+    second: workers that are silent are noticed then. All executors were asked for their news before."""
+    if any(executor.has_news for executor in executors):
+        return
+    seconds = WATCH_SECONDS if until is None else min(WATCH_SECONDS, max(0.0, until - time.monotonic()))
+    poller = zmq.Poller()
+    for executor in executors:
+        for source in executor.sources:
+            poller.register(source, zmq.POLLIN)
+    poller.poll(math.ceil(1000 * seconds))

@@ -17,9 +17,9 @@ from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint
 from nanoserve.processes.sockets import SocketKeys, listen
-from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
+from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.processes.threads import threads_of_each
-from nanoserve.processes.watchdog import GRACE_SECONDS, TiedChild
+from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.rendezvous import Rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
@@ -38,7 +38,7 @@ class SharedFiles:
         self._descriptors: dict[Path, int] = {}
 
     def make(self, path: Path) -> None:
-        """An empty file under a name that nothing has. Raises OSError if that cannot be."""
+        """Make an empty file under a new name. Raises OSError if that cannot be."""
         if not hasattr(os, "memfd_create"):
             os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
             return
@@ -59,7 +59,7 @@ _QUIET_SECONDS = 2.0
 """Four missed heartbeats: perhaps it is stopped."""
 _LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
-_WATCH_SECONDS = 1.0
+WATCH_SECONDS = 1.0
 _FIRST_DEATH_SECONDS = 0.5
 """A worker that fails because another has died may be heard of first."""
 
@@ -73,14 +73,9 @@ class WorkersDied(Exception):
 
 
 class WorkerGroup:
-    """Processes and sockets; ``end`` it in any case. Raises UsageError if torchrun started another number of processes;
-    RuntimeFailure if no process can be started, there is no place for the sockets, or no memory for the host tier.
-
-    Args:
-        start: what all workers start with; each is told its ranks and addresses besides.
-        model: shape of the model.
-        host_blocks: KV blocks of the host tier; 0 where there is none.
-    """
+    """Processes and sockets; ``end`` it in any case. Each worker gets the start with its ranks and addresses. Raises
+    UsageError if torchrun started another number of processes; RuntimeFailure if no process can be started, there is no
+    place for the sockets, or no memory for the host tier."""
 
     def __init__(self, start: WorkerStart, model: ModelConfig, host_blocks: int) -> None:
         self._config = start.config
@@ -154,9 +149,8 @@ class WorkerGroup:
                 )
                 start = replace(start, host_pool=(str(path), host_blocks))
             if len(config.layouts) > 1 and start.model_directory is None:
-                saved = directory / "model"
+                saved, free = directory / "model", available_memory("cpu")
                 saved.mkdir()
-                free = available_memory("cpu")
                 save_dummy_checkpoint(start.name, dtype, saved, make_file=self._shared.make, free=free)
                 start = replace(start, model_directory=str(saved))
         except OSError as error:
@@ -181,12 +175,9 @@ class WorkerGroup:
                 self._plans.send_multipart((identity(rank), data), zmq.NOBLOCK, copy=False)
 
     def hear(self, seconds: float | None) -> list[FromWorker]:
-        """What the workers say, in order, perhaps nothing; waits for it for `seconds`, and a second at most.
-
-        Raises:
-            WorkersDied: if one is dead or cannot go on. What was said before is lost with it.
-        """
-        seconds = _WATCH_SECONDS if seconds is None else min(seconds, _WATCH_SECONDS)
+        """What the workers say, in order, perhaps nothing; waits for it for `seconds`, and a second at most. Raises
+        WorkersDied if one is dead or cannot go on; what was said before is lost with it."""
+        seconds = WATCH_SECONDS if seconds is None else min(seconds, WATCH_SECONDS)
         ready = dict(self._poller.poll(math.ceil(1000 * seconds)))
         heard = [*self._received(self._plans, ready), *self._received(self._reports, ready)]
         for message in heard:
@@ -198,7 +189,7 @@ class WorkerGroup:
     def _watch(self, ready: Mapping[object, int]) -> None:
         """See that all workers live. What they wrote since the last look counts as a sign of life now."""
         now = time.monotonic()
-        if now - self._looked_at > 2 * _WATCH_SECONDS:  # asleep, perhaps with the whole machine: give them time to wake
+        if now - self._looked_at > 2 * WATCH_SECONDS:  # asleep, perhaps with the whole machine: give them time to wake
             self._beat_at = dict.fromkeys(self._beat_at, now)
         self._looked_at = now
         silence = _LOADING_SILENCE_SECONDS if self._loading else SILENCE_SECONDS
@@ -224,23 +215,17 @@ class WorkerGroup:
         until = time.monotonic() + _FIRST_DEATH_SECONDS
         while time.monotonic() < until:
             for rank, child in self._children.items():
-                if killed := child.killed():
-                    return WorkersDied(f"worker {rank} {killed}")
+                if (child.process.poll() or 0) < 0:
+                    return WorkersDied(f"worker {rank} {child.ending()}")
             time.sleep(0.01)
         error = error_of(failed.exit_code, failed.message)
         return WorkersDied(f"worker {failed.rank} failed: {failed.message}", error)
 
     def end(self) -> None:
         """End all processes, and leave nothing of them behind."""
-        for child in self._children.values():
-            child.let_go()
-        until = time.monotonic() + GRACE_SECONDS
-        for child in self._children.values():
-            child.end(until)
+        end_children(self._children.values(), self._directory)
         self._children = {}
         self._context.destroy(linger=0)
         if self._rendezvous is not None:
             self._rendezvous.end()
         self._shared.close()
-        if self._directory is not None:
-            remove_directory(self._directory)

@@ -11,8 +11,6 @@ from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult
 
-# ------------------------------------------------------------------------------------------------ to a worker
-
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """The first message to a worker: as one line of JSON on the stdin of one that the engine starts."""
@@ -23,7 +21,6 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """Where the model is, as in `ResolvedModel`."""
     config: EngineConfig
     rank: int = 0
-    """Which worker it is."""
     local_rank: int = 0
     """Which of those on its machine. Engines beside each other have their workers in a row."""
     plans: str = ""
@@ -80,11 +77,9 @@ class ForgetHost(msgspec.Struct, frozen=True, tag=True):
 
 ToWorker = Allocate | Prepare | RunPlan | Follow | ForgetHost
 
-# ---------------------------------------------------------------------------------------------- from a worker
-
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first word of a worker."""
+    """The first message of a worker."""
 
     rank: int
 

@@ -21,10 +21,6 @@ class HostLosses:
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Reset: the workers are gone, and new ones know nothing."""
         self._told = 0
         self._reason: str | None = None
         self._under_way: set[int] = set()
@@ -32,11 +28,9 @@ class HostLosses:
 
     @property
     def pending(self) -> bool:
-        """Whether a loss is to be reported."""
         return self._reason is not None
 
     def sent(self, plan: StepPlan) -> None:
-        """Note the host sequences of a plan that is sent to the workers."""
         if plan.strategy != "device":
             self._under_way.update(row.sequence for row in plan.rows if row.tier == "host")
 
@@ -77,11 +71,9 @@ class Moves:
 
     @property
     def swapping(self) -> bool:
-        """Whether any swap is under way."""
         return bool(self._swaps)
 
     def begin(self, plan: StepPlan) -> None:
-        """Note a plan's swaps."""
         for swap in plan.swaps:
             self._swaps[swap.swap] = self._num_workers
 
@@ -100,18 +92,10 @@ class Moves:
         del self._swaps[times.swap]
         return StepResult(None, swapped=(times.swap,))
 
-    def forget(self) -> None:
-        """Reset: the workers are gone."""
-        self._swaps.clear()
-        self._resharded.clear()
-
 
 class RemoteLayers:
-    """One worker after the other loads or compiles its layers: the second finds what the first has made.
-
-    Args:
-        executors: of one model, in the order in which their workers prepare their layers.
-    """
+    """One worker after the other loads or compiles its layers, executor by executor: the second finds what the first
+    has made. All are of one model."""
 
     def __init__(self, executors: "Sequence[WorkersExecutor]") -> None:
         self._executors = executors

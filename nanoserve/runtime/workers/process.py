@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.errors import NanoserveError, RuntimeFailure, first_line
 from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog, TiedChild
 from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerFailed, WorkerStart
@@ -23,22 +23,13 @@ that has only just let go of it, to send something, waits until the next plan is
 
 
 def main() -> None:
-    """Entry point of a worker that the engine starts; the first line of stdin is its WorkerStart."""
+    """Entry point of a worker: the first line of stdin is its WorkerStart. It works for the engine until its process is
+    ended, or cannot go on."""
     watchdog = ParentWatchdog.of_this_process()
     start = msgspec.json.decode(watchdog.read_line(), type=WorkerStart)
     watchdog.start()
     os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
-    run_worker(start)
-
-
-def start_worker(threads: int, directory: Path) -> TiedChild:
-    """Start a process that waits for its WorkerStart. Raises OSError if it cannot be started."""
-    return TiedChild(_PROGRAM, directory, {"OMP_NUM_THREADS": str(threads)})
-
-
-def run_worker(start: WorkerStart) -> None:
-    """Work for the engine until this process is ended, or cannot go on."""
-    from nanoserve.runtime.workers.building import build_worker
+    from nanoserve.runtime.workers.building import build_worker  # imports torch
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     endpoint = WorkerEndpoint(start)
@@ -49,11 +40,16 @@ def run_worker(start: WorkerStart) -> None:
         failed = WorkerFailed(start.rank, str(error), error.exit_code)
     except Exception as error:
         # Workers that wait for another's hidden states fail with it: the engine knows which was the first.
-        reason = (str(error).strip().splitlines() or [""])[0]
-        failed = WorkerFailed(start.rank, f"{type(error).__name__}: {reason}", RuntimeFailure.exit_code)
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        failed = WorkerFailed(start.rank, reason, RuntimeFailure.exit_code)
     endpoint.report(failed)
     endpoint.close()
     os._exit(failed.exit_code)  # at once: torch would wait for the other workers
+
+
+def start_worker(threads: int, directory: Path) -> TiedChild:
+    """Start a process that waits for its WorkerStart. Raises OSError if it cannot be started."""
+    return TiedChild(_PROGRAM, directory=directory, environment=os.environ | {"OMP_NUM_THREADS": str(threads)})
 
 
 class WorkerEndpoint:
@@ -78,7 +74,7 @@ class WorkerEndpoint:
         self.plans.send(self._encoder.encode(hello))
 
     def hear(self) -> ToWorker:
-        """Wait for a message; until an `PrefetchThread` has taken the socket over."""
+        """Wait for a message, before a `PrefetchThread` takes the socket over."""
         message: ToWorker = self._decoder.decode(self.plans.recv())
         return message
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import Shard
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
-from nanoserve.runtime.host.hybrid_runner import HybridStep
+from nanoserve.runtime.host.hybrid_runner import Header, HybridStep
 from nanoserve.runtime.moves.swapping import Swapper
 from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.model_runner import PreparedStep
@@ -31,6 +31,7 @@ from nanoserve.runtime.workers.messages import (
     RunPlan,
     StepObserved,
     ToWorker,
+    WorkerStart,
 )
 from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
@@ -54,12 +55,10 @@ class PrefetchedStep:
 
 
 class PrefetchThread:
-    """A thread between the engine's socket and the worker's loop.
+    """A thread between the engine's socket, which it alone uses from now on, and the worker's loop.
 
-    Args:
-        socket: used by the thread alone from now on.
-        prepare: prepares a plan that came at that time; called in the thread, one step ahead of the loop. None
-            leaves plans to the loop, as changes of layout always are.
+    It calls `prepare` with a plan and the time at which it came, one step ahead of the loop; None leaves plans to the
+    loop, as changes of layout always are.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class PrefetchThread:
         threading.Thread(target=self._receive, name=THREAD_NAME, daemon=True).start()
 
     def next(self, seconds: float | None) -> PrefetchedStep | ToWorker | None:
-        """What came next; waits for it for `seconds`, or without limit. Raises what preparing it raised."""
+        """Wait for the next arrival for `seconds`, or without limit. Raises what preparing it raised."""
         try:
             arrived = self._arrived.get(timeout=seconds)
         except Empty:
@@ -122,10 +121,9 @@ _BUILDING_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class WorkerLayout:
-    """What a worker is in one parallel layout."""
+    """A worker's part in one parallel layout."""
 
     shard: Shard
-    """Its place among the others."""
     stage: Stage
     activations: Activations
 
@@ -136,45 +134,33 @@ class Worker:
     A plan's swaps begin when its turn comes, and a Swapper's threads copy them beside its step and later ones. They
     cannot begin sooner: the plan before may copy from a block that is free already, and a swap may fill that block.
 
-    Args:
-        current: number of the layout to begin in.
-        weights: of all layouts; None where there is one.
-        coupled: plans come from the stage before.
+    `weights` are those of all layouts; None where there is one.
     """
 
     def __init__(
         self,
+        start: WorkerStart,
         endpoint: WorkerEndpoint,
         layouts: Sequence[WorkerLayout],
-        *,
-        current: int,
         weights: ReshardableWeights | None,
-        coupled: bool,
-        observe_times: bool,
     ) -> None:
         self._endpoint = endpoint
-        self._layouts = layouts
-        self._current = layouts[current]
-        self._weights = weights
+        self._layouts, self._weights = layouts, weights
+        self._current = layouts[start.layout]
         self._stages = [layout.stage for layout in layouts]
-        self._coupled = coupled
-        self._observe_times = observe_times
+        self._observe_times = start.observe_times
         self._preparing = False
         self._forgotten = 0  # how many ForgetHost it has followed
         self._swapper: Swapper | None = None
         device = self._current.stage.runner.device
-        self._prefetch = PrefetchThread(endpoint.plans, None if coupled else self._prepare, device)
+        self._prefetch = PrefetchThread(endpoint.plans, None if start.coupled else self._prepare, device)
         if self._current.stage.mover is not None:
             self._swapper = Swapper(self._swapped, self._prefetch.fail)
         self._plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 
     def run(self) -> NoReturn:
-        """Serve until the process is ended.
-
-        Raises:
-            RuntimeFailure: if memory runs out.
-            Exception: whatever else a step fails with; hidden states that other workers wait for are then missing.
-        """
+        """Serve until the process is ended. Raises RuntimeFailure if memory runs out, and whatever else a step fails
+        with; hidden states that other workers wait for are then missing."""
         while True:
             free = time.monotonic()
             message = self._prefetch.next(_BUILDING_SECONDS if self._preparing else None)
@@ -209,7 +195,6 @@ class Worker:
         return PrefetchedStep(step, activations.expect(num_tokens), received, prepared)
 
     def _take(self, turn: PrefetchedStep, began: float) -> None:
-        """Compute a step whose turn it is."""
         stage, step = self._current.stage, turn.step
         stage.begin_swaps(step, self._swapper)
         entering = None if turn.entering is None else turn.entering.wait()
@@ -240,9 +225,10 @@ class Worker:
     def _compute(self, turn: PrefetchedStep, entering: Tensor | None) -> tuple[float, StepResult | None]:
         """Run its layers, and pass on or sample what comes of it; when the device was done, and what to answer."""
         shard, stage, activations = self._current.shard, self._current.stage, self._current.activations
-        step = turn.step
+        step, header = turn.step, None
         hidden = stage.runner.compute(step, entering)
-        header = stage.header_behind(step)  # which host sequences go on shows only now
+        if stage.hybrid is not None and isinstance(step, HybridStep):
+            header = stage.hybrid.header_behind(step)  # which host sequences go on shows only now
         if not shard.is_last:
             computed = time.monotonic()
             if header is not None:
@@ -254,10 +240,10 @@ class Worker:
         computed = time.monotonic()
         if not shard.answers:
             return computed, None
-        result = StepResult(step.plan.step, answers, seconds=computed - turn.received)
-        if header is not None:
-            result = msgspec.structs.replace(result, cohorts=header.cohorts, host_work=header.host_work)
-        return computed, result
+        header, seconds = header or Header(), computed - turn.received
+        return computed, StepResult(
+            step.plan.step, answers, seconds=seconds, cohorts=header.cohorts, host_work=header.host_work
+        )
 
     def _take_coupled(self, plan: StepPlan) -> None:
         """Run a plan that comes with its hidden states: pass it on, then prepare its inputs."""
@@ -269,7 +255,6 @@ class Worker:
     # ---- what moves -------------------------------------------------------------------------------------------
 
     def _swapped(self, swap: Swap, num_bytes: int, began: float, ended: float) -> None:
-        """A thread has moved a sequence's blocks."""
         rank = self._current.shard.worker
         times = SwapTimes(swap.swap, rank, swap.direction, num_bytes, began, ended, swap.after_row)
         self._endpoint.report(Moved(times))

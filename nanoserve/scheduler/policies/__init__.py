@@ -6,10 +6,9 @@ from typing import Any
 
 from nanoserve.errors import UsageError
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsynchronousOverlap
+from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelining, AsynchronousOverlap
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
-from nanoserve.scheduler.policies.neo import AsymmetricPipelining
 from nanoserve.scheduler.policies.placement import HybridPolicy, PreemptingBySwap
 from nanoserve.scheduler.policies.token_throttling import AdaptiveThrottling, TokenThrottling
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
@@ -17,10 +16,9 @@ from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimiz
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry:
-    """One policy as users see it, and what it needs."""
+    """One policy as users see it, and its class, a dataclass whose fields are its parameters."""
 
     kind: type[Policy]
-    """Its class, a dataclass whose fields are its parameters."""
     paper: str
     use_when: str
     budget: str = "token_budget"
@@ -28,7 +26,6 @@ class PolicyEntry:
 
     @property
     def attends_on_host(self) -> bool:
-        """Whether the CPU attends to KV in host memory, so that a host tier is needed."""
         return issubclass(self.kind, HybridPolicy)
 
     @property
@@ -81,12 +78,9 @@ POLICIES: dict[str, PolicyEntry] = {
 def make_policy(
     name: str, token_budget: int, parameters: Mapping[str, Any] | None = None, *, swaps: bool = False
 ) -> Policy:
-    """The policy of that name, with parameters that differ from its defaults.
-
-    ``token_budget`` is the tokens of one step, for the throttling policies its most prompt tokens. With ``swaps``
-    victims may move to host memory; a policy that attends there decides so itself. Raises UsageError for an unknown
-    name or parameter, or one out of its range.
-    """
+    """The policy of that name, with parameters that differ from its defaults. With ``swaps`` preempted sequences may
+    move to host memory; a policy that attends there decides so itself. Raises UsageError for an unknown name or
+    parameter, or one out of its range."""
     if name not in POLICIES:
         raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
     if token_budget < 1:

@@ -1,7 +1,6 @@
-"""APEX: asynchronous overlap, and the algorithm that chooses between it and NEO's asymmetric pipelining.
+"""NEO's asymmetric pipelining, APEX's asynchronous overlap, and the algorithm that chooses between the two.
 
-Symbols: NG and NC, sequences whose decode attention the device and the CPU compute per second; the others as in
-placement.py.
+NG and NC are the sequences whose decode attention device and CPU compute per second. placement.py has other symbols.
 """
 
 from dataclasses import dataclass, replace
@@ -11,23 +10,48 @@ from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy
 
 
 @dataclass(frozen=True, slots=True)
+class AsymmetricPipelining(HybridPolicy):
+    """NEO (arXiv:2411.01142), as APEX, sections 2.3, 2.4 and figure 2, describes it.
+
+    Two sub-batches alternate: while the device runs the linear layers of one, the CPU computes the attention of the
+    other. Sub-batch 0 holds prompts, device decodes and host sequences, sub-batch 1 host sequences only. Greedily, each
+    takes as many host sequences as the device's work for the other hides::
+
+        CPU attention of sub-batch 1  <=  Tlin_pref + Tgatt_pref
+        CPU attention of the host sequences in sub-batch 0  <=  Tlin of sub-batch 1
+
+    The linear layers run twice, so the step must advance more sequences per second than the device alone, a prompt
+    counting as one. Without prompts it seldom does.
+    """
+
+    def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
+        if step.host == 0 or step.rows == 0:
+            return plan
+        advanced = step.decodes + step.prefill / max(1, load.first_waiting_tokens)
+        sizes, seconds = step.pipelined(step.host)
+        alone, pipelined = advanced / step.step_seconds, (advanced + sum(sizes)) / seconds
+        weighed = Alternative("device", step.step_seconds, alone), Alternative("asymmetric", seconds, pipelined)
+        if pipelined > alone:
+            return replace(plan, strategy="asymmetric", host_decodes=sizes, alternatives=weighed)
+        return replace(plan, alternatives=weighed)
+
+
+@dataclass(frozen=True, slots=True)
 class AsynchronousOverlap(HybridPolicy):
     """APEX, section 3.3, always: one batch for the linear layers, host attention beside the steps.
 
-    Host sequences that begin a token together are a cohort. The CPU's result for layer i is needed when a later step
-    comes to layer i, so a cohort advances one layer a step and has its token after L + 1 steps. The device never waits.
-    A cohort begins, with all ready host sequences, when fewer than ``cohorts`` are under way.
+    Host sequences that begin a token together are a cohort. A later step needs the CPU's result for layer i when it
+    comes to layer i, so a cohort has its token after L + 1 steps, and the device never waits. A cohort of all ready
+    host sequences begins when fewer than ``cohorts`` are under way: one in the paper, more in its task pool, section 6.
     """
 
     cohorts: int = parameter(1, at_least=1)
-    """How many are under way at most: one in the paper; more is its task pool (section 6)."""
 
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
         return _overlapped(load, plan, self.cohorts)
 
 
 def _overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
-    """The plan with host tokens beside it: cohorts go on, and another begins if there are fewer than ``cohorts``."""
     begin = load.ready_host - plan.swap_in if len(load.cohorts) < cohorts else 0
     if begin == 0 and not load.cohorts:
         return plan
@@ -41,35 +65,32 @@ class ApexAlgorithm1(HybridPolicy):
     1. Without host sequences, the device alone; and prompts go there first.
     2. Without prompts in the step, inequality (5), which is (6): asymmetric pipelining if it holds, else overlap.
     3. With prompts, the same inequality, but the CPU has Tlin_pref + Tlin + Tgatt_pref.
-    4. Host sequences that are part way through their layers go first when an asymmetric step is filled. It takes no
-       more of them than the device's work on one layer hides, or the device would wait for the CPU in every layer left.
+    4. Host sequences part way through their layers enter an asymmetric step first, but no more than the device's work
+       on one layer hides, or the device would wait for the CPU in every layer left.
 
-    A token on the host is begun only if there are ``minimum_ratio`` times as many host sequences as device decodes
-    (section 4.2). The weaknesses of the printed rules are kept: (5) counts what the CPU could compute, whether or not
-    that many host sequences exist, and compares with the device alone, never with overlap; rule 3 divides the work of
-    the longer window by the time of a step without prompts, so it holds nearly always.
+    The weaknesses of the printed rules are kept: (5) counts what the CPU could compute even if fewer host sequences
+    exist, and compares with the device alone, never with overlap. Rule 3 divides the work of the longer window by the
+    time of a step without prompts, so it holds nearly always.
     """
 
     minimum_ratio: float = parameter(8.0, at_least=0)
-    """Measured in the paper, to amortise what a Python thread costs."""
+    """Host sequences per device decode that a host token needs to begin (section 4.2, for the cost of a thread)."""
 
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
         if step.host == 0:
             return plan
         if not load.cohorts and load.host_decodes < self.minimum_ratio * step.decodes:
             return plan
-        tlin, tgatt = step.tlin, step.tgatt
+        tlin, tgatt, layers = step.tlin, step.tgatt, step.predictor.num_layers
         window = step.tlin_pref + tlin + step.tgatt_pref if step.prefill else 2 * tlin + tgatt
         ng = step.decodes / tgatt if step.decodes else 0.0
         # Host sequences count as long as the mean decode: the inequality compares processors, not lengths.
         nc = step.host / step.predictor.host_attention_seconds(step.host, step.host * step.mean_keys)
         pipelined, alone = pipelined_rate(ng, nc, tlin, tgatt, window), device_rate(ng, tlin, tgatt)
-        layers = step.predictor.num_layers  # the inequality's rates are those of a model of one layer
-        weighed = (
-            Alternative("device", step.decode_only_seconds, alone / layers),
-            Alternative("asymmetric", step.whole_seconds(2 * tlin + tgatt), pipelined / layers),
-        )
-        plan = replace(plan, alternatives=weighed)
+        # The inequality's rates are those of a model of one layer.
+        on_device = Alternative("device", step.decode_only_seconds, alone / layers)
+        in_turn = Alternative("asymmetric", step.whole_seconds(2 * tlin + tgatt), pipelined / layers)
+        plan = replace(plan, alternatives=(on_device, in_turn))
         if pipelined > alone:
             sizes, _ = step.pipelined(step.host)
             if sum(sizes) > 0:

@@ -5,19 +5,17 @@ from dataclasses import dataclass, replace
 from nanoserve.scheduler.load import Alternative, Decision, Load, parameter
 from nanoserve.scheduler.policies.placement import DeviceStep, HybridPolicy, device_alone, fitting_tokens
 
-_COHORTS = 4
-"""They share the CPU's time in a step."""
+_COHORTS = 4  # which share the CPU's time in a step
 
 
 @dataclass(frozen=True, slots=True)
 class HybridByPrediction(HybridPolicy):
     """Takes the strategy that is predicted to advance most sequences per second.
 
-    A prompt counts as the number of sequences that the device could decode in its time; if it counted as one, a host
-    sequence would seem worth a large part of a step with a prompt. Host sequences are those that are there, not what
-    the CPU could compute, and are weighed by their keys: a token of a short sequence is cheap on the device too and
-    frees little of its memory. Otherwise the host would take the cheap beginnings of all answers and leave their costly
-    ends to the device::
+    A prompt counts as the sequences that the device could decode in its time; as one, it would make a host sequence
+    seem worth a large part of its step. Host sequences are those that are there, not what the CPU could compute. They
+    are weighed by their keys, as a short one is cheap on the device too and frees little of its memory. Otherwise the
+    host would take the cheap beginnings of all answers and leave their costly ends to the device::
 
         work = the step's seconds on the device alone / seconds of one of its decodes without prompts
         worth = keys of a host sequence / keys of a decode, on average
@@ -27,16 +25,15 @@ class HybridByPrediction(HybridPolicy):
 
     Overlap wins where host sequences are too few, or the CPU is too slow, to pay for a second pass of the linear
     layers. A sequence under way cannot come back to the device, where it would be L + 1 times as fast, so a small gain
-    counts as none. A prompt for which the device has no room is parked if the CPU could serve one more sequence under
-    overlap; otherwise it waits. If even all host sequences that the CPU can serve would gain too little, prompts and
-    decodes stay on the device, because parked prompts take room from decodes. Preempted sequences still move.
+    counts as none. A prompt without room on the device is parked if the CPU could serve one more sequence under
+    overlap; else it waits. If even all host sequences that the CPU can serve would gain too little, prompts and decodes
+    stay on the device, as parked prompts take room from decodes. Preempted sequences still move.
     """
 
     least_gain: float = parameter(0.02, at_least=0)
-    """By overlap, as a share of what the device advances, for which cohorts begin."""
+    """Gain by overlap, as a share of what the device advances, for which cohorts begin."""
     worthwhile: float = parameter(0.1, at_least=0)
-    """By asymmetric steps, for which they are taken, and by the host at its best, for which prompts are parked. Costs
-    that rates do not show are about as large: the host's last sequences end late, in steps with few rows."""
+    """Gain for which asymmetric steps are taken and prompts parked: the host's last sequences end late, at a cost."""
 
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
         if (plan.park or plan.swap_out) and load.first_waiting_tokens and not self._pays(load, step):
@@ -67,11 +64,8 @@ class HybridByPrediction(HybridPolicy):
         return replace(plan, alternatives=weighed)
 
     def _pays(self, load: Load, step: DeviceStep) -> bool:
-        """Whether there is a gain with all waiting sequences on the host, or as many as the CPU serves.
-
-        Steps without prompts are compared, even if this one has some. Otherwise decodes would leave in one step to make
-        room for a prompt, and come back in the next.
-        """
+        """Whether there is a gain with all waiting sequences on the host, or as many as the CPU serves."""
+        # Without prompts: else decodes would leave in one step to make room for a prompt, and come back in the next.
         step = replace(step, prefill=0) if step.decodes else step
         predictor, alone = step.predictor, step.decode_only_seconds
         waiting = load.waiting_tokens // max(load.first_waiting_tokens, step.host_keys)
@@ -85,10 +79,8 @@ class HybridByPrediction(HybridPolicy):
         return max(asymmetric, overlap) > 1 + self.worthwhile
 
     def _overlap(self, load: Load, plan: Decision, step: DeviceStep) -> tuple[Decision, float, float]:
-        """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens.
-
-        They begin in several cohorts: a single one that takes a little more than a step advances in every second.
-        """
+        """The overlapped step with as many new host tokens as the CPU has time for; its seconds and host tokens."""
+        # Several cohorts: a single one that takes a little more than a step would advance in every second.
         predictor = step.predictor
         begin = ready = load.ready_host - plan.swap_in
         under_way = sum(cohort.sequences for cohort in load.cohorts)

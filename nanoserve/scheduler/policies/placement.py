@@ -1,7 +1,7 @@
 """Where sequences are placed with a host tier: what the hybrid policies share, and preemption by swapping.
 
-Symbols, as in APEX, section 3.2, seconds of one layer: Tlin = T_glinear and Tgatt = T_gatt, the device's linear and
-attention time for its decodes; Tlin_pref, Tgatt_pref, the same with prompts in the step; L = ``predictor.num_layers``.
+As in APEX, section 3.2, Tlin = T_glinear and Tgatt = T_gatt are the device's linear and attention seconds of one layer
+for its decodes, Tlin_pref and Tgatt_pref the same with prompts in the step. L is ``predictor.num_layers``.
 """
 
 from abc import abstractmethod
@@ -20,33 +20,32 @@ if TYPE_CHECKING:
 class PreemptingBySwap(Policy):
     """Another policy, whose preempted sequences are copied to host memory and back if that is faster than recomputing.
 
-    vLLM (SOSP 2023, section 4.5) compares the two ways. With t the mean tokens of a running decode, and L layers, a
-    victim moves if::
+    vLLM (SOSP 2023, section 4.5) compares the two ways. With t the mean tokens of a running decode, a victim moves if
+    this is less than one step that recomputes it::
 
         2 T_swap(t)  <  L (T_linear(t) + T_prefill_attention(t)) + T_overhead
 
-    The right side is one step that recomputes it. A moved sequence comes back as soon as the device has room beside the
-    expected growth, and before any new prompt begins: it is older than most that wait. Partly computed prompts go on.
-    The inner policy sees no new prompts while sequences are on the host or moving.
+    A moved sequence comes back as soon as the device has room beside the expected growth, before any new prompt begins,
+    as it is older than most that wait. Until then the inner policy sees no new prompts, only partly computed ones.
     """
 
     inner: Policy
     reads_forecast: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:
-        unfinished, is_cheaper = load.first_waiting_tokens if load.ready_prefills else 0, _swapping_is_cheaper(load)
+        is_cheaper = _swapping_is_cheaper(load)
         if load.host_decodes == load.moving == 0:
             return replace(self.inner.decide(load), preempt_to_host=is_cheaper)
+        unfinished = load.first_waiting_tokens if load.ready_prefills else 0
         decision = self.inner.decide(replace(load, waiting_tokens=unfinished, first_waiting_tokens=unfinished))
         prefill = min(decision.prefill_tokens, unfinished)
         return replace(decision, prefill_tokens=prefill, swap_in=load.fitting_host, preempt_to_host=is_cheaper)
 
 
 def _swapping_is_cheaper(load: Load) -> bool:
-    """Compares for a sequence of mean length; False while there is a free block for each decode, so no preemption."""
-    if load.predictor is None or load.free_blocks > load.ready_decodes:
-        return False
-    predictor, tokens = load.predictor, load.context_tokens // max(1, load.running_decodes)
+    if (predictor := load.predictor) is None or load.free_blocks > load.ready_decodes:
+        return False  # with a free block for each decode there is no preemption
+    tokens = load.context_tokens // max(1, load.running_decodes)
     layer = predictor.linear_seconds(tokens) + predictor.prefill_attention_seconds(tokens)
     recompute = predictor.num_layers * layer + predictor.step_overhead_seconds()
     return 2 * predictor.swap_seconds(tokens) < recompute
@@ -74,16 +73,13 @@ def device_first(load: Load, token_budget: int) -> Decision:
     """GPU-first (APEX, section 3.4, rule 1): the step on the device alone, and where prompts and host sequences go.
 
     Prompts go to device memory while it can hold them beside the expected growth of running sequences. Host sequences
-    come back as soon as it has room. Only what then does not fit is parked. Without a host tier this is ChunkedPrefill.
+    come back as soon as it has room. Only the rest is parked. Without a host tier this is ChunkedPrefill.
 
-    A parked prompt needs device blocks while it is computed. So if the host could hold the next prompt, the device
-    keeps a bay of its size free, which neither staying prompts nor returning host sequences may take. If decodes have
-    outgrown the forecast and the rest of the next prompt does not fit beside a block for each of them, the newest move
-    to host memory: a waiting prompt costs more than their tokens, and a partly computed one holds blocks meanwhile.
-
-    The expected growth is kept free from host sequences only while prompts wait. Otherwise they come back until one
-    block is left for each decode. If those are too many, the newest leave again, which costs two swaps; but the growth
-    may be overestimated until the first answers have ended, and until then they would stand still.
+    If the host could hold the next prompt, the device keeps a bay of its size free, in which parked prompts are
+    computed. If decodes have outgrown the forecast and the next prompt does not fit beside a block for each, the newest
+    move to host memory: a waiting prompt costs more than their tokens, and a partly computed one holds blocks. While no
+    prompt waits, host sequences come back until one block is left for each decode, even if the newest may have to leave
+    again: the growth may be overestimated until the first answers have ended.
     """
     decodes = min(load.decode_share, token_budget)
     plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
@@ -94,9 +90,8 @@ def device_first(load: Load, token_budget: int) -> Decision:
         return plan
     prompt = load.first_waiting_blocks
     host_has_room = load.first_parked_blocks <= load.host_free_blocks
-    bay = 0
+    bay = prompt if load.running_decodes and host_has_room else 0
     if load.running_decodes:
-        bay = prompt if host_has_room else 0
         reserve = load.expected_growth if load.waiting_tokens else load.running_decodes
         plan = replace(plan, swap_in=_returning(load, load.free_blocks - reserve - bay))
     left = load.free_blocks - plan.swap_in * load.host_sequence_blocks
@@ -119,10 +114,8 @@ def device_alone(load: Load, token_budget: int) -> Decision:
 
 
 def fitting_tokens(load: Load, token_budget: int, plan: Decision) -> int:
-    """Prompt tokens that fit beside the plan's decodes, its returning host sequences and a block for each decode.
-
-    A prompt that does not fit would not begin, so it must not count in the step's predicted time.
-    """
+    """Prompt tokens that fit beside the plan's decodes, its returning host sequences and a block for each decode. A
+    prompt that does not fit would not begin, so it must not count in the step's predicted time."""
     room = max(0, load.free_blocks - plan.swap_in * load.host_sequence_blocks - load.running_decodes)
     if load.first_waiting_tokens == 0 or (load.first_waiting_blocks > room and not load.ready_prefills):
         return 0
@@ -135,7 +128,7 @@ def _prompt_tokens(load: Load, budget: int, room: int) -> int:
 
 
 def _returning(load: Load, spare: int) -> int:
-    """How many ready host sequences fit into the spare blocks, each with one to grow into."""
+    """Ready host sequences that fit into the spare blocks, each with one to grow into."""
     return min(load.ready_host, max(0, spare) // (load.host_sequence_blocks + 1))
 
 
@@ -149,19 +142,14 @@ def _leaving(load: Load, blocks: int) -> int:
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """Predicted times of a step on the device alone, and the host sequences that could join it.
-
-    Seconds are per layer unless a name says otherwise. Each prediction is made once: on small models deciding takes a
-    considerable part of a step.
-    """
+    """Predicted times of a step on the device alone, per layer unless a name says otherwise, and the host sequences
+    that could join it. Each prediction is made once: on small models deciding takes a considerable part of a step."""
 
     predictor: "Predictor"
     decodes: int
-    """Rows of the device that decode."""
     prefill: int
-    """Prompt tokens of the step."""
     keys: int
-    """Keys that the decodes read."""
+    """Keys that the device's decodes read."""
     host: int
     """Host sequences that are ready or under way."""
     host_keys: int
@@ -172,14 +160,11 @@ class DeviceStep:
         """None where nothing can be predicted or the host has no memory."""
         if load.predictor is None or load.host_blocks == 0:
             return None
-        return cls(
-            load.predictor,
-            plan.decodes,
-            min(plan.prefill_tokens, load.waiting_tokens) if load.first_waiting_tokens else 0,
-            load.context_tokens * plan.decodes // max(1, load.running_decodes),
-            load.ready_host - plan.swap_in + sum(cohort.sequences for cohort in load.cohorts),
-            load.host_context_tokens // load.host_decodes if load.host_decodes else load.first_waiting_tokens,
-        )
+        prefill = min(plan.prefill_tokens, load.waiting_tokens) if load.first_waiting_tokens else 0
+        keys = load.context_tokens * plan.decodes // max(1, load.running_decodes)
+        host = load.ready_host - plan.swap_in + sum(cohort.sequences for cohort in load.cohorts)
+        host_keys = load.host_context_tokens // load.host_decodes if load.host_decodes else load.first_waiting_tokens
+        return cls(load.predictor, plan.decodes, prefill, keys, host, host_keys)
 
     @property
     def rows(self) -> int:
@@ -209,21 +194,17 @@ class DeviceStep:
 
     @cached_property
     def step_seconds(self) -> float:
-        """The whole step."""
         return self.whole_seconds(self.tlin_pref + self.tgatt_pref)
 
     @cached_property
     def decode_only_seconds(self) -> float:
-        """The whole step without its prompts."""
         return self.whole_seconds(self.tlin + self.tgatt)
 
     @property
     def token_seconds(self) -> float:
-        """One decode's share of a step without prompts."""
         return self.decode_only_seconds / max(1, self.decodes)
 
     def whole_seconds(self, layer_seconds: float) -> float:
-        """A whole step whose layers take this long each."""
         return self.predictor.num_layers * layer_seconds + self._overhead
 
     @cached_property
@@ -231,11 +212,9 @@ class DeviceStep:
         return self.predictor.step_overhead_seconds()
 
     def linear_seconds(self, rows: int) -> float:
-        """0 for no rows: the weights are not read."""
-        return self.predictor.linear_seconds(rows) if rows else 0.0
+        return self.predictor.linear_seconds(rows) if rows else 0.0  # without rows the weights are not read
 
     def cpu_seconds(self, sequences: int) -> float:
-        """Decode attention of this many host sequences."""
         return self.predictor.host_attention_seconds(sequences, sequences * self.host_keys) if sequences else 0.0
 
     def hidden(self, window: float, most: int) -> int:

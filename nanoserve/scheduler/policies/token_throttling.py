@@ -1,7 +1,6 @@
 """Token Throttling (gLLM), and our own variant of it whose reserve adapts.
 
-Symbols: WP = ``load.waiting_tokens``, RD = ``load.running_decodes``, P = ``load.pipeline_depth``,
-KVfree = ``load.free_fraction``.
+WP is ``load.waiting_tokens``, RD ``load.running_decodes``, P ``load.pipeline_depth``, KVfree ``load.free_fraction``.
 """
 
 from dataclasses import dataclass
@@ -12,19 +11,15 @@ from nanoserve.scheduler.load import Decision, Load, Policy, parameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Throttling(Policy):
-    """Equation 3's constants and its parts."""
+    """Equation 3's constants T, MaxP, MinP and KVthresh, and its parts."""
 
     iterations: int = parameter(8, at_least=1)
-    """T, steps over which waiting prompt tokens are spread."""
     max_prefill: int = parameter(2048, at_least=1)
-    """MaxP, most prompt tokens of a step."""
     min_prefill: int = parameter(32, at_least=1, up_to="max_prefill")
-    """MinP, fewest prompt tokens of a step while that many wait."""
     threshold: float = parameter(0.05, at_least=0, below=1)
-    """KVthresh, the fraction of the blocks down to which equation 3 throttles prefill."""
 
     def _by_waiting(self, load: Load) -> int:
-        """WT, equation 1."""
+        """WT, equation 1: waiting prompt tokens are spread over T steps."""
         return -(-load.waiting_tokens // self.iterations)
 
     def _by_free(self, load: Load, reserve: float) -> int:
@@ -33,7 +28,7 @@ class _Throttling(Policy):
 
     def _prefill_tokens(self, load: Load, wanted: int, reserve: float) -> int:
         """``wanted``, but at least MinP and at most what the step, the prompts and the free blocks hold; 0 below the
-        reserve, unless one partly computed prompt is all that runs: then there is nothing to keep room for."""
+        reserve, unless nothing but one partly computed prompt runs: then no decode needs room."""
         if load.ready_prefills == 1 and load.running_decodes == load.steps_in_flight == 0:
             return min(self.max_prefill, load.first_waiting_tokens)
         if load.free_fraction < reserve:
@@ -43,52 +38,44 @@ class _Throttling(Policy):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenThrottling(_Throttling):
-    """gLLM, sections 3.1 and 3.2: every micro-batch of a pipeline gets an equal share of the work there is.
-
-    Prompt tokens (equation 3, which joins WT, equation 1, and UT, equation 2) and decodes (equation 4) are counted
-    independently of each other::
+    """gLLM, sections 3.1 and 3.2: every micro-batch of a pipeline gets an equal share of prompt tokens (equation 3)
+    and, independently, of decodes (equation 4)::
 
         prefill = max(min(WP / T, MaxP * (KVfree - KVthresh) / (1 - KVthresh)), MinP)   0 while KVfree < KVthresh
         decodes = RD / P
 
-    Two readings are ours. The threshold is tested first, as section 3.1.3 says and equation 3 does not. RD / P is
-    rounded up, or sequences would be left over. A prompt that alone holds blocks may pass the threshold: there is no
-    decode to keep room for, and nothing would ever free a block.
+    Our readings: the threshold is tested first, as section 3.1.3 says and equation 3 does not. RD / P is rounded up, or
+    sequences would be left over. A prompt that alone holds blocks may pass the threshold, as nothing else would free
+    any. The ablations of section 4.5 leave out WT (prompt tokens follow the free blocks alone), UT (they follow the
+    waiting tokens alone; the threshold stays), or the throttling of decodes (all join, as in Sarathi-Serve).
     """
 
     without_wt: bool = False
-    """Ablation (section 4.5): prompt tokens follow the free blocks alone."""
     without_ut: bool = False
-    """Ablation: prompt tokens follow the waiting tokens alone; the threshold stays."""
     without_decode_throttling: bool = False
-    """Ablation: every ready decode joins the next step, as in Sarathi-Serve."""
     admission_reserve: bool = True
     """Keep a block for each running decode when a new prompt begins: ours; gLLM has the threshold alone."""
 
     def decide(self, load: Load) -> Decision:
         by_waiting = self.max_prefill if self.without_wt else self._by_waiting(load)
         by_free = self.max_prefill if self.without_ut else self._by_free(load, self.threshold)
-        return Decision(
-            prefill_tokens=self._prefill_tokens(load, min(by_waiting, by_free), self.threshold),
-            decodes=load.ready_decodes if self.without_decode_throttling else load.decode_share,
-            admission_reserve=self.admission_reserve,
-        )
+        prefill = self._prefill_tokens(load, min(by_waiting, by_free), self.threshold)
+        decodes = load.ready_decodes if self.without_decode_throttling else load.decode_share
+        return Decision(prefill, decodes, admission_reserve=self.admission_reserve)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveThrottling(_Throttling):
-    """Ours: Token Throttling whose reserve and whose least prefill adapt.
+    """Ours: Token Throttling with two constants of equation 3 adapted.
 
-    Equation 3 stays, but for two of its constants:
-
-    * Prefill stops not at KVthresh but at the reserve R, the growth of running sequences that is expected before enough
-      of them have ended. R is less than 5 % of a large pool, so more of it is used, and more where answers are long
-      beside the pool, so fewer are preempted. It is at most a share of the pool, as idle memory costs throughput.
+    * Prefill stops not at KVthresh but at the reserve R, the growth of running sequences expected before enough of them
+      have ended. R is below 5 % of a large pool, so more of it is used, and above where answers are long beside the
+      pool, so fewer are preempted. R is at most a share of the pool, as idle memory costs throughput.
     * MinP is what a step has room for. Up to ``fill`` tokens a step takes as long as with one, because it waits for the
-      weights (16-bit products balance at 138 tokens on an L20, 295 on an H100). Prompt tokens that fill it up delay
-      nothing; they are spread over T steps, like WT. Where decodes alone fill the steps, equation 3 rules.
+      weights (16-bit products balance at 138 tokens on an L20, 295 on an H100), so prompt tokens that fill it up delay
+      nothing. They are spread over T steps, like WT. Where decodes alone fill the steps, equation 3 rules.
 
-    In symbols, with F the tokens that the blocks above R hold, and D = RD / P the decodes of the step::
+    With F the tokens that the blocks above R hold, and D = RD / P the decodes of the step::
 
         prefill = max(min(WP / T, MaxP * (KVfree - K) / (1 - K)), min(fill - D, F / T), MinP)    0 while KVfree < R
         R = min(expected growth, most_reserved),  K = max(KVthresh, R)
@@ -97,7 +84,6 @@ class AdaptiveThrottling(_Throttling):
     fill: int = parameter(128, at_least=0)
     """Tokens of a step that take no longer than one; fewer on a CPU, 22 at 280 GFLOP/s of float32 and 25 GB/s."""
     most_reserved: float = parameter(0.1, at_least=0, below=1)
-    """R at most, as a fraction of the blocks."""
     reads_forecast: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:

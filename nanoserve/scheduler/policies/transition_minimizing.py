@@ -1,7 +1,6 @@
 """Seesaw: prompts and answers each in the parallel layout that suits them, with the KV cache buffered in host memory.
 
-Symbols: cp = layout 0, in which prompts are computed; cd = layout 1, in which answers are decoded; the pool = the KV
-blocks of host memory; PP = ``load.pipeline_depth``; RD = ``load.running_decodes``.
+cp is layout 0, cd layout 1, the pool the KV blocks of host memory, PP ``load.pipeline_depth``, RD ``running_decodes``.
 """
 
 from dataclasses import dataclass
@@ -16,27 +15,24 @@ _PREFILL, _DECODE = 0, 1
 class TransitionMinimizing(Policy):
     """Seesaw, section 4.2: the layout changes only when the pool is full or empty.
 
-    PREFILL, in cp: chunks of prompts up to the budget. Each finished prompt is parked in the pool, so device memory
-    does not bound the phase. When the pool cannot hold the next prompt, or none is left, the layout changes to cd.
-
-    DECODE, in cd: sequences come in from the pool as the device has room for them. Every step decodes RD / PP of those
-    on the device (section 5.1). When the pool is empty and a prompt waits, the layout changes back to cp.
+    * PREFILL, in cp: chunks of prompts up to the budget. Each finished prompt is parked in the pool, so device memory
+      does not bound the phase. When the pool cannot hold the next prompt, or none is left, the layout changes to cd.
+    * DECODE, in cd: sequences come in from the pool as the device has room. Every step decodes RD / PP of those on the
+      device (section 5.1). When the pool is empty and a prompt waits, the layout changes back to cp.
 
     The paper does not say what happens to sequences that still decode when the pool runs empty. No block survives a
     change of layout, so they are finished in small steps, or sent back through the pool. It turns back as soon as::
 
         longest_remaining * (T(b) - T(B) b / B)  >  2 (T_swap + T_transition)
 
-    b decodes are left, B would fit the device if the waiting prompts had been computed, and T(b) is the time in which
-    each of b gets a token. The bracket is what a step wastes: large batches decode on, half empty ones turn back, a few
-    last tokens are waited for. Both transitions are counted, or a lone prompt would turn the layout under many decodes.
-    The pool must hold what is on the device and the next prompt, so that every cycle computes a new prompt.
-
-    With one layout, or no pool to carry the KV from one to the other, this is PrefillFirst.
+    b decodes are left, B would fit the device with the waiting prompts computed, and T(b) is the time of a token for
+    each of b. The bracket is what a step wastes: large batches and a few last tokens decode on, half empty ones turn
+    back. Both transitions count, or a lone prompt would turn the layout under many decodes. The pool must hold what is
+    on the device and the next prompt, so that every cycle computes one. Without a second layout or a pool, this is
+    PrefillFirst.
     """
 
     token_budget: int
-    """Prompt tokens of one step."""
     reads_forecast: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:
@@ -61,14 +57,9 @@ class TransitionMinimizing(Policy):
             return Decision(prefill_tokens=0, decodes=0, layout=_DECODE)
         # Where no further prompt fits, finish the partly computed one and begin no other.
         unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0
-        return Decision(
-            prefill_tokens=self.token_budget if next_fits else unfinished,
-            decodes=load.decode_share,
-            swap_out=load.ready_decodes,
-            park=park,
-            preempt_to_host=True,
-            layout=_PREFILL,
-        )
+        tokens = self.token_budget if next_fits else unfinished
+        leaving = load.ready_decodes
+        return Decision(tokens, load.decode_share, swap_out=leaving, park=park, preempt_to_host=True, layout=_PREFILL)
 
     def _decode(self, load: Load) -> Decision:
         pool_is_empty = load.host_decodes == load.moving == 0
@@ -77,14 +68,12 @@ class TransitionMinimizing(Policy):
         return Decision(0, load.decode_share, swap_in=load.fitting_host, preempt_to_host=True, layout=_DECODE)
 
     def _pool_room(self, load: Load) -> int:
-        """Blocks for further prompts."""
         return load.host_free_blocks
 
     def _turns_back(self, load: Load) -> bool:
         """Whether to send what still decodes back through the pool, rather than finish it."""
-        if load.predictor is None or not device_fits_pool(load):
+        if (predictor := load.predictor) is None or not device_fits_pool(load):
             return False
-        predictor = load.predictor
 
         def round_seconds(times: float) -> float:
             """One token for each of ``times`` as many decodes: PP micro-batches through L / PP layers each."""

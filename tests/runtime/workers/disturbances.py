@@ -32,7 +32,7 @@ class Pair:
     def processes(self) -> list[int]:
         """By rank."""
         assert self.executor._group is not None
-        return [child._process.pid for child in self.executor._group._children.values()]
+        return [child.process.pid for child in self.executor._group._children.values()]
 
     def send(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.processes[rank], number)

@@ -344,5 +344,5 @@ def start_workers(
         metadata=metadata,
         observe_times=host_blocks > 0,
     )
-    assert workers.num_blocks >= ROOMY_BLOCKS
+    assert workers.capacities[0].num_blocks >= ROOMY_BLOCKS
     return workers

@@ -66,7 +66,7 @@ def two_workers() -> WorkersExecutor:
 
 def processes(workers: WorkersExecutor) -> list[int]:
     assert workers._group is not None
-    return [child._process.pid for child in workers._group._children.values()]
+    return [child.process.pid for child in workers._group._children.values()]
 
 
 def answer(workers: WorkersExecutor, step: int) -> StepResult:

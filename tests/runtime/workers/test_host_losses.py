@@ -73,16 +73,3 @@ def test_stages_that_fail_together_lose_once() -> None:
     assert not losses.pending
     losses.heard(HostLost(2, "it hangs again", forgotten=1))
     assert losses.pending
-
-
-def test_new_workers_have_lost_nothing() -> None:
-    losses = HostLosses()
-    losses.sent(plan(0, host=(1,)))
-    losses.heard(HostLost(0, "it died", forgotten=0))
-    losses.tell([0])
-    losses.heard(HostLost(0, "it died", forgotten=1))
-    losses.forget()
-    assert not losses.pending
-    assert heard_of(losses, result(0, 1)) == [1]
-    losses.heard(HostLost(0, "it died", forgotten=0))
-    assert losses.pending

@@ -74,8 +74,8 @@ def dying_before_they_open_the_pool() -> Iterator[None]:
         if not dead and isinstance(message, Allocate):
             dead = True
             for child in group._children.values():
-                child._process.send_signal(signal.SIGSTOP)
-            group._children[1]._process.send_signal(signal.SIGKILL)
+                child.process.send_signal(signal.SIGSTOP)
+            group._children[1].process.send_signal(signal.SIGKILL)
         send(group, message, *ranks)
 
     with pytest.MonkeyPatch().context() as patch:

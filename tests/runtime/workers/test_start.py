@@ -10,7 +10,7 @@ from nanoserve.errors import ModelError, WorkersFailed
 from nanoserve.models.hub import ResolvedModel, dummy_config
 from nanoserve.runtime.workers import executor
 from nanoserve.runtime.workers.group import WorkersDied
-from nanoserve.runtime.workers.messages import FromWorker, Hello, Loading, Prepare, Ready, ToWorker
+from nanoserve.runtime.workers.messages import FromWorker, Hello, HostLost, Loading, Prepare, Ready, ToWorker
 
 
 class FakeGroup:
@@ -85,6 +85,17 @@ def test_workers_that_are_started_anew_compile_no_sooner_than_they_run(dying: ex
     for _ in "01":
         dying.collect(dying.now())
     assert DyingGroup.sent == [Prepare()]
+
+
+def test_workers_that_are_started_anew_have_lost_nothing(dying: executor.WorkersExecutor) -> None:
+    dying._host_losses.tell([0])
+    dying._take(HostLost(0, "it died", forgotten=1))
+    assert dying.has_news
+    (result,) = dying.collect(None)
+    assert result.lost == "worker 1 was killed"
+    assert not dying.has_news
+    dying._take(HostLost(0, "it died", forgotten=0))
+    assert dying.has_news
 
 
 def test_how_long_workers_ran_is_told_without_the_time_of_their_start(

@@ -62,14 +62,8 @@ def make_worker(
     activations = Activations(shard, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
     stage = Stage(runner)  # type: ignore[arg-type]
     stage.mover, stage.hybrid = mover, hybrid  # type: ignore[assignment]
-    return Worker(
-        connection,  # type: ignore[arg-type]
-        [WorkerLayout(shard, stage, activations)],
-        current=0,
-        weights=None,
-        coupled=False,
-        observe_times=False,
-    )
+    start = SimpleNamespace(layout=0, coupled=False, observe_times=False)
+    return Worker(start, connection, [WorkerLayout(shard, stage, activations)], None)  # type: ignore[arg-type]
 
 
 def test_a_step_without_memory_is_told_in_one_line(
