@@ -66,9 +66,7 @@ class EngineDriver:
     def run(self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int]) -> EngineRun:
         """Every prompt gets exactly its number of output tokens, taken greedily; end tokens do not end it.
 
-        Raises:
-            UsageError: if a request can never run.
-            RuntimeFailure: if one fails.
+        Raises UsageError if a request can never run, and RuntimeFailure if one fails.
         """
         engine, salt = self._engine, f"run-{self._runs}"
         self._runs += 1
@@ -132,7 +130,6 @@ class StepSummary(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> "StepSummary":
-        """Summarize at least one step."""
         seconds = sum(step.step_seconds for step in steps)
         floors = [] if limits is None else [cost.floor_seconds(step.shape, limits) for step in steps]
         shares = [floor / step.step_seconds for floor, step in zip(floors, steps, strict=False)]

@@ -16,12 +16,11 @@ _FRAME = 3  # width around a column: a line, and a space on either side
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: its heading, where its value lies in a row ("ttft_ms.p50"), how it is written and to which side."""
+    """One column: its heading, where its value lies in a row ("ttft_ms.p50"), its format; "<" is text on the left."""
 
     heading: str
     path: str
     format: str = ""
-    justify: Literal["left", "right"] = "right"
 
     def value(self, row: Mapping[str, Any]) -> Any:
         """The row's value; None where there is none."""
@@ -62,7 +61,7 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[st
         # A Text is shown as it is: a model's name may hold what rich would take for markup.
         table = Table(title=None if number else Text(title, style="bold"), title_justify="left")
         for place, width in _widths(part, least, best, console.width).items():
-            side: Literal["left", "right"] = columns[place].justify if place else "left"
+            side: Literal["left", "right"] = "left" if place == 0 or columns[place].format == "<" else "right"
             table.add_column(texts[place][0], justify=side, no_wrap=place == 0, width=width)
         for row in zip(*(texts[place][1:] for place in part), strict=True):
             table.add_row(*row)

@@ -14,9 +14,9 @@ from nanoserve.papers.running import Runner
 
 _CLAIM_COLUMNS = [
     *columns(("", "figure")),
-    Column("claim", "says", justify="left"),
+    Column("claim", "says", "<"),
     *columns(("", "paper", ("here", "ours_text"), ("asked", "bounds"), ("holds", "verdict"))),
-    Column("what it hangs on", "assumption", justify="left"),
+    Column("what it hangs on", "assumption", "<"),
 ]
 
 

@@ -73,11 +73,7 @@ class BenchServeOptions(
     )
 
     def points(self) -> list[Point]:
-        """The loads of the sweep.
-
-        Raises:
-            UsageError: for options that contradict each other.
-        """
+        """The loads of the sweep; a UsageError says which options contradict each other."""
         traced = self.arrivals == "trace"
         if self.concurrency is not None and (traced or self.rate is not None):
             raise UsageError("--concurrency is a closed loop: give it without --rate and --arrivals trace")

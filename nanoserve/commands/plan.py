@@ -85,7 +85,7 @@ def _columns(*, closed: bool) -> list[Column]:
     latency = [] if closed else columns((",.1f", ("estimated", "estimated_e2el_s")))
     return [
         Column("layout", "layout"),
-        Column("policy", "policy", justify="left"),
+        Column("policy", "policy", "<"),
         Column("tok/s", "tokens_per_second", ",.0f"),
         *throughput,
         *columns((",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99"))),
@@ -109,4 +109,4 @@ def _show(report: Report, work: PlannedWork) -> None:
     print_table(f"{requests}, {order}", _columns(closed=closed), rows)
     if left_out := report.document["left_out"]:
         brief = [{**one, "reason": one["reason"].partition("; what would fit")[0]} for one in left_out]
-        print_table("left out", [Column("layout", "name"), Column("why", "reason", justify="left")], brief)
+        print_table("left out", [Column("layout", "name"), Column("why", "reason", "<")], brief)

@@ -6,9 +6,9 @@ from nanoserve.scheduler import POLICIES
 
 _COLUMNS = [
     Column("policy", "name"),
-    Column("paper", "paper", justify="left"),
-    Column("use it for", "use_when", justify="left"),
-    Column("parameters", "parameters", justify="left"),
+    Column("paper", "paper", "<"),
+    Column("use it for", "use_when", "<"),
+    Column("parameters", "parameters", "<"),
 ]
 
 

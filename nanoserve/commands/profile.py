@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from nanoserve.benchmarks.rounds import busy_note
-from nanoserve.benchmarks.tables import Column, columns, print_table
+from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
@@ -26,7 +26,7 @@ from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_th
 Fields = Mapping[str, Any]
 _TIME_COLUMNS = columns(("", "part", "size"), (",.1f", "us", ("quartiles", "low"), ("", "high")), (".0%", "of_floor"))
 _FIGURES = (("seconds", "seconds", ",.2f"), ("TTFT ms", "ttft_ms", ",.0f"), ("TPOT ms", "tpot_ms", ",.2f"))
-_PREDICTION_COLUMNS = [Column("workload", "workload"), Column("", "route", justify="left")] + [
+_PREDICTION_COLUMNS = columns(("", "workload"), ("<", ("", "route"))) + [
     column
     for heading, name, shown in _FIGURES
     for column in columns(

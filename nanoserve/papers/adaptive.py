@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.metrics import Spread
 from nanoserve.papers.cases import Metric, Outcome, Runs, System, mean_of, over_seeds, throughput
 from nanoserve.papers.claims import claims
@@ -58,9 +58,8 @@ SETTINGS = [
 SHORT_OF_MEMORY = [
     ListEntry("qwen2.5-32b", "gllm-l20", 4, "azure-conv", 0.125, 1.2),
     ListEntry("qwen2.5-32b", "gllm-l20", 4, "azure-conv", 0.0625, 1.2),
-    ListEntry(
-        "qwen2.5-32b", "gllm-l20", 4, "256+1024", 0.0625, 1.2
-    ),  # answers that are long beside the pool, and equal
+    # The answers are long beside the pool, and equal.
+    ListEntry("qwen2.5-32b", "gllm-l20", 4, "256+1024", 0.0625, 1.2),
 ]
 
 _REQUESTS, _REQUESTS_OF_FULL = 500, 2000
@@ -85,7 +84,7 @@ class Comparisons(Runs[Place]):
     @property
     def places(self) -> list[Place]:
         """All entries and labels except those of throttling."""
-        return [(entry, label) for entry, label in self.cases if label != THROTTLING.label]
+        return [place for place in self.cases if place[1] != THROTTLING.label]
 
     def over_throttling(self, place: Place, metric: Metric) -> Spread:
         """A metric over that of throttling."""
@@ -96,9 +95,9 @@ class Comparisons(Runs[Place]):
         entry, label = place
         base = entry, THROTTLING.label
         row: dict[str, object] = {**entry._asdict(), "policy": label}
-        for name, metric in (("throughput", throughput), ("tpot", _TPOT), ("ttft", _TTFT)):
-            found = self.over_throttling(place, metric)
-            row |= {name: found, f"{name}_text": found.text("{:.3f}")}
+        metrics = {"throughput": throughput, "tpot": _TPOT, "ttft": _TTFT}
+        spreads = {name: self.over_throttling(place, metric) for name, metric in metrics.items()}
+        row |= spreads | {f"{name}_text": found.text("{:.3f}") for name, found in spreads.items()}
         for name, key in (("preemptions", place), ("throttling_preemptions", base)):
             found = self.spread(key, _preemptions)
             row |= {name: found, f"{name}_text": found.text("{:.0f}")}
@@ -108,11 +107,11 @@ class Comparisons(Runs[Place]):
 
     def by_seed(self, places: Sequence[Place], metric: Metric) -> list[list[tuple[float, float]]]:
         """For each seed a metric in all these places, with that of throttling."""
-        columns = [
-            list(zip(self.values(one, metric), self.values((one[0], THROTTLING.label), metric), strict=True))
+        pairs = (
+            zip(self.values(one, metric), self.values((one[0], THROTTLING.label), metric), strict=True)
             for one in places
-        ]
-        return [list(seed) for seed in zip(*columns, strict=True)]
+        )
+        return [list(seed) for seed in zip(*pairs, strict=True)]
 
     def ratios_by_seed(self, places: Sequence[Place], metric: Metric) -> list[list[float]]:
         """For each seed, the ratio to throttling in each of these places."""
@@ -123,35 +122,30 @@ class Comparisons(Runs[Place]):
         return Spread.of(map(geometric_mean, self.ratios_by_seed(places, metric)))
 
 
-_COLUMNS = [
-    Column("lengths", "lengths"),
-    Column("pool", "pool", ".3g"),
-    Column("load", "load", ".1f"),
-    Column("throughput", "throughput_text"),
-    Column("TPOT", "tpot_text"),
-    Column("TTFT", "ttft_text"),
-    Column("preempted", "preemptions_text"),
-    Column("throttling's", "throttling_preemptions_text"),
-]
+_COLUMNS = columns(
+    ("", "lengths"),
+    (".3g", "pool"),
+    (".1f", "load"),
+    (
+        "",
+        ("throughput", "throughput_text"),
+        ("TPOT", "tpot_text"),
+        ("TTFT", "ttft_text"),
+        ("preempted", "preemptions_text"),
+        ("throttling's", "throttling_preemptions_text"),
+    ),
+)
 
 
 def compare(
     entries: Iterable[ListEntry], systems: Sequence[System], requests: int, scale: Scale, run: Run
 ) -> Comparisons:
     """Every system over throttling in every entry: one round for the loads, one for the comparisons."""
-    at_once = {
-        entry: on_devices(
-            THROTTLING,
-            model=entry.model,
-            machine=entry.machine,
-            devices=entry.devices,
-            lengths=entry.lengths,
-            requests=requests,
-            pool=entry.pool,
-            seed=_SEED_OF_CAPACITY,
-        )
-        for entry in entries
-    }
+    at_once = {}
+    for entry in entries:
+        served = entry._asdict()
+        del served["load"]
+        at_once[entry] = on_devices(THROTTLING, **served, requests=requests, seed=_SEED_OF_CAPACITY)
     outcomes = run(at_once.values())
     jobs = {}
     for entry, case in at_once.items():
@@ -183,8 +177,7 @@ def _list(scale: Scale, run: Run) -> Finding:
         "list short of memory": found.mean_ratio(short, throughput),
         "list TTFT": found.mean_ratio(every, _TTFT),
     }
-    columns = [Column("model", "model"), *_COLUMNS]
-    return Finding(claims("adaptive", ours), None, [*map(found.row, every)], columns)
+    return Finding(claims("adaptive", ours), None, [*map(found.row, every)], [*columns(("", "model")), *_COLUMNS])
 
 
 def _parts(scale: Scale, run: Run) -> Finding:
@@ -195,8 +188,8 @@ def _parts(scale: Scale, run: Run) -> Finding:
         "parts throughput": found.mean_ratio(whole, throughput),
         "parts preemptions": found.over_throttling(whole[-1], _preemptions),
     }
-    table = [*map(found.row, found.places)]
-    return Finding(claims("adaptive", ours), None, table, [Column("policy", "policy"), *_COLUMNS])
+    shown = [*columns(("", "policy")), *_COLUMNS]
+    return Finding(claims("adaptive", ours), None, [*map(found.row, found.places)], shown)
 
 
 PAPER = Paper(

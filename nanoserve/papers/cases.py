@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replace_field
 from itertools import islice
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +17,6 @@ from nanoserve.measures.metrics import Distribution, Slo, Spread
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow, StepSample
-from nanoserve.record.metrics import CompletedRequest
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies import POLICIES, make_policy
 from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, poisson_arrivals, simulate
@@ -57,16 +57,13 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
 
     def layout(self, devices: int) -> ParallelLayout:
         """How it spreads a model over that many devices, unless a case says otherwise."""
-        if self.tensor_parallel:
-            return ParallelLayout(tensor_parallel=devices)
-        return ParallelLayout(pipeline_parallel=devices)
+        return ParallelLayout(**{"tensor_parallel" if self.tensor_parallel else "pipeline_parallel": devices})
 
     def with_(self, label: str, **parameters: Any) -> "System":
         """The same system with other parameters of its policy."""
         return replace(self, label=label, parameters=(*self.parameters, *parameters.items()))
 
     def make_policy(self) -> Policy:
-        """Make the policy, with its budget and parameters."""
         if self.policy in _UNBUFFERED:
             return _UNBUFFERED[self.policy](self.token_budget)
         return make_policy(self.policy, self.token_budget, dict(self.parameters))
@@ -86,7 +83,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     longest: int | None = None
     """Requests of more tokens are left out."""
     requests: int
-    """Number of requests."""
     rate: float | None = None
     """Requests per second, Poisson arrivals; None means all at once."""
     seed: int = 0
@@ -106,7 +102,6 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     logged_steps: int = 0
     """How many steps are kept from its beginning on."""
     slo: Slo | None = None
-    """Limits of a good answer."""
 
     @property
     def layout_name(self) -> str:
@@ -114,17 +109,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         return "->".join(layout.name for layout in self.layouts)
 
     def costs(self, layout: ParallelLayout | None = None) -> StepCosts:
-        """Step times of one replica with that layout, or with the first of the case.
-
-        Raises:
-            UsageError: if the layout does not suit the model or the machine.
-        """
+        """Step times of one replica with that layout, or with the first; UsageError if it does not suit the machine."""
         machine = load_machine(self.machine)
         factor = self.all_reduce_scale
         link = replace_field(machine.link.scaled(factor), latency=machine.link.latency / factor)
         efficiency = Efficiency() if self.processor is None else Efficiency(processor=self.processor)
-        shape = load_shape(self.model)
-        return StepCosts(shape, replace_field(machine, link=link), layout or self.layouts[0], efficiency=efficiency)
+        machine = replace_field(machine, link=link)
+        return StepCosts(load_shape(self.model), machine, layout or self.layouts[0], efficiency=efficiency)
 
     def shapes(self) -> Iterator[RequestShape]:
         """Lengths of all requests, in order."""
@@ -135,9 +126,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     def run(self) -> "Outcome":
         """Simulate it; with data parallelism, until the slowest replica is done.
 
-        Raises:
-            DoesNotFit: if the model does not.
-            ValueError: if a steady state is asked for, and there are too few steps.
+        Raises DoesNotFit if the model does not, and ValueError if there are too few steps for the steady state.
         """
         system, layouts = self.system, [self.costs(layout) for layout in self.layouts]
         first, replicas = layouts[0], self.layouts[0].data_parallel
@@ -147,7 +136,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         is_tiered = len(layouts) > 1 or POLICIES[system.policy].attends_on_host
         host_bytes = first.machine.host_memory_bytes if self.host_bytes is None else self.host_bytes
         host_blocks = first.memory.host_kv_blocks(host_bytes * self.layouts[0].devices / replicas, BLOCK_SIZE)
-        window, clock, latency = SteadyWindow(self.requests, self.steady, self.logged_steps), PhaseClock(), _Latency()
+        window, clock = SteadyWindow(self.requests, self.steady, self.logged_steps), PhaseClock()
+        latencies: list[float] = []
         arrivals = burst() if self.rate is None else poisson_arrivals(self.rate, self.seed)
         result = simulate(
             system.make_policy(),
@@ -159,7 +149,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             runtime=_RUNTIMES[system.runtime],
             observers=(window, clock),
             slo=self.slo,
-            request_observers=(latency,),
+            request_observers=[lambda request: latencies.append(request.e2el / request.output_tokens)],
             replicas=replicas,
             host_blocks=host_blocks if is_tiered else 0,
             other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
@@ -169,22 +159,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             result=result,
             window=window.result() if self.steady else None,
             log=window.samples,
-            latency_per_token=latency.sum / latency.requests,
+            latency_per_token=fmean(latencies),
             breakdown=clock.breakdown(result.seconds),
             phases=clock.phases(result.seconds),
             decodes=clock.decodes,
         )
-
-
-class _Latency:
-    """A RequestObserver that sums up APEX's latency per token."""
-
-    def __init__(self) -> None:
-        self.sum, self.requests = 0.0, 0
-
-    def __call__(self, request: CompletedRequest) -> None:
-        self.sum += request.e2el / request.output_tokens
-        self.requests += 1
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,9 +234,7 @@ def mean_of(latency: str, milliseconds: float = 1.0) -> Metric:
 class Runs(Generic[Key]):
     """Cases by key, one for each seed, and their outcomes: how every figure runs and compares.
 
-    Args:
-        run: runs them all at once.
-        cases: lists of equal length where they are compared.
+    Lists that are compared have equal length.
     """
 
     def __init__(self, run: Run, cases: Mapping[Key, Sequence[Case]]) -> None:
@@ -269,15 +246,12 @@ class Runs(Generic[Key]):
         return [self._outcomes[case] for case in self.cases[key]]
 
     def values(self, key: Key, metric: Metric) -> list[float]:
-        """One metric, seed by seed."""
         return [metric(outcome) for outcome in self.outcomes(key)]
 
     def spread(self, key: Key, metric: Metric) -> Spread:
-        """One metric over seeds."""
         return Spread.of(self.values(key, metric))
 
     def mean(self, key: Key, metric: Metric) -> float:
-        """Mean of one metric over seeds."""
         return self.spread(key, metric).mean
 
     def means(self, key: Key, metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -290,12 +264,10 @@ class Runs(Generic[Key]):
         return [first / second for first, second in pairs]
 
     def ratio(self, above: Key, below: Key, metric: Metric) -> Spread:
-        """The same over seeds."""
         return Spread.of(self.ratios(above, below, metric))
 
 
 def with_budget(case: Case, token_budget: int) -> Case:
-    """The case with another token budget."""
     return replace(case, system=replace(case.system, token_budget=token_budget))
 
 
@@ -303,12 +275,10 @@ def tuned(cases: Sequence[Case], run: Run, score: Metric, budgets: Sequence[int]
     """Each case with the token budget of the list whose outcome scores highest, the first of equals."""
     outcomes = run(with_budget(case, budget) for case in cases for budget in budgets)
 
-    def best(case: Case) -> int:
-        return max(budgets, key=lambda budget: score(outcomes[with_budget(case, budget)]))
-
-    return [with_budget(case, best(case)) for case in cases]
+    return [
+        max((with_budget(case, budget) for budget in budgets), key=lambda one: score(outcomes[one])) for case in cases
+    ]
 
 
 def over_seeds(case: Case, seeds: Iterable[int]) -> list[Case]:
-    """The case with each seed."""
     return [replace(case, seed=seed) for seed in seeds]

@@ -69,14 +69,12 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> str:
-        """What is asked for, in words."""
         low, high = (None if bound is None else self.form.format(bound) for bound in (self.at_least, self.at_most))
         if low and high:
             return f"{low} to {high}"
         return f"at least {low}" if low else f"at most {high}" if high else "-"
 
     def row(self) -> dict[str, object]:
-        """The claim as a row of a report and of a table."""
         return {
             **msgspec.to_builtins(self),
             "ours_text": self.ours.text(self.form),
@@ -101,38 +99,19 @@ def stated_claims() -> Mapping[tuple[str, str], Mapping[str, str]]:
 
 
 def claims(of: str, ours: Mapping[str, Spread | float], **words: object) -> list[Claim]:
-    """Our numbers as claims of a paper.
-
-    Args:
-        of: name of the paper.
-        ours: our number for each claim, by the claim's name in the table.
-        words: what stands in the table's texts in braces, by name.
-    """
+    """Our numbers, by the claim's name in the table, as claims of a paper; ``words`` stand in the texts' braces."""
     found = []
     for name, number in ours.items():
-        row = {field: text.format(**words) for field, text in stated_claims()[of, name].items() if field != "form"}
-        form, low, high = read_bounds(row["asked"])
-        found.append(
-            Claim(
-                figure=row["figure"],
-                says=row["says"],
-                paper=row["paper"],
-                ours=number if isinstance(number, Spread) else Spread.of([number]),
-                form=stated_claims()[of, name]["form"] or form,
-                at_least=low,
-                at_most=high,
-                assumption=row["assumption"],
-            )
-        )
+        stated = stated_claims()[of, name]
+        form, low, high = read_bounds(stated["asked"].format(**words))
+        texts = {field: stated[field].format(**words) for field in ("figure", "says", "paper", "assumption")}
+        spread = number if isinstance(number, Spread) else Spread.of([number])
+        found.append(Claim(**texts, ours=spread, form=stated["form"] or form, at_least=low, at_most=high))
     return found
 
 
 def read_bounds(asked: str) -> tuple[str, float | None, float | None]:
-    """Read how a number is written, the lowest and the highest value off words such as "0.95x to 1.05x".
-
-    Raises:
-        ValueError: for words that are no bounds.
-    """
+    """How a number is written, the lowest and the highest value, from "0.95x to 1.05x"; ValueError if not bounds."""
     match = _ASKED.fullmatch(asked)
     if match is None:
         raise ValueError(f"not a bound: {asked!r}")

@@ -46,7 +46,6 @@ class Scale:
         return Scale(self.seeds[:1], self.full)
 
     def pick(self, reduced: Value, full: Value) -> Value:
-        """One of the two sizes."""
         return full if self.full else reduced
 
 
@@ -71,7 +70,6 @@ class PaperFigure:
     number: str
     """In the paper, as ``--figure`` takes it."""
     title: str
-    """What it shows."""
     counted: str = ""
     """What is computed, in a few words, where no requests are simulated and the paper's setting says nothing."""
     make: Callable[[Scale, Run], Finding]
@@ -84,7 +82,6 @@ class Paper:
     """A paper, as ``nanoserve bench paper`` knows it."""
 
     title: str
-    """Title of the paper."""
     setting: tuple[str, str]
     """What is done at the reduced and at the full size, in a line each."""
     figures: Sequence[PaperFigure]
@@ -93,11 +90,7 @@ class Paper:
     """What the spread of a claim goes over."""
 
     def chosen(self, number: str | None) -> Sequence[PaperFigure]:
-        """All figures, or the one of that number.
-
-        Raises:
-            UsageError: listing the numbers.
-        """
+        """All figures, or the one of that number; a UsageError lists the numbers."""
         found = [figure for figure in self.figures if number in (None, figure.number)]
         if not found:
             known = ", ".join(figure.number for figure in self.figures)
@@ -106,11 +99,7 @@ class Paper:
 
 
 def load_paper(name: str) -> Paper:
-    """The paper of that name.
-
-    Raises:
-        UsageError: listing the names.
-    """
+    """The paper of that name; a UsageError lists the names."""
     if name not in PAPERS:
         raise UsageError(f"unknown paper {name!r}; choose one of {', '.join(PAPERS)}")
     paper: Paper = import_module(f"nanoserve.papers.{name}").PAPER

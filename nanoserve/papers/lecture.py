@@ -4,19 +4,18 @@ Nothing is simulated: operations and bytes are counted exactly (costs/counts.py)
 forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
+from itertools import count, islice
 from typing import Any
 
-from nanoserve.benchmarks.tables import Column
-from nanoserve.costs import Efficiency, StepCosts, StepWork, load_machine, load_shape
+from nanoserve.benchmarks.tables import columns
+from nanoserve.costs import Efficiency, Machine, StepCosts, StepWork, load_machine, load_shape
 from nanoserve.costs.analysis import Analysis
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
-from nanoserve.costs.counts import Operator
 from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
 from nanoserve.measures.metrics import Spread
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.claims import Claim, claims
+from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.simulator.workload import length_tables
 
@@ -32,22 +31,18 @@ def _ideal(model: str = MODEL) -> StepCosts:
     return StepCosts(load_shape(model), load_machine(DEVICE), efficiency=Efficiency.ideal())
 
 
-def _intensity(costs: StepCosts, work: StepWork, names: Iterable[str]) -> float:
+def _intensity(costs: StepCosts, work: StepWork, *names: str) -> float:
     """Operations per byte of some operators together."""
-    found: list[Operator] = [one for one in costs.counts.operators(work, 0) if one.name in set(names)]
+    found = [one for one in costs.counts.operators(work, 0) if one.name in names]
     return sum(one.flops for one in found) / sum(one.bytes for one in found)
 
 
 def _feed_forward(costs: StepCosts, batch: int, context: int) -> float:
-    """Operations per byte of the feed-forward part, for ``batch`` decoding sequences."""
-    return _intensity(costs, costs.work([context] * batch), ("gate_up", "down"))
+    return _intensity(costs, costs.work([context] * batch), "gate_up", "down")
 
 
 def _attention(costs: StepCosts, batch: int = 1) -> float:
-    return _intensity(costs, costs.work([CONTEXT] * batch), ("attention",))
-
-
-# ------------------------------------------------------------------------------------------------- the roofline (1.2)
+    return _intensity(costs, costs.work([CONTEXT] * batch), "attention")
 
 
 def roofline(scale: Scale, run: Run) -> Finding:
@@ -63,60 +58,38 @@ def roofline(scale: Scale, run: Run) -> Finding:
         }
         for batch in BATCHES
     ]
-    columns = [
-        Column("sequences decoding", "batch", ",d"),
-        Column("feed-forward: exact", "mlp", ",.1f"),
-        Column("equation (10)", "mlp_closed", ",.1f"),
-        Column("attention: exact", "attention", ".2f"),
-        Column("equation (13)", "attention_closed", ".2f"),
-    ]
-    return Finding(_roofline_claims(costs), _roofline_chart(costs, rows), rows, columns)
-
-
-def _roofline_claims(costs: StepCosts) -> list[Claim]:
+    shown = columns(
+        (",d", ("sequences decoding", "batch")),
+        (",.1f", ("feed-forward: exact", "mlp"), ("equation (10)", "mlp_closed")),
+        (".2f", ("attention: exact", "attention"), ("equation (13)", "attention_closed")),
+    )
     balance, one = costs.machine.device.intensity, _attention(costs)
     ours = {
         "1.3": balance,
-        "1.5": _saturating_batch(costs, balance),
+        "1.5": next(batch for batch in count(1) if _feed_forward(costs, batch, 1) >= balance),
         "1.6 one": one,
         "1.6 many": _attention(costs, 256) / one,
         "2.1": _attention(_ideal(GROUPED_MODEL)) / one,
-        "1.6 prompt": _intensity(costs, costs.work([], [(0, CONTEXT)]), ("attention",)),
+        "1.6 prompt": _intensity(costs, costs.work([], [(0, CONTEXT)]), "attention"),
     }
-    return claims("lecture", ours, balance=balance)
+    return Finding(claims("lecture", ours, balance=balance), _roofline_chart(costs.machine, rows), rows, shown)
 
 
-def _saturating_batch(costs: StepCosts, wanted: float) -> float:
-    """The least number of decoding sequences whose feed-forward products reach that many operations per byte."""
-    batch = 1
-    while _feed_forward(costs, batch, 1) < wanted:
-        batch += 1
-    return batch
-
-
-def _roofline_chart(costs: StepCosts, rows: Sequence[dict[str, float]]) -> Chart:
-    device = costs.machine.device
+def _roofline_chart(machine: Machine, rows: Sequence[dict[str, float]]) -> Chart:
+    device = machine.device
 
     def curve(label: str, intensities: Sequence[float], style: str) -> ChartCurve:
         heights = [min(device.flops, one * device.memory_bandwidth) / 1e12 for one in intensities]
         return ChartCurve(label, intensities, heights, style=style)
 
-    panel_of_both = Panel(
-        title=f"decoding, {MODEL}, batches of {BATCHES[0]} to {BATCHES[-1]}",
-        x="FLOP per byte",
-        y="TFLOP per second",
-        curves=(
-            curve(device.name, (0.3, device.intensity, 3000.0), "k-"),
-            curve("feed-forward part", [row["mlp"] for row in rows], "o"),
-            curve("attention", [row["attention"] for row in rows], "s"),
-        ),
-        log_x=True,
-        log_y=True,
+    curves = (
+        curve(device.name, (0.3, device.intensity, 3000.0), "k-"),
+        curve("feed-forward part", [row["mlp"] for row in rows], "o"),
+        curve("attention", [row["attention"] for row in rows], "s"),
     )
-    return Chart(f"Roofline of an {DEVICE.upper()}", [panel_of_both])
-
-
-# --------------------------------------------------------------------------------------- latency and throughput (1.7)
+    title = f"decoding, {MODEL}, batches of {BATCHES[0]} to {BATCHES[-1]}"
+    both = Panel(title=title, x="FLOP per byte", y="TFLOP per second", curves=curves, log_x=True, log_y=True)
+    return Chart(f"Roofline of an {DEVICE.upper()}", [both])
 
 
 def batches(scale: Scale, run: Run) -> Finding:
@@ -124,15 +97,18 @@ def batches(scale: Scale, run: Run) -> Finding:
     costs = _ideal()
     most = Analysis(costs, CONTEXT, 1).largest_batch
     rows = _batch_rows(costs, most)
-    columns = [
-        Column("sequences decoding", "batch", ",d"),
-        Column("ms: exact", "latency", ",.2f"),
-        Column("L(B)", "closed", ",.2f"),
-        Column("with efficiencies", "real", ",.2f"),
-        Column("tok/s: exact", "throughput", ",.0f"),
-        Column("B / L(B)", "throughput_closed", ",.0f"),
-        Column("fits", "fits"),
-    ]
+    ten, one = (costs.stage_seconds(costs.work([CONTEXT] * batch), 0) for batch in (10, 1))
+    ours = {
+        "1.1": 10 * one / ten,
+        "1.7 L(B)": max(row["latency"] / row["closed"] for row in rows if row["fits"] == "yes"),
+        "1.7 most": most,
+    }
+    shown = columns(
+        (",d", ("sequences decoding", "batch")),
+        (",.2f", ("ms: exact", "latency"), ("L(B)", "closed"), ("with efficiencies", "real")),
+        (",.0f", ("tok/s: exact", "throughput"), ("B / L(B)", "throughput_closed")),
+        ("", "fits"),
+    )
     panels = [
         panel(
             title,
@@ -149,41 +125,27 @@ def batches(scale: Scale, run: Run) -> Finding:
         )
     ]
     chart = Chart(f"Decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", panels, columns=2)
-    return Finding(_batch_claims(costs, most, rows), chart, rows, columns)
+    return Finding(claims("lecture", ours), chart, rows, shown)
 
 
 def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
     weights = costs.counts.stage_weight_bytes(0)
     kv, bandwidth = costs.counts.kv_bytes_per_token(0) * CONTEXT, costs.machine.device.memory_bandwidth
     real = StepCosts(load_shape(MODEL), load_machine(DEVICE))
-    rows: list[dict[str, Any]] = []
-    for batch in BATCHES:
-        exact = costs.stage_seconds(costs.work([CONTEXT] * batch), 0)
-        rows.append(
-            {
-                "batch": batch,
-                "latency": exact * 1e3,
-                "closed": decode_seconds(batch, weights, kv, bandwidth) * 1e3,
-                "real": real.step_seconds(real.work([CONTEXT] * batch)) * 1e3,
-                "throughput": batch / exact,
-                "throughput_closed": batch / decode_seconds(batch, weights, kv, bandwidth),
-                "fits": "yes" if batch <= most else "no",
-            }
-        )
-    return rows
+    exact = {batch: costs.stage_seconds(costs.work([CONTEXT] * batch), 0) for batch in BATCHES}
+    return [
+        {
+            "batch": batch,
+            "latency": seconds * 1e3,
+            "closed": decode_seconds(batch, weights, kv, bandwidth) * 1e3,
+            "real": real.step_seconds(real.work([CONTEXT] * batch)) * 1e3,
+            "throughput": batch / seconds,
+            "throughput_closed": batch / decode_seconds(batch, weights, kv, bandwidth),
+            "fits": "yes" if batch <= most else "no",
+        }
+        for batch, seconds in exact.items()
+    ]
 
-
-def _batch_claims(costs: StepCosts, most: int, rows: Sequence[dict[str, Any]]) -> list[Claim]:
-    ten, one = (costs.stage_seconds(costs.work([CONTEXT] * batch), 0) for batch in (10, 1))
-    ours = {
-        "1.1": 10 * one / ten,
-        "1.7 L(B)": max(row["latency"] / row["closed"] for row in rows if row["fits"] == "yes"),
-        "1.7 most": most,
-    }
-    return claims("lecture", ours)
-
-
-# ------------------------------------------------------------------------------------------------------ paging (4.2)
 
 BLOCK = 16
 
@@ -194,10 +156,10 @@ def paging(scale: Scale, run: Run) -> Finding:
     A contiguous region must hold the longest sequence there can be; here it is only the longest of the trace. "Prompt
     known" reserves what the prompt takes and the longest answer. Blocks are taken as they are needed.
     """
-    rows: list[dict[str, Any]] = []
-    for name, table in length_tables().items():
-        shapes = list(islice(table.draw(seed=0), scale.pick(5_000, 20_000)))
-        rows.append({"trace": name, **memory_use(shapes)})
+    rows: list[dict[str, Any]] = [
+        {"trace": name, **memory_use(list(islice(table.draw(seed=0), scale.pick(5_000, 20_000))))}
+        for name, table in length_tables().items()
+    ]
     ours = {
         "4.2 slots": Spread.of(100 * row["paged"] for row in rows),
         "4.2 sequences": Spread.of(row["gain"] for row in rows),
@@ -211,16 +173,14 @@ def paging(scale: Scale, run: Run) -> Finding:
         {label: [100 * row[field] for row in rows] for label, field in fields.items()},
         kind="bar",
     )
-    columns = [
-        Column("trace", "trace"),
-        Column("tokens held, mean", "held", ",.0f"),
-        Column("longest sequence", "longest", ",d"),
-        Column("slots in use: region", "contiguous", ".1%"),
-        Column("prompt known", "prompt_known", ".1%"),
-        Column(f"blocks of {BLOCK}", "paged", ".1%"),
-        Column("sequences, blocks over region", "gain", ".1f"),
-    ]
-    return Finding(claims("lecture", ours), Chart("Paging against contiguous reservation", [bars]), rows, columns)
+    shown = columns(
+        ("", "trace"),
+        (",.0f", ("tokens held, mean", "held")),
+        (",d", ("longest sequence", "longest")),
+        (".1%", ("slots in use: region", "contiguous"), "prompt_known", (f"blocks of {BLOCK}", "paged")),
+        (".1f", ("sequences, blocks over region", "gain")),
+    )
+    return Finding(claims("lecture", ours), Chart("Paging against contiguous reservation", [bars]), rows, shown)
 
 
 def memory_use(shapes: Sequence[RequestShape]) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean, pstdev
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,7 +30,7 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens and decodes of a micro-batch, on average."""
 
 
-class StepSample(msgspec.Struct, frozen=True):
+class StepSample(NamedTuple):
     """One step: when it was planned, its tokens, and its passage through each stage."""
 
     time: float
@@ -42,33 +44,26 @@ class SteadyWindow(StepObserver):
 
     At the start memory is empty and nothing decodes; at the end a few long answers drain. The window lies between the
     first tokens of two requests, counted in the order in which they come: the same share of the work for every policy.
-
-    Args:
-        requests: in all.
-        shares: shares of them that have their first tokens when the window begins and ends; None for no window.
-        logged_steps: how many steps are kept from the window's beginning on, whether it closes or not.
+    ``shares`` are the shares of the requests that have their first tokens when it begins and ends; None for no window.
+    ``logged_steps`` steps are kept from its beginning on, whether it closes or not.
     """
 
-    def __init__(self, requests: int, shares: tuple[float, float] | None, logged_steps: int = 0) -> None:
+    def __init__(self, requests: int, shares: tuple[float, float] | None, logged_steps: int) -> None:
         self.samples: list[StepSample] = []
         self._shares, self._logged_steps = shares, logged_steps
         self._first, self._last = (math.ceil(requests * share) for share in shares or (0.0, 0.0))
         self._prompts: dict[int, int] = {}
         self._answered: set[int] = set()
         self._begin = self._end = 0.0
-        self._tokens = self._steps = self._prefill = self._decodes = 0
-        self._sum = self._squares = 0.0
+        self._tokens = 0
+        self._steps: list[tuple[int, int]] = []  # prompt tokens and decodes of each
         self._busy: list[float] = []
         self._newest: tuple[int, Sequence[StageTimes]] = (0, ())
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
-        """A step enters the pipeline."""
         if self._shares is None:
             return
         was_open = self._is_open
-        for begin in planned.plan.begin:
-            if begin.sequence not in self._answered:
-                self._prompts[begin.sequence] = begin.prompt_length
         gained = self._gained(planned.plan)
         if was_open:
             self._count(planned)
@@ -83,14 +78,13 @@ class SteadyWindow(StepObserver):
 
     def _gained(self, plan: StepPlan) -> int:
         """Output tokens of the step, and the prompts that are computed with it."""
-        gained, prompts = 0, self._prompts
-        for row in plan.rows:
-            if row.sample:
-                gained += 1
-                if row.sequence in prompts:
-                    gained += prompts.pop(row.sequence)
-                    self._answered.add(row.sequence)
-        return gained
+        for begin in plan.begin:
+            if begin.sequence not in self._answered:
+                self._prompts[begin.sequence] = begin.prompt_length
+        sampled = [row.sequence for row in plan.rows if row.sample]
+        first = [sequence for sequence in sampled if sequence in self._prompts]
+        self._answered.update(first)
+        return len(sampled) + sum(map(self._prompts.pop, first))
 
     def _count(self, planned: Planned) -> None:
         """Count the step before, which is known only now to lie within the window, and the tokens of this one."""
@@ -102,32 +96,23 @@ class SteadyWindow(StepObserver):
         self._busy = self._busy or [0.0] * len(stages)
         for stage, times in enumerate(stages):
             self._busy[stage] += times.computed - times.started
-        tokens = planned.plan.decodes + planned.plan.prompt_tokens
-        self._steps += 1
-        self._sum += tokens
-        self._squares += tokens * tokens
-        self._decodes += planned.plan.decodes
-        self._prefill += planned.plan.prompt_tokens
+        self._steps.append((planned.plan.prompt_tokens, planned.plan.decodes))
 
     def result(self) -> Steady:
-        """The steady state, from the steps that began in the window.
-
-        Raises:
-            ValueError: if there were too few of them.
-        """
+        """The steady state, from the steps that began in the window. Raises ValueError if there were too few."""
         seconds = self._end - self._begin
-        if self._steps < 2 or seconds <= 0:
+        if len(self._steps) < 2 or seconds <= 0:
             raise ValueError("too few steps to speak of a steady state: take more requests")
-        mean = self._sum / self._steps
-        deviation = math.sqrt(max(0.0, self._squares / self._steps - mean * mean))
+        tokens = [sum(step) for step in self._steps]
+        prefill, decodes = map(fmean, zip(*self._steps, strict=True))
         return Steady(
             seconds=seconds,
             tokens_per_second=self._tokens / seconds,
-            bubble_share=1 - sum(self._busy) / len(self._busy) / seconds,
-            step_tokens=mean,
-            variation=deviation / mean,
-            prefill_tokens=self._prefill / self._steps,
-            decodes=self._decodes / self._steps,
+            bubble_share=1 - fmean(self._busy) / seconds,
+            step_tokens=fmean(tokens),
+            variation=pstdev(tokens) / fmean(tokens),
+            prefill_tokens=prefill,
+            decodes=decodes,
         )
 
 
@@ -153,14 +138,13 @@ class PhaseClock(StepObserver):
 
     def __init__(self) -> None:
         self._seconds = {"prefill": 0.0, "mixed": 0.0, "decode": 0.0, "transition": 0.0}
-        self._phases: list[tuple[float, float, int]] = []
-        self._phase_begin = self._decode_rows = 0.0
-        self._layout = 0
+        self._phases: tuple[tuple[float, float, int], ...] = ()
+        self._phase: tuple[float, int] = (0.0, 0)  # begin and layout of the present one
+        self._decode_rows = 0.0
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
-        """A step enters the pipeline, and it is known when it will leave."""
         kind = "decode" if not planned.plan.prompt_tokens else "mixed" if planned.plan.decodes else "prefill"
-        seconds = sum([times.computed - times.started for times in stages]) / len(stages)
+        seconds = fmean(times.computed - times.started for times in stages)
         self._seconds[kind] += seconds
         if kind == "decode":
             self._decode_rows += planned.plan.decodes * seconds
@@ -169,8 +153,8 @@ class PhaseClock(StepObserver):
         """The layout changes. Swaps run beside the steps; where a step waits for one, that is other time."""
         if isinstance(times, ReshardTimes):
             self._seconds["transition"] += times.ended - times.began
-            self._phases.append((self._phase_begin, times.began, self._layout))
-            self._phase_begin, self._layout = times.ended, times.layout
+            self._phases = self.phases(times.began)
+            self._phase = times.ended, times.layout
 
     @property
     def decodes(self) -> float:
@@ -183,4 +167,5 @@ class PhaseClock(StepObserver):
 
     def phases(self, end: float) -> tuple[tuple[float, float, int], ...]:
         """(begin, end, layout) of each phase, the last one until then."""
-        return (*self._phases, (self._phase_begin, end, self._layout))
+        begin, layout = self._phase
+        return (*self._phases, (begin, end, layout))

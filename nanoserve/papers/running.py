@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from types import TracebackType
 from typing import Any, Self
 
 from nanoserve.benchmarks.machine import available_cores
@@ -22,10 +21,7 @@ class Runner:
     """Runs jobs and keeps their outcomes; a context manager, because it holds processes.
 
     A process is "spawned", so that it inherits nothing: outcomes are the same wherever a job runs, in whatever order.
-
-    Args:
-        workers: processes; None means one for each core. With one, jobs run in this process.
-        progress: is called after every job.
+    There is one for each core, unless ``workers`` says otherwise; with one worker, jobs run in this process.
     """
 
     def __init__(self, workers: int | None = None, progress: Progress = lambda done, total: None) -> None:
@@ -37,9 +33,7 @@ class Runner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._pool is None:
             return
         if kind is not None:  # what runs is of no use any more
@@ -50,8 +44,7 @@ class Runner:
     def run(self, jobs: Iterable[SimulationJob]) -> Outcomes:
         """The outcomes of these jobs, and of all before; what is known already does not run again.
 
-        Raises:
-            RuntimeFailure: if a process died, for want of memory perhaps.
+        Raises RuntimeFailure if a process died, for want of memory perhaps.
         """
         missing = [job for job in dict.fromkeys(jobs) if job not in self._outcomes]
         if self._workers == 1 or len(missing) == 1:

@@ -6,7 +6,7 @@ from nanoserve.benchmarks.tables import Column, print_table
 
 COLUMNS = [
     Column("policy", "policy"),
-    Column("claim", "claim", justify="left"),
+    Column("claim", "claim", "<"),
     *(Column(f"power of {number}s", f"figures.{number}", ",d") for number in range(12)),
 ]
 ROWS = [

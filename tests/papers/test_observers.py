@@ -33,7 +33,7 @@ def test_the_window_agrees_with_the_whole_run_where_nothing_changes() -> None:
 
 
 def test_a_prompt_that_is_computed_again_counts_once() -> None:
-    window = SteadyWindow(requests=3, shares=(0.0, 1.0))
+    window = SteadyWindow(requests=3, shares=(0.0, 1.0), logged_steps=0)
     params = SamplingParams(temperature=0.0)
     begin = Begin(sequence=7, tokens=(1,) * 10, prompt_length=10, index=0, seed=0, params=params)
     row = Row(sequence=7, start=0, tokens=(1,) * 10, sample=True)
@@ -57,4 +57,4 @@ def test_single_steps_are_kept_from_the_windows_beginning() -> None:
 
 def test_a_window_without_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="more requests"):
-        SteadyWindow(10, (0.5, 0.9)).result()
+        SteadyWindow(10, (0.5, 0.9), 0).result()

@@ -60,7 +60,7 @@ def test_data_parallel_replicas_share_the_requests() -> None:
 
 def test_both_sides_are_searched_over_the_same_budgets() -> None:
     found = Shortlist(setting=SMALL, candidates=6).run()
-    for cases in (found.static, found.resharding):
+    for cases in (found["static"], found["resharding"]):
         assert len(cases) == 6
         assert {case.system.token_budget for case in cases} <= set(TOKEN_BUDGETS)
         # Of two budgets of one configuration, the second is half of the first.
@@ -69,9 +69,9 @@ def test_both_sides_are_searched_over_the_same_budgets() -> None:
             for before, after in pairwise(cases)
             if before.layout_name == after.layout_name
         )
-    assert all(len(case.layouts) == 1 for case in found.static)
-    assert all(len({layout.data_parallel for layout in case.layouts}) == 1 for case in found.resharding)
-    assert all(len(case.layouts) == 2 and case.system.policy == RESHARDING.policy for case in found.resharding)
+    assert all(len(case.layouts) == 1 for case in found["static"])
+    assert all(len({layout.data_parallel for layout in case.layouts}) == 1 for case in found["resharding"])
+    assert all(len(case.layouts) == 2 and case.system.policy == RESHARDING.policy for case in found["resharding"])
     static = with_layouts(SMALL, T4)
     tuned = BestBudget(case=static).run()
     estimate = Estimate(SMALL)
@@ -104,9 +104,9 @@ def test_the_best_of_both_kinds_are_compared_seed_by_seed() -> None:
     with Runner(1) as runner:
         found = compare([setting], Scale(seeds=(0, 1)), runner.run)
         tried = Shortlist(setting=setting, candidates=3).run()
-        outcomes = runner.run(tried.static)
+        outcomes = runner.run(tried["static"])
     static, resharding = (found.values((setting, kind), seconds) for kind in ("static", "resharding"))
-    assert static[0] == min(seconds(outcomes[case]) for case in tried.static)
+    assert static[0] == min(seconds(outcomes[case]) for case in tried["static"])
     assert gains(found, setting)[1] == static[1] / resharding[1]
     assert [case.seed for case in found.cases[setting, "resharding"]] == [0, 1]
 

@@ -95,10 +95,6 @@ class AttentionCall:
         return key, value
 
 
-NO_SUCH_BLOCK = 10**6
-"""The entries of a block table behind its row's last block."""
-
-
 def make_batch(
     rows: Sequence[AttentionRow],
     num_heads: int,

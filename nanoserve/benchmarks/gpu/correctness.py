@@ -295,11 +295,11 @@ def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
     unwanted = int((~found.isfinite()).sum())
     return {
         "check": "family",
-        "largest_difference" if exact else "median_difference": measured if unwanted == 0 else None,
+        "largest_difference" if exact else "median_difference": None if unwanted else measured,
         "tolerance": tolerance,
-        "of_tolerance": measured / tolerance if unwanted == 0 else None,
+        "of_tolerance": None if unwanted else measured / tolerance,
         "unwanted_nans": unwanted,
-        "ok": unwanted == 0 and measured <= tolerance,
+        "ok": not unwanted and measured <= tolerance,
     }
 
 
@@ -345,15 +345,8 @@ def _check_engine(shelf: EngineShelf, check: str, family: str) -> Row:
     """The same tokens prove nothing if what was to be checked did not run: that is the row's `problem`."""
     answers = []
     for second in (False, True):
-        engine = shelf.get(
-            family,
-            dtype="float32",
-            max_model_len=256,
-            max_num_seqs=8,
-            max_num_batched_tokens=64,
-            kv_cache_memory=32 * 2**20,
-            eager=check == GRAPHS and not second,
-        )
+        sizes = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 32 * 2**20}
+        engine = shelf.get(family, dtype="float32", **sizes, eager=check == GRAPHS and not second)
         executor = engine.llm.engine.executor
         executor.max_in_flight = engine.in_flight if check == OVERLAP and second else 1
         prompts = random_prompts(PROMPT_LENGTHS, VOCAB_SIZE, seed=0)

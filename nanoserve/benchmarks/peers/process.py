@@ -69,8 +69,7 @@ PEERS: Mapping[str, PeerKind] = {
 class PeerProcess:
     """A peer whose engine runs in a child process, which it tells what to run over a pipe of pickled objects.
 
-    Raises:
-        RuntimeFailure: if the child cannot open the engine, fails, or dies.
+    Raises RuntimeFailure if the child cannot open the engine, fails, or dies.
     """
 
     def __init__(self, opening: Opening, program: str = f"from {__name__} import main; main()") -> None:

@@ -1,15 +1,12 @@
 """nanoserve behind its own HTTP server, as one of the engines that are compared: what serving costs."""
 
-import asyncio
-
 from nanoserve.benchmarks.driving import EngineRun
 from nanoserve.benchmarks.peers.process import Opening, Prompts
 from nanoserve.benchmarks.serving.own_server import OwnServer
-from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord
+from nanoserve.benchmarks.serving.records import RequestRecord
 from nanoserve.benchmarks.serving.requests import RequestStyle
-from nanoserve.benchmarks.serving.sending import Sender, send_all
+from nanoserve.benchmarks.serving.sending import Sender, send_at_once
 from nanoserve.client.connection import ApiClient, served_model
-from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import RequestTiming
 
 _TIMEOUT_SECONDS = 3600.0
@@ -36,10 +33,8 @@ class ServerPeer:
         self.description = {"dtype": opening.dtype, "threads": opening.threads, "streamed": True}
 
     def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
-        requests, run = [self._style.completion(prompt, output_tokens) for prompt in prompts], LoadRun()
-        asyncio.run(send_all(self._sender, requests, [0.0] * len(prompts), run))
-        if failures := [record.failure for record in run.records if record.failure is not None]:
-            raise RuntimeFailure(f"{len(failures)} of {len(prompts)} requests failed: {failures[0]}")
+        requests = [self._style.completion(prompt, output_tokens) for prompt in prompts]
+        run = send_at_once(self._sender, requests, "requests")
         return EngineRun(tuple(map(_timing, run.records)), ((),) * len(prompts))
 
 

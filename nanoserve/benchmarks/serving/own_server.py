@@ -21,13 +21,9 @@ _FOR_OTHERS = ("NANOSERVE_API_KEY", "NANOSERVE_SERVED_MODEL_NAME")
 
 
 class OwnServer:
-    """A server on a free port of this machine.
+    """A server on a free port of this machine, with these flags of ``nanoserve serve`` beside host and port.
 
-    Args:
-        flags: of ``nanoserve serve``, beside host and port.
-
-    Raises:
-        RuntimeFailure: in its own words, if it does not come up.
+    Raises RuntimeFailure in its own words, if it does not come up.
     """
 
     def __init__(self, flags: Sequence[str]) -> None:

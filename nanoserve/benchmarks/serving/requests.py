@@ -90,12 +90,14 @@ class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
     def prepare(self, shapes: Sequence[RequestShape], salt: str) -> list[PreparedRequest]:
         """Requests of these lengths. Equal salts give equal prompts, and different salts different ones."""
         generator = random.Random(salt)
-        if self.endpoint != "chat":
-            drawn = [generator.choices(_TOKENS, k=shape.input_tokens) for shape in shapes]
-            return [self.completion(prompt, shape.output_tokens) for prompt, shape in zip(drawn, shapes, strict=True)]
-        texts = [" ".join(generator.choices(_WORDS, k=shape.input_tokens)) for shape in shapes]
-        messages = [[{"role": "user", "content": text}] for text in texts]
-        return [self._request(shape, messages=told) for told, shape in zip(messages, shapes, strict=True)]
+        requests = []
+        for shape in shapes:
+            if self.endpoint == "chat":
+                text = " ".join(generator.choices(_WORDS, k=shape.input_tokens))
+                requests.append(self._request(shape, messages=[{"role": "user", "content": text}]))
+            else:
+                requests.append(self._request(shape, prompt=generator.choices(_TOKENS, k=shape.input_tokens)))
+        return requests
 
     def completion(self, prompt: Sequence[int], output_tokens: int) -> PreparedRequest:
         """A request with the very token ids that are given."""
@@ -127,10 +129,7 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
 def trace_arrivals(times: Sequence[float], rate: float | None = None) -> list[float]:
     """The times of a trace from its first arrival on, evenly stretched to a mean rate if one is given.
 
-    The mean rate of n arrivals is n - 1 over the time from the first to the last.
-
-    Raises:
-        UsageError: if the trace has no duration that could be stretched.
+    The mean rate of n arrivals is n - 1 over the time from the first to the last. Raises UsageError if that is zero.
     """
     first = min(times)
     offsets = [time - first for time in times]
@@ -152,11 +151,7 @@ def offered_rate(arrivals: Sequence[float]) -> float | None:
 
 
 def parse_rates(text: str, flag: str) -> tuple[float, ...]:
-    """Requests per second above 0, or inf, separated by commas: "0.5,2,inf".
-
-    Raises:
-        UsageError: naming the flag.
-    """
+    """Requests per second above 0, or inf, separated by commas: "0.5,2,inf". A UsageError names the flag."""
     rates = []
     for part in text.split(","):
         try:

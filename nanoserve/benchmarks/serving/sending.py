@@ -100,11 +100,7 @@ class Sender:
 
 
 async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: RequestRecord, now: Clock) -> None:
-    """Read the answer to its end, into the record.
-
-    Raises:
-        _Failed: if it is an error, has no proper end, or holds no token.
-    """
+    """Read the answer to its end, into the record. Raises _Failed for an error, no proper end, or no token."""
     events, usage, status, refusal = EventReader(), ServerUsage(), 0, b""
     moment, finished = 0.0, False
     while not isinstance(event := http.next_event(), h11.EndOfMessage):
@@ -154,10 +150,7 @@ async def send_all(
     """Send each request when its time has come, in seconds from now, whatever became of those before it.
 
     With ``clients``, a closed loop: no more requests are on their way, and the next one's time comes when one ends.
-
-    Args:
-        run: gets every record as soon as it is complete, and keeps what it has if this is cancelled.
-        answered: called after every request.
+    ``run`` gets every record as soon as it is complete, and keeps what it has if this is cancelled.
     """
     began, run.unfinished = time.perf_counter(), len(requests)
     free = asyncio.Semaphore(len(requests) if clients is None else clients)
@@ -182,6 +175,15 @@ async def send_all(
         run.seconds = now() if run.unfinished else max(record.ended for record in run.records)
 
 
+def send_at_once(sender: Sender, requests: Sequence[PreparedRequest], name: str) -> LoadRun:
+    """Send all requests now. Raises RuntimeFailure, which calls them by this name, if one of them fails."""
+    run = LoadRun()
+    asyncio.run(send_all(sender, requests, [0.0] * len(requests), run))
+    if failures := [record.failure for record in run.records if record.failure is not None]:
+        raise RuntimeFailure(f"{len(failures)} of {len(requests)} {name} failed: {failures[0]}")
+    return run
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeBench:
     """Measures one server with one kind of work."""
@@ -200,15 +202,11 @@ class ServeBench:
     def warm_up(self, count: int) -> None:
         """Send the first requests at once, with short answers, and forget the times.
 
-        Raises:
-            RuntimeFailure: if one of them fails: measuring would be in vain.
+        Raises RuntimeFailure if one of them fails: measuring would be in vain.
         """
         first = self.work.shapes[:count]
         shapes = [RequestShape(one.input_tokens, min(one.output_tokens, _WARM_UP_TOKENS)) for one in first]
-        requests, run = self.style.prepare(shapes, f"{self.salt}/warm-up"), LoadRun()
-        asyncio.run(send_all(self.sender, requests, [0.0] * len(shapes), run))
-        if failures := [record.failure for record in run.records if record.failure is not None]:
-            raise RuntimeFailure(f"{len(failures)} of {len(shapes)} requests of the warm-up failed: {failures[0]}")
+        send_at_once(self.sender, self.style.prepare(shapes, f"{self.salt}/warm-up"), "requests of the warm-up")
 
     def measure(
         self, point: Point, repeats: int, keep: Callable[[dict[str, Any]], None], answered: Callable[[], None]

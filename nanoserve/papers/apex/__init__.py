@@ -21,18 +21,8 @@ PAPER = Paper(
         "full: backlogs of 3,000 requests on A10 and 1,000 on T4, of 80 to 480 in the list and figure 6",
     ),
     figures=(
-        PaperFigure(
-            number="1b",
-            title="attention on device and CPU",
-            make=processor_speed,
-            counted=_COSTS,
-        ),
-        PaperFigure(
-            number="bounds",
-            title="decodes alone, beside the closed forms",
-            make=bounds,
-            counted=_STEPS,
-        ),
+        PaperFigure(number="1b", title="attention on device and CPU", make=processor_speed, counted=_COSTS),
+        PaperFigure(number="bounds", title="decodes alone, beside the closed forms", make=bounds, counted=_STEPS),
         PaperFigure(number="5", title="throughput", make=throughput_figure),
         PaperFigure(number="7", title="throughput by output length", make=output_lengths),
         PaperFigure(number="list", title="our policy beside all others", make=fixed_list),

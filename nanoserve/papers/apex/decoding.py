@@ -4,12 +4,13 @@ One step after another is run on the simulator's device and CPU (simulator/host_
 sequences that the policy itself decides on, and held against the closed forms of nanoserve/costs/closed_forms.py.
 """
 
-from collections.abc import Mapping
+from functools import partial
+from itertools import product
 
 import msgspec
 
-from nanoserve.benchmarks.tables import Column
-from nanoserve.costs import StepCosts, StepWork
+from nanoserve.benchmarks.tables import columns
+from nanoserve.costs import StepCosts
 from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_break_even, pipelining_speedup_bound
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.measures.charts import Chart, panel
@@ -43,36 +44,25 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
     def run(self) -> "DecodeOutcome":
         """Alone, pipelined and overlapped."""
         costs = self.platform.costs(self.processor)
-        alone = self.decodes / costs.stage_seconds(self._device(costs), 0)
+        alone = self.decodes / costs.stage_seconds(costs.work([self.context] * self.decodes), 0)
         overlapped, steps = self._overlapped(costs)
         predictor = CostPredictor(costs)
         linear = predictor.linear_seconds(self.decodes)
         attention = predictor.attention_seconds(self.decodes * self.context)
         host = predictor.host_attention_seconds(self.host_sequences, self.host_sequences * self.context)
         ratio = self.host_sequences / host * attention / self.decodes
+        numbers = {"decodes": self.decodes, "host_sequences": self.host_sequences}
+        gain = overlap_gain_bound(linear, attention, speed_ratio=ratio, layers=costs.num_layers, **numbers)
         return DecodeOutcome(
             pipelined=self._pipelined(costs) / alone,
-            pipelined_bound=pipelining_speedup_bound(
-                linear, attention, speed_ratio=ratio, decodes=self.decodes, host_sequences=self.host_sequences
-            ),
+            pipelined_bound=pipelining_speedup_bound(linear, attention, speed_ratio=ratio, **numbers),
             overlapped=overlapped / alone,
-            overlapped_bound=1
-            + overlap_gain_bound(
-                linear,
-                attention,
-                speed_ratio=ratio,
-                decodes=self.decodes,
-                host_sequences=self.host_sequences,
-                layers=costs.num_layers,
-            ),
+            overlapped_bound=1 + gain,
             steps_per_token=steps,
             layers=costs.num_layers,
             speed_ratio=1 / ratio,
             break_even=pipelining_break_even(linear, attention),
         )
-
-    def _device(self, costs: StepCosts) -> StepWork:
-        return costs.work([self.context] * self.decodes)
 
     def _host(self, first: int, count: int) -> dict[int, HostRow]:
         return {number: HostRow(self.context, Answer(number)) for number in range(first, first + count)}
@@ -80,7 +70,7 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
     def _pipelined(self, costs: StepCosts) -> float:
         """Tokens per second of a step as NEO decides it: asymmetric, or the device alone."""
         decision = AsymmetricPipelining(self.decodes).decide(self._load(CostPredictor(costs)))
-        device = self._device(costs)
+        device = costs.work([self.context] * self.decodes)
         if decision.strategy == "device":
             return self.decodes / costs.stage_seconds(device, 0)
         first, second = decision.host_decodes
@@ -93,7 +83,7 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
 
     def _overlapped(self, costs: StepCosts) -> tuple[float, float]:
         """Tokens per second, and the steps that a host token takes, over some cohorts one after the other."""
-        attention, device = HostAttention(costs, Processor()), self._device(costs)
+        attention, device = HostAttention(costs, Processor()), costs.work([self.context] * self.decodes)
         now, steps, tokens = 0.0, 0, 0
         while tokens < _CYCLES * self.host_sequences:
             beginning = {} if attention.under_way else self._host(0, self.host_sequences)
@@ -141,28 +131,18 @@ class DecodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
 def _cases() -> list[DecodeCase]:
     """The device full, and up to 30 times as many host sequences: fast CPUs, and those of the paper."""
     cases = []
-    for platform, contexts in ((A10, (500, 1000, 2000)), (T4, (250, 500))):
-        blocks = platform.costs().memory.kv_blocks(1)
-        for context in contexts:
-            for processor, hosts in ((None, (1, 4, 16)), (PAPERS_SHARE, (4, 10, 30))):
-                decodes = blocks // context
-                cases += [
-                    DecodeCase(
-                        platform=platform,
-                        decodes=decodes,
-                        host_sequences=host * decodes,
-                        context=context,
-                        processor=processor,
-                    )
-                    for host in hosts
-                ]
+    platforms = ((A10, 500), (A10, 1000), (A10, 2000), (T4, 250), (T4, 500))
+    processors = ((None, (1, 4, 16)), (PAPERS_SHARE, (4, 10, 30)))
+    for (platform, context), (processor, hosts) in product(platforms, processors):
+        decodes = platform.costs().memory.kv_blocks(1) // context
+        shared = partial(DecodeCase, platform=platform, decodes=decodes, context=context, processor=processor)
+        cases += [shared(host_sequences=host * decodes) for host in hosts]
     return cases
 
 
 def bounds(scale: Scale, run: Run) -> Finding:
     """Decodes alone: what asymmetric pipelining and overlap gain, beside their closed forms."""
-    cases = _cases()
-    found = run(cases)
+    found = run(cases := _cases())
     outcomes: dict[DecodeCase, DecodeOutcome] = {case: found[case] for case in cases}
     rows = [
         {
@@ -175,41 +155,34 @@ def bounds(scale: Scale, run: Run) -> Finding:
         }
         for case, one in outcomes.items()
     ]
-    return Finding(claims("apex", _against_bounds(outcomes)), None, rows, _COLUMNS)
-
-
-_COLUMNS = (
-    Column("platform", "platform"),
-    Column("B", "decodes", ",d"),
-    Column("context", "context", ",d"),
-    Column("C", "host", ",d"),
-    Column("CPU share, %", "share", ".0f"),
-    Column("asymmetric", "pipelined", ".3f"),
-    Column("bound", "pipelined_bound", ".3f"),
-    Column("overlap", "overlapped", ".3f"),
-    Column("bound", "overlapped_bound", ".3f"),
-    Column("steps a token", "steps_per_token", ".0f"),
-    Column("NG / NC", "speed_ratio", ".1f"),
-    Column("pays below", "break_even", ".1f"),
-)
-
-
-def _against_bounds(found: Mapping[DecodeCase, DecodeOutcome]) -> Ours:
-    outcomes = list(found.values())
+    every = list(outcomes.values())
     ours: Ours = {
-        "bounds asymmetric": max(one.pipelined / max(1.0, one.pipelined_bound) for one in outcomes),
-        "bounds overlap": max((one.overlapped - 1) / (one.overlapped_bound - 1) for one in outcomes),
+        "bounds asymmetric": max(one.pipelined / max(1.0, one.pipelined_bound) for one in every),
+        "bounds overlap": max((one.overlapped - 1) / (one.overlapped_bound - 1) for one in every),
         "bounds steps": Spread.of(
-            one.steps_per_token - one.layers for case, one in found.items() if case.processor is None
+            one.steps_per_token - one.layers for case, one in outcomes.items() if case.processor is None
         ),
     }
     for platform in (A10, T4):
-        slow = [one for case, one in found.items() if (case.platform, case.processor) == (platform, PAPERS_SHARE)]
+        slow = [one for case, one in outcomes.items() if (case.platform, case.processor) == (platform, PAPERS_SHARE)]
         ours[f"bounds {platform.name}"] = Spread.of(one.speed_ratio / one.break_even for one in slow)
-    return ours
+    return Finding(claims("apex", ours), None, rows, _COLUMNS)
 
 
-# -------------------------------------------------------------------------------------------------------- figure 1b
+_COLUMNS = columns(
+    ("", "platform"),
+    (",d", ("B", "decodes"), "context", ("C", "host")),
+    (".0f", ("CPU share, %", "share")),
+    (
+        ".3f",
+        ("asymmetric", "pipelined"),
+        ("bound", "pipelined_bound"),
+        ("overlap", "overlapped"),
+        ("bound", "overlapped_bound"),
+    ),
+    (".0f", ("steps a token", "steps_per_token")),
+    (".1f", ("NG / NC", "speed_ratio"), ("pays below", "break_even")),
+)
 
 
 def processor_speed(scale: Scale, run: Run) -> Finding:
@@ -218,15 +191,15 @@ def processor_speed(scale: Scale, run: Run) -> Finding:
     panels, rows = [], []
     for platform in (A10, T4):
         predictor = CostPredictor(platform.costs())
-        device = [predictor.attention_seconds(batch * _CONTEXT_OF_FIGURE_1B) for batch in _BATCHES]
-        cpu = [predictor.host_attention_seconds(batch, batch * _CONTEXT_OF_FIGURE_1B) for batch in _BATCHES]
+        device = [1e6 * predictor.attention_seconds(batch * _CONTEXT_OF_FIGURE_1B) for batch in _BATCHES]
+        cpu = [1e6 * predictor.host_attention_seconds(batch, batch * _CONTEXT_OF_FIGURE_1B) for batch in _BATCHES]
         rows += [
-            {"platform": platform.name, "batch": batch, "device_us": 1e6 * one, "cpu_us": 1e6 * other}
+            {"platform": platform.name, "batch": batch, "device_us": one, "cpu_us": other}
             for batch, one, other in zip(_BATCHES, device, cpu, strict=True)
         ]
         four = _BATCHES.index(4)
         ours[f"1b {platform.name}"] = cpu[four] / device[four]
-        heights = {"device": [1e6 * one for one in device], "CPU": [1e6 * one for one in cpu]}
+        heights = {"device": device, "CPU": cpu}
         title, y = f"{platform.name}, {platform.model}", "attention of one layer, us"
         panels.append(panel(title, "batch size", y, [*map(float, _BATCHES)], heights, log_x=True, log_y=True))
     chart = Chart("APEX, figure 1b: attention over 1024 keys on our platforms", panels, columns=2)

@@ -5,11 +5,13 @@ fifth more than it can, and everything at once.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from statistics import geometric_mean
+from typing import Any
 
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.charts import Chart, panel
 from nanoserve.measures.metrics import Spread
 from nanoserve.papers.apex.settings import (
@@ -48,46 +50,35 @@ def fixed_list(scale: Scale, run: Run) -> Finding:
     outputs = scale.pick(OUTPUTS, ALL_OUTPUTS)
     lengths = [(A10, f"1000:{output}") for output in outputs] + [(T4, f"osc:{output}") for output in outputs]
     runs = _loads([_small_backlog(platform, name, scale) for platform, name in lengths], (BELOW, ABOVE), scale, run)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "platform": setting.platform.name,
             "lengths": setting.lengths,
-            "load": _load_name(load),
+            "load": "all at once" if load is None else f"{load:.1f} of capacity",
             "system": label,
             "throughput": runs.mean((setting, load, label), throughput),
             "ratio": runs.ratio((setting, load, HYBRID.label), (setting, load, label), throughput).mean,
         }
         for setting, load, label in runs.cases
     ]
-    ratios = [
-        (runs.ratio((*key[:2], HYBRID.label), key, throughput).mean, key)
-        for key in runs.cases
-        if key[2] != HYBRID.label
-    ]
-    (least, worst), number = min(ratios, key=lambda pair: pair[0]), len(ratios)
-    setting, load, label = worst
+    others = [row for row in rows if row["system"] != HYBRID.label]
+    worst = min(others, key=itemgetter("ratio"))
     ours: Ours = {
-        "list worst": least,
-        "list mean": geometric_mean(ratio for ratio, _ in ratios),
+        "list worst": worst["ratio"],
+        "list mean": geometric_mean(row["ratio"] for row in others),
         "list below": Spread.of(
             runs.ratio(key, (*key[:2], DEVICE.label), throughput).mean for key in runs.cases if key[1] == BELOW
         ),
     }
-    where = f"{setting.platform.name}, {setting.lengths}, {_load_name(load)}, over {label}"
-    return Finding(claims("apex", ours, number=number, where=where), None, rows, _COLUMNS)
+    where = "{platform}, {lengths}, {load}, over {system}".format_map(worst)
+    return Finding(claims("apex", ours, number=len(others), where=where), None, rows, _COLUMNS)
 
 
-def _load_name(load: float | None) -> str:
-    return "all at once" if load is None else f"{load:.1f} of capacity"
-
-
-_COLUMNS = (
-    Column("platform", "platform"),
-    Column("lengths", "lengths", justify="left"),
-    Column("load", "load", justify="left"),
-    Column("system", "system", justify="left"),
-    Column("tok/s", "throughput", ",.0f"),
-    Column("hybrid over it", "ratio", ".3f"),
+_COLUMNS = columns(
+    ("", "platform"),
+    ("<", "lengths", "load", "system"),
+    (",.0f", ("tok/s", "throughput")),
+    (".3f", ("hybrid over it", "ratio")),
 )
 
 
@@ -120,8 +111,6 @@ def _loads(settings: Sequence[HostBacklog], rates: Sequence[float], scale: Scale
     return Runs(run, jobs)
 
 
-# --------------------------------------------------------------------------------------------------------- figure 6
-
 _LATENCIES = {T4: "osc:200", A10: "1000:200"}
 """Lengths by platform."""
 
@@ -135,37 +124,30 @@ def latency(scale: Scale, run: Run) -> Finding:
             "platform": setting.platform.name,
             "rate": load,
             "system": label,
-            "latency": 1e3 * runs.mean((setting, load, label), _latency),
+            "latency": runs.mean((setting, load, label), _latency),
         }
         for setting, load, label in runs.cases
         if load is not None
     ]
-    columns = (
-        Column("platform", "platform"),
-        Column("rate over capacity", "rate", ".1f"),
-        Column("system", "system", justify="left"),
-        Column("latency per token, ms", "latency", ",.0f"),
+    shown = columns(
+        ("", "platform"),
+        (".1f", ("rate over capacity", "rate")),
+        ("<", "system"),
+        (",.0f", ("latency per token, ms", "latency")),
     )
     ours = {
         f"6 {one.platform.name}": runs.ratio((one, ABOVE, APEX.label), (one, ABOVE, NEO.label), _latency)
         for one in places
     }
-    panels = [
-        panel(
-            f"{one.platform.name}, {one.lengths}",
-            "request rate, 1/s",
-            "latency per token, ms",
-            [runs.cases[one, rate, DEVICE.label][0].rate or 0.0 for rate in _RATES],
-            {
-                system.label: [1e3 * runs.mean((one, rate, system.label), _latency) for rate in _RATES]
-                for system in SYSTEMS
-            },
-        )
-        for one in places
-    ]
+    panels = []
+    for one in places:
+        rates = [runs.cases[one, rate, DEVICE.label][0].rate or 0.0 for rate in _RATES]
+        heights = {each.label: [runs.mean((one, rate, each.label), _latency) for rate in _RATES] for each in SYSTEMS}
+        title = f"{one.platform.name}, {one.lengths}"
+        panels.append(panel(title, "request rate, 1/s", "latency per token, ms", rates, heights))
     chart = Chart("APEX, figure 6: latency per token", panels, columns=2)
-    return Finding(claims("apex", ours), chart, rows, columns)
+    return Finding(claims("apex", ours), chart, rows, shown)
 
 
 def _latency(outcome: Outcome) -> float:
-    return outcome.latency_per_token
+    return 1e3 * outcome.latency_per_token

@@ -7,6 +7,7 @@ Poisson arrivals.
 
 from dataclasses import dataclass
 from itertools import islice
+from statistics import fmean
 
 from nanoserve.costs import Efficiency, StepCosts, load_machine, load_shape
 from nanoserve.papers.cases import BLOCK_SIZE, Case, System, draw_lengths
@@ -67,18 +68,14 @@ class HostBacklog:
     lengths: str
     """See ``draw_lengths``."""
     requests: int
-    """Number of requests."""
     processor: float | None = None
     """Share of the CPUs' data sheet that attention reaches; None is the default."""
     systems: tuple[System, ...] = SYSTEMS
     """Systems that are compared."""
 
-    def cases(self, scale: Scale) -> list[Case]:
-        """The closed batch, for every system with the first seed, not tuned yet."""
-        return [self.case(system, scale.seeds[0]) for system in self.systems]
-
     def case(self, system: System, seed: int = 0) -> Case:
         """One system's. Requests that the device's memory cannot hold are left out, for all budgets alike."""
+        processor = None if system is DEVICE else self.processor
         return Case(
             system=system,
             model=self.platform.model,
@@ -87,14 +84,9 @@ class HostBacklog:
             longest=self.platform.longest,
             requests=self.requests,
             max_num_seqs=self.requests,
-            processor=self._processor(system),
+            processor=processor / 2 if processor and system is NEO_KERNEL else processor,
             seed=seed,
         )
-
-    def _processor(self, system: System) -> float | None:
-        if system is DEVICE or self.processor is None:
-            return None
-        return self.processor / 2 if system is NEO_KERNEL else self.processor
 
 
 def large_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog:
@@ -106,7 +98,4 @@ def large_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog
 def mean_lengths(name: str) -> tuple[float, float]:
     """Mean tokens in and out of a name's lengths."""
     shapes = list(islice(draw_lengths(name, 0), 2000))
-    inputs, outputs = (
-        sum(sizes) / len(shapes) for sizes in zip(*((s.input_tokens, s.output_tokens) for s in shapes), strict=True)
-    )
-    return inputs, outputs
+    return fmean(shape.input_tokens for shape in shapes), fmean(shape.output_tokens for shape in shapes)

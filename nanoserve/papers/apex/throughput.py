@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.charts import Chart, Panel, panel
 from nanoserve.measures.metrics import Spread
 from nanoserve.papers.apex.settings import (
@@ -39,13 +39,9 @@ def backlogs(
     settings: Sequence[HostBacklog], scale: Scale, run: Run, budgets: Sequence[int] = TOKEN_BUDGETS
 ) -> Backlogs:
     """Every system in every backlog, tuned with the first seed, then run with all."""
-    cases = [case for one in settings for case in one.cases(scale)]
-    pairs = [(one, system.label) for one in settings for system in one.systems]
-    found = zip(pairs, tuned(cases, run, throughput, budgets), strict=True)
-    return Runs(run, {pair: over_seeds(case, scale.seeds) for pair, case in found})
-
-
-# ------------------------------------------------------------------------------------------------------ figures 5, 7
+    cases = {(one, system.label): one.case(system, scale.seeds[0]) for one in settings for system in one.systems}
+    found = zip(cases, tuned([*cases.values()], run, throughput, budgets), strict=True)
+    return Runs(run, {key: over_seeds(case, scale.seeds) for key, case in found})
 
 
 def _large_backlogs(settings: Sequence[HostBacklog], scale: Scale, run: Run) -> Backlogs:
@@ -86,56 +82,49 @@ def output_lengths(scale: Scale, run: Run) -> Finding:
     settings = [large_backlog(A10, f"1000:{output}", scale) for output in scale.pick(OUTPUTS, ALL_OUTPUTS)]
     runs = _large_backlogs(settings, scale, run)
     by_output = {int(one.lengths.partition(":")[2]): one for one in settings}
-
-    def over(output: int, above: System, below: System) -> Spread:
-        return _over(above, below, by_output[output], runs)
-
     compared = [(output, APEX, neo) for output in OUTPUTS for neo in (NEO, NEO_KERNEL)]
     compared += [(1000, OVERLAP, NEO), (1000, OVERLAP, DEVICE), (1000, APEX, DEVICE)]
     ours: Ours = {
-        f"7 {output}: {above.label} over {below.label}": over(output, above, below) for output, above, below in compared
+        f"7 {output}: {above.label} over {below.label}": _over(above, below, by_output[output], runs)
+        for output, above, below in compared
     }
-    ours["7 grows"] = over(1000, HYBRID, DEVICE)
-    found = claims("apex", ours, gain=over(50, HYBRID, DEVICE).high)
+    ours["7 grows"] = _over(HYBRID, DEVICE, by_output[1000], runs)
+    found = claims("apex", ours, gain=_over(HYBRID, DEVICE, by_output[50], runs).high)
     curves = _over_outputs("A10, LLaMA-3.1-8B, mean input 1000", settings, runs, relative=True)
     chart = Chart("APEX, figure 7: throughput by output length", [curves])
     return Finding(found, chart, _rows(runs), _COLUMNS)
 
 
-_COLUMNS = (
-    Column("platform", "platform"),
-    Column("lengths", "lengths", justify="left"),
-    Column("system", "system", justify="left"),
-    Column("budget", "budget", ",d"),
-    Column("tok/s", "throughput", ",.0f"),
-    Column("over device only", "over_device", ".2f"),
-    Column("of host sequences, %", "host_share", ".0f"),
-    Column("CPU busy, %", "processor", ".0f"),
-    Column("preemptions", "preemptions", ",d"),
-    Column("TPOT, ms", "tpot", ",.0f"),
+_COLUMNS = columns(
+    ("", "platform"),
+    ("<", "lengths", "system"),
+    (",d", "budget"),
+    (",.0f", ("tok/s", "throughput")),
+    (".2f", ("over device only", "over_device")),
+    (".0f", ("of host sequences, %", "host_share"), ("CPU busy, %", "processor")),
+    (",d", "preemptions"),
+    (",.0f", ("TPOT, ms", "tpot")),
 )
 
 
 def _rows(runs: Backlogs) -> list[dict[str, object]]:
-    rows = []
-    for (setting, label), several in runs.cases.items():
-        result = runs.outcomes((setting, label))[0].result
-        rows.append(
-            {
-                "platform": setting.platform.name,
-                "lengths": setting.lengths,
-                "system": label,
-                "budget": several[0].system.token_budget,
-                "throughput": runs.mean((setting, label), throughput),
-                "over_device": runs.ratio((setting, label), (setting, DEVICE.label), throughput).mean,
-                "host_share": 100 * result.host_tokens / result.output_tokens,
-                "processor": 100 * result.processor_share,
-                "preemptions": result.preemptions,
-                "tpot": result.tpot_ms.mean if result.tpot_ms else None,
-                "steps": result.strategy_steps,
-            }
-        )
-    return rows
+    results = {key: runs.outcomes(key)[0].result for key in runs.cases}
+    return [
+        {
+            "platform": setting.platform.name,
+            "lengths": setting.lengths,
+            "system": label,
+            "budget": runs.cases[setting, label][0].system.token_budget,
+            "throughput": runs.mean((setting, label), throughput),
+            "over_device": runs.ratio((setting, label), (setting, DEVICE.label), throughput).mean,
+            "host_share": 100 * result.host_tokens / result.output_tokens,
+            "processor": 100 * result.processor_share,
+            "preemptions": result.preemptions,
+            "tpot": result.tpot_ms.mean if result.tpot_ms else None,
+            "steps": result.strategy_steps,
+        }
+        for (setting, label), result in results.items()
+    ]
 
 
 def _over_outputs(title: str, settings: Sequence[HostBacklog], runs: Backlogs, *, relative: bool) -> Panel:
@@ -150,8 +139,6 @@ def _over_outputs(title: str, settings: Sequence[HostBacklog], runs: Backlogs, *
     outputs = [float(one.lengths.partition(":")[2]) for one in settings]
     return panel(title, "mean output, tokens", _RELATIVE if relative else _ABSOLUTE, outputs, heights)
 
-
-# ------------------------------------------------------------------------------- what the order of systems depends on
 
 _SHARES = (0.05, PAPERS_SHARE, 0.2, 0.6)
 _OVER_SHARES = (NEO, OVERLAP, APEX, APEX_8, HYBRID)
@@ -188,34 +175,25 @@ def processors(scale: Scale, run: Run) -> Finding:
         }
         for (setting, label), several in runs.cases.items()
     ]
-    columns = (
-        Column("platform", "platform"),
-        Column("system", "system", justify="left"),
-        Column("CPU share", "share", ".2f"),
-        Column("budget", "budget", ",d"),
-        Column("tok/s", "throughput", ",.0f"),
-        Column("over device only", "over_device", ".2f"),
-        Column("over NEO", "over_neo", ".2f"),
-        Column("CPU busy, %", "processor", ".0f"),
+    shown = columns(
+        ("", "platform"),
+        ("<", "system"),
+        (".2f", ("CPU share", "share")),
+        (",d", "budget"),
+        (",.0f", ("tok/s", "throughput")),
+        (".2f", ("over device only", "over_device"), ("over NEO", "over_neo")),
+        (".0f", ("CPU busy, %", "processor")),
     )
-    panels = [
-        panel(
-            f"{platform.name}, {platform.model}, {lengths}",
-            "share of the CPUs' data sheet, %",
-            _RELATIVE,
-            [100 * share for share in _SHARES],
-            {
-                system.label: [_over(system, DEVICE, one, runs).mean for one in settings if one.platform == platform]
-                for system in _OVER_SHARES
-            },
-            log_x=True,
-            log_y=True,
-            marks=(1.0,),
-        )
-        for platform, lengths in _PLACES
-    ]
+    panels = []
+    for platform, lengths in _PLACES:
+        here = [one for one in settings if one.platform == platform]
+        heights = {system.label: [_over(system, DEVICE, one, runs).mean for one in here] for system in _OVER_SHARES}
+        title = f"{platform.name}, {platform.model}, {lengths}"
+        x = "share of the CPUs' data sheet, %"
+        shares = [100 * share for share in _SHARES]
+        panels.append(panel(title, x, _RELATIVE, shares, heights, log_x=True, log_y=True, marks=(1.0,)))
     chart = Chart("How fast the CPUs attend", panels, columns=2)
-    return Finding(claims("apex", _with_slow_cpus(settings, runs)), chart, rows, columns)
+    return Finding(claims("apex", _with_slow_cpus(settings, runs)), chart, rows, shown)
 
 
 def _with_slow_cpus(settings: Sequence[HostBacklog], runs: Backlogs) -> Ours:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.charts import Chart, panel
 from nanoserve.papers.cases import Case, Runs, with_budget
 from nanoserve.papers.claims import Ours, claims
@@ -29,11 +29,7 @@ _BELOW = 2.5
 _LOW, _DEEP = f"{_BELOW:g} requests a second", "deep backlog"
 _HIGHER = {f"{rate:g} requests a second": rate for rate in (5.0, 10.0)}
 """Where prompts meet one another: without WT they stall the stages, and TTFT grows too."""
-_COLUMNS = [
-    Column("load", "load"),
-    Column("system", "system", justify="left"),
-    *metric_columns(str),
-]
+_COLUMNS = [*columns(("", "load"), ("<", "system")), *metric_columns(str)]
 
 
 def ablation(scale: Scale, run: Run) -> Finding:
@@ -62,15 +58,12 @@ def ablation(scale: Scale, run: Run) -> Finding:
     panels = []
     for load, systems in ((_LOW, low), (_DEEP, deep)):
         names = [one.label.removeprefix("gLLM ") for one in systems]
-        for metric, one in METRICS.items():
-            heights = [runs.mean((load, system.label), one) for system in systems]
-            axis = f"{metric}, {UNITS[metric]}"
-            panels.append(panel(load, "", axis, names, {"": heights}, kind="bar", marks=(heights[0],)))
+        for metric, unit in UNITS.items():
+            heights = [runs.mean((load, system.label), METRICS[metric]) for system in systems]
+            panels.append(panel(load, "", f"{metric}, {unit}", names, {"": heights}, kind="bar", marks=(heights[0],)))
     chart = Chart("gLLM, figure 15: ablation (dotted: gLLM)", panels, columns=4)
     return Finding(claims("gllm", ours), chart, table, _COLUMNS)
 
-
-# --------------------------------------------------------------------------------------------------------- figure 16
 
 _BUSY = 10.0
 """Requests per second: two thirds of what the machine can do."""
@@ -132,17 +125,10 @@ def sensitivity(scale: Scale, run: Run) -> Finding:
         {"load": load, "system": f"{name} = {value:g}", **runs.means((name, load, value), METRICS)}
         for name, load, value in jobs
     ]
-    panels = [
-        panel(
-            load,
-            name,
-            "over its value at the default",
-            values,
-            {metric: over_default(name, load, metric) for metric in METRICS},
-            marks=(1.0,),
-        )
-        for (name, load), values in _SWEEPS.items()
-    ]
+    panels = []
+    for (name, load), values in _SWEEPS.items():
+        heights = {metric: over_default(name, load, metric) for metric in METRICS}
+        panels.append(panel(load, name, "over its value at the default", values, heights, marks=(1.0,)))
     return Finding(claims("gllm", ours), Chart("gLLM, figure 16: sensitivity", panels, columns=3), table, _COLUMNS)
 
 

@@ -1,12 +1,12 @@
 """gLLM, sections 1 and 2.4: uneven micro-batches and bubbles (figures 1, 4), and the cap that hides them."""
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, product
 from statistics import mean, pstdev
 
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
 from nanoserve.measures.metrics import Spread
 from nanoserve.papers.cases import Outcome, Runs
@@ -33,32 +33,27 @@ def token_counts(scale: Scale, run: Run) -> Finding:
     """Figure 1: tokens of consecutive micro-batches, under Sarathi-Serve's budget of 2048 and under throttling."""
     runs = Runs(run, {system.label: deep_backlog(scale, system) for system in (GLLM, WITH_CK)})
     few, severe = runs.values(GLLM.label, bubbles), runs.values(WITH_CK.label, bubbles)
-    found = claims(
-        "gllm",
-        {
-            "1 variation": runs.ratio(WITH_CK.label, GLLM.label, lambda one: one.steady.variation),
-            "1 few bubbles": Spread.of(few),
-            "1 severe bubbles": Spread.of(theirs - mine for mine, theirs in zip(few, severe, strict=True)),
-        },
-    )
+    ours = {
+        "1 variation": runs.ratio(WITH_CK.label, GLLM.label, lambda one: one.steady.variation),
+        "1 few bubbles": Spread.of(few),
+        "1 severe bubbles": Spread.of(theirs - mine for mine, theirs in zip(few, severe, strict=True)),
+    }
     firsts = {label: runs.outcomes(label)[0] for label in (WITH_CK.label, GLLM.label)}
     panels = [
         _batched_tokens(title, "iteration", range(len(one.log)), one.log, marks=(2048.0,))
         for title, one in zip(("Sarathi-Serve", "gLLM"), firsts.values(), strict=True)
     ]
     return Finding(
-        found,
+        claims("gllm", ours),
         Chart("gLLM, figure 1: scheduled tokens of each micro-batch (dotted: the budget)", panels, columns=2),
         [{"system": label, **_balance(one)} for label, one in firsts.items()],
-        [
-            Column("system, first seed", "system"),
-            Column("tokens of a step", "tokens", ",.0f"),
-            Column("of prompts", "prefill", ",.0f"),
-            Column("decodes", "decodes", ",.0f"),
-            Column("variation", "variation", ".2f"),
-            Column("bubbles", "bubbles", ".1f"),
-            Column("tok/s", "throughput", ",.0f"),
-        ],
+        columns(
+            ("", ("system, first seed", "system")),
+            (",.0f", ("tokens of a step", "tokens"), ("of prompts", "prefill"), "decodes"),
+            (".2f", "variation"),
+            (".1f", "bubbles"),
+            (",.0f", ("tok/s", "throughput")),
+        ),
     )
 
 
@@ -81,8 +76,6 @@ def _batched_tokens(
     return panel(title, x, "batched tokens", list(map(float, places)), heights, styles="-", marks=marks)
 
 
-# ------------------------------------------------------------------------------------------------------- figure 4
-
 _BURST_RATE, _BURST_SECONDS = 10.0, 60.0
 _ALL_STEPS = 100_000
 _BUCKET = 2.0
@@ -96,30 +89,20 @@ def utilization(scale: Scale, run: Run) -> Finding:
     runs = Runs(run, {"": [replace(case, steady=(0.0, 1.0), logged_steps=_ALL_STEPS) for case in cases]})
     logs = [one.log for one in runs.outcomes("")]
     phases = [_phases(log) for log in logs]
-    found = claims(
-        "gllm",
-        {
-            "4 variation": Spread.of(_variation(first) / _variation(second) for first, second in phases),
-            "4 first phase": Spread.of(_busy(first) for first, _ in phases),
-            "4 second phase": Spread.of(_busy(second) for _, second in phases),
-        },
-    )
+    ours = {
+        "4 variation": Spread.of(_variation(first) / _variation(second) for first, second in phases),
+        "4 first phase": Spread.of(_busy(first) for first, _ in phases),
+        "4 second phase": Spread.of(_busy(second) for _, second in phases),
+    }
     log = logs[0]
     buckets = _busy_over_time(log)
+    times = [_BUCKET * place for place in range(len(buckets))]
     panels = (
-        panel(
-            "(a) stages busy",
-            "time, s",
-            "GPU utilization, %",
-            [_BUCKET * place for place in range(len(buckets))],
-            {"": buckets},
-            styles="-",
-        ),
+        panel("(a) stages busy", "time, s", "GPU utilization, %", times, {"": buckets}, styles="-"),
         _batched_tokens("(b) micro-batches", "time, s", [one.time for one in log], log),
     )
-    return Finding(
-        found, Chart("gLLM, figure 4: Sarathi-Serve in a coupled runtime, 32B on 4 x L20", panels, columns=2)
-    )
+    chart = Chart("gLLM, figure 4: Sarathi-Serve in a coupled runtime, 32B on 4 x L20", panels, columns=2)
+    return Finding(claims("gllm", ours), chart)
 
 
 def _phases(log: list[StepSample]) -> tuple[list[StepSample], list[StepSample]]:
@@ -159,28 +142,16 @@ def _busy_over_time(log: list[StepSample]) -> list[float]:
     return buckets
 
 
-# ---------------------------------------------------------------------------------------------- lengths, and the cap
-
-
 def lengths(scale: Scale, run: Run) -> Finding:
     """Figure 11: how long requests are."""
     count = scale.pick(5_000, 20_000)
     drawn = {name: list(islice(named_lengths(name, seed=0), count)) for name in (SHAREGPT, AZURE)}
-    sizes = {
-        "input": {name: [shape.input_tokens for shape in shapes] for name, shapes in drawn.items()},
-        "output": {name: [shape.output_tokens for shape in shapes] for name, shapes in drawn.items()},
-    }
-    over_sharegpt = {f"11 {what}": mean(each[AZURE]) / mean(each[SHAREGPT]) for what, each in sizes.items()}
-    panels = [
-        Panel(
-            title=what,
-            x="tokens",
-            y="share of requests below, %",
-            curves=[_cumulative(name, tokens) for name, tokens in by_name.items()],
-            log_x=True,
-        )
-        for what, by_name in sizes.items()
-    ]
+    over_sharegpt, panels = {}, []
+    for what in ("input", "output"):
+        sizes = {name: [getattr(shape, f"{what}_tokens") for shape in shapes] for name, shapes in drawn.items()}
+        over_sharegpt[f"11 {what}"] = mean(sizes[AZURE]) / mean(sizes[SHAREGPT])
+        curves = [_cumulative(name, tokens) for name, tokens in sizes.items()]
+        panels.append(Panel(title=what, x="tokens", y="share of requests below, %", curves=curves, log_x=True))
     chart = Chart("gLLM, figure 11: lengths of requests", panels, columns=2)
     return Finding(claims("gllm", over_sharegpt), chart)
 
@@ -195,12 +166,8 @@ def _cumulative(name: str, sizes: list[int]) -> ChartCurve:
 def caps(scale: Scale, run: Run) -> Finding:
     """No figure of the paper: the deep backlog under a cap on running sequences, which the paper does not state."""
     systems = (GLLM, WITH_CK, VLLM)
-    jobs = {
-        (system.label, cap): deep_backlog(scale.first_seed, system, max_num_seqs=cap)
-        for system in systems
-        for cap in _CAPS
-    }
-    runs = Runs(run, jobs)
+    pairs = product(systems, _CAPS)
+    runs = Runs(run, {(one.label, cap): deep_backlog(scale.first_seed, one, max_num_seqs=cap) for one, cap in pairs})
     ours = {f"cap {cap}": runs.ratio((GLLM.label, cap), (WITH_CK.label, cap), throughput) for cap in _CAPS}
     ours["cap unlike"] = runs.ratio((GLLM.label, 4096), (VLLM.label, 256), throughput)
     heights = {one.label: [runs.mean((one.label, cap), throughput) for cap in _CAPS] for one in systems}
@@ -208,13 +175,13 @@ def caps(scale: Scale, run: Run) -> Finding:
     return Finding(
         claims("gllm", ours),
         Chart("The cap on running sequences", [bars]),
-        [{"system": label, "cap": cap, **_balance(runs.outcomes((label, cap))[0])} for label, cap in jobs],
-        [
-            Column("system", "system"),
-            Column("cap", "cap", ",d"),
-            Column("tok/s", "throughput", ",.0f"),
-            Column("bubbles", "bubbles", ".1f"),
-            Column("tokens of a step", "tokens", ",.0f"),
-            Column("variation", "variation", ".2f"),
-        ],
+        [{"system": label, "cap": cap, **_balance(runs.outcomes((label, cap))[0])} for label, cap in runs.cases],
+        columns(
+            ("", "system"),
+            (",d", "cap"),
+            (",.0f", ("tok/s", "throughput")),
+            (".1f", "bubbles"),
+            (",.0f", ("tokens of a step", "tokens")),
+            (".2f", "variation"),
+        ),
     )

@@ -4,12 +4,12 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import nanoserve
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.charts import Chart, panel
 from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Run, Scale
@@ -24,8 +24,7 @@ _ENGINE, _WHOLE = "the engine without its laboratory", "all of nanoserve"
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """The size of a folder of the package, or of the files beside the folders."""
 
     files: int
@@ -36,7 +35,6 @@ class Room:
 
 
 def sources() -> Iterator[Path]:
-    """All Python files of the product."""
     for package in PACKAGES:
         yield from sorted((ROOT / package).rglob("*.py"))
 
@@ -54,9 +52,7 @@ def rooms() -> Mapping[str, Room]:
 
 
 def together(found: Iterable[Room]) -> Room:
-    """The size of several rooms."""
-    parts = list(found)
-    return Room(sum(one.files for one in parts), sum(one.lines for one in parts), sum(one.code for one in parts))
+    return Room(*map(sum, zip(*found, strict=True)))
 
 
 def code_lines(source: str) -> int:
@@ -79,22 +75,14 @@ def lines_of_code(scale: Scale, run: Run) -> Finding:
         _ENGINE: together(size for room, size in by_room.items() if room not in laboratory),
         _WHOLE: together(by_room.values()),
     }
-    rows = [
-        {"code_of": name, "files": size.files, "lines": size.lines, "code": size.code}
-        for name, size in {**by_room, **totals}.items()
-    ]
+    rows = [{"code_of": name, **size._asdict()} for name, size in {**by_room, **totals}.items()]
     rows += [{"code_of": f"{name} (paper)", "files": None, "lines": n, "code": None} for name, n in PAPER_LINES.items()]
     bars = {**PAPER_LINES, "nanoserve,\nengine": totals[_ENGINE].code, "nanoserve,\nall": totals[_WHOLE].code}
     chart = panel("section 4.7", "", "lines of code", list(bars), {"": list(bars.values())}, kind="bar")
-    columns = [
-        Column("code of", "code_of"),
-        Column("files", "files", ",d"),
-        Column("lines", "lines", ",d"),
-        Column("without comments, docstrings and blank lines", "code", ",d"),
-    ]
+    shown = columns(("", "code_of"), (",d", "files", "lines", ("without comments, docstrings and blank lines", "code")))
     ours = {  # lines without comments, docstrings and blank ones; the paper does not say how it counts
         "table 1 engine, gLLM": totals[_ENGINE].code,
         "table 1 engine, SGLang": totals[_ENGINE].code,
         "table 1 all, SGLang": totals[_WHOLE].code,
     }
-    return Finding(claims("gllm", ours), Chart("gLLM, table 1: lines of code", [chart]), rows, columns)
+    return Finding(claims("gllm", ours), Chart("gLLM, table 1: lines of code", [chart]), rows, shown)

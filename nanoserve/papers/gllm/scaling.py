@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.charts import Chart, panel
 from nanoserve.papers.cases import TOKEN_BUDGETS, Case, Runs, System, over_seeds, tuned, with_budget
 from nanoserve.papers.claims import claims
@@ -50,27 +50,22 @@ def scaling(scale: Scale, run: Run) -> Finding:
     for model, machine in dict.fromkeys((model, machine) for model, machine, _, _ in jobs):
         here = [key for key in jobs if key[:2] == (model, machine)]
         counts = sorted({devices for *_, devices in here})
-        heights = {
-            label: [
-                runs.mean(key, throughput) if (key := (model, machine, label, count)) in jobs else 0.0
-                for count in counts
-            ]
-            for label in dict.fromkeys(label for _, _, label, _ in here)
-        }
+        heights = {label: [0.0] * len(counts) for _, _, label, _ in here}
+        for key in here:
+            heights[key[2]][counts.index(key[3])] = runs.mean(key, throughput)
         title, names = f"{model}, {_PLACES[machine]}", [*map(str, counts)]
         panels.append(panel(title, "devices", "throughput, tokens/s", names, heights, kind="bar"))
     return Finding(
         claims("gllm", over_one),
         Chart("gLLM, figure 12: maximum throughput", panels, columns=2),
         rows,
-        [
-            Column("model", "model"),
-            Column("place", "place", justify="left"),
-            Column("system", "system", justify="left"),
-            Column("devices", "devices", "d"),
-            Column("budget", "budget", ",d"),
-            Column("tok/s", "throughput", ",.0f"),
-        ],
+        columns(
+            ("", "model"),
+            ("<", "place", "system"),
+            ("d", "devices"),
+            (",d", "budget"),
+            (",.0f", ("tok/s", "throughput")),
+        ),
     )
 
 
@@ -83,14 +78,8 @@ def _counts(model: str, system: System, scale: Scale) -> Sequence[int]:
 
 def _cases(scale: Scale, run: Run, model: str, machine: str, system: System, devices: int) -> list[Case]:
     """One for each seed, with the budget that is best for the first seed; throttling keeps the paper's MaxP."""
-    case = on_devices(
-        system,
-        model=model,
-        machine=machine,
-        devices=devices,
-        requests=_REQUESTS_PER_DEVICE * devices,
-        steady=(0.6, 0.95),
-    )
+    requests = _REQUESTS_PER_DEVICE * devices
+    case = on_devices(system, model=model, machine=machine, devices=devices, requests=requests, steady=(0.6, 0.95))
     if system is not GLLM:
         budgets = scale.pick((512, 1024, 2048, 4096), TOKEN_BUDGETS)
         (found,) = tuned(over_seeds(case, scale.first_seed.seeds), run, throughput, budgets)

@@ -7,7 +7,7 @@ from statistics import linear_regression
 import msgspec
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.charts import Chart, Panel, panel
 from nanoserve.measures.metrics import Slo, Spread
 from nanoserve.papers.cases import TOKEN_BUDGETS, Case, Metric, Outcome, Runs, System, over_seeds, tuned
@@ -65,12 +65,7 @@ class RateSweep(msgspec.Struct, frozen=True, kw_only=True):
         """Cases by rate, one for each seed: requests arrive for equally long at all rates."""
         seconds = scale.pick(60, 90)
         base = on_devices(
-            system,
-            model=self.model,
-            machine=self.machine,
-            lengths=self.lengths,
-            requests=_FEWEST,
-            steady=(0.3, 0.9),
+            system, model=self.model, machine=self.machine, lengths=self.lengths, requests=_FEWEST, steady=(0.3, 0.9)
         )
         if self.with_limits:
             base = replace(base, slo=lone_request_limits(base))
@@ -134,18 +129,13 @@ def _finding(title: str, ours: Ours, sweeps: Sequence[RateSweep], runs: Sweeps, 
         for system in SYSTEMS
         for rate in sweep.rates
     ]
-    columns = [
-        Column("setting", "setting"),
-        Column("system", "system", justify="left"),
-        Column("req/s", "rate", "g"),
-        *metric_columns(str.lower),
-    ]
+    shown = [*columns(("", "setting"), ("<", "system"), ("g", ("req/s", "rate"))), *metric_columns(str.lower)]
     panels = [
         _over_rates(sweep, SYSTEMS, runs, f"{name}, {UNITS[name]}", metric)
         for sweep in sweeps
         for name, metric in METRICS.items()
     ]
-    return Finding(claims("gllm", ours, **words), Chart(title, panels, columns=4), table, columns)
+    return Finding(claims("gllm", ours, **words), Chart(title, panels, columns=4), table, shown)
 
 
 def _over_rates(
@@ -157,21 +147,15 @@ def _over_rates(
     return panel(sweep.title, _RATE, y, sweep.rates, heights, marks=marks)
 
 
-# ------------------------------------------------------------------------------------------------- figures 10 and 13
-
-
 def intra_node(scale: Scale, run: Run) -> Finding:
     """Figure 10: 4 x L20 in one node."""
     sweeps = scale.pick(INTRA_NODE[:1], INTRA_NODE)
     backlogs = {(_DEEP, system.label, 0.0): deep_backlog(scale, system) for system in (GLLM, WITH_CK, VLLM, SGLANG)}
     runs = Runs(run, _jobs(sweeps, SYSTEMS, scale) | backlogs)
     first = sweeps[0]
-
-    def lowest(system: System) -> tuple[str, str, float]:
-        return first.title, system.label, min(first.rates)
-
     ours = _turning_points(first, runs)
-    ours["10 lowest rate"] = runs.ratio(lowest(SGLANG), lowest(GLLM), e2el)
+    above, below = ((first.title, one.label, min(first.rates)) for one in (SGLANG, GLLM))
+    ours["10 lowest rate"] = runs.ratio(above, below, e2el)
     for other in (WITH_CK, VLLM, SGLANG):
         ours[f"10 most {other.label}"] = runs.ratio((_DEEP, GLLM.label, 0.0), (_DEEP, other.label, 0.0), throughput)
     budgets = scale.pick((512, 2048), TOKEN_BUDGETS)
@@ -193,13 +177,8 @@ def cross_node(scale: Scale, run: Run) -> Finding:
     """Figure 13: four nodes with one device each, 73.28 Gbps between them."""
     sweeps = scale.pick(CROSS_NODE[:1], CROSS_NODE)
     runs = Runs(run, _jobs(sweeps, SYSTEMS, scale))
-
-    def over(other: System) -> Spread:
-        """Throughput of gLLM over another system's at the highest rate."""
-        mine, theirs = ((LLAMA_AZURE.title, one.label, LLAMA_AZURE.rates[-1]) for one in (GLLM, other))
-        return runs.ratio(mine, theirs, throughput)
-
-    ours: Ours = {f"13 {other.label}": over(other) for other in (VLLM, SGLANG)}
+    highest = {one: (LLAMA_AZURE.title, one.label, LLAMA_AZURE.rates[-1]) for one in SYSTEMS}
+    ours: Ours = {f"13 {one.label}": runs.ratio(highest[GLLM], highest[one], throughput) for one in (VLLM, SGLANG)}
     return _finding("gLLM, figure 13: four nodes", ours, sweeps, runs)
 
 
@@ -230,8 +209,8 @@ def _by_seed(
     sweep: RateSweep, system: System, runs: Sweeps, metric: Metric, number: Callable[[Points], float]
 ) -> list[float]:
     """A number of each seed's points."""
-    columns = [runs.values((sweep.title, system.label, rate), metric) for rate in sweep.rates]
-    return [number(list(zip(sweep.rates, values, strict=True))) for values in zip(*columns, strict=True)]
+    by_rate = [runs.values((sweep.title, system.label, rate), metric) for rate in sweep.rates]
+    return [number(list(zip(sweep.rates, values, strict=True))) for values in zip(*by_rate, strict=True)]
 
 
 def _over(above: Sequence[float], below: Sequence[float]) -> Spread:
@@ -241,8 +220,7 @@ def _over(above: Sequence[float], below: Sequence[float]) -> Spread:
 def _passes(points: Points, limit: float, start: float) -> float:
     """The rate at which a metric passes a limit, on a straight line between two rates; the last if it never does.
 
-    Args:
-        start: the metric at rate 0; above the limit if the metric falls.
+    ``start`` is the metric at rate 0. It lies above the limit if the metric falls.
     """
     falls, before = start > limit, (0.0, start)
     for rate, value in points:
@@ -256,8 +234,6 @@ def _slope(points: Points) -> float:
     """Slope of a straight line through the points, by least squares."""
     return linear_regression(*zip(*points, strict=True)).slope
 
-
-# --------------------------------------------------------------------------------------------------------- figure 14
 
 _GOAL = 80.0
 """Per cent of the requests."""
@@ -282,18 +258,14 @@ def slo_attainment(scale: Scale, run: Run) -> Finding:
         "14 lowest rate": least[0] - least[1],
     }
     limits_in_words = {"ttft": f"{(limits.ttft or 0) / 1e3:.1f} s", "tpot": f"{limits.tpot or 0:.0f} ms"}
-    return Finding(
-        claims("gllm", ours, **limits_in_words),
-        Chart(
-            "gLLM, figure 14: four nodes with A800",
-            [_over_rates(sweep, systems, runs, "SLO attainment, %", attainment, marks=(_GOAL,))],
-        ),
-        [
-            {"system": label, "rate": rate, "attainment": runs.mean((title, label, rate), attainment)}
-            for title, label, rate in runs.cases
-        ],
-        [Column("system", "system"), Column("req/s", "rate", "g"), Column("attainment %", "attainment", ".0f")],
-    )
+    curves = _over_rates(sweep, systems, runs, "SLO attainment, %", attainment, marks=(_GOAL,))
+    rows = [
+        {"system": label, "rate": rate, "attainment": runs.mean((title, label, rate), attainment)}
+        for title, label, rate in runs.cases
+    ]
+    shown = columns(("", "system"), ("g", ("req/s", "rate")), (".0f", ("attainment %", "attainment")))
+    chart = Chart("gLLM, figure 14: four nodes with A800", [curves])
+    return Finding(claims("gllm", ours, **limits_in_words), chart, rows, shown)
 
 
 def attainment(outcome: Outcome) -> float:

@@ -29,13 +29,9 @@ def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> l
     Memory is full of running answers only when their long tail has gathered, after some 2,500 requests; the steady
     state is looked at from there until all but 5 % of the requests have their first tokens.
     """
-    case = on_devices(
-        system,
-        requests=scale.pick(5000, 10000),
-        steady=(scale.pick(0.6, 0.4), 0.95),
-        max_num_seqs=max_num_seqs,
-        logged_steps=200,
-    )
+    requests = scale.pick(5000, 10000)
+    steady = (scale.pick(0.6, 0.4), 0.95)
+    case = on_devices(system, requests=requests, steady=steady, max_num_seqs=max_num_seqs, logged_steps=200)
     return over_seeds(case, scale.seeds)
 
 
@@ -45,28 +41,10 @@ def at_rate(system: System, rate: float, seconds: float, seeds: Iterable[int]) -
     return over_seeds(case, seeds)
 
 
-def on_devices(
-    system: System,
-    *,
-    model: str = QWEN_32B,
-    machine: str = L20,
-    devices: int = 4,
-    lengths: str = SHAREGPT,
-    requests: int,
-    steady: tuple[float, float] = (0.5, 0.95),
-    **options: Any,
-) -> Case:
-    """A model on some devices as the system spreads it; ``options`` are other fields of Case."""
-    return Case(
-        system=system,
-        model=model,
-        machine=machine,
-        layouts=(system.layout(devices),),
-        lengths=lengths,
-        requests=requests,
-        steady=steady,
-        **options,
-    )
+def on_devices(system: System, *, devices: int = 4, **fields: Any) -> Case:
+    """A model on some devices as the system spreads it; ``fields`` are other fields of Case, with defaults here."""
+    defaults = {"model": QWEN_32B, "machine": L20, "lengths": SHAREGPT, "steady": (0.5, 0.95)}
+    return Case(system=system, layouts=(system.layout(devices),), **{**defaults, **fields})
 
 
 def throughput(outcome: Outcome) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts, StepWork, load_machine, load_shape
 from nanoserve.measures.charts import Chart, panel
 from nanoserve.papers.cases import BLOCK_SIZE
@@ -40,7 +40,6 @@ class Parts(msgspec.Struct, frozen=True):
         return self.weights + self.compute + self.communication
 
     def scaled(self, factor: float) -> "Parts":
-        """The parts, ``factor`` times as long."""
         return Parts(self.weights * factor, self.compute * factor, self.communication * factor)
 
 
@@ -62,9 +61,6 @@ def batch_parts(costs: StepCosts, work: StepWork) -> Parts:
     return max((stage_parts(costs, work, stage) for stage in stages), key=lambda parts: parts.total).scaled(len(stages))
 
 
-# ---- figure 1 ---------------------------------------------------------------------------------------------------
-
-
 def _breakdowns() -> dict[str, tuple[Parts, Parts]]:
     """Prefill and decode of a batch, by layout; LLaMA2-13B on eight L4."""
     model, machine, found = load_shape("llama-2-13b"), load_machine("seesaw-l4"), {}
@@ -82,17 +78,13 @@ def layouts(scale: Scale, run: Run) -> Finding:
     """Figure 1: what prefill and decode spend their time on, by layout."""
     found = _breakdowns()
     fields = [(phase, part) for phase in ("prefill", "decode") for part in (*_PARTS, "total")]
-    rows = [
-        {
-            "layout": name,
-            **{f"{phase}_{part}_ms": 1e3 * getattr(pair[phase == "decode"], part) for phase, part in fields},
-        }
+    rows: list[dict[str, Any]] = [
+        {f"{phase}_{part}_ms": 1e3 * getattr(pair[phase == "decode"], part) for phase, part in fields}
+        | {"layout": name}
         for name, pair in found.items()
     ]
-    columns = [
-        Column("layout", "layout"),
-        *(Column(f"{phase} {part} ms", f"{phase}_{part}_ms", ",.1f") for phase, part in fields),
-    ]
+    cells = [(f"{phase} {part} ms", f"{phase}_{part}_ms") for phase, part in fields]
+    shown = columns(("", "layout"), (",.1f", *cells))
     panels = []
     for number, title in enumerate(("(a) prefill", "(b) decode")):
         longest = max(pair[number].total for pair in found.values())  # 1 on the paper's axes
@@ -107,10 +99,7 @@ def layouts(scale: Scale, run: Run) -> Finding:
         "1 decode": pipeline[1].total / tensor[1].total,
     }
     chart = Chart("Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels)
-    return Finding(claims("seesaw", ours), chart, rows, columns)
-
-
-# ---- figure 4 ---------------------------------------------------------------------------------------------------
+    return Finding(claims("seesaw", ours), chart, rows, shown)
 
 
 def prefill_rate(costs: StepCosts) -> float:
@@ -119,11 +108,7 @@ def prefill_rate(costs: StepCosts) -> float:
 
 
 def decode_rate(costs: StepCosts) -> float:
-    """Requests a second whose answers are decoded, with as many sequences as memory holds.
-
-    Raises:
-        DoesNotFit: if the weights leave no room.
-    """
+    """Requests a second whose answers are decoded, with as many sequences as memory holds. Raises DoesNotFit."""
     context = _INPUT + _OUTPUT // 2
     rows = costs.memory.kv_blocks(BLOCK_SIZE) * BLOCK_SIZE // context // costs.num_stages
     if not rows:
@@ -134,14 +119,10 @@ def decode_rate(costs: StepCosts) -> float:
 def _best_rate(machine: str, devices: int, rate: Callable[[StepCosts], float]) -> float:
     """The best rate of all layouts of these devices that fit."""
     model, best = load_shape("llama-2-70b"), 0.0
-    for degree in (1, 2, 4, 8):
-        if devices % degree:
-            continue
+    for degree in (one for one in (1, 2, 4, 8) if devices % one == 0):
         layout = ParallelLayout(tensor_parallel=degree, pipeline_parallel=devices // degree)
-        try:
+        with suppress(DoesNotFit):
             best = max(best, rate(StepCosts(model, load_machine(machine), layout)))
-        except DoesNotFit:
-            continue
     return best
 
 
@@ -156,40 +137,28 @@ def disaggregation(scale: Scale, run: Run) -> Finding:
         ours[f"4 prompts {machine}"] = rates["prefill_4"] / rates["decode_4"]
         ours[f"4 answers {machine}"] = 100 * rates["decode_4"] / rates["decode_8"]
     labels = {"prefill (4 GPUs)": "prefill_4", "decode (4 GPUs)": "decode_4", "decode (8 GPUs)": "decode_8"}
-    bars = panel(
-        f"{_INPUT:,} tokens in, {_OUTPUT} out",
-        "",
-        "throughput (requests/s)",
-        [row["machine"] for row in rows],
-        {label: [row[name] for row in rows] for label, name in labels.items()},
-        kind="bar",
+    heights = {label: [row[name] for row in rows] for label, name in labels.items()}
+    title = f"{_INPUT:,} tokens in, {_OUTPUT} out"
+    machines = [row["machine"] for row in rows]
+    bars = panel(title, "", "throughput (requests/s)", machines, heights, kind="bar")
+    shown = columns(
+        ("", "machine"),
+        (".2f", ("prefill on 4, req/s", "prefill_4"), ("decode on 4", "decode_4"), ("decode on 8", "decode_8")),
     )
-    columns = [
-        Column("machine", "machine"),
-        Column("prefill on 4, req/s", "prefill_4", ".2f"),
-        Column("decode on 4", "decode_4", ".2f"),
-        Column("decode on 8", "decode_8", ".2f"),
-    ]
     chart = Chart("Seesaw, figure 4: 70B disaggregated, 4 + 4", [bars])
-    return Finding(claims("seesaw", ours), chart, rows, columns)
-
-
-# ---- figure 15 --------------------------------------------------------------------------------------------------
+    return Finding(claims("seesaw", ours), chart, rows, shown)
 
 
 def _decoding(tensor: int) -> dict[str, Any]:
-    """Decode LLaMA2-13B on eight L4 with the largest batch of all replicas; ms for a token of one request.
-
-    Zeros where the model does not fit.
-    """
+    """LLaMA2-13B on eight L4 with the largest batch of all replicas; ms for a token of one request, 0 if none fits."""
     layout = ParallelLayout(tensor_parallel=tensor, data_parallel=8 // tensor)
     costs = StepCosts(load_shape("llama-2-13b"), load_machine("seesaw-l4"), layout)
     each, parts = 0, Parts(0.0, 0.0, 0.0)
     with suppress(DoesNotFit):
         each = costs.memory.kv_blocks(BLOCK_SIZE) * BLOCK_SIZE // _LENGTH
         parts = stage_parts(costs, costs.work([_LENGTH] * each), 0).scaled(1e3 / (each * layout.data_parallel))
-    row = {"layout": f"TP{tensor}DP{8 // tensor}", "batch": each * layout.data_parallel}
-    return {**row, **msgspec.structs.asdict(parts)}
+    batch = each * layout.data_parallel
+    return {"layout": f"TP{tensor}DP{8 // tensor}", "batch": batch, **msgspec.structs.asdict(parts)}
 
 
 def data_parallelism(scale: Scale, run: Run) -> Finding:
@@ -201,13 +170,11 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
         "15 batch": divided["batch"] / replicated["batch"],
         "15 weights": replicated["weights"] / divided["weights"],
     }
-    columns = [
-        Column("layout", "layout"),
-        Column("largest batch", "batch", ",d"),
-        Column("weights ms", "weights", ".2f"),
-        Column("compute ms", "compute", ".2f"),
-        Column("all-reduce ms", "communication", ".2f"),
-    ]
+    shown = columns(
+        ("", "layout"),
+        (",d", ("largest batch", "batch")),
+        (".2f", ("weights ms", "weights"), ("compute ms", "compute"), ("all-reduce ms", "communication")),
+    )
     names = [row["layout"] for row in rows]
     parts = {"load weight": "weights", "compute": "compute", "all-reduce": "communication"}
     times = {label: [row[part] for row in rows] for label, part in parts.items()}
@@ -217,4 +184,4 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
         panel("largest batch", "layout", "batch size", names, batches, kind="bar"),
     ]
     chart = Chart("Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels)
-    return Finding(claims("seesaw", ours), chart, rows, columns)
+    return Finding(claims("seesaw", ours), chart, rows, shown)

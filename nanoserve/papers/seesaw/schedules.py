@@ -4,13 +4,15 @@ With all of the paper's host memory, all prompts of its batches fit there and th
 smaller, so that it fills and empties several times: as it would with more requests.
 """
 
+from operator import attrgetter
+
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.costs import ParallelLayout
 from nanoserve.costs.hardware import GIBI
 from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
-from nanoserve.papers.cases import FREQUENT, RARE, Case, Outcome, Runs, over_seeds
+from nanoserve.papers.cases import FREQUENT, RARE, Case, Metric, Outcome, Runs, over_seeds
 from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.seesaw.search import seconds
@@ -27,9 +29,6 @@ def _batches(scale: Scale, policy: str) -> list[Case]:
     return over_seeds(replace(case, layouts=layouts, system=replace(RESHARDING, policy=policy)), scale.seeds)
 
 
-# ---- figure 2 ---------------------------------------------------------------------------------------------------
-
-
 def three_schedules(scale: Scale, run: Run) -> Finding:
     """Figure 2: three ways to schedule transitions."""
     runs = Runs(run, {policy: _batches(scale, policy) for policy in _POLICIES})
@@ -37,34 +36,30 @@ def three_schedules(scale: Scale, run: Run) -> Finding:
     ours = {
         "2 transitions": runs.spread(seesaw, _transitions),
         **{f"2 share {policy}": runs.spread(policy, _share) for policy in _POLICIES},
-        "2 answers": runs.ratio(seesaw, RARE, _decodes),
+        "2 answers": runs.ratio(seesaw, RARE, attrgetter("decodes")),
         **{f"2 throughput {policy}": runs.ratio(policy, seesaw, seconds) for policy in (FREQUENT, RARE)},
     }
-    metrics = {"seconds": seconds, "transitions": _transitions, "share": _share, "decodes": _decodes}
-    panels = [
-        _schedule(title, runs.outcomes(policy)[0])
-        for title, policy in (
-            ("(a) prefill-prioritizing", FREQUENT),
-            ("(b) decode-prioritizing", RARE),
-            ("(c) tiered, transition-minimizing", seesaw),
-        )
-    ]
+    metrics: dict[str, Metric] = {
+        "seconds": seconds,
+        "transitions": _transitions,
+        "share": _share,
+        "decodes": attrgetter("decodes"),
+    }
+    titles = {FREQUENT: f"(a) {FREQUENT}", RARE: f"(b) {RARE}", seesaw: "(c) tiered, transition-minimizing"}
+    panels = [_schedule(title, runs.outcomes(policy)[0]) for policy, title in titles.items()]
     return Finding(
         claims("seesaw", ours),
         Chart("Seesaw, figure 2: 34B on 4 A10, P4->T4, a pool of 40 GiB", panels, columns=3),
         [{"policy": policy, **runs.means(policy, metrics)} for policy in _POLICIES],
-        [
-            Column("policy", "policy"),
-            Column("seconds", "seconds", ",.0f"),
-            Column("transitions", "transitions", ",.0f"),
-            Column("% of the time in them", "share", ".1f"),
-            Column("answers of a decode step", "decodes", ".1f"),
-        ],
+        columns(
+            ("", "policy"),
+            (",.0f", "seconds", "transitions"),
+            (".1f", ("% of the time in them", "share"), ("answers of a decode step", "decodes")),
+        ),
     )
 
 
-def _transitions(one: Outcome) -> float:
-    return one.result.transitions
+_transitions = attrgetter("result.transitions")
 
 
 def _share(one: Outcome) -> float:
@@ -72,18 +67,10 @@ def _share(one: Outcome) -> float:
     return 100 * one.breakdown.transition / seconds(one)
 
 
-def _decodes(one: Outcome) -> float:
-    """Answers of a step without prompts, on average over time."""
-    return one.decodes
-
-
 def _schedule(title: str, one: Outcome) -> Panel:
     """Sequences of each step over time, as the figure draws them."""
     times, _, answers, *_ = zip(*one.result.tokens_series, strict=True)
     return panel(f"{title}: {seconds(one):,.0f} s", "time (s)", "answers of a step", times, {"": answers}, styles="-")
-
-
-# ---- figure 6 ---------------------------------------------------------------------------------------------------
 
 
 def tiers(scale: Scale, run: Run) -> Finding:
@@ -104,5 +91,5 @@ def tiers(scale: Scale, run: Run) -> Finding:
     rows = [
         {"begin": begin, "end": end, "phase": ("prefill", "decode")[layout]} for begin, end, layout in outcome.phases
     ]
-    columns = [Column("phase", "phase"), Column("from s", "begin", ",.1f"), Column("to s", "end", ",.1f")]
-    return Finding(claims("seesaw", ours), Chart("Seesaw, figure 6: both tiers of the KV cache", [both]), rows, columns)
+    shown = columns(("", "phase"), (",.1f", ("from s", "begin"), ("to s", "end")))
+    return Finding(claims("seesaw", ours), Chart("Seesaw, figure 6: both tiers of the KV cache", [both]), rows, shown)

@@ -36,10 +36,10 @@ def compare(settings: Sequence[Case], scale: Scale, run: Run) -> BestOfBoth:
     lists = [Shortlist(setting=setting, candidates=scale.pick(3, 8)) for setting in settings]
     outcomes = run(lists)
     candidates = {
-        (one.setting, kind): getattr(outcomes[one], kind)
+        (one.setting, kind): cases
         for one in lists
-        if outcomes[one].resharding
-        for kind in (STATIC_KIND, RESHARDING_KIND)
+        if outcomes[one][RESHARDING_KIND]
+        for kind, cases in outcomes[one].items()
     }
     outcomes = run(case for several in candidates.values() for case in several)
     best = {key: min(several, key=lambda case: seconds(outcomes[case])) for key, several in candidates.items()}
@@ -59,8 +59,11 @@ class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
     candidates: int
     """Number of candidates of each kind, static and re-sharding."""
 
-    def run(self) -> "Shortlisted":
-        """Estimate every layout, and every pair of layouts of equal data parallelism, with every token budget."""
+    def run(self) -> dict[str, tuple[Case, ...]]:
+        """Estimate every layout, and every pair of layouts of equal data parallelism, with every token budget.
+
+        A batch for which nothing can be re-sharded has no pairs.
+        """
         layouts = fitting_layouts(self.setting)
         static = [replace(self.setting, layouts=(layout,)) for layout in layouts]
         pairs = [
@@ -69,17 +72,10 @@ class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
             for second in layouts
             if first != second and first.data_parallel == second.data_parallel
         ]
-        return Shortlisted(static=self._best(static), resharding=self._best(pairs))
+        return {STATIC_KIND: self._best(static), RESHARDING_KIND: self._best(pairs)}
 
     def _best(self, cases: Sequence[Case]) -> tuple[Case, ...]:
         return tuple(islice(_few_budgets(ranked(cases)), self.candidates))
-
-
-class Shortlisted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a Shortlist found. A batch for which nothing can be re-sharded has no pairs."""
-
-    static: tuple[Case, ...]
-    resharding: tuple[Case, ...]
 
 
 class BestBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +84,6 @@ class BestBudget(msgspec.Struct, frozen=True, kw_only=True):
     case: Case
 
     def run(self) -> Case:
-        """Return the case with the best estimate."""
         return ranked([self.case])[0]
 
 
@@ -230,6 +225,5 @@ class _Batch:
         return self._stages * _slowest(self._costs, self._costs.work([self._context] * self._rows))
 
     def _pace(self, rows: int, chunk: int, prompt: int) -> float:
-        """Seconds between two micro-batches of a full pipeline."""
         start = max(0, (prompt - chunk) // 2)
         return _slowest(self._costs, self._costs.work([self._context] * rows, [(start, chunk)], sampled=rows + 1))

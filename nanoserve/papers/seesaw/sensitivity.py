@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.costs import ParallelLayout
 from nanoserve.measures.charts import Chart, panel
 from nanoserve.papers.cases import Case, Metric, Runs, over_seeds, with_budget
@@ -23,10 +24,9 @@ def _with_layouts(case: Case, name: str) -> Case:
     return replace(case, layouts=layouts, system=RESHARDING if len(layouts) == 2 else case.system)
 
 
-# ---- figure 12 --------------------------------------------------------------------------------------------------
-
 _WHOLE_BUDGET = 4096
 """The longest request in one step, as vLLM's default; systems that take whole prompts have no chunk to be tuned."""
+_PARTS = Breakdown.__struct_fields__
 _TIMES = (
     ("total", "tensor", "seesaw"),
     ("total", "pipeline", "seesaw"),
@@ -52,37 +52,24 @@ def breakdown(scale: Scale, run: Run) -> Finding:
         "chunked": found[tuned[1]],
     }
     runs = Runs(run, {name: over_seeds(case, scale.seeds) for name, case in systems.items()})
-    parts = {part: _seconds_of(part) for part in (*Breakdown.__struct_fields__, "total")}
+    parts: dict[str, Metric] = {part: attrgetter(f"breakdown.{part}") for part in (*_PARTS, "total")}
     ours = {f"12 {part} {above} {below}": runs.ratio(above, below, parts[part]) for part, above, below in _TIMES}
     names = ["tp4", "pp4", "p4->t4", "tp2pp2\n+chunked prefill"]
-    heights = {part: [runs.mean(one, parts[part]) for one in systems] for part in Breakdown.__struct_fields__}
+    heights = {part: [runs.mean(one, parts[part]) for one in systems] for part in _PARTS}
     stacks = panel(f"{setting.requests} of arxiv", "", "end-to-end time (s)", names, heights, kind="stack")
-    return Finding(
-        claims("seesaw", ours),
-        Chart("Seesaw, figure 12: 34B on 4 A10", [stacks]),
-        [
-            {
-                "system": one.layout_name,
-                "policy": one.system.policy,
-                "budget": one.system.token_budget,
-                **runs.means(name, parts),
-            }
-            for name, one in systems.items()
-        ],
-        [
-            Column("layout", "system"),
-            Column("policy", "policy", justify="left"),
-            Column("tokens of a step", "budget", "d"),
-            *(Column(f"{part} s", part, ",.0f") for part in parts),
-        ],
+    rows = [
+        {"system": one.layout_name, "policy": one.system.policy, "budget": one.system.token_budget}
+        | runs.means(name, parts)
+        for name, one in systems.items()
+    ]
+    shown = columns(
+        ("", ("layout", "system")),
+        ("<", "policy"),
+        ("d", ("tokens of a step", "budget")),
+        (",.0f", *((f"{part} s", part) for part in parts)),
     )
+    return Finding(claims("seesaw", ours), Chart("Seesaw, figure 12: 34B on 4 A10", [stacks]), rows, shown)
 
-
-def _seconds_of(part: str) -> Metric:
-    return lambda outcome: getattr(outcome.breakdown, part)
-
-
-# ---- figure 13 --------------------------------------------------------------------------------------------------
 
 _INPUT = 3000
 _STATIC = {"pp8": "P8", "tp2pp4": "T2P4", "tp4pp2": "T4P2"}
@@ -96,10 +83,8 @@ def output_length(scale: Scale, run: Run) -> Finding:
     outputs = scale.pick((1, 60, 150, 300, 600, 900), (1, 30, 75, 120, 150, 225, 300, 450, 600, 750, 900))
     requests = scale.pick(80, 400)
     settings = [closed_batch("llama-2-70b", A10, 8, f"{_INPUT}+{output}", requests) for output in outputs]
-    rates = [
-        dict(zip(_LAYOUTS, (requests / time for time in row), strict=True))
-        for row in _grid(settings, list(_LAYOUTS.values()), run)
-    ]
+    grid = _grid(settings, list(_LAYOUTS.values()), run)
+    rates = [{name: requests / time for name, time in zip(_LAYOUTS, row, strict=True)} for row in grid]
     winners = [max(_STATIC, key=one.__getitem__) for one in rates]
     gains = [one[_PAIR] / one[winner] for one, winner in zip(rates, winners, strict=True)]
     top = max(max(one.values()) for one in rates)
@@ -121,14 +106,14 @@ def output_length(scale: Scale, run: Run) -> Finding:
         {"output": output, "best": winner, "gain": gain, **one}
         for output, winner, gain, one in zip(outputs, winners, gains, rates, strict=True)
     ]
-    columns = [
-        Column("output tokens", "output", "d"),
-        *(Column(f"{name} req/s", name, ".3f") for name in rates[0]),
-        Column("best static", "best"),
-        Column("gain", "gain", ".2f"),
-    ]
+    shown = columns(
+        ("d", ("output tokens", "output")),
+        (".3f", *((f"{name} req/s", name) for name in rates[0])),
+        ("", ("best static", "best")),
+        (".2f", "gain"),
+    )
     found = claims("seesaw", ours, winners=", ".join(winners))
-    return Finding(found, Chart("Seesaw, figure 13: 70B on 8 A10", [curves]), rows, columns)
+    return Finding(found, Chart("Seesaw, figure 13: 70B on 8 A10", [curves]), rows, shown)
 
 
 def _grid(settings: Sequence[Case], layouts: Sequence[str], run: Run) -> list[list[float]]:
@@ -139,8 +124,6 @@ def _grid(settings: Sequence[Case], layouts: Sequence[str], run: Run) -> list[li
     outcomes = run(case for row in cases for case in row)
     return [[seconds(outcomes[case]) for case in row] for row in cases]
 
-
-# ---- figure 14 --------------------------------------------------------------------------------------------------
 
 _PAIRS = {"d2p4->d2t4": "D2P4->D2T4", "d1p8->d1t8": "P8->T8"}
 """The paper's pair, and the one that the search finds best at the bandwidth of PCIe."""
@@ -178,14 +161,12 @@ def _points(scale: Scale, run: Run) -> list[BandwidthPoint]:
     settings = [replace(setting, all_reduce_scale=factor) for factor in factors]
     layouts = {_paper_name(layout): layout.name for layout in fitting_layouts(settings[0])}
     grid = _grid(settings, [*layouts.values(), *_PAIRS.values()], run)
-    return [
-        BandwidthPoint(
-            factor=factor,
-            static=dict(zip(layouts, row, strict=False)),
-            pairs=dict(zip(_PAIRS, row[len(layouts) :], strict=True)),
-        )
-        for factor, row in zip(factors, grid, strict=True)
-    ]
+    points = []
+    for factor, row in zip(factors, grid, strict=True):
+        static = dict(zip(layouts, row, strict=False))
+        pairs = dict(zip(_PAIRS, row[len(layouts) :], strict=True))
+        points.append(BandwidthPoint(factor=factor, static=static, pairs=pairs))
+    return points
 
 
 def _paper_name(layout: ParallelLayout) -> str:
@@ -211,25 +192,21 @@ def bandwidth(scale: Scale, run: Run) -> Finding:
         {"factor": point.factor, "best": point.winner, "gain": point.gain, **point.static, **point.pairs}
         for point in points
     ]
-    columns = [
-        Column("bandwidth x", "factor", "g"),
-        *(Column(f"{name} s", name, ",.0f") for name in names),
-        Column("best static", "best"),
-        Column("gain", "gain", ".2f"),
-    ]
+    shown = columns(
+        ("g", ("bandwidth x", "factor")),
+        (",.0f", *((f"{name} s", name) for name in names)),
+        ("", ("best static", "best")),
+        (".2f", "gain"),
+    )
     upward = [point for point in points if point.factor >= 1]
     slow, fast = points[0], points[-1]
-    found = claims(
-        "seesaw",
-        {
-            "14 PCIe": upward[0].gain,
-            "14 falls": max(after.gain - before.gain for before, after in pairwise(upward)),
-            "14 smallest": min(point.gain for point in points),
-            "14 slow": slow.stages,
-            "14 fast": fast.stages,
-        },
-        gains=", ".join(f"{point.gain:.2f} at {point.factor:g}x" for point in points),
-        slow=slow.winner,
-        fast=fast.winner,
-    )
-    return Finding(found, Chart("Seesaw, figure 14: 34B on 8 A10", [curves]), rows, columns)
+    ours = {
+        "14 PCIe": upward[0].gain,
+        "14 falls": max(after.gain - before.gain for before, after in pairwise(upward)),
+        "14 smallest": min(point.gain for point in points),
+        "14 slow": slow.stages,
+        "14 fast": fast.stages,
+    }
+    gains = ", ".join(f"{point.gain:.2f} at {point.factor:g}x" for point in points)
+    found = claims("seesaw", ours, gains=gains, slow=slow.winner, fast=fast.winner)
+    return Finding(found, Chart("Seesaw, figure 14: 34B on 8 A10", [curves]), rows, shown)

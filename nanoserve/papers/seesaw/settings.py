@@ -36,12 +36,13 @@ def closed_batch(model: str, machine: str, devices: int, lengths: str, requests:
 
 def fitting_layouts(case: Case) -> list[ParallelLayout]:
     """All ways to spread the model over all devices that leave room for the longest request, D x T x P."""
-    model, devices, found = load_shape(case.model), case.layouts[0].devices, []
-    for tensor in tensor_degrees(model):
-        for data in range(1, devices // tensor + 1):
-            if devices % (tensor * data) == 0:
-                stages = devices // (tensor * data)
-                found.append(ParallelLayout(data_parallel=data, tensor_parallel=tensor, pipeline_parallel=stages))
+    devices = case.layouts[0].devices
+    found = [
+        ParallelLayout(data_parallel=data, tensor_parallel=tensor, pipeline_parallel=devices // (tensor * data))
+        for tensor in tensor_degrees(load_shape(case.model))
+        for data in range(1, devices // tensor + 1)
+        if devices % (tensor * data) == 0
+    ]
     return [layout for layout in found if _fits(case, layout)]
 
 

@@ -1,9 +1,10 @@
 """Seesaw's figures 10 and 11: end-to-end throughput against the best static configuration, with PCIe and NVLink."""
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from statistics import geometric_mean
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.charts import Chart, Panel, panel
 from nanoserve.measures.metrics import Spread
 from nanoserve.papers.cases import Case
@@ -16,16 +17,14 @@ MODELS = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))
 """Models and the devices of each (section 6.2)."""
 WORKLOADS = (("arxiv", 250, 500), ("sharegpt-gllm", 1000, 2000))
 """Lengths, and requests at the reduced and at the paper's size (section 6.1)."""
-COLUMNS = (
-    Column("model", "model"),
-    Column("machine", "machine", justify="left"),
-    Column("lengths", "lengths", justify="left"),
-    Column("best static (tokens of a step)", "static", justify="left"),
-    Column("req/s", "static_requests_per_second", ".2f"),
-    Column("best pair", "seesaw", justify="left"),
-    Column("req/s", "seesaw_requests_per_second", ".2f"),
-    Column("transitions", "transitions", "d"),
-    Column("gain", "gain_text"),
+COLUMNS = columns(
+    ("", "model"),
+    ("<", "machine", "lengths", ("best static (tokens of a step)", "static")),
+    (".2f", ("req/s", "static_requests_per_second")),
+    ("<", ("best pair", "seesaw")),
+    (".2f", ("req/s", "seesaw_requests_per_second")),
+    ("d", "transitions"),
+    ("", ("gain", "gain_text")),
 )
 
 
@@ -41,29 +40,18 @@ def _settings(scale: Scale, machines: Iterable[str], models: Sequence[tuple[str,
 
 def _row(found: BestOfBoth, setting: Case) -> dict[str, object]:
     """The comparison in one setting as a row of a table."""
-    static, seesaw = (setting, STATIC_KIND), (setting, RESHARDING_KIND)
-    best = {kind: found.cases[setting, kind][0] for kind in (STATIC_KIND, RESHARDING_KIND)}
-    names = {kind: f"{one.layout_name} ({one.system.token_budget})" for kind, one in best.items()}
+    row: dict[str, object] = {"model": setting.model, "machine": setting.machine, "lengths": setting.lengths}
+    for name, kind in (("static", STATIC_KIND), ("seesaw", RESHARDING_KIND)):
+        best = found.cases[setting, kind][0]
+        row[name] = f"{best.layout_name} ({best.system.token_budget})"
+        row[f"{name}_requests_per_second"] = found.mean((setting, kind), attrgetter("result.requests_per_second"))
     gain = Spread.of(gains(found, setting))
-    return {
-        "model": setting.model,
-        "machine": setting.machine,
-        "lengths": setting.lengths,
-        "static": names[STATIC_KIND],
-        "seesaw": names[RESHARDING_KIND],
-        "static_requests_per_second": found.mean(static, lambda one: one.result.requests_per_second),
-        "seesaw_requests_per_second": found.mean(seesaw, lambda one: one.result.requests_per_second),
-        "transitions": max(one.result.transitions for one in found.outcomes(seesaw)),
-        "gain": gain.mean,
-        "gain_text": gain.text("{:.2f}x"),
-    }
+    row["transitions"] = max(one.result.transitions for one in found.outcomes((setting, RESHARDING_KIND)))
+    return row | {"gain": gain.mean, "gain_text": gain.text("{:.2f}x")}
 
 
 def _settings_of(found: BestOfBoth) -> list[Case]:
     return list(dict.fromkeys(setting for setting, _ in found.cases))
-
-
-# ---- figure 10 --------------------------------------------------------------------------------------------------
 
 
 def on_a10_and_l4(scale: Scale, run: Run) -> Finding:
@@ -97,14 +85,10 @@ def on_a10_and_l4(scale: Scale, run: Run) -> Finding:
 
 def _bars(title: str, found: BestOfBoth, settings: Sequence[Case]) -> Panel:
     """Normalized to the static configuration, as in the paper; the configurations stand below."""
-
-    def layouts(setting: Case, kind: str) -> str:
-        return found.cases[setting, kind][0].layout_name
-
-    names = [
-        f"{one.model.rpartition('-')[2]}\n{layouts(one, STATIC_KIND)}\n{layouts(one, RESHARDING_KIND)}"
-        for one in settings
-    ]
+    names = []
+    for one in settings:
+        layouts = (found.cases[one, kind][0].layout_name for kind in (STATIC_KIND, RESHARDING_KIND))
+        names.append("\n".join((one.model.rpartition("-")[2], *layouts)))
     heights: dict[str, Sequence[float] | Sequence[Spread]] = {
         "best static": [1.0] * len(settings),
         "seesaw": [Spread.of(gains(found, one)) for one in settings],
@@ -112,30 +96,21 @@ def _bars(title: str, found: BestOfBoth, settings: Sequence[Case]) -> Panel:
     return panel(title, "", "normalized throughput", names, heights, kind="bar")
 
 
-# ---- figure 11 --------------------------------------------------------------------------------------------------
-
-
 def on_a100(scale: Scale, run: Run) -> Finding:
     """Figure 11: the same model with slow and with fast links."""
     found = compare(_settings(scale, (PCIE, NVLINK), MODELS[2:]), scale, run)
     places = {(one.machine, one.lengths): one for one in _settings_of(found)}
 
-    def over_best(machine: str, lengths: str, kind: str) -> Spread:
-        """Throughput over that of the best static configuration on NVLink, in per cent."""
-        mine, best = (found.values(key, seconds) for key in ((places[machine, lengths], kind), best_on(lengths)))
-        return Spread.of(100 * (fast / slow) for slow, fast in zip(mine, best, strict=True))
-
-    def best_on(lengths: str) -> tuple[Case, str]:
-        return places[NVLINK, lengths], STATIC_KIND
-
     ours = {f"11 gain {machine} {lengths}": Spread.of(gains(found, one)) for (machine, lengths), one in places.items()}
     names = [lengths for lengths, _, _ in WORKLOADS]
-    for lengths in names:
+    best = {name: (places[NVLINK, name], STATIC_KIND) for name in names}
+    for name in names:
         for kind in (STATIC_KIND, RESHARDING_KIND):
-            ours[f"11 PCIe {lengths} {kind}"] = over_best(PCIE, lengths, kind)
+            over_best = found.ratios(best[name], (places[PCIE, name], kind), seconds)
+            ours[f"11 PCIe {name} {kind}"] = Spread.of(100 * ratio for ratio in over_best)
     heights = {
         f"{label} + {link}": [
-            sum(found.values(best_on(name), seconds)) / sum(found.values((places[machine, name], kind), seconds))
+            sum(found.values(best[name], seconds)) / sum(found.values((places[machine, name], kind), seconds))
             for name in names
         ]
         for machine, link in ((PCIE, "pcie"), (NVLINK, "nvlink"))
