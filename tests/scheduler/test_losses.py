@@ -29,7 +29,7 @@ NUM_BLOCKS, BLOCK_SIZE, CONTEXT = 16, 4, 40
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(life=lives(), deaths=DEATHS)
 def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dict, deaths: frozenset[int]) -> None:
     executor = DyingExecutor(
@@ -51,7 +51,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dic
     assert not scheduler.waiting
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(life=lives(), memory=tiers(), decided=st.lists(decisions(), min_size=1, max_size=6), deaths=DEATHS)
 def test_host_memory_and_layouts_are_lost_too(
     life: dict, memory: dict, decided: list[Decision], deaths: frozenset[int]
