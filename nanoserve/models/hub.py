@@ -14,6 +14,7 @@ from typing import Any
 from nanoserve.config import ModelConfig
 from nanoserve.costs.tables import published_shapes
 from nanoserve.errors import ModelError, first_line
+from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.processes.files import read_json_object, read_optional_json_object
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -56,6 +57,9 @@ def resolve_model(
     path = Path(name).expanduser()
     if name and path.is_dir():
         return ResolvedModel(path.resolve().name, path, path)
+    if path.is_file() and path.suffix == ".gguf":
+        directory = gguf_directory(path.absolute())
+        return ResolvedModel(path.stem, directory, directory)
     if path.is_file():
         raise ModelError(f"{name} is a file; --model takes the directory that holds config.json and its weights")
     if _PATH_LIKE.search(name) or not _HUB_ID.fullmatch(name):

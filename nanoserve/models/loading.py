@@ -18,6 +18,9 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
+from nanoserve.models.gguf_checkpoint import GgufCheckpoint
+from nanoserve.models.gguf_directory import LINK_NAME
+from nanoserve.models.gguf_file import BLOCK_TYPES
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
@@ -25,8 +28,10 @@ from nanoserve.processes.files import read_json_object
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-_STORED_BYTES: Mapping[str, int] = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-"""Bytes per number of the formats that are read, by the name in safetensors."""
+_STORED_BYTES: Mapping[str, float] = {"F64": 8.0} | {
+    found.name: found.num_bytes / found.size for found in BLOCK_TYPES.values()
+}
+"""Bytes per number of the formats that are read, by the name in the file."""
 _MAPPED_BYTES = 64 << 20
 """Bytes to read before a file is opened again: until then, its mapped pages count as this process's memory."""
 
@@ -128,6 +133,8 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / name for name in sorted(set(_weight_map(index).values()))]
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
+    if (directory / LINK_NAME).is_file():
+        return [directory / LINK_NAME]
     if any(directory.glob("*.bin")):
         raise ModelError(f"{directory}: only .bin weights found, which are not read; convert them to safetensors")
     raise ModelError(f"{directory}: no weights found ({SINGLE_NAME} or {INDEX_NAME})")
@@ -147,6 +154,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _open(path: Path) -> Any:
+    if path.name == LINK_NAME:
+        return GgufCheckpoint(path)
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -216,7 +225,7 @@ def _fill(
     parameters, degree = dict(decoder.named_parameters()), decoder.shard.degree
     pieces = [piece for part in parts for piece in part.pieces(_MAPPED_BYTES // 8)]
     pieces.sort(key=lambda piece: stored[piece.name].path)
-    progressed = list(accumulate(piece.size * _STORED_BYTES[stored[piece.name].dtype] for piece in pieces))
+    progressed = list(accumulate(int(piece.size * _STORED_BYTES[stored[piece.name].dtype]) for piece in pieces))
 
     def portion(reading: tuple[TensorPart, int]) -> tuple[Path, int]:
         piece, done = reading

@@ -1,0 +1,222 @@
+"""A GGUF file as a Hugging Face model directory: its metadata written as config.json and as the files of a tokenizer,
+beside a link to the file itself. All that reads a model directory reads it."""
+
+import atexit
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nanoserve.config import ModelConfig
+from nanoserve.models.gguf_file import GgufFile
+from nanoserve.processes.files import replace_file
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
+
+LINK_NAME = "model.gguf"
+
+_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "glm4": "glm4"}
+_CONFIG_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+}
+"""Keys of config.json -> keys of GGUF behind the architecture's name."""
+
+# Token types of GGUF, which are those of sentencepiece.
+_CONTROL, _USER_DEFINED = 3, 4
+
+_GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WORDS = {
+    "gpt-2": _GPT2_WORDS,
+    "smollm": _GPT2_WORDS,
+    "llama-bpe": _LLAMA3_WORDS % "1,3",
+    "glm4": _LLAMA3_WORDS % "1,3",
+    "chatglm-bpe": _LLAMA3_WORDS % "1,3",
+    "qwen2": _LLAMA3_WORDS % "1",
+}
+"""Regular expressions that divide text into words before pairs are merged, by `tokenizer.ggml.pre`."""
+
+
+@cache
+def gguf_directory(path: Path) -> Path:
+    """A model directory for the file, which is removed with this process. Raises ModelError, one line that names the
+    file, if it is damaged or not supported."""
+    file = GgufFile(path)
+    config = _config(file)
+    ModelConfig.from_hf(config, source=str(path))
+    make_directory(directory := choose_directory())
+    atexit.register(remove_directory, directory)
+    (directory / LINK_NAME).symlink_to(path.resolve())
+    replace_file(directory / "config.json", json.dumps(config))
+    _write_tokenizer(file, directory)
+    return directory
+
+
+def _config(file: GgufFile) -> dict[str, Any]:
+    metadata = file.metadata
+    architecture = metadata.get("general.architecture")
+    if architecture not in _FAMILIES:
+        raise file.fail(f"architecture {architecture!r:.80} is not supported; supported: {', '.join(_FAMILIES)}")
+    config = {key: metadata.get(f"{architecture}.{name}") for key, name in _CONFIG_KEYS.items()}
+    family = _FAMILIES[architecture]
+    if architecture == "llama":
+        family = "mixtral" if config["num_experts"] else "mistral" if config["sliding_window"] else "llama"
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise file.fail("tensor token_embd.weight is missing")
+    if config["head_dim"] is None:
+        del config["head_dim"]
+    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return config | {
+        "model_type": family,
+        "vocab_size": embedding.shape[0],
+        "dtype": "float16",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "norm_topk_prob": True,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": [token for token in dict.fromkeys(ends) if token is not None],
+        "rope_parameters": _rope(file, architecture),
+    }
+
+
+def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
+    kind = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    heads, hidden = (file.metadata.get(f"{architecture}.{name}") for name in ("attention.head_count", "embedding_length"))
+    head_dim = file.metadata.get(f"{architecture}.attention.key_length") or (hidden or 0) // (heads or 1)
+    rotated = file.metadata.get(f"{architecture}.rope.dimension_count", head_dim)
+    rope = {"partial_rotary_factor": rotated / head_dim if head_dim else 1.0}
+    if kind != "none":
+        rope |= {
+            "rope_type": kind,
+            "factor": file.metadata.get(f"{architecture}.rope.scaling.factor"),
+            "original_max_position_embeddings": file.metadata.get(f"{architecture}.rope.scaling.original_context_length"),
+        }
+    return rope
+
+
+# ------------------------------------------------------------------------------------ The tokenizer
+
+
+def _write_tokenizer(file: GgufFile, directory: Path) -> None:
+    metadata = file.metadata
+    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if not _is_list(tokens, str) or not _is_list(types, int) or len(types) != len(tokens):
+        raise file.fail("the tokenizer's tokens and their types are missing or of different numbers")
+    named = {f"{name}_token": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
+    settings: dict[str, Any] = {
+        name: tokens[number]
+        for name, number in named.items()
+        if isinstance(number, int) and 0 <= number < len(tokens)
+    }
+    settings["added_tokens_decoder"] = {
+        str(number): {"content": token, "special": token_type == _CONTROL}
+        for number, (token, token_type) in enumerate(zip(tokens, types, strict=True))
+        if token_type in (_CONTROL, _USER_DEFINED)
+    }
+    for name in ("add_bos_token", "add_eos_token"):
+        if f"tokenizer.ggml.{name}" in metadata:
+            settings[name] = metadata[f"tokenizer.ggml.{name}"]
+    if template := metadata.get("tokenizer.chat_template"):
+        settings["chat_template"] = template
+    if kind == "gpt2":
+        replace_file(directory / "tokenizer.json", _byte_level_tokenizer(file, tokens, settings))
+    elif kind == "llama":
+        scores = metadata.get("tokenizer.ggml.scores")
+        if not _is_list(scores, float) or len(scores) != len(tokens):
+            raise file.fail("the tokenizer's scores are missing or not as many as its tokens")
+        prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+        replace_file(directory / "tokenizer.model", _sentencepiece_model(tokens, scores, types, prefix))
+    else:
+        raise file.fail(f"tokenizer {kind!r:.80} is not supported; supported: gpt2, llama")
+    replace_file(directory / "tokenizer_config.json", json.dumps(settings))
+
+
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[str, Any]) -> str:
+    """tokenizer.json of a byte-level BPE vocabulary."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    words, merges = file.metadata.get("tokenizer.ggml.pre", "gpt-2"), file.metadata.get("tokenizer.ggml.merges")
+    if words not in _WORDS:
+        raise file.fail(f"pre-tokenizer {words!r:.80} is not supported; supported: {', '.join(_WORDS)}")
+    if not _is_list(merges, str):
+        raise file.fail("the tokenizer's merges are missing")
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    try:
+        model = models.BPE(
+            {token: number for number, token in enumerate(tokens)}, pairs, ignore_merges=words == "llama-bpe"
+        )
+    except Exception as error:  # the library raises nothing more specific
+        raise file.fail(f"the tokenizer's merges do not fit its tokens ({error})") from error
+    tokenizer = Tokenizer(model)
+    before = [pre_tokenizers.Digits(individual_digits=True)] if words == "smollm" else []
+    before.append(pre_tokenizers.Split(Regex(_WORDS[words]), "isolated"))
+    before.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
+    tokenizer.decoder = decoders.ByteLevel()
+    if words == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    added = settings["added_tokens_decoder"].values()
+    tokenizer.add_special_tokens([AddedToken(entry["content"], normalized=False) for entry in added if entry["special"]])
+    tokenizer.add_tokens([AddedToken(entry["content"], normalized=False) for entry in added if not entry["special"]])
+    text: str = tokenizer.to_str()
+    return text
+
+
+def _sentencepiece_model(tokens: list[str], scores: list[float], types: list[int], prefix: Any) -> bytes:
+    """A sentencepiece model of these pieces, in the wire format of protocol buffers (sentencepiece_model.proto)."""
+    bpe, byte_fallback = _integer(3, 2), _integer(35, 1)
+    normalizer = _text(1, b"identity") + _integer(3, int(bool(prefix))) + _integer(4, 0) + _integer(5, 1)
+    pieces = (
+        _text(1, _text(1, token.encode()) + _float(2, score) + _integer(3, token_type))
+        for token, score, token_type in zip(tokens, scores, types, strict=True)
+    )
+    return b"".join(pieces) + _text(2, bpe + byte_fallback) + _text(3, normalizer)
+
+
+def _variable(number: int) -> bytes:
+    """A varint: seven bits in each byte, the lowest first."""
+    return bytes(_sevens(number))
+
+
+def _sevens(number: int) -> Iterator[int]:
+    while number > 127:
+        yield number & 127 | 128
+        number >>= 7
+    yield number
+
+
+def _integer(field: int, number: int) -> bytes:
+    return _variable(field << 3) + _variable(number)
+
+
+def _text(field: int, content: bytes) -> bytes:
+    return _variable(field << 3 | 2) + _variable(len(content)) + content
+
+
+def _float(field: int, number: float) -> bytes:
+    return _variable(field << 3 | 5) + struct.pack("<f", number)

@@ -1,0 +1,186 @@
+"""Read a GGUF file: metadata, and where each tensor lies. Every length and offset is checked before it is followed.
+
+The format is little-endian: magic, version, counts, metadata, tensor descriptions, padding, data. Nothing outside the
+file is read, and nothing in it is executed. The data stay in the mapped file.
+"""
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from nanoserve.errors import ModelError
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_ENTRIES = 65_536
+"""Most metadata keys, and most tensors: ten times what real models have."""
+_MAX_DIMENSIONS = 4
+_MAX_NAME_BYTES = 64 << 10
+_DEFAULT_ALIGNMENT = 32
+
+# Scalar types of metadata by their number: the format characters of `struct`.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A tensor type: `size` values are stored in `num_bytes` bytes."""
+
+    name: str
+    size: int = 1
+    num_bytes: int = 0
+
+
+BLOCK_TYPES = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    6: BlockType("Q5_0", 32, 22),
+    8: BlockType("Q8_0", 32, 34),
+    12: BlockType("Q4_K", 256, 144),
+    13: BlockType("Q5_K", 256, 176),
+    14: BlockType("Q6_K", 256, 210),
+    30: BlockType("BF16", 1, 2),
+}
+"""The types that are read, by their number in the file."""
+_OTHER_TYPES = {
+    7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
+    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
+    28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor's form, and its place in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Rows first, as in torch; the last dimension is stored contiguously."""
+    type: BlockType
+    offset: int
+    """First byte, from the beginning of the file."""
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[-1] // self.type.size * self.type.num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.row_bytes
+
+
+class GgufFile:
+    """An open GGUF file. Raises ModelError, one line that names the file, if it is damaged or of another kind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # an empty file cannot be mapped
+            raise ModelError(f"{path}: cannot be read as GGUF ({error})") from error
+        self._position = 0
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        self._read_header()
+
+    def fail(self, problem: str) -> ModelError:
+        return ModelError(f"{self.path}: {problem}")
+
+    def _read_header(self) -> None:
+        if self._take(4) != MAGIC:
+            raise self.fail("not a GGUF file")
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise self.fail(f"GGUF version {version} is not read; convert the file to version 3")
+        num_tensors, num_entries = self._number("Q"), self._number("Q")
+        if max(num_tensors, num_entries) > _MAX_ENTRIES:
+            raise self.fail(f"{num_tensors} tensors and {num_entries} metadata keys; at most {_MAX_ENTRIES} are read")
+        for _ in range(num_entries):
+            key = self._string(_MAX_NAME_BYTES)
+            if key in self.metadata:
+                raise self.fail(f"metadata key {key!r:.80} stands twice")
+            self.metadata[key] = self._value(self._number("I"))
+        alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
+            raise self.fail(f"general.alignment must be a multiple of 8, not {alignment!r:.80}")
+        described = [self._tensor() for _ in range(num_tensors)]
+        start = -(-self._position // alignment) * alignment
+        for name, shape, block_type, offset in described:
+            if name in self.tensors:
+                raise self.fail(f"tensor {name!r:.80} stands twice")
+            if offset % alignment:
+                raise self.fail(f"tensor {name!r:.80} does not begin at a multiple of {alignment} bytes")
+            self.tensors[name] = GgufTensor(name, shape, block_type, start + offset)
+        self._check_places()
+
+    def _check_places(self) -> None:
+        placed = sorted(self.tensors.values(), key=lambda tensor: tensor.offset)
+        for tensor, following in pairwise(placed):
+            if tensor.offset + tensor.num_bytes > following.offset:
+                raise self.fail(f"tensors {tensor.name!r:.80} and {following.name!r:.80} overlap")
+        if placed and placed[-1].offset + placed[-1].num_bytes > len(self.data):
+            raise self.fail(f"tensor {placed[-1].name!r:.80} ends beyond the file, which is truncated")
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], BlockType, int]:
+        name, num_dimensions = self._string(_MAX_NAME_BYTES), self._number("I")
+        if not 0 < num_dimensions <= _MAX_DIMENSIONS:
+            raise self.fail(f"tensor {name!r:.80} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are read")
+        shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
+        number, offset = self._number("I"), self._number("Q")
+        block_type = BLOCK_TYPES.get(number)
+        if block_type is None:
+            found = _OTHER_TYPES.get(number, f"number {number}")
+            known = ", ".join(found.name for found in BLOCK_TYPES.values())
+            raise self.fail(f"tensor {name!r:.80} has type {found}, which is not read; use a file of {known}")
+        if math.prod(shape) == 0 or math.prod(shape) * block_type.num_bytes > len(self.data) * block_type.size:
+            raise self.fail(f"tensor {name!r:.80} of shape {list(shape)} does not fit into the file")
+        if shape[-1] % block_type.size:
+            raise self.fail(f"tensor {name!r:.80}: rows of {shape[-1]} are not whole blocks of {block_type.size}")
+        return name, shape, block_type, offset
+
+    # ------------------------------------------------------------------------------------ Reading bytes in order
+
+    def _take(self, count: int) -> bytes:
+        if count > len(self.data) - self._position:
+            raise self.fail("the file ends in its header, it is truncated")
+        self._position += count
+        return self.data[self._position - count : self._position]
+
+    def _number(self, character: str) -> Any:
+        return self._numbers(character, 1)[0]
+
+    def _numbers(self, character: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{character}", self._take(count * struct.calcsize(f"<{character}")))
+
+    def _string(self, most: int | None = None) -> str:
+        length = self._number("Q")
+        if most is not None and length > most:
+            raise self.fail(f"a name of {length} bytes; at most {most} are read")
+        try:
+            return self._take(length).decode()
+        except UnicodeDecodeError as error:
+            raise self.fail("a text in the header is not UTF-8") from error
+
+    def _value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            raise self.fail(f"metadata of the unknown type {kind}")
+        kind, count = self._number("I"), self._number("Q")
+        if kind in _SCALARS:
+            return list(self._numbers(_SCALARS[kind], count))
+        if kind != _STRING:
+            raise self.fail(f"a metadata array of the type {kind}, which is not read")
+        if count > len(self.data) // 8:  # each string has a length of 8 bytes
+            raise self.fail("the file ends in its header, it is truncated")
+        return [self._string() for _ in range(count)]
