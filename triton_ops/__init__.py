@@ -11,6 +11,7 @@ from triton_ops.cache import cache_write, copy_blocks, gather_blocks, scatter_bl
 from triton_ops.experts import sparse_experts
 from triton_ops.gpu import on_first_call
 from triton_ops.linear import linear, project
+from triton_ops.packed import GroupQuantized, PackedFormat, pack, packed_linear, unpack
 from triton_ops.registration import OPERATORS
 
 reference_operators = OPERATORS.plain
@@ -23,13 +24,18 @@ OPERATORS.implement("scatter_blocks", "CUDA", on_first_call("cache", "scatter_bl
 OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_experts"))
 
 __all__ = [
+    "GroupQuantized",
+    "PackedFormat",
     "cache_write",
     "copy_blocks",
     "gather_blocks",
     "linear",
+    "pack",
+    "packed_linear",
     "paged_attention",
     "project",
     "reference_operators",
     "scatter_blocks",
     "sparse_experts",
+    "unpack",
 ]

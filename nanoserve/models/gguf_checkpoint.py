@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanoserve.models.gguf_blocks import decode_blocks
 from nanoserve.models.gguf_file import GgufFile, GgufTensor
-from nanoserve.models.group_quantized import decode_blocks
 
 _NAMES = {
     "token_embd": "model.embed_tokens",

@@ -39,9 +39,7 @@ _CONFIG_KEYS = {
 _CONTROL, _USER_DEFINED = 3, 4
 
 _GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = {
     "gpt-2": _GPT2_WORDS,
     "smollm": _GPT2_WORDS,
@@ -98,7 +96,9 @@ def _config(file: GgufFile) -> dict[str, Any]:
 
 def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
     kind = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    heads, hidden = (file.metadata.get(f"{architecture}.{name}") for name in ("attention.head_count", "embedding_length"))
+    heads, hidden = (
+        file.metadata.get(f"{architecture}.{name}") for name in ("attention.head_count", "embedding_length")
+    )
     head_dim = file.metadata.get(f"{architecture}.attention.key_length") or (hidden or 0) // (heads or 1)
     rotated = file.metadata.get(f"{architecture}.rope.dimension_count", head_dim)
     rope = {"partial_rotary_factor": rotated / head_dim if head_dim else 1.0}
@@ -106,7 +106,9 @@ def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
         rope |= {
             "rope_type": kind,
             "factor": file.metadata.get(f"{architecture}.rope.scaling.factor"),
-            "original_max_position_embeddings": file.metadata.get(f"{architecture}.rope.scaling.original_context_length"),
+            "original_max_position_embeddings": file.metadata.get(
+                f"{architecture}.rope.scaling.original_context_length"
+            ),
         }
     return rope
 
@@ -122,9 +124,7 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
         raise file.fail("the tokenizer's tokens and their types are missing or of different numbers")
     named = {f"{name}_token": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
     settings: dict[str, Any] = {
-        name: tokens[number]
-        for name, number in named.items()
-        if isinstance(number, int) and 0 <= number < len(tokens)
+        name: tokens[number] for name, number in named.items() if isinstance(number, int) and 0 <= number < len(tokens)
     }
     settings["added_tokens_decoder"] = {
         str(number): {"content": token, "special": token_type == _CONTROL}
@@ -181,7 +181,9 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     if words == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     added = settings["added_tokens_decoder"].values()
-    tokenizer.add_special_tokens([AddedToken(entry["content"], normalized=False) for entry in added if entry["special"]])
+    tokenizer.add_special_tokens(
+        [AddedToken(entry["content"], normalized=False) for entry in added if entry["special"]]
+    )
     tokenizer.add_tokens([AddedToken(entry["content"], normalized=False) for entry in added if not entry["special"]])
     text: str = tokenizer.to_str()
     return text

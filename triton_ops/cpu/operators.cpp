@@ -8,6 +8,7 @@
 #include "cache_write.h"
 #include "decode_attention.h"
 #include "linear.h"
+#include "packed_linear.h"
 #include "prefill_attention.h"
 
 namespace nanoserve {
@@ -56,5 +57,6 @@ void paged_attention(
 TORCH_LIBRARY_IMPL(nanoserve, CPU, library) {
   library.impl("cache_write", &nanoserve::cache_write);
   library.impl("linear", &nanoserve::linear);
+  library.impl("packed_linear", &nanoserve::packed_linear);
   library.impl("paged_attention", &nanoserve::paged_attention);
 }

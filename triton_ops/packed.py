@@ -1,0 +1,225 @@
+"""Matrices of small integers with a scale for each group of columns, and a linear layer that computes from them.
+
+`GroupQuantized` is the form that every quantized format is decoded into. `pack` brings it into the order that the
+kernels read: 16 rows together, so that each has a lane of a vector.
+
+Packed, 16 rows are one row of bytes: one cell after another, each of the columns of a group, or of 256 columns where
+groups share a number. A cell holds scales, offsets, and the codes of 32 columns after another. Codes of 4 bits lie in 4
+lines of 64 bytes: byte ``4 * row + i`` of line j has column ``4 * j + i`` in its lower half and column
+``16 + 4 * j + i`` in its upper half. A fifth bit lies in one more line, where bit q of a byte belongs to column
+``4 * q + i``. A fifth and a sixth lie in two more lines, one for each 16 columns, two bits for each 4 columns. Codes of
+8 bits take 8 lines.
+"""
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from triton_ops.registration import OPERATORS
+
+ROWS = 16
+"""Rows of weights that are packed together."""
+_COLUMNS, _QUAD = 32, 4
+_SUPER_SPAN = 256
+
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)
+_SUPER_SCALES = 3
+_ONE_ZERO, _ZEROS, _MINIMUMS, _SUPER_MINIMUMS = range(4)
+
+
+class PackedFormat(NamedTuple):
+    """What the bytes of a packed matrix mean. The numbers are those of packed_linear.h."""
+
+    bits: int
+    """Bits of a code: 4, 5, 6 or 8. Those of 8 bits are signed."""
+    group: int
+    """Columns that share a scale: 16, or a multiple of 32."""
+    scale: int
+    """Place of the scales' dtype in float16, bfloat16, float32; or 3: int8, times a float16 of 256 columns."""
+    offset: int
+    """What is subtracted: 0: `zero` scales; 1: a uint8 number of scales; 2: a float16 number; 3: uint8, times a float16
+    of 256 columns."""
+    zero: int
+
+    @property
+    def span(self) -> int:
+        """Columns of a cell."""
+        return _SUPER_SPAN if self.scale == _SUPER_SCALES else self.group
+
+
+@dataclass(frozen=True, slots=True)
+class GroupQuantized:
+    """A matrix [N, K] of integers in G groups of K / G columns: ``(code - zero) * scale - minimum``, or with a `zero`
+    for each group. Where S is given, its groups have integers that are multiplied by a number of 256 columns."""
+
+    codes: Tensor
+    """uint8 [N, K]; int8 if they have 8 bits."""
+    bits: int
+    scales: Tensor
+    """float16, bfloat16 or float32 [N, G]; int8 if there are `super_scales`."""
+    super_scales: Tensor | None = None
+    """float16 [N, K / 256]"""
+    zero: int = 0
+    zeros: Tensor | None = None
+    """uint8 [N, G]"""
+    minimums: Tensor | None = None
+    """float16 [N, G]; uint8 if there are `super_minimums`."""
+    super_minimums: Tensor | None = None
+    """float16 [N, K / 256]"""
+
+    @property
+    def format(self) -> PackedFormat:
+        scale = _SUPER_SCALES if self.super_scales is not None else _SCALES.index(self.scales.dtype)
+        offset = _ZEROS if self.zeros is not None else _ONE_ZERO
+        if self.minimums is not None:
+            offset = _MINIMUMS if self.super_minimums is None else _SUPER_MINIMUMS
+        return PackedFormat(self.bits, self.codes.shape[1] // self.scales.shape[1], scale, offset, self.zero)
+
+    def dequantize(self) -> Tensor:
+        """float32 [N, K]. The operations and their order are those of the formats' reference implementations."""
+        rows, groups = self.scales.shape
+        codes = self.codes.view(rows, groups, -1).float()
+        scales = _multiplied(self.scales, self.super_scales)[:, :, None]
+        if self.minimums is not None:
+            values = codes * scales - _multiplied(self.minimums, self.super_minimums)[:, :, None]
+        else:
+            values = (codes - (self.zero if self.zeros is None else self.zeros[:, :, None].float())) * scales
+        return values.view(rows, -1)
+
+    def rows(self, taken: Tensor) -> "GroupQuantized":
+        """Some rows, int64 [n]."""
+        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return GroupQuantized(
+            **{name: part[taken] if isinstance(part, Tensor) else part for name, part in chosen.items()}
+        )
+
+
+def _multiplied(numbers: Tensor, supers: Tensor | None) -> Tensor:
+    if supers is None:
+        return numbers.float()
+    each = numbers.view(*supers.shape, -1).float() * supers.float()[:, :, None]
+    return each.view(numbers.shape)
+
+
+def pack(matrix: GroupQuantized) -> Tensor:
+    """uint8 [ceil(N / 16), bytes of 16 rows]; rows beyond N are zero."""
+    span, missing = matrix.format.span, -len(matrix.codes) % ROWS
+    cells = matrix.codes.shape[1] // span
+
+    def laid_out(part: Tensor) -> Tensor:
+        """[N, C * n] -> bytes [N / 16, C, bytes]: n numbers of the 16 rows after another."""
+        padded = torch.cat((part, part.new_zeros(missing, part.shape[1])))
+        return (
+            padded.reshape(-1, ROWS, cells, part.shape[1] // cells)
+            .permute(0, 2, 3, 1)
+            .contiguous()
+            .view(torch.uint8)
+            .reshape(-(-len(part) // ROWS), cells, -1)
+        )
+
+    numbers = (matrix.super_scales, matrix.scales, matrix.super_minimums, matrix.zeros, matrix.minimums)
+    parts = [laid_out(part) for part in numbers if part is not None]
+    codes = torch.cat((matrix.codes, matrix.codes.new_zeros(missing, matrix.codes.shape[1])))
+    quads = codes.view(torch.uint8).view(-1, ROWS, cells, span // _COLUMNS, _COLUMNS // _QUAD, _QUAD)
+    lines = _lines(quads.permute(0, 2, 3, 4, 1, 5).flatten(-2), matrix.bits)
+    return torch.cat((*parts, lines.flatten(2)), dim=2).flatten(1)
+
+
+def _lines(quads: Tensor, bits: int) -> Tensor:
+    """uint8 [..., 8, 64], codes of 8 times 4 columns -> [..., lines, 64]"""
+    if bits == 8:
+        return quads
+    first, last = quads.split(4, dim=-2)
+    lines = [first & 15 | last << 4]
+    if bits == 5:
+        shifts = torch.arange(8, dtype=torch.uint8)[:, None]
+        lines.append(((quads >> 4) << shifts).sum(-2, keepdim=True, dtype=torch.uint8))
+    if bits == 6:
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+        lines += [((half >> 4) << shifts).sum(-2, keepdim=True, dtype=torch.uint8) for half in (first, last)]
+    return torch.cat(lines, dim=-2)
+
+
+def unpack(packed: Tensor, rows: int, format: PackedFormat) -> GroupQuantized:
+    """The matrix that `pack` packed, without its padding."""
+    bits, group, scale, offset, zero = format
+    span, groups = format.span, format.span // group
+    # Bytes of a row's numbers in a cell, in their order.
+    widths = {
+        "super_scales": (torch.float16, 1 if scale == _SUPER_SCALES else 0),
+        "scales": (torch.int8 if scale == _SUPER_SCALES else _SCALES[scale], groups),
+        "super_minimums": (torch.float16, 1 if offset == _SUPER_MINIMUMS else 0),
+        "zeros": (torch.uint8, groups if offset == _ZEROS else 0),
+        "minimums": (
+            torch.uint8 if offset == _SUPER_MINIMUMS else torch.float16,
+            groups if offset in (_MINIMUMS, _SUPER_MINIMUMS) else 0,
+        ),
+    }
+    used = sum(dtype.itemsize * count for dtype, count in widths.values()) * ROWS
+    cells = packed.view(len(packed), -1, used + span * bits * ROWS // 8)
+    parts: dict[str, Tensor] = {}
+    first = 0
+    for name, (dtype, count) in widths.items():
+        after = first + dtype.itemsize * count * ROWS
+        if count:
+            numbers = cells[:, :, first:after].contiguous().view(dtype).view(*cells.shape[:2], count, ROWS)
+            parts[name] = numbers.permute(0, 3, 1, 2).reshape(len(packed) * ROWS, -1)[:rows]
+        first = after
+    lines = cells[:, :, used:].reshape(*cells.shape[:2], span // _COLUMNS, -1, ROWS * _QUAD)
+    quads = _codes(lines, bits).view(*lines.shape[:3], 8, ROWS, _QUAD)
+    codes = quads.permute(0, 4, 1, 2, 3, 5).reshape(len(packed) * ROWS, -1)[:rows]
+    return GroupQuantized(codes.view(torch.int8) if bits == 8 else codes, bits, zero=zero, **parts)
+
+
+def _codes(lines: Tensor, bits: int) -> Tensor:
+    """The inverse of `_lines`."""
+    if bits == 8:
+        return lines
+    low = torch.cat((lines[..., :4, :] & 15, lines[..., :4, :] >> 4), dim=-2)
+    if bits == 5:
+        return low | (lines[..., 4:, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1) << 4
+    if bits == 6:
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+        high = [line >> shifts & 3 for line in lines[..., 4:, :].split(1, dim=-2)]
+        return low | torch.cat(high, dim=-2) << 4
+    return low
+
+
+def packed_linear(input: Tensor, packed: Tensor, bias: Tensor | None, columns: int, format: PackedFormat) -> Tensor:
+    """input [..., K] times a packed matrix [columns, K] transposed, plus bias [columns] -> [..., columns]."""
+    out = _packed_linear(input.reshape(-1, input.shape[-1]), packed, bias, columns, *format)
+    return out.view(*input.shape[:-1], columns)
+
+
+def _fake_packed_linear(
+    rows: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    columns: int,
+    bits: int,
+    group: int,
+    scale: int,
+    offset: int,
+    zero: int,
+) -> Tensor:
+    return rows.new_empty(rows.shape[0], columns)
+
+
+@OPERATORS.define(fake=_fake_packed_linear)
+def _packed_linear(
+    rows: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    columns: int,
+    bits: int,
+    group: int,
+    scale: int,
+    offset: int,
+    zero: int,
+) -> Tensor:
+    """rows [R, K] -> [R, columns]"""
+    weight = unpack(packed, columns, PackedFormat(bits, group, scale, offset, zero)).dequantize()
+    return functional.linear(rows, weight.to(rows.dtype), bias)
