@@ -49,6 +49,13 @@ class PackedFormat(NamedTuple):
         """Columns of a cell."""
         return _SUPER_SPAN if self.scale == _SUPER_SCALES else self.group
 
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of 16 packed rows."""
+        groups = self.span // self.group
+        scales = groups + 2 if self.scale == _SUPER_SCALES else groups * _SCALES[self.scale].itemsize
+        offsets = (0, groups, 2 * groups, groups + 2)[self.offset]
+        return columns // self.span * ROWS * (scales + offsets + self.span * self.bits // 8)
+
 
 @dataclass(frozen=True, slots=True)
 class GroupQuantized:
@@ -223,3 +230,9 @@ def _packed_linear(
     """rows [R, K] -> [R, columns]"""
     weight = unpack(packed, columns, PackedFormat(bits, group, scale, offset, zero)).dequantize()
     return functional.linear(rows, weight.to(rows.dtype), bias)
+
+
+def packed_rows(packed: Tensor, indices: Tensor, format: PackedFormat) -> Tensor:
+    """Some rows of a packed matrix: int64 [n] -> float32 [n, K]."""
+    blocks = unpack(packed[indices // ROWS], len(indices) * ROWS, format)
+    return blocks.rows(torch.arange(len(indices), device=indices.device) * ROWS + indices % ROWS).dequantize()

@@ -264,7 +264,7 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Number format of weights, hidden states and cache."""
-        return next(self.parameters()).dtype
+        return cast(DecoderLayer, self.layers[0]).attention_norm.weight.dtype
 
     @property
     def device(self) -> torch.device:

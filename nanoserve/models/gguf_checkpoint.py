@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanoserve.models.gguf_blocks import decode_blocks
 from nanoserve.models.gguf_file import GgufFile, GgufTensor
+from triton_ops import GroupQuantized, PackedFormat
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -57,14 +58,29 @@ class GgufSlice:
         return self.tensor.type.name
 
     def __getitem__(self, taken: tuple[slice, ...]) -> Tensor:
-        """The selected part; quantized types as float32."""
-        rows = torch.arange(self.get_shape()[0])[taken[0]] if len(self.get_shape()) == 2 else torch.zeros(1, dtype=int)
+        """The selected part of a tensor that is not quantized."""
+        values = self._stored_rows()
+        if len(self.get_shape()) == 1:
+            return values.view(_PLAIN[self.tensor.type.name])[0][taken[0]]
+        return values[self._rows(taken[0])].view(_PLAIN[self.tensor.type.name])[:, taken[1]]
+
+    @property
+    def format(self) -> PackedFormat | None:
+        """The format of a quantized matrix, found by decoding a row."""
+        if self.tensor.type.size == 1:
+            return None
+        return decode_blocks(self._stored_rows()[:1], self.tensor.type).format
+
+    def quantized(self, rows: slice) -> GroupQuantized:
+        """Rows of a quantized matrix."""
+        return decode_blocks(self._stored_rows()[self._rows(rows)], self.tensor.type)
+
+    def _rows(self, taken: slice) -> Tensor:
+        """The places of rows in the file."""
+        rows = torch.arange(self.get_shape()[0])[taken]
         if self.halves:
             rows = rows // self.halves * self.halves + _paired(rows % self.halves, self.halves)
-        stored = self._stored_rows()[rows]
-        plain = _PLAIN.get(self.tensor.type.name)
-        values = stored.view(plain) if plain else decode_blocks(stored, self.tensor.type).dequantize()
-        return values[0][taken[0]] if len(self.get_shape()) == 1 else values[:, taken[1]]
+        return rows
 
     def _stored_rows(self) -> Tensor:
         """uint8 [N, bytes of a row], in the mapped file."""

@@ -21,9 +21,11 @@ from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint
 from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.gguf_file import BLOCK_TYPES
+from nanoserve.models.packed import pack_matrices
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
+from triton_ops import PackedFormat, pack
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -46,6 +48,8 @@ class StoredTensor:
     path: Path
     shape: tuple[int, ...]
     dtype: str
+    format: PackedFormat | None = None
+    """The format of a quantized matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,11 @@ def load_model(
     with open_checkpoint(path, config) as checkpoint:
         parts, stored = checkpoint.parts, checkpoint.stored
     decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
-    _fill(decoder, list(shard_parts(parts, config, decoder.shard)), stored, progress)
+    own_parts = list(shard_parts(parts, config, decoder.shard))
+    pack_matrices(
+        decoder, own_parts, {name: found.format for name, found in stored.items() if found.format is not None}
+    )
+    _fill(decoder, own_parts, stored, progress)
     return decoder, config
 
 
@@ -170,7 +178,7 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, S
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
-            stored[name] = StoredTensor(path, shape, dtype)
+            stored[name] = StoredTensor(path, shape, dtype, getattr(header, "format", None))
     index = directory / INDEX_NAME
     if index.is_file():
         for name, file in _weight_map(index).items():
@@ -234,9 +242,14 @@ def _fill(
     for (path, _), portion_pieces in groupby(zip(pieces, progressed, strict=True), portion):
         with _open(path) as file:
             for piece, done in portion_pieces:
-                region = piece.region(parameters[piece.parameter])
-                region.copy_(_view(piece, file, path))
-                check_finite(region, piece.name, path)
+                if stored[piece.name].format is None:
+                    region = piece.region(parameters[piece.parameter])
+                    region.copy_(_view(piece, file, path))
+                    check_finite(region, piece.name, path)
+                else:
+                    layer = decoder.get_submodule(piece.parameter)
+                    rows = slice(None) if piece.rows is None else slice(piece.rows.start, piece.rows.stop)
+                    layer.region(piece).copy_(pack(file.get_slice(piece.name).quantized(rows)))
                 if progress is not None:
                     progress(done, progressed[-1])
 

@@ -58,7 +58,7 @@ class TensorPart:
     def pieces(self, most: int) -> Iterator["TensorPart"]:
         """The part in runs of rows with at most `most` numbers, or in single rows."""
         rows = self.rows or range(self.shape[0])
-        run = max(1, most // math.prod(self.shape[1:]))
+        run = max(16, most // math.prod(self.shape[1:]) // 16 * 16)
         for first in rows[::run]:
             taken = range(first, min(first + run, rows.stop))
             yield replace(self, rows=taken, first_row=self.first_row + first - rows.start)

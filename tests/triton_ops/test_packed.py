@@ -80,9 +80,7 @@ def rounded(inputs: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 7])
-def test_products_in_16_bits_round_their_inputs_to_8(
-    quantized: GroupQuantized, rows: int, dtype: torch.dtype
-) -> None:
+def test_products_in_16_bits_round_their_inputs_to_8(quantized: GroupQuantized, rows: int, dtype: torch.dtype) -> None:
     cpu_operators().wait()
     inputs = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rows)).to(dtype)
     found = packed_linear(inputs, pack(quantized), None, 40, quantized.format)
