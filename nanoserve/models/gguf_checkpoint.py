@@ -58,10 +58,12 @@ class GgufSlice:
         return self.tensor.type.name
 
     def __getitem__(self, taken: tuple[slice, ...]) -> Tensor:
-        """The selected part of a tensor that is not quantized."""
+        """The selected part; quantized types as float32."""
+        if self.format is not None:
+            return self.quantized(taken[0]).dequantize()[:, taken[1]]
         values = self._stored_rows()
         if len(self.get_shape()) == 1:
-            return values.view(_PLAIN[self.tensor.type.name])[0][taken[0]]
+            return values.view(_PLAIN[self.tensor.type.name])[0][self._rows(taken[0])]
         return values[self._rows(taken[0])].view(_PLAIN[self.tensor.type.name])[:, taken[1]]
 
     @property

@@ -36,7 +36,7 @@ _CONFIG_KEYS = {
 """Keys of config.json -> keys of GGUF behind the architecture's name."""
 
 # Token types of GGUF, which are those of sentencepiece.
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
 _GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -191,7 +191,7 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
 
 def _sentencepiece_model(tokens: list[str], scores: list[float], types: list[int], prefix: Any) -> bytes:
     """A sentencepiece model of these pieces, in the wire format of protocol buffers (sentencepiece_model.proto)."""
-    bpe, byte_fallback = _integer(3, 2), _integer(35, 1)
+    bpe, byte_fallback = _integer(3, 2), _integer(35, int(types.count(_BYTE) == 256))
     normalizer = _text(1, b"identity") + _integer(3, int(bool(prefix))) + _integer(4, 0) + _integer(5, 1)
     pieces = (
         _text(1, _text(1, token.encode()) + _float(2, score) + _integer(3, token_type))

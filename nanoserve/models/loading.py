@@ -242,7 +242,7 @@ def _fill(
     for (path, _), portion_pieces in groupby(zip(pieces, progressed, strict=True), portion):
         with _open(path) as file:
             for piece, done in portion_pieces:
-                if stored[piece.name].format is None:
+                if piece.parameter in parameters:
                     region = piece.region(parameters[piece.parameter])
                     region.copy_(_view(piece, file, path))
                     check_finite(region, piece.name, path)

@@ -81,7 +81,7 @@ def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], formats: Mappin
     set."""
     matrices: dict[str, list[TensorPart]] = defaultdict(list)
     for part in parts:
-        if part.name in formats:
+        if part.name in formats and part.expert is None:
             matrices[part.parameter].append(part)
     made: dict[int, PackedMatrix] = {}
     for name, filling in matrices.items():

@@ -1,0 +1,66 @@
+"""GGUF files against transformers: every family and every type, with the values that the gguf library finds in them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.gguf_directory import gguf_directory
+from nanoserve.models.gguf_file import BLOCK_TYPES
+from nanoserve.models.loading import load_model
+from nanoserve.text.tokenizer import load_tokenizer
+from tests.oracle.checkpoints import FAMILIES
+from tests.oracle.gguf_files import write_gguf
+
+CASES = [
+    ("llama-tied-biased", "Q4_0"),
+    ("llama-linear", "Q4_1"),
+    ("llama-yarn", "Q5_0"),
+    ("mistral", "Q8_0"),
+    ("qwen2", "F16"),
+    ("qwen3", "Q4_K"),
+    ("qwen3", "Q5_K"),
+    ("glm4", "Q6_K"),
+    ("mixtral", "Q8_0"),
+    ("qwen3_moe", "BF16"),
+]
+
+
+def test_every_type_has_a_case() -> None:
+    assert {kind for _, kind in CASES} == {found.name for found in BLOCK_TYPES.values()} - {"F32"}
+
+
+@pytest.mark.parametrize(("family", "block_type"), CASES)
+def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = FAMILIES[family]()
+    for name in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
+        if hasattr(config, name):
+            setattr(config, name, 256)
+    config.head_dim, config.mlp_bias, config.mlp_only_layers = 64, False, []
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
+    write_gguf(model, tmp_path / "model.gguf", block_type)
+    directory = gguf_directory(tmp_path / "model.gguf")
+    decoder, found = load_model(directory, "float32")
+    tokens = torch.randint(config.vocab_size, (40,))
+    with torch.inference_mode():
+        hidden = decoder(tokens, torch.arange(40), DenseCausalAttention(found, batch=1, length=40))
+        logits, wanted = decoder.compute_logits(hidden), model(tokens[None]).logits[0]
+    torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+
+
+def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
+    config = FAMILIES["llama"]()
+    config.vocab_size = 300
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    write_gguf(model, tmp_path / "model.gguf", "F16")
+    tokenizer = load_tokenizer(gguf_directory(tmp_path / "model.gguf"))
+    ids = tokenizer.encode("ab a\né")
+    assert [tokenizer.decode([token]) for token in ids[1:4]] == ["a", "b", "a"]
+    assert tokenizer.decode(ids) == "ab a\né"
+    tokenizer.close()

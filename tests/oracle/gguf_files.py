@@ -1,0 +1,137 @@
+"""GGUF files of small random models, written with the gguf library, in the order of llama.cpp's converter."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from transformers import PreTrainedModel
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
+
+
+def write_gguf(model: PreTrainedModel, path: Path, block_type: str) -> None:
+    """Write the model, and give it the values that its quantized matrices have in the file."""
+    config = model.config
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim := config.head_dim or config.hidden_size // config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", 512))
+    if window := getattr(config, "sliding_window", None):
+        writer.add_sliding_window(window)
+    if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", 0)):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    _add_tokenizer(writer, config.vocab_size)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _add_parameter(writer, name, parameter, config, block_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    more = range(vocab_size - len(TOKENS))
+    byte_tokens = [f"<0x{number:02X}>" for number in more if number < 256 <= len(more)]
+    tokens = TOKENS + byte_tokens + [f"▁t{number}" for number in more][len(byte_tokens) :]
+    types = [2, 3, 3, 1, 1, 1, 1, 1] + [6] * len(byte_tokens)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(number) for number in range(vocab_size)])
+    writer.add_token_types(types + [1] * (vocab_size - len(types)))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def _add_parameter(writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, config, block_type: str) -> None:
+    stem, _, ending = name.rpartition(".")
+    if stem.endswith("experts"):
+        halves = parameter.chunk(2, dim=1) if ending == "gate_up_proj" else (parameter,)
+        endings = ("gate_proj", "up_proj") if len(halves) == 2 else ("down_proj",)
+        for half, matrix in zip(halves, endings, strict=True):
+            _add(writer, f"{_gguf_name(f'{stem}.{matrix}')}.weight", half, 0, block_type)
+        return
+    permuted = 0
+    if ARCHITECTURES.get(config.model_type) == "llama" and stem.endswith(("q_proj", "k_proj")):
+        permuted = config.num_attention_heads if stem.endswith("q_proj") else config.num_key_value_heads
+    _add(writer, f"{_gguf_name(stem)}.{ending}", parameter, permuted, block_type)
+
+
+def _gguf_name(stem: str) -> str:
+    if not stem.startswith("model.layers."):
+        return _NAMES[stem]
+    _, _, index, rest = stem.split(".", 3)
+    return f"blk.{index}.{_NAMES[rest]}"
+
+
+def _add(writer: gguf.GGUFWriter, name: str, parameter: torch.Tensor, heads: int, block_type: str) -> None:
+    """Add a tensor; `heads` is how many heads the rows have, if the converter permutes them."""
+    values = parameter.detach()
+    if heads:
+        values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    if values.dim() == 1 or "ffn_gate_inp" in name:
+        writer.add_tensor(name, values.numpy().astype(np.float32))
+        return
+    kind = GGMLQuantizationType[block_type]
+    data = _quantized(values.numpy(), kind)
+    writer.add_tensor(name, data, raw_dtype=kind)
+    stored = torch.from_numpy(gguf.quants.dequantize(data, kind)).view(values.shape)
+    if heads:
+        stored = stored.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    parameter.copy_(stored)
+
+
+def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:  # the library only reads K-quants: any bytes with sane scales are a matrix
+        size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+        generator = np.random.default_rng(values.shape[0])
+        shape = (*values.shape[:-1], values.shape[-1] // size, num_bytes)
+        blocks = generator.integers(0, 256, shape, dtype=np.uint8)
+        places = (208,) if kind == GGMLQuantizationType.Q6_K else (0, 2)
+        for place, scale in zip(places, (3e-4, 3e-3), strict=False):
+            numbers = (generator.random((*shape[:-1], 1)) * scale).astype(np.float16)
+            blocks[..., place : place + 2] = numbers.view(np.uint8)
+        return blocks.reshape(*values.shape[:-1], -1)
