@@ -11,6 +11,7 @@ lines of 64 bytes: byte ``4 * row + i`` of line j has column ``4 * j + i`` in it
 8 bits take 8 lines.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -98,9 +99,21 @@ class GroupQuantized:
 
     def rows(self, taken: Tensor) -> "GroupQuantized":
         """Some rows, int64 [n]."""
-        chosen = {field.name: getattr(self, field.name) for field in fields(self)}
+        return self._parts(lambda part: part[taken])
+
+    def columns(self, taken: range) -> "GroupQuantized":
+        """Some columns: whole cells of the packed form."""
+
+        def cut(part: Tensor) -> Tensor:
+            each = self.codes.shape[1] // part.shape[1]
+            return part[:, taken.start // each : taken.stop // each]
+
+        return self._parts(cut)
+
+    def _parts(self, change: Callable[[Tensor], Tensor]) -> "GroupQuantized":
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return GroupQuantized(
-            **{name: part[taken] if isinstance(part, Tensor) else part for name, part in chosen.items()}
+            **{name: change(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
         )
 
 

@@ -54,15 +54,11 @@ class Linear(nn.Linear):
         return project(input, self.weight, self.bias)
 
 
-class VocabularyEmbedding(nn.Embedding):
-    """torch's layer, for a vocabulary or the part of it that begins at `first_row`. Its first weights are not set."""
+class VocabularyPart(nn.Module):
+    """The embedding of a vocabulary, or of the part of it that begins at `first_row`."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, first_row: int = 0) -> None:
-        super().__init__(num_embeddings, embedding_dim)
-        self.first_row = first_row
-
-    def reset_parameters(self) -> None:
-        """Leave the weights to the code that makes the layer."""
+    num_embeddings: int
+    first_row: int
 
     def known(self, token_ids: Tensor) -> Tensor:
         """token_ids [T], of the whole vocabulary -> [T, embedding_dim]; zeros for tokens that other parts hold."""
@@ -70,6 +66,17 @@ class VocabularyEmbedding(nn.Embedding):
         unknown = (rows < 0) | (rows >= self.num_embeddings)
         found: Tensor = self(rows.masked_fill(unknown, 0))
         return found.masked_fill(unknown[:, None], 0.0)
+
+
+class VocabularyEmbedding(nn.Embedding, VocabularyPart):
+    """torch's layer. Its first weights are not set."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, first_row: int = 0) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.first_row = first_row
+
+    def reset_parameters(self) -> None:
+        """Leave the weights to the code that makes the layer."""
 
 
 class RotaryEmbedding(nn.Module):

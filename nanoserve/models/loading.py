@@ -25,7 +25,7 @@ from nanoserve.models.packed import pack_matrices
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
-from triton_ops import PackedFormat, pack
+from triton_ops import GroupQuantized, PackedFormat, pack
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -248,8 +248,7 @@ def _fill(
                     check_finite(region, piece.name, path)
                 else:
                     layer = decoder.get_submodule(piece.parameter)
-                    rows = slice(None) if piece.rows is None else slice(piece.rows.start, piece.rows.stop)
-                    layer.region(piece).copy_(pack(file.get_slice(piece.name).quantized(rows)))
+                    layer.region(piece).copy_(pack(_quantized(piece, file)))
                 if progress is not None:
                     progress(done, progressed[-1])
 
@@ -260,6 +259,12 @@ def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: tensor {part.name} cannot be read ({error})") from error
     return view
+
+
+def _quantized(part: TensorPart, file: Any) -> GroupQuantized:
+    rows, columns = part.rows or range(part.shape[0]), part.columns
+    found: GroupQuantized = file.get_slice(part.name).quantized(slice(rows.start, rows.stop))
+    return found if columns is None else found.columns(columns)
 
 
 def check_finite(values: Tensor, name: str, path: Path) -> None:

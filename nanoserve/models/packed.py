@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from nanoserve.models.decoder import Decoder
+from nanoserve.errors import UsageError
+from nanoserve.models.decoder import Decoder, VocabularyEmbedding, VocabularyPart
 from nanoserve.models.weights import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows
 from triton_ops.packed import ROWS
@@ -30,7 +31,7 @@ class PackedMatrix(nn.Module):
         self.segments = tuple(segments)
         self.packed = nn.ParameterList(
             nn.Parameter(
-                torch.empty(-(-segment.rows // ROWS), segment.format.row_bytes(columns), dtype=torch.uint8),
+                torch.zeros(-(-segment.rows // ROWS), segment.format.row_bytes(columns), dtype=torch.uint8),
                 requires_grad=False,
             )
             for segment in self.segments
@@ -62,14 +63,14 @@ class PackedLinear(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-class PackedEmbedding(nn.Module):
-    """The embedding of a vocabulary, or of a part of it, whose rows are packed."""
+class PackedEmbedding(VocabularyPart):
+    """An embedding whose rows are packed."""
 
-    def __init__(self, weight: PackedMatrix, first_row: int, dtype: torch.dtype) -> None:
+    def __init__(self, weight: PackedMatrix, replaced: VocabularyEmbedding) -> None:
         super().__init__()
         self.weight = weight
-        self.first_row = first_row
-        self.dtype = dtype
+        self.first_row, self.num_embeddings = replaced.first_row, replaced.num_embeddings
+        self.dtype = replaced.weight.dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
         (segment,) = self.weight.segments
@@ -77,35 +78,45 @@ class PackedEmbedding(nn.Module):
 
 
 def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], formats: Mapping[str, PackedFormat]) -> None:
-    """Put packed layers in the place of those whose parts have a format, by the name of the part. Their numbers are not
-    set."""
+    """Put packed layers, which are zero, in the place of those whose parts have a format, by the name of the part.
+    Raises UsageError if the ranks of a stage cannot divide a matrix into whole groups of columns."""
     matrices: dict[str, list[TensorPart]] = defaultdict(list)
     for part in parts:
         if part.name in formats and part.expert is None:
+            _check_columns(part, formats[part.name], decoder.shard.degree)
             matrices[part.parameter].append(part)
-    made: dict[int, PackedMatrix] = {}
     for name, filling in matrices.items():
         path = name.removesuffix(".weight")
         parent, _, attribute = path.rpartition(".")
         layer = decoder.get_submodule(path)
-        weight = PackedMatrix(_segments(filling, formats), filling[0].shape[1])
-        made[id(layer.weight)] = weight
+        columns = filling[0].shape[1] if filling[0].columns is None else len(filling[0].columns)
+        weight = PackedMatrix(_segments(filling, formats, layer.weight.shape[0]), columns)
         if name == "embedding.weight":
             tied = decoder.is_last and decoder.lm_head.weight is layer.weight
-            decoder.embedding = PackedEmbedding(weight, layer.first_row, decoder.dtype)
+            decoder.embedding = PackedEmbedding(weight, layer)
             if tied:
                 decoder.lm_head = PackedLinear(weight, None)
         else:
             setattr(decoder.get_submodule(parent), attribute, PackedLinear(weight, layer.bias))
 
 
-def _segments(parts: Iterable[TensorPart], formats: Mapping[str, PackedFormat]) -> list[Segment]:
+def _check_columns(part: TensorPart, format: PackedFormat, degree: int) -> None:
+    if part.columns is not None and (part.columns.start % format.span or part.columns.stop % format.span):
+        raise UsageError(
+            f"--tp {degree} would cut groups of {format.span} columns in {part.name}, which has {part.shape[1]};"
+            " choose a smaller degree"
+        )
+
+
+def _segments(parts: Iterable[TensorPart], formats: Mapping[str, PackedFormat], rows: int) -> list[Segment]:
+    """The segments of a matrix with that many rows; rows that no part fills belong to the part before them."""
+    ordered = sorted(parts, key=lambda part: part.first_row)
+    ends = [part.first_row for part in ordered[1:]] + [rows]
     segments: list[Segment] = []
-    for part in sorted(parts, key=lambda part: part.first_row):
-        rows = part.shape[0] if part.rows is None else len(part.rows)
+    for part, end in zip(ordered, ends, strict=True):
         last = segments[-1] if segments else None
         if last is not None and last.format == formats[part.name] and last.rows % ROWS == 0:
-            segments[-1] = Segment(last.first_row, last.rows + rows, last.format)
+            segments[-1] = Segment(last.first_row, end - last.first_row, last.format)
         else:
-            segments.append(Segment(part.first_row, rows, formats[part.name]))
+            segments.append(Segment(part.first_row, end - part.first_row, formats[part.name]))
     return segments

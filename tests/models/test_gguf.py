@@ -6,11 +6,17 @@ import pytest
 import torch
 import transformers
 
+from nanoserve.config import ModelConfig
+from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.gguf_file import BLOCK_TYPES
 from nanoserve.models.loading import load_model
+from nanoserve.models.shards import make_shards
 from nanoserve.text.tokenizer import load_tokenizer
+from tests.models.test_decoder import random_tokens
+from tests.models.test_shards import LENGTHS, sharded_logits, whole_logits
+from tests.models.thread_ranks import ThreadGroup
 from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.gguf_files import write_gguf
 
@@ -34,6 +40,39 @@ def test_every_type_has_a_case() -> None:
 
 @pytest.mark.parametrize(("family", "block_type"), CASES)
 def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path: Path) -> None:
+    model, directory = make_model(family, block_type, tmp_path)
+    decoder, found = load_model(directory, "float32")
+    tokens = random_tokens(found, 40)
+    with torch.inference_mode():
+        hidden = decoder(tokens, torch.arange(40), DenseCausalAttention(found, batch=1, length=40))
+        logits, wanted = decoder.compute_logits(hidden), model(tokens[None]).logits[0]
+    torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "block_type", "layout"), [("qwen3", "Q4_1", (1, 2)), ("glm4", "Q6_K", (2, 1)), ("qwen2", "Q8_0", (2, 2))]
+)
+def test_shards_compute_what_the_whole_model_does(
+    family: str, block_type: str, layout: tuple[int, int], tmp_path: Path
+) -> None:
+    _, directory = make_model(family, block_type, tmp_path)
+    config = ModelConfig.from_directory(directory)
+    tokens, positions = random_tokens(config, sum(LENGTHS)), torch.cat([torch.arange(length) for length in LENGTHS])
+    shards = make_shards(config, pipeline_parallel=layout[0], tensor_parallel=layout[1])
+    _, wanted = whole_logits(directory, tokens, positions)
+    _, logits = sharded_logits(directory, shards, tokens, positions)
+    torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+
+
+def test_ranks_may_not_cut_a_group(tmp_path: Path) -> None:
+    _, directory = make_model("glm4", "Q6_K", tmp_path)
+    shard = make_shards(ModelConfig.from_directory(directory), pipeline_parallel=1, tensor_parallel=2)[0]
+    with pytest.raises(UsageError, match="--tp 2 would cut groups of 256 columns in model.layers.0.self_attn.o_proj"):
+        load_model(directory, "float32", shard=shard, group=ThreadGroup.alone())
+
+
+def make_model(family: str, block_type: str, directory: Path) -> tuple[transformers.PreTrainedModel, Path]:
+    """A random model with the values that the file has, and the file as a model directory."""
     torch.manual_seed(3)
     config = FAMILIES[family]()
     for name in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
@@ -44,14 +83,8 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
-    write_gguf(model, tmp_path / "model.gguf", block_type)
-    directory = gguf_directory(tmp_path / "model.gguf")
-    decoder, found = load_model(directory, "float32")
-    tokens = torch.randint(config.vocab_size, (40,))
-    with torch.inference_mode():
-        hidden = decoder(tokens, torch.arange(40), DenseCausalAttention(found, batch=1, length=40))
-        logits, wanted = decoder.compute_logits(hidden), model(tokens[None]).logits[0]
-    torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+    write_gguf(model, directory / "model.gguf", block_type)
+    return model, gguf_directory(directory / "model.gguf")
 
 
 def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:
