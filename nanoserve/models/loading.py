@@ -6,6 +6,7 @@ Other formats are not read: a `.bin` checkpoint is a pickle, and unpickling can 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint
 from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.gguf_file import BLOCK_TYPES
-from nanoserve.models.packed import pack_matrices
+from nanoserve.models.packed import pack_matrices, region_of
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
@@ -67,6 +68,18 @@ class Checkpoint:
         path = self.stored[part.name].path
         return _view(part, self._files[path], path)
 
+    def reader(self, part: TensorPart) -> Callable[[], Tensor]:
+        """Reads the part as its parameter holds it, also when the checkpoint is closed."""
+        if self.stored[part.name].format is None or part.expert is not None:
+            view = self.view(part)
+            return lambda: view
+        return partial(_read, part, self._files[self.stored[part.name].path], self.stored[part.name])
+
+    def prepare(self, decoder: Decoder) -> None:
+        """Give the decoder packed layers for the matrices that are stored as integers."""
+        formats = {name: found.format for name, found in self.stored.items() if found.format is not None}
+        pack_matrices(decoder, shard_parts(self.parts, decoder.model_config, decoder.shard), formats)
+
 
 def load_model(
     directory: str | Path,
@@ -85,14 +98,10 @@ def load_model(
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
-    with open_checkpoint(path, config) as checkpoint:
-        parts, stored = checkpoint.parts, checkpoint.stored
     decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
-    own_parts = list(shard_parts(parts, config, decoder.shard))
-    pack_matrices(
-        decoder, own_parts, {name: found.format for name, found in stored.items() if found.format is not None}
-    )
-    _fill(decoder, own_parts, stored, progress)
+    with open_checkpoint(path, config) as checkpoint:
+        checkpoint.prepare(decoder)
+    _fill(decoder, list(shard_parts(checkpoint.parts, config, decoder.shard)), checkpoint.stored, progress)
     return decoder, config
 
 
@@ -230,7 +239,7 @@ def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
 def _fill(
     decoder: Decoder, parts: list[TensorPart], stored: Mapping[str, StoredTensor], progress: Progress | None
 ) -> None:
-    parameters, degree = dict(decoder.named_parameters()), decoder.shard.degree
+    degree = decoder.shard.degree
     pieces = [piece for part in parts for piece in part.pieces(_MAPPED_BYTES // 8)]
     pieces.sort(key=lambda piece: stored[piece.name].path)
     progressed = list(accumulate(int(piece.size * _STORED_BYTES[stored[piece.name].dtype]) for piece in pieces))
@@ -242,13 +251,10 @@ def _fill(
     for (path, _), portion_pieces in groupby(zip(pieces, progressed, strict=True), portion):
         with _open(path) as file:
             for piece, done in portion_pieces:
-                if piece.parameter in parameters:
-                    region = piece.region(parameters[piece.parameter])
-                    region.copy_(_view(piece, file, path))
+                region, values = region_of(decoder, piece), _read(piece, file, stored[piece.name])
+                region.copy_(values)
+                if region.is_floating_point():
                     check_finite(region, piece.name, path)
-                else:
-                    layer = decoder.get_submodule(piece.parameter)
-                    layer.region(piece).copy_(pack(_quantized(piece, file)))
                 if progress is not None:
                     progress(done, progressed[-1])
 
@@ -261,10 +267,13 @@ def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
     return view
 
 
-def _quantized(part: TensorPart, file: Any) -> GroupQuantized:
+def _read(part: TensorPart, file: Any, stored: StoredTensor) -> Tensor:
+    """A part as its parameter holds it: packed, if it is stored as integers and is not an expert's."""
+    if stored.format is None or part.expert is not None:
+        return _view(part, file, stored.path)
     rows, columns = part.rows or range(part.shape[0]), part.columns
     found: GroupQuantized = file.get_slice(part.name).quantized(slice(rows.start, rows.stop))
-    return found if columns is None else found.columns(columns)
+    return pack(found if columns is None else found.columns(columns))
 
 
 def check_finite(values: Tensor, name: str, path: Path) -> None:

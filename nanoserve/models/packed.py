@@ -77,6 +77,13 @@ class PackedEmbedding(VocabularyPart):
         return packed_rows(self.weight.packed[0], token_ids, segment.format).to(self.dtype)
 
 
+def region_of(decoder: Decoder, part: TensorPart) -> Tensor:
+    """The view of a parameter, or of a packed matrix, that the part fills."""
+    place, _, name = part.parameter.rpartition(".")
+    found = getattr(decoder.get_submodule(place), name)
+    return found.region(part) if isinstance(found, PackedMatrix) else part.region(found)
+
+
 def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], formats: Mapping[str, PackedFormat]) -> None:
     """Put packed layers, which are zero, in the place of those whose parts have a format, by the name of the part.
     Raises UsageError if the ranks of a stage cannot divide a matrix into whole groups of columns."""

@@ -11,7 +11,7 @@ mapping beyond the end of its file kills the process. Pages that a worker has re
 With strict overcommit (vm.overcommit_memory 2), the kernel charges every worker for the whole checkpoint.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from nanoserve.config import ModelConfig
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.loading import Checkpoint, Progress, check_finite, empty_decoder, open_checkpoint
 from nanoserve.models.shards import Shard
-from nanoserve.models.weights import TensorPart, shard_parts, unfilled_regions
+from nanoserve.models.packed import region_of
+from nanoserve.models.weights import shard_parts, unfilled_regions
 
 _ALIGNMENT = 256
 """Alignment of parameters in bytes, as in CUDA's own allocations; also a multiple of cache lines."""
@@ -33,9 +34,9 @@ _PIECE_NUMBERS = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A piece of a tensor: its place in a mapped file, and the view of a parameter that it fills."""
+    """A piece of a tensor: how it is read from a mapped file, and the view of a parameter that it fills."""
 
-    source: Tensor
+    read: Callable[[], Tensor]
     region: Tensor
     name: str
     path: Path
@@ -78,7 +79,9 @@ class ReshardableWeights:
         # One decoder per layout, ready for inference while its layout is in place. They share their memory.
         self.decoders = tuple(unset)
         with open_checkpoint(directory, config) as checkpoint:
-            self._storage = torch.empty(max(_offsets(decoder)[1] for decoder in unset), dtype=dtype, device=device)
+            for decoder in unset:
+                checkpoint.prepare(decoder)
+            self._storage = torch.empty(max(_offsets(decoder)[1] for decoder in unset), dtype=torch.uint8, device=device)
             for decoder in unset:
                 _lay_out(decoder, self._storage)
             self._fillings = [_filling(decoder, checkpoint) for decoder in unset]
@@ -100,8 +103,8 @@ class ReshardableWeights:
             gap.zero_()
         moved = 0
         for move in filling.moves:
-            copied = self._copies.copy(move.source, move.region)
-            if checked:
+            copied = self._copies.copy(move.read(), move.region)
+            if checked and copied.is_floating_point():
                 check_finite(copied, move.name, move.path)
             moved += move.region.nbytes
             if progress is not None:
@@ -146,12 +149,11 @@ class _Copies:
 
 
 def _offsets(decoder: Decoder) -> tuple[list[int], int]:
-    """The offset of each parameter in a storage that holds them all, and its length; in numbers."""
-    aligned = _ALIGNMENT // decoder.dtype.itemsize
+    """The offset of each parameter in a storage that holds them all, and its length; in bytes."""
     offsets, used = [], 0
     for parameter in decoder.parameters():
         offsets.append(used)
-        used += -(-parameter.numel() // aligned) * aligned
+        used += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
     return offsets, used
 
 
@@ -159,18 +161,17 @@ def _lay_out(decoder: Decoder, storage: Tensor) -> None:
     """Make the parameters views of the storage, one after another. A tied matrix is one parameter and stays one."""
     offsets, _ = _offsets(decoder)
     for parameter, offset in zip(decoder.parameters(), offsets, strict=True):
-        parameter.data = storage[offset : offset + parameter.numel()].view(parameter.shape)
+        place = storage[offset : offset + parameter.nbytes]
+        parameter.data = place.view(parameter.dtype).view(parameter.shape)
     decoder.rotary.to(storage.device)
 
 
 def _filling(decoder: Decoder, checkpoint: Checkpoint) -> _Filling:
-    parameters = dict(decoder.named_parameters())
     parts = list(shard_parts(checkpoint.parts, decoder.model_config, decoder.shard))
-    moves = [_move(piece, parameters, checkpoint) for part in parts for piece in part.pieces(_PIECE_NUMBERS)]
+    moves = [
+        _Move(checkpoint.reader(piece), region_of(decoder, piece), piece.name, checkpoint.stored[piece.name].path)
+        for part in parts
+        for piece in part.pieces(_PIECE_NUMBERS)
+    ]
     num_bytes = sum(move.region.nbytes for move in moves)
-    return _Filling(moves, num_bytes, list(unfilled_regions(parts, parameters)))
-
-
-def _move(piece: TensorPart, parameters: Mapping[str, Tensor], checkpoint: Checkpoint) -> _Move:
-    path = checkpoint.stored[piece.name].path
-    return _Move(checkpoint.view(piece), piece.region(parameters[piece.parameter]), piece.name, path)
+    return _Filling(moves, num_bytes, list(unfilled_regions(parts, dict(decoder.named_parameters()))))
