@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from nanoserve.errors import ModelError
 from nanoserve.processes.files import read_json_object, read_optional_json_object
+from nanoserve.quantization import Quantization
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -87,6 +88,7 @@ class ModelConfig:
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     renamed_as_chatglm: bool = False
     """The checkpoint uses the tensor names of the older GLM releases."""
+    quantization: Quantization | None = None
 
     @property
     def group_size(self) -> int:
@@ -153,6 +155,7 @@ class ModelConfig:
             eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
             sampling_defaults=_sampling_defaults(generation),
             renamed_as_chatglm=is_chatglm,
+            quantization=_quantization(fields),
         )
 
 
@@ -278,8 +281,6 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
         )
     if named and not is_chatglm and "ForCausalLM" not in named:
         raise ModelError(f"{source}: {named} is not a text generation model (...ForCausalLM)")
-    if config.get("quantization_config"):
-        raise ModelError(f"{source}: quantized checkpoints are not supported; use the bf16, fp16 or fp32 one")
     values = {**_FAMILY_DEFAULTS[family], **{key: value for key, value in config.items() if value is not None}}
     if family in ("mistral", "mixtral") and "sliding_window" in config:
         values["sliding_window"] = config["sliding_window"]  # an explicit null switches the window off
@@ -394,6 +395,15 @@ def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
             f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the {moe.num_experts} experts"
         )
     return moe
+
+
+def _quantization(fields: _Fields) -> Quantization | None:
+    section = fields.get("quantization_config") or fields.get("compression_config")
+    if section is None:
+        return None
+    if not isinstance(section, dict):
+        raise ModelError(f"{fields.source}: quantization_config must be an object, found {section!r:.80}")
+    return Quantization.from_hf(section, fields.source)
 
 
 def _sampling_defaults(generation: _Fields) -> SamplingDefaults:

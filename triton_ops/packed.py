@@ -77,6 +77,8 @@ class GroupQuantized:
     """float16 [N, G]; uint8 if there are `super_minimums`."""
     super_minimums: Tensor | None = None
     """float16 [N, K / 256]"""
+    order: Tensor | None = None
+    """int64 [K]: the column of the input that each column belongs to; None means all in order."""
 
     @property
     def format(self) -> PackedFormat:
@@ -94,12 +96,18 @@ class GroupQuantized:
         if self.minimums is not None:
             values = codes * scales - _multiplied(self.minimums, self.super_minimums)[:, :, None]
         else:
-            values = (codes - (self.zero if self.zeros is None else self.zeros[:, :, None].float())) * scales
-        return values.view(rows, -1)
+            values = (codes - (self.zero if self.zeros is None else self._zero_codes()[:, :, None])) * scales
+        values = values.view(rows, -1)
+        return values if self.order is None else values[:, self.order.argsort()]
+
+    def _zero_codes(self) -> Tensor:
+        """float32 [N, G]: codes of 8 bits are signed, their zeros are stored without a sign."""
+        assert self.zeros is not None
+        return self.zeros.float() - (128 if self.bits == 8 else 0)
 
     def rows(self, taken: Tensor) -> "GroupQuantized":
         """Some rows, int64 [n]."""
-        return self._parts(lambda part: part[taken])
+        return self._parts(lambda part: part if part is self.order else part[taken])
 
     def columns(self, taken: range) -> "GroupQuantized":
         """Some columns: whole cells of the packed form."""

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from nanoserve.models.gguf_blocks import decode_blocks
 from nanoserve.models.gguf_file import GgufFile, GgufTensor
-from triton_ops import GroupQuantized, PackedFormat
+from nanoserve.models.packed import MatrixForm
+from triton_ops import GroupQuantized
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -59,7 +60,7 @@ class GgufSlice:
 
     def __getitem__(self, taken: tuple[slice, ...]) -> Tensor:
         """The selected part; quantized types as float32."""
-        if self.format is not None:
+        if self.tensor.type.size > 1:
             return self.quantized(taken[0]).dequantize()[:, taken[1]]
         values = self._stored_rows()
         if len(self.get_shape()) == 1:
@@ -67,11 +68,11 @@ class GgufSlice:
         return values[self._rows(taken[0])].view(_PLAIN[self.tensor.type.name])[:, taken[1]]
 
     @property
-    def format(self) -> PackedFormat | None:
-        """The format of a quantized matrix, found by decoding a row."""
+    def form(self) -> MatrixForm | None:
+        """How a quantized matrix is packed, found by decoding a row."""
         if self.tensor.type.size == 1:
             return None
-        return decode_blocks(self._stored_rows()[:1], self.tensor.type).format
+        return MatrixForm(decode_blocks(self._stored_rows()[:1], self.tensor.type).format, None)
 
     def quantized(self, rows: slice) -> GroupQuantized:
         """Rows of a quantized matrix."""

@@ -19,24 +19,30 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
-from nanoserve.models.gguf_checkpoint import GgufCheckpoint
+from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.gguf_file import BLOCK_TYPES
-from nanoserve.models.packed import pack_matrices, region_of
+from nanoserve.models.packed import MatrixForm, pack_matrices, region_of
+from nanoserve.models.quantized_tensors import INTEGERS, decode, matrices
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
-from triton_ops import GroupQuantized, PackedFormat, pack
+from nanoserve.quantization import Quantization
+from triton_ops import GroupQuantized, pack
+from triton_ops.packed import ROWS
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
-_STORED_BYTES: Mapping[str, float] = {"F64": 8.0} | {
+_STORED_BYTES: Mapping[str, float] = {"F64": 8.0, INTEGERS: 1.0} | {
     found.name: found.num_bytes / found.size for found in BLOCK_TYPES.values()
 }
 """Bytes per number of the formats that are read, by the name in the file."""
 _MAPPED_BYTES = 64 << 20
 """Bytes to read before a file is opened again: until then, its mapped pages count as this process's memory."""
+
+OpenFile = Callable[[Path], Any]
+Decode = Callable[[OpenFile, slice], GroupQuantized | Tensor]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) while a checkpoint is read."""
@@ -49,8 +55,10 @@ class StoredTensor:
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    format: PackedFormat | None = None
-    """The format of a quantized matrix."""
+    decode: Decode | None = None
+    """Reads rows of a quantized matrix, of the files that its first argument opens; None for other tensors."""
+    form: MatrixForm | None = None
+    """How a matrix of integers is packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +76,18 @@ class Checkpoint:
         path = self.stored[part.name].path
         return _view(part, self._files[path], path)
 
-    def reader(self, part: TensorPart) -> Callable[[], Tensor]:
-        """Reads the part as its parameter holds it, also when the checkpoint is closed."""
-        if self.stored[part.name].format is None or part.expert is not None:
+    def reader(self, part: TensorPart, *, packed: bool) -> Callable[[], Tensor]:
+        """Reads the part as its parameter holds it, perhaps packed, also when the checkpoint is closed."""
+        stored = self.stored[part.name]
+        if stored.decode is None:
             view = self.view(part)
             return lambda: view
-        return partial(_read, part, self._files[self.stored[part.name].path], self.stored[part.name])
+        return partial(_read, part, stored, self._files.__getitem__, packed=packed)
 
     def prepare(self, decoder: Decoder) -> None:
         """Give the decoder packed layers for the matrices that are stored as integers."""
-        formats = {name: found.format for name, found in self.stored.items() if found.format is not None}
-        pack_matrices(decoder, shard_parts(self.parts, decoder.model_config, decoder.shard), formats)
+        forms = {name: found.form for name, found in self.stored.items() if found.form is not None}
+        pack_matrices(decoder, shard_parts(self.parts, decoder.model_config, decoder.shard), forms)
 
 
 def load_model(
@@ -98,8 +107,8 @@ def load_model(
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
-    decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
     with open_checkpoint(path, config) as checkpoint:
+        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
         checkpoint.prepare(decoder)
     _fill(decoder, list(shard_parts(checkpoint.parts, config, decoder.shard)), checkpoint.stored, progress)
     return decoder, config
@@ -112,6 +121,8 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
         stored = _stored_tensors(directory, files)
+        if config.quantization is not None:
+            stored = _with_matrices(stored, config.quantization, files.__getitem__)
         checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
         _check_tied(checkpoint, config)
         yield checkpoint
@@ -187,13 +198,50 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, S
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
-            stored[name] = StoredTensor(path, shape, dtype, getattr(header, "format", None))
+            stored[name] = StoredTensor(path, shape, dtype)
+            if isinstance(header, GgufSlice) and header.form is not None:
+                stored[name] = replace(stored[name], decode=partial(_decode_blocks, path, name), form=header.form)
     index = directory / INDEX_NAME
     if index.is_file():
         for name, file in _weight_map(index).items():
             if name not in stored or stored[name].path.name != file:
                 raise ModelError(f"{directory / file}: tensor {name} is missing; {INDEX_NAME} says it is here")
     return stored
+
+
+def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> GroupQuantized:
+    found: GgufSlice = open_file(path).get_slice(name)
+    return found.quantized(rows)
+
+
+def _with_matrices(
+    stored: dict[str, StoredTensor], quantization: Quantization, open_file: OpenFile
+) -> dict[str, StoredTensor]:
+    """The tensors with each quantized matrix in the place of those that make it."""
+    places = {name: found.path for name, found in stored.items()}
+    left = dict(stored)
+
+    def read(name: str) -> Any:
+        return open_file(places[name]).get_slice(name)
+
+    for module, parts, shape in matrices(stored, quantization, read):
+        read_rows: Decode = partial(_decode_module, places, module, quantization)
+        first = read_rows(open_file, slice(0, ROWS))
+        found = MatrixForm(first.format, first.order) if isinstance(first, GroupQuantized) else None
+        path = places[parts[0]]
+        for name in parts:
+            del left[name]
+        left[f"{module}.weight"] = StoredTensor(path, shape, INTEGERS, read_rows, found)
+    return left
+
+
+def _decode_module(
+    places: Mapping[str, Path], module: str, quantization: Quantization, open_file: OpenFile, rows: slice
+) -> GroupQuantized | Tensor:
+    def read(name: str) -> Any:
+        return open_file(places[name]).get_slice(name) if name in places else None
+
+    return decode(read, module, rows, quantization)
 
 
 def _check(
@@ -249,14 +297,28 @@ def _fill(
         return stored[piece.name].path, done * degree // _MAPPED_BYTES  # other ranks' columns are on the same pages
 
     for (path, _), portion_pieces in groupby(zip(pieces, progressed, strict=True), portion):
-        with _open(path) as file:
+        with _OpenFiles() as files:
             for piece, done in portion_pieces:
-                region, values = region_of(decoder, piece), _read(piece, file, stored[piece.name])
-                region.copy_(values)
-                if region.is_floating_point():
+                region = region_of(decoder, piece)
+                packed = not region.is_floating_point()
+                region.copy_(_read(piece, stored[piece.name], files, packed=packed))
+                if not packed:
                     check_finite(region, piece.name, path)
                 if progress is not None:
                     progress(done, progressed[-1])
+
+
+class _OpenFiles(ExitStack):
+    """Files of a checkpoint, each opened when it is first asked for, and closed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._files: dict[Path, Any] = {}
+
+    def __call__(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = self.enter_context(_open(path))
+        return self._files[path]
 
 
 def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
@@ -267,13 +329,16 @@ def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
     return view
 
 
-def _read(part: TensorPart, file: Any, stored: StoredTensor) -> Tensor:
-    """A part as its parameter holds it: packed, if it is stored as integers and is not an expert's."""
-    if stored.format is None or part.expert is not None:
-        return _view(part, file, stored.path)
+def _read(part: TensorPart, stored: StoredTensor, open_file: OpenFile, *, packed: bool) -> Tensor:
+    """A part as its parameter holds it: numbers, or packed integers."""
+    if stored.decode is None:
+        return _view(part, open_file(stored.path), stored.path)
     rows, columns = part.rows or range(part.shape[0]), part.columns
-    found: GroupQuantized = file.get_slice(part.name).quantized(slice(rows.start, rows.stop))
-    return pack(found if columns is None else found.columns(columns))
+    found = stored.decode(open_file, slice(rows.start, rows.stop))
+    if isinstance(found, GroupQuantized) and packed:
+        return pack(found if columns is None else found.columns(columns))
+    values = found.dequantize() if isinstance(found, GroupQuantized) else found
+    return values if columns is None else values[:, columns.start : columns.stop]
 
 
 def check_finite(values: Tensor, name: str, path: Path) -> None:

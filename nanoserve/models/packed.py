@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,21 @@ from triton_ops import PackedFormat, packed_linear, packed_rows
 from triton_ops.packed import ROWS
 
 
+class MatrixForm(NamedTuple):
+    """How a stored matrix is packed."""
+
+    format: PackedFormat
+    order: Tensor | None
+    """As in `GroupQuantized`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows of a matrix that have one format."""
+    """Rows of a matrix that have one form."""
 
     first_row: int
     rows: int
-    format: PackedFormat
+    form: MatrixForm
 
 
 class PackedMatrix(nn.Module):
@@ -31,11 +40,13 @@ class PackedMatrix(nn.Module):
         self.segments = tuple(segments)
         self.packed = nn.ParameterList(
             nn.Parameter(
-                torch.zeros(-(-segment.rows // ROWS), segment.format.row_bytes(columns), dtype=torch.uint8),
+                torch.zeros(-(-segment.rows // ROWS), segment.form.format.row_bytes(columns), dtype=torch.uint8),
                 requires_grad=False,
             )
             for segment in self.segments
         )
+        for number, segment in enumerate(self.segments):
+            self.register_buffer(f"order_{number}", segment.form.order, persistent=False)
 
     def region(self, part: TensorPart) -> Tensor:
         """The view that the part fills: whole blocks of rows of one segment."""
@@ -57,9 +68,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         parts = []
-        for segment, packed in zip(self.weight.segments, self.weight.packed, strict=True):
+        for number, (segment, packed) in enumerate(zip(self.weight.segments, self.weight.packed, strict=True)):
             bias = None if self.bias is None else self.bias[segment.first_row : segment.first_row + segment.rows]
-            parts.append(packed_linear(input, packed, bias, segment.rows, segment.format))
+            order = getattr(self.weight, f"order_{number}")
+            ordered = input if order is None else input[..., order]
+            parts.append(packed_linear(ordered, packed, bias, segment.rows, segment.form.format))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -74,7 +87,7 @@ class PackedEmbedding(VocabularyPart):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         (segment,) = self.weight.segments
-        return packed_rows(self.weight.packed[0], token_ids, segment.format).to(self.dtype)
+        return packed_rows(self.weight.packed[0], token_ids, segment.form.format).to(self.dtype)
 
 
 def region_of(decoder: Decoder, part: TensorPart) -> Tensor:
@@ -84,20 +97,23 @@ def region_of(decoder: Decoder, part: TensorPart) -> Tensor:
     return found.region(part) if isinstance(found, PackedMatrix) else part.region(found)
 
 
-def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], formats: Mapping[str, PackedFormat]) -> None:
-    """Put packed layers, which are zero, in the place of those whose parts have a format, by the name of the part.
+def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm]) -> None:
+    """Put packed layers, which are zero, in the place of those whose parts all have a form, by the name of the part.
     Raises UsageError if the ranks of a stage cannot divide a matrix into whole groups of columns."""
     matrices: dict[str, list[TensorPart]] = defaultdict(list)
     for part in parts:
-        if part.name in formats and part.expert is None:
-            _check_columns(part, formats[part.name], decoder.shard.degree)
+        if part.expert is None and len(part.shape) == 2:
             matrices[part.parameter].append(part)
     for name, filling in matrices.items():
+        if not all(part.name in forms for part in filling):
+            continue
+        for part in filling:
+            _check_columns(part, forms[part.name], decoder.shard.degree)
         path = name.removesuffix(".weight")
         parent, _, attribute = path.rpartition(".")
         layer = decoder.get_submodule(path)
         columns = filling[0].shape[1] if filling[0].columns is None else len(filling[0].columns)
-        weight = PackedMatrix(_segments(filling, formats, layer.weight.shape[0]), columns)
+        weight = PackedMatrix(_segments(filling, forms, layer.weight.shape[0]), columns)
         if name == "embedding.weight":
             tied = decoder.is_last and decoder.lm_head.weight is layer.weight
             decoder.embedding = PackedEmbedding(weight, layer)
@@ -107,23 +123,31 @@ def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], formats: Mappin
             setattr(decoder.get_submodule(parent), attribute, PackedLinear(weight, layer.bias))
 
 
-def _check_columns(part: TensorPart, format: PackedFormat, degree: int) -> None:
-    if part.columns is not None and (part.columns.start % format.span or part.columns.stop % format.span):
+def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:
+    if part.columns is None:
+        return
+    if form.order is not None:
         raise UsageError(
-            f"--tp {degree} would cut groups of {format.span} columns in {part.name}, which has {part.shape[1]};"
+            f"--tp {degree} would cut {part.name}, whose columns are in an order of their own; leave it out"
+        )
+    span = form.format.span
+    if part.columns.start % span or part.columns.stop % span:
+        raise UsageError(
+            f"--tp {degree} would cut groups of {span} columns in {part.name}, which has {part.shape[1]};"
             " choose a smaller degree"
         )
 
 
-def _segments(parts: Iterable[TensorPart], formats: Mapping[str, PackedFormat], rows: int) -> list[Segment]:
+def _segments(parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm], rows: int) -> list[Segment]:
     """The segments of a matrix with that many rows; rows that no part fills belong to the part before them."""
     ordered = sorted(parts, key=lambda part: part.first_row)
     ends = [part.first_row for part in ordered[1:]] + [rows]
     segments: list[Segment] = []
     for part, end in zip(ordered, ends, strict=True):
-        last = segments[-1] if segments else None
-        if last is not None and last.format == formats[part.name] and last.rows % ROWS == 0:
-            segments[-1] = Segment(last.first_row, end - last.first_row, last.format)
+        last, form = segments[-1] if segments else None, forms[part.name]
+        plain = form.order is None and last is not None and last.form.order is None
+        if last is not None and plain and last.form.format == form.format and last.rows % ROWS == 0:
+            segments[-1] = Segment(last.first_row, end - last.first_row, last.form)
         else:
-            segments.append(Segment(part.first_row, end - part.first_row, formats[part.name]))
+            segments.append(Segment(part.first_row, end - part.first_row, form))
     return segments

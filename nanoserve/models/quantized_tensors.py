@@ -3,15 +3,13 @@
 Methods: compressed-tensors (packed integers, int8, fp8), GPTQ (versions 1 and 2), AWQ (gemm), and blocks of fp8.
 """
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanoserve.errors import ModelError
+from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized
 
 Read = Callable[[str], Any]
@@ -22,67 +20,47 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _WORD_BITS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """The `quantization_config` of a config.json, as far as tensors are read by it."""
-
-    method: str
-    """compressed-tensors, gptq, awq or fp8."""
-    bits: int = 8
-    group: int = -1
-    """Columns that share a scale; -1 means all of a row."""
-    zero_is_stored_less_one: bool = False
-    """GPTQ version 1 stores zero points less one."""
-    ignored: tuple[str, ...] = ()
-    """Modules that are not quantized: names, beginnings of names, or `re:` and a regular expression."""
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
-        """Raises ModelError, one line that begins with `source`, for methods and settings that are not read."""
-        method = config.get("quant_method")
-        if method in ("gptq", "awq"):
-            return cls._of_words(method, config, source)
-        if method == "fp8":
-            return cls("fp8", ignored=_names(config.get("modules_to_not_convert")))
-        if method == "compressed-tensors":
-            return cls._of_compressed_tensors(config, source)
-        instead = "choose a checkpoint of compressed-tensors, GPTQ, AWQ or GGUF, or the one in 16 bits"
-        raise ModelError(f"{source}: quantization method {method!r:.40} is not read; {instead}")
-
-    @classmethod
-    def _of_words(cls, method: str, config: Mapping[str, Any], source: str) -> "Quantization":
-        bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
-        if bits not in ((4, 8) if method == "gptq" else (4,)) or not isinstance(group, int):
-            raise ModelError(f"{source}: {method} with {bits!r:.20} bits in groups of {group!r:.20} is not read")
-        if method == "awq" and config.get("version", "gemm").lower() != "gemm":
-            raise ModelError(f"{source}: AWQ of version {config['version']!r:.20} is not read; only gemm is")
-        older = method == "gptq" and config.get("checkpoint_format", "gptq") != "gptq_v2"
-        return cls(method, bits, group, older, _names(config.get("modules_to_not_convert")))
-
-    @classmethod
-    def _of_compressed_tensors(cls, config: Mapping[str, Any], source: str) -> "Quantization":
-        groups = config.get("config_groups")
-        schemes = list(groups.values()) if isinstance(groups, dict) else []
-        weights = schemes[0].get("weights") if len(schemes) == 1 and isinstance(schemes[0], dict) else None
-        if not isinstance(weights, dict):
-            raise ModelError(f"{source}: quantization_config must have one entry of config_groups with weights")
-        bits, kind = weights.get("num_bits"), weights.get("type")
-        if (kind, bits) not in (("int", 3), ("int", 4), ("int", 8), ("float", 8)):
-            raise ModelError(f"{source}: weights of type {kind!r:.20} in {bits!r:.20} bits are not read")
-        return cls("compressed-tensors", bits, weights.get("group_size") or -1, ignored=_names(config.get("ignore")))
-
-    def leaves_alone(self, module: str) -> bool:
-        return any(_matches(pattern, module) for pattern in self.ignored)
+INTEGERS = "integers"
+"""The stored format of a quantized matrix."""
+_SUFFIXES = {
+    "compressed-tensors": (
+        "weight_packed",
+        "weight",
+        "weight_scale",
+        "weight_shape",
+        "weight_zero_point",
+        "weight_g_idx",
+    ),
+    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
+    "awq": ("qweight", "qzeros", "scales"),
+    "fp8": ("weight", "weight_scale_inv"),
+}
+"""Names of the tensors of a module that make its matrix, the one with the numbers first."""
+_NEEDED = {"compressed-tensors": "weight_scale", "gptq": "qzeros", "awq": "qzeros", "fp8": "weight_scale_inv"}
+"""Of them, one that only quantized modules have."""
+_UNUSED = ("input_scale", "input_zero_point", "output_scale", "weight_global_scale")
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    return tuple(name for name in value or () if isinstance(name, str))
-
-
-def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return module == pattern or module.startswith(f"{pattern}.") or f".{pattern}." in f".{module}."
+def matrices(
+    stored: Mapping[str, Any], quantization: Quantization, read: Read
+) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
+    """Each quantized module of a checkpoint, the names of its tensors, and the shape of its matrix."""
+    needed = f".{_NEEDED[quantization.method]}"
+    for name in stored:
+        if not name.endswith(needed):
+            continue
+        module = name.removesuffix(needed)
+        suffixes = (*_SUFFIXES[quantization.method], *_UNUSED)
+        parts = [f"{module}.{suffix}" for suffix in suffixes if f"{module}.{suffix}" in stored]
+        shape = stored[parts[0]].shape
+        numbers = _WORD_BITS // quantization.bits
+        if quantization.method == "gptq":
+            shape = (shape[1], shape[0] * numbers)
+        elif quantization.method == "awq":
+            shape = (shape[1] * numbers, shape[0])
+        elif parts[0].endswith("packed"):
+            shape = tuple(read(f"{module}.weight_shape")[:].tolist())
+        yield module, parts, shape
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
@@ -122,7 +100,7 @@ def _decode_gptq(read: Read, module: str, rows: slice, quantization: Quantizatio
     zeros = unpack_words(read(f"{module}.qzeros")[:], bits, read(f"{module}.scales").get_shape()[1])[:, rows]
     codes = unpack_words(words.T, bits, len(words) * _WORD_BITS // bits)
     if quantization.zero_is_stored_less_one:
-        zeros = zeros + 1
+        zeros = zeros + 1 & (1 << bits) - 1
     return _integers(codes, bits, scales.T, zeros.T, read(f"{module}.g_idx"))
 
 

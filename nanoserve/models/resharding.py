@@ -21,8 +21,8 @@ from torch import Tensor
 from nanoserve.config import ModelConfig
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.loading import Checkpoint, Progress, check_finite, empty_decoder, open_checkpoint
-from nanoserve.models.shards import Shard
 from nanoserve.models.packed import region_of
+from nanoserve.models.shards import Shard
 from nanoserve.models.weights import shard_parts, unfilled_regions
 
 _ALIGNMENT = 256
@@ -81,7 +81,9 @@ class ReshardableWeights:
         with open_checkpoint(directory, config) as checkpoint:
             for decoder in unset:
                 checkpoint.prepare(decoder)
-            self._storage = torch.empty(max(_offsets(decoder)[1] for decoder in unset), dtype=torch.uint8, device=device)
+            self._storage = torch.empty(
+                max(_offsets(decoder)[1] for decoder in unset), dtype=torch.uint8, device=device
+            )
             for decoder in unset:
                 _lay_out(decoder, self._storage)
             self._fillings = [_filling(decoder, checkpoint) for decoder in unset]
@@ -168,10 +170,10 @@ def _lay_out(decoder: Decoder, storage: Tensor) -> None:
 
 def _filling(decoder: Decoder, checkpoint: Checkpoint) -> _Filling:
     parts = list(shard_parts(checkpoint.parts, decoder.model_config, decoder.shard))
-    moves = [
-        _Move(checkpoint.reader(piece), region_of(decoder, piece), piece.name, checkpoint.stored[piece.name].path)
-        for part in parts
-        for piece in part.pieces(_PIECE_NUMBERS)
-    ]
+    moves = []
+    for piece in (piece for part in parts for piece in part.pieces(_PIECE_NUMBERS)):
+        region = region_of(decoder, piece)
+        read = checkpoint.reader(piece, packed=not region.is_floating_point())
+        moves.append(_Move(read, region, piece.name, checkpoint.stored[piece.name].path))
     num_bytes = sum(move.region.nbytes for move in moves)
     return _Filling(moves, num_bytes, list(unfilled_regions(parts, dict(decoder.named_parameters()))))

@@ -70,8 +70,11 @@ inline void read_group(const PackedFormat& format, const uint8_t* cell, int64_t 
       for (int64_t n = 0; n < kPackedRows; ++n) numbers.minimums[n] = numbers.scales[n] * format.zero;
       break;
     case kZeros:
-      std::copy(numbers.scales, numbers.scales + kPackedRows, numbers.minimums);
-      multiply_each<uint8_t>(numbers.minimums, offsets + group * kPackedRows);
+      // Codes of 8 bits are signed, their zeros are stored without a sign.
+      for (int64_t n = 0; n < kPackedRows; ++n) {
+        const int32_t zero = offsets[group * kPackedRows + n] - (format.bits == 8 ? 128 : 0);
+        numbers.minimums[n] = numbers.scales[n] * static_cast<float>(zero);
+      }
       break;
     case kMinimums: read_numbers<at::Half>(offsets + group * 2 * kPackedRows, numbers.minimums); break;
     default:

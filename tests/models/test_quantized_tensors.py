@@ -1,0 +1,46 @@
+"""Quantized Hugging Face checkpoints against transformers with the values that they stand for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.loading import load_model
+from tests.models.test_decoder import random_tokens
+from tests.oracle.checkpoints import FAMILIES
+from tests.oracle.packed_checkpoints import write_packed
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "compressed-tensors", {"bits": 4, "group": 32}),
+    ("qwen3", "compressed-tensors", {"bits": 4, "group": 32, "symmetric": False}),
+    ("glm4", "compressed-tensors", {"bits": 8, "group": 64}),
+    ("qwen2", "compressed-tensors", {"bits": 8, "group": 32, "symmetric": False}),
+    ("mistral", "compressed-tensors", {"bits": 3, "group": 32}),
+    ("llama", "int8", {}),
+    ("qwen3", "gptq", {"bits": 4, "group": 32}),
+    ("llama", "gptq_v2", {"bits": 8, "group": 64}),
+    ("qwen2", "gptq", {"bits": 4, "group": 32, "act_order": True}),
+    ("mistral", "awq", {"bits": 4, "group": 64}),
+    ("qwen3", "fp8", {}),
+]
+
+
+@pytest.mark.parametrize(("family", "method", "settings"), CASES)
+def test_logits_are_those_of_transformers(family: str, method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    config = FAMILIES[family]()
+    config.intermediate_size, config.vocab_size = 128, 96
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    write_packed(model, tmp_path, method, **settings)
+    decoder, found = load_model(tmp_path, "float32")
+    tokens = random_tokens(found, 40)
+    with torch.inference_mode():
+        hidden = decoder(tokens, torch.arange(40), DenseCausalAttention(found, batch=1, length=40))
+        logits, wanted = decoder.compute_logits(hidden), model(tokens[None]).logits[0]
+    torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
