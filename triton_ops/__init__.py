@@ -8,7 +8,7 @@ in C++, are built on first use (`triton_ops.cpu`), and NVIDIA GPUs have theirs (
 
 from triton_ops.attention import paged_attention
 from triton_ops.cache import cache_write, copy_blocks, gather_blocks, scatter_blocks
-from triton_ops.experts import sparse_experts
+from triton_ops.experts import sparse_experts, sparse_packed_experts
 from triton_ops.gpu import on_first_call
 from triton_ops.linear import linear, project
 from triton_ops.packed import GroupQuantized, PackedFormat, pack, packed_linear, packed_rows, unpack
@@ -38,5 +38,6 @@ __all__ = [
     "reference_operators",
     "scatter_blocks",
     "sparse_experts",
+    "sparse_packed_experts",
     "unpack",
 ]

@@ -153,16 +153,18 @@ class SparseExperts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
-        weights, experts = self._route(hidden)
+        weights, experts = route(self.router(hidden), self.moe)
         return sparse_experts(hidden, weights, experts, self.gate_up, self.down)
 
-    def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """-> weights, float32 [T, experts_per_token], and the experts they belong to, int64, same shape."""
-        probabilities = functional.softmax(self.router(hidden), dim=-1, dtype=torch.float32)
-        weights, experts = probabilities.topk(self.moe.experts_per_token, dim=-1)
-        if self.moe.normalize_weights:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights, experts
+
+def route(scores: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
+    """scores [T, num_experts] -> weights, float32 [T, experts_per_token], and the experts they belong to, int64, same
+    shape."""
+    probabilities = functional.softmax(scores, dim=-1, dtype=torch.float32)
+    weights, experts = probabilities.topk(moe.experts_per_token, dim=-1)
+    if moe.normalize_weights:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, experts
 
 
 class DecoderLayer(nn.Module):

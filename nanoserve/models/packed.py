@@ -1,17 +1,17 @@
 """Layers whose matrices are packed integers, in place of a decoder's own."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from nanoserve.errors import UsageError
-from nanoserve.models.decoder import Decoder, VocabularyEmbedding, VocabularyPart
+from nanoserve.models.decoder import Decoder, DecoderLayer, SparseExperts, VocabularyEmbedding, VocabularyPart, route
 from nanoserve.models.weights import TensorPart
-from triton_ops import PackedFormat, packed_linear, packed_rows
+from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS
 
 
@@ -90,11 +90,43 @@ class PackedEmbedding(VocabularyPart):
         return packed_rows(self.weight.packed[0], token_ids, segment.form.format).to(self.dtype)
 
 
+class PackedExpertMatrices(nn.Module):
+    """A matrix [N, K] of each expert, all of one format."""
+
+    def __init__(self, experts: int, rows: int, columns: int, format: PackedFormat) -> None:
+        super().__init__()
+        self.format = format
+        shape = (experts, -(-rows // ROWS), format.row_bytes(columns))
+        self.packed = nn.Parameter(torch.zeros(shape, dtype=torch.uint8), requires_grad=False)
+
+    def region(self, part: TensorPart) -> Tensor:
+        """The view that the part fills: whole blocks of rows of one expert."""
+        assert part.expert is not None
+        count = part.shape[0] if part.rows is None else len(part.rows)
+        return self.packed[part.expert, part.first_row // ROWS : -(-(part.first_row + count) // ROWS)]
+
+
+class PackedExperts(nn.Module):
+    """A mixture of experts whose matrices are packed."""
+
+    def __init__(self, replaced: SparseExperts, gate_up: PackedExpertMatrices, down: PackedExpertMatrices) -> None:
+        super().__init__()
+        self.moe, self.router = replaced.moe, replaced.router
+        self.inner = replaced.down.shape[2]
+        self.gate_up, self.down = gate_up, down
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden_size] -> [T, hidden_size]"""
+        weights, experts = route(self.router(hidden), self.moe)
+        forms = self.gate_up.format, self.down.format
+        return sparse_packed_experts(hidden, weights, experts, self.gate_up.packed, self.down.packed, self.inner, forms)
+
+
 def region_of(decoder: Decoder, part: TensorPart) -> Tensor:
     """The view of a parameter, or of a packed matrix, that the part fills."""
     place, _, name = part.parameter.rpartition(".")
     found = getattr(decoder.get_submodule(place), name)
-    return found.region(part) if isinstance(found, PackedMatrix) else part.region(found)
+    return part.region(found) if isinstance(found, nn.Parameter) else found.region(part)
 
 
 def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm]) -> None:
@@ -102,13 +134,15 @@ def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[
     Raises UsageError if the ranks of a stage cannot divide a matrix into whole groups of columns."""
     matrices: dict[str, list[TensorPart]] = defaultdict(list)
     for part in parts:
-        if part.expert is None and len(part.shape) == 2:
+        if len(part.shape) == 2:
             matrices[part.parameter].append(part)
     for name, filling in matrices.items():
         if not all(part.name in forms for part in filling):
             continue
         for part in filling:
             _check_columns(part, forms[part.name], decoder.shard.degree)
+        if filling[0].expert is not None:
+            continue
         path = name.removesuffix(".weight")
         parent, _, attribute = path.rpartition(".")
         layer = decoder.get_submodule(path)
@@ -121,6 +155,24 @@ def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[
                 decoder.lm_head = PackedLinear(weight, None)
         else:
             setattr(decoder.get_submodule(parent), attribute, PackedLinear(weight, layer.bias))
+    for layer in decoder.layers:
+        if isinstance(layer.feed_forward, SparseExperts):
+            _pack_experts(layer, matrices, forms)
+
+
+def _pack_experts(
+    layer: DecoderLayer, matrices: Mapping[str, Sequence[TensorPart]], forms: Mapping[str, MatrixForm]
+) -> None:
+    """Pack the experts of a layer if their matrices have one format each, and each one's rows fill whole blocks."""
+    replaced = cast(SparseExperts, layer.feed_forward)
+    packed = []
+    for name, parameter in (("gate_up", replaced.gate_up), ("down", replaced.down)):
+        parts = matrices[f"layers.{layer.index}.feed_forward.{name}"]
+        found = {forms[part.name].format for part in parts if part.name in forms and forms[part.name].order is None}
+        if len(found) != 1 or any(part.name not in forms or part.first_row % ROWS for part in parts):
+            return
+        packed.append(PackedExpertMatrices(*parameter.shape, found.pop()))
+    layer.feed_forward = PackedExperts(replaced, *packed)
 
 
 def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:

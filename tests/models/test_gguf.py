@@ -9,9 +9,11 @@ import transformers
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.decoder import SparseExperts
 from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.gguf_file import BLOCK_TYPES
 from nanoserve.models.loading import load_model
+from nanoserve.models.packed import PackedEmbedding, PackedExperts
 from nanoserve.models.shards import make_shards
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.models.test_decoder import random_tokens
@@ -42,6 +44,10 @@ def test_every_type_has_a_case() -> None:
 def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path: Path) -> None:
     model, directory = make_model(family, block_type, tmp_path)
     decoder, found = load_model(directory, "float32")
+    quantized = block_type not in ("F16", "BF16")
+    if found.moe is not None:
+        assert isinstance(decoder.layers[0].feed_forward, PackedExperts if quantized else SparseExperts)
+    assert isinstance(decoder.embedding, PackedEmbedding) is quantized
     tokens = random_tokens(found, 40)
     with torch.inference_mode():
         hidden = decoder(tokens, torch.arange(40), DenseCausalAttention(found, batch=1, length=40))
