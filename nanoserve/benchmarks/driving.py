@@ -43,10 +43,8 @@ class EngineRun:
 
 
 class EngineDriver:
-    """Issues requests to an engine all at once and waits for the last token.
-
-    Prefixes are never shared between runs: each run has its own cache salt. ``on_step`` is called for each step.
-    """
+    """Issues requests to an engine all at once and waits for the last token. Prefixes are never shared between runs:
+    each run has its own cache salt. ``on_step`` is called for each step."""
 
     def __init__(self, engine: Engine, on_step: Callable[[StepShape], None] = lambda _: None) -> None:
         self._engine = engine
@@ -64,10 +62,8 @@ class EngineDriver:
                 self._finished.append((self._shapes.pop(result.step), result.seconds))
 
     def run(self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int]) -> EngineRun:
-        """Every prompt gets exactly its number of output tokens, taken greedily; end tokens do not end it.
-
-        Raises UsageError if a request can never run, and RuntimeFailure if one fails.
-        """
+        """Every prompt gets exactly its number of output tokens, taken greedily; end tokens do not end it. Raises
+        UsageError if a request can never run, and RuntimeFailure if one fails."""
         engine, salt = self._engine, f"run-{self._runs}"
         self._runs += 1
         self._finished.clear()
@@ -112,21 +108,14 @@ class EngineDriver:
 class StepSummary(msgspec.Struct, frozen=True):
     """Steps of one kind; rates and shares are of their sums, so that long steps weigh more."""
 
-    steps: int
-    """Number of steps."""
-    step_ms: Distribution | None
-    """Durations of the steps, in milliseconds."""
-    read_gb_per_s: float
-    gflops: float
-    """The bytes and the operations that they cannot do without, over their durations."""
-    of_floor: float | None
-    """The sum of their floors over the sum of their durations; 1 is the floor itself."""
-    step_of_floor: Distribution | None
-    """The same share, step by step. Both are None where the machine's limits are not known."""
-    engine_ms: float
-    """The engine's own time per step, in the median."""
-    engine_share: float
-    """Its sum over the sum of their durations."""
+    steps: int  # number of steps
+    step_ms: Distribution | None  # durations of the steps, in milliseconds
+    read_gb_per_s: float  # the bytes that they cannot do without, over their durations
+    gflops: float  # the operations that they cannot do without, over their durations
+    of_floor: float | None  # the sum of their floors over the sum of their durations; 1 is the floor itself
+    step_of_floor: Distribution | None  # that share, step by step; both are None without the machine's limits
+    engine_ms: float  # the engine's own time per step, in the median
+    engine_share: float  # its sum over the sum of their durations
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> "StepSummary":

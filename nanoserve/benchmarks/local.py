@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.driving import EngineDriver, EngineRun, summarize_steps
 from nanoserve.benchmarks.floors import ModelCost, StepShape
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
@@ -24,8 +24,7 @@ _TELL_SECONDS = 1.0  # drawing takes a millisecond or two of the run's own time
 
 class LocalBench:
     """Measures one open LLM, or an eager and a compiled one of a model, in interleaved runs. Raises RuntimeFailure if
-    both are eager. With ``probes`` the machine's limits are measured once, its bandwidth around every measurement.
-    """
+    both are eager. With ``probes`` the machine's limits are measured once, its bandwidth around every measurement."""
 
     def __init__(
         self,

@@ -84,10 +84,8 @@ def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[
 
 
 def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
-    """The counting rounds in their order, each with its bandwidth state, named by the bandwidths seen in it.
-
-    Memory bandwidth of a virtual machine may flip between two levels. Rounds beside a busy neighbour are states apart.
-    """
+    """The counting rounds in their order, each with its bandwidth state, named by the bandwidths seen in it. Memory
+    bandwidth of a virtual machine may flip between two levels. Rounds beside a busy neighbour are states apart."""
     groups: list[list[R]] = []
     for done in sorted((one for one in rounds if one.counts), key=lambda one: (one.is_busy, one.bandwidth)):
         first = groups[-1][0] if groups else None

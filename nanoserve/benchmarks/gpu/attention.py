@@ -34,8 +34,7 @@ def decode_rows(batch: int, context: int) -> tuple[AttentionRow, ...]:
     return (AttentionRow(1, context),) * batch
 
 
-NO_SUCH_BLOCK = 10**6
-"""The entries of a block table behind its row's last block."""
+NO_SUCH_BLOCK = 10**6  # the entries of a block table behind its row's last block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +153,9 @@ TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 
 def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
-    """The fields of a check: NaN agrees with NaN, and nothing else with it.
-
-    A number may differ by `tolerance` times the sum of its own size and the root mean square of its row (the last
-    dimension): results over many keys are small, and leaving out one of a thousand shall show.
-    """
+    """The fields of a check: NaN agrees with NaN, and nothing else with it. A number may differ by `tolerance` times
+    the sum of its own size and the root mean square of its row (the last dimension): results over many keys are small,
+    and leaving out one of a thousand shall show."""
     here, there = found.detach().cpu().double(), expected.detach().cpu().double()
     unwanted = int((here.isfinite() != there.isfinite()).sum())
     difference, size = (here - there).abs().nan_to_num(0.0), there.abs().nan_to_num(0.0)

@@ -43,8 +43,7 @@ from triton_ops import (
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (128, 64, 256, 80)
-HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))
-"""Query and key-value heads: groups of 4, 8, 1 and 7."""
+HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))  # query and key-value heads: groups of 4, 8, 1 and 7
 BLOCK_SIZES = (16, 32)
 WINDOWS = (0, 48)
 
@@ -53,8 +52,7 @@ ROWS = {
     "mixed": [AttentionRow(*row) for row in ((1, 1), (1, 200), (5, 37), (64, 64), (33, 300), (1, 16))],
     "prefill": [AttentionRow(length, length) for length in (17, 64, 130)],
 }
-DRY_CONTEXT = 37
-"""The longest context of a dry run, in which there is one head size."""
+DRY_CONTEXT = 37  # the longest context of a dry run, in which there is one head size
 
 
 def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
@@ -67,17 +65,14 @@ def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
         yield from engine_cases(shelf, () if bench.dry_run else CHECKED[1:])
 
 
-Inputs = Callable[[torch.dtype, torch.Generator], Sequence[Tensor]]
-"""Makes an operator's inputs on the CPU."""
+Inputs = Callable[[torch.dtype, torch.Generator], Sequence[Tensor]]  # makes an operator's inputs on the CPU
 
 
 def _check_operator(
     bench: GpuBench, name: str, dtype: torch.dtype, make: Inputs, call: Callable[..., Tensor], roundings: int
 ) -> Row:
-    """Compare what an operator gives back for copies of the same inputs, on the CPU and on the device.
-
-    `roundings`: products one after the other, each of which rounds its results; with none, numbers are only moved.
-    """
+    """Compare what an operator gives back for copies of the same inputs, on the CPU and on the device. `roundings`:
+    products one after the other, each of which rounds its results; with none, numbers are only moved."""
     inputs, exact = make(dtype, torch.Generator().manual_seed(0)), torch.float64 if roundings else dtype
     with reference_operators():
         expected = call(*(one.to(exact if one.is_floating_point() else one.dtype, copy=True) for one in inputs))
@@ -86,12 +81,9 @@ def _check_operator(
 
 
 def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
-    """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the products.
-
-    Attention takes the commonest head size and format with all heads, then each head size and format, each time with
-    every kind of batch; blocks and windows take turns. Every further combination would cost the time to compile three
-    programs.
-    """
+    """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the products. Attention
+    takes the commonest head size and format with all heads, then each head size and format, each time with every kind
+    of batch; blocks and windows take turns. Every further combination would cost the time to compile three programs."""
     head_dims = (64,) if bench.dry_run else HEAD_DIMS
     cuts = zip(BLOCK_SIZES, WINDOWS, strict=True)
     chosen = [(head_dims[0], DTYPES[0], heads, *cut) for heads, cut in product(HEADS, cuts)]
@@ -196,14 +188,11 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor], int]] = {
 """The other operators: inputs, call and roundings, as `_check_operator` takes them."""
 
 
-SAMPLED_VOCABULARY = 32003
-"""A prime number, as large as a small model's vocabulary."""
-SAMPLED_ROWS = 16
-"""Requests of each setting."""
+SAMPLED_VOCABULARY = 32003  # a prime number, as large as a small model's vocabulary
+SAMPLED_ROWS = 16  # requests of each setting
 _PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 _PROMPT_LENGTH = 4
-_LIKELIEST = 8
-"""A row's likeliest tokens are what penalties and biases are about: anything else would hardly show."""
+_LIKELIEST = 8  # a row's likeliest tokens are what penalties and biases are about: anything else would hardly show
 
 SETTINGS: Mapping[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0.0),
@@ -261,12 +250,10 @@ def draw(logits: Tensor, batch: Sequence[SamplingParams]) -> Sampled:
 
 WEIGHT_STANDARD_DEVIATION = 0.15
 """Wider than at initialization, so that attention, norms and biases all leave their mark on the logits."""
-FLOAT32_TOLERANCE = 2e-3
-"""Largest difference of a logit, in standard deviations of the logits."""
+FLOAT32_TOLERANCE = 2e-3  # largest difference of a logit, in standard deviations of the logits
 BFLOAT16_TOLERANCE = 0.05
 """Median difference: a rounding may send a token to another expert, and then some logits are quite different."""
-CHUNKS = (17, 17, 11, 1, 1, 1, 1)
-"""Tokens of each step: a prompt in three pieces, then single tokens."""
+CHUNKS = (17, 17, 11, 1, 1, 1, 1)  # tokens of each step: a prompt in three pieces, then single tokens
 
 
 def model_cases(bench: GpuBench) -> Iterator[GpuCase]:
@@ -327,8 +314,7 @@ def stepwise_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
 
 
 SPARSE = ("mixtral", "qwen3_moe")
-CHECKED = ("qwen3", "mistral", "qwen3_moe")
-"""One with norms of queries and keys, one with windows, one with experts."""
+CHECKED = ("qwen3", "mistral", "qwen3_moe")  # one with norms of queries and keys, one with windows, one with experts
 PROMPT_LENGTHS = tuple(5 + 9 * place % 83 for place in range(20))
 OUTPUT_LENGTHS = tuple(3 + 7 * place % 29 for place in range(20))
 """Requests come and go in the midst of others, so that batches grow, shrink, and mix prompts with single tokens."""

@@ -15,12 +15,9 @@ from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.rounds import rotated
 from nanoserve.runtime.launch.model_loading import check_cuda, usable_gpu, use_writable_triton_cache
 
-FLUSH_BYTES = 2**30
-"""Read before every timed call, once or more: many times the largest level-2 cache."""
-MOST_FLUSHES = 16
-"""A call that waits for the device itself needs no more."""
-_LEAD = 2.0
-"""The device is kept busy for this many times the time that the host takes to launch the call."""
+FLUSH_BYTES = 2**30  # read before every timed call, once or more: many times the largest level-2 cache
+MOST_FLUSHES = 16  # a call that waits for the device itself needs no more
+_LEAD = 2.0  # the device is kept busy for this many times the time that the host takes to launch the call
 _WARM_UP_CALLS = 2
 _SECONDS = 1.0
 _FEWEST_TURNS, _MOST_TURNS = 5, 30
@@ -58,11 +55,9 @@ def time_on_host(call: Call, launch_seconds: float) -> Callable[[], float]:
 
 
 class EventClock:
-    """CUDA events around a call whose inputs no cache holds, and which the host has launched by then.
-
-    A call of many small kernels (blocks of several layers, one after another) takes the host longer than the device:
-    timed from an idle device it would show the host. So the device first reads for longer than the launching takes.
-    """
+    """CUDA events around a call whose inputs no cache holds, and which the host has launched by then. A call of many
+    small kernels (blocks of several layers, one after another) takes the host longer than the device: timed from an
+    idle device it would show the host. So the device first reads for longer than the launching takes."""
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = torch.zeros(FLUSH_BYTES // 4, device=device)

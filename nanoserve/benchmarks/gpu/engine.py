@@ -108,9 +108,7 @@ class EngineBench:
 
     def _measure_alone(self, metric: str, step: StepShape, prompt: int, output: int, open_engine: OpenEngine) -> Row:
         """One request after another, the first of which warms up and is left out, against the floor of a step.
-
-        `metric`: "tpot", or "ttft" for a prompt in one step, from its issue to its first token.
-        """
+        `metric`: "tpot", or "ttft" for a prompt in one step, from its issue to its first token."""
         engine = open_engine()
         config, cost = engine.llm.config, ModelCost(engine.llm.config, self._bench.dtype.itemsize)
         prompts = [random_prompts([prompt], config.vocab_size, seed) for seed in range(_REPEATS + 1)]
@@ -152,11 +150,9 @@ class EngineBench:
         }
 
     def measure_transformers(self) -> Row:
-        """The preset by transformers' continuous batching, on a random model of this shape, warmed up.
-
-        What is left after `_TRANSFORMERS_SECONDS` is given up: the rate is then that of the requests that ended until
-        then, too low by what others had begun, and `cut` is true.
-        """
+        """The preset by transformers' continuous batching, on a random model of this shape, warmed up. What is left
+        after `_TRANSFORMERS_SECONDS` is given up: the rate is then that of the requests that ended until then, too low
+        by what others had begun, and `cut` is true."""
         self._shelf.close()  # both engines take what memory there is
         if self._bench.dry_run:
             raise CannotRun("needs a GPU")
@@ -212,8 +208,7 @@ def _collect(manager: Any, prompts: Sequence[tuple[int, ...]], lengths: Sequence
     return done
 
 
-STEP_MARK = "nanoserve step"
-"""What the host's share of every step is called in the trace."""
+STEP_MARK = "nanoserve step"  # what the host's share of every step is called in the trace
 _DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_KINDS = ("cuda_runtime", "cuda_driver")
 _SETTLING_STEPS = 8

@@ -25,8 +25,7 @@ OURS = "nanoserve"
 BLOCK_SIZE = 16
 HEAD_DIM = 128
 KV_HEADS = 8
-GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}
-"""Query heads of one key-value head: how many heads of each kind there are."""
+GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}  # query heads of one key-value head: how many heads of each kind there are
 BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
     ("prefill 8192", 4, [AttentionRow(8192, 8192)]),
     ("prefill 2048", 4, [AttentionRow(2048, 2048)]),
@@ -43,16 +42,13 @@ BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
 )
 """Name, group and rows of each."""
 STAGED_LAYERS = 8
-_SMALLER_BY = 64
-"""Sizes are divided by this in a dry run."""
+_SMALLER_BY = 64  # sizes are divided by this in a dry run
 
 
 def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
-    """The moves, then attention as in prompts, in decoding, and mixed.
-
-    The moves take a moment. For each shape of prompts and of decoding torch recompiles a peer (flex_attention),
-    which may use up the budget, so what has a target comes before what has none.
-    """
+    """The moves, then attention as in prompts, in decoding, and mixed. The moves take a moment. For each shape of
+    prompts and of decoding torch recompiles a peer (flex_attention), which may use up the budget, so what has a target
+    comes before what has none."""
     scale = _SMALLER_BY if bench.dry_run else 1
     staged = f"256 blocks of {STAGED_LAYERS} layers"
     yield GpuCase("cache_write 8192 tokens", partial(_measure_cache_write, bench, 8192 // scale))
@@ -88,10 +84,8 @@ def _difference(found: Tensor, expected: Tensor) -> float | None:
 
 def measured_fields(times: Mapping[str, TimeSpread], limits: Limits, num_bytes: int, operations: int) -> Row:
     """A row: each route's times, ours against the limits, and how many times as long the others take.
-
-    `of_copy_bandwidth` and `of_matmul_peak` are the rates that our time makes of the counted bytes and operations,
-    over the measured limits; `of_floor` is the larger of the two: the least possible time over ours.
-    """
+    `of_copy_bandwidth` and `of_matmul_peak` are the rates that our time makes of the counted bytes and operations, over
+    the measured limits; `of_floor` is the larger of the two: the least possible time over ours."""
     ours = times[OURS].us
     seconds = ours / 1e6
     return {

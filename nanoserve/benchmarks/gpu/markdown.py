@@ -20,22 +20,16 @@ class Target(msgspec.Struct, frozen=True):
 
     name: str
     case: str
-    field: str
-    """Path of the figure within the row."""
-    bound: float
-    """The least that is wanted, or the most if `most`."""
+    field: str  # path of the figure within the row
+    bound: float  # the least that is wanted, or the most if `most`
     most: bool = False
     aim: float | None = None
-    over: str | None = None
-    """Case whose figure of that name this one is divided by."""
-    beside: tuple[str, str] | None = None
-    """A case, and what to tell of its row beside the verdict."""
+    over: str | None = None  # case whose figure of that name this one is divided by
+    beside: tuple[str, str] | None = None  # a case, and what to tell of its row beside the verdict
 
     def outcome(self, rows: Mapping[str, Row]) -> dict[str, Any]:
-        """The row of the target, from the rows of all parts by the name of their case.
-
-        `share` is measured over wanted, or wanted over measured where less is better.
-        """
+        """The row of the target, from the rows of all parts by the name of their case. `share` is measured over wanted,
+        or wanted over measured where less is better."""
         wanted = f"at {'most' if self.most else 'least'} {self.bound:g}"
         wanted += f" (aim {self.aim:g})" if self.aim is not None else ""
         found: dict[str, Any] = {

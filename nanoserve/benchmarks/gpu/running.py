@@ -25,16 +25,14 @@ from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import replace_file
 
 PARTS = ("correctness", "kernels", "engine")
-TUNING = "tuning"
-"""A part that is run alone, and whose rows are no results."""
+TUNING = "tuning"  # a part that is run alone, and whose rows are no results
 SCHEMA = "nanoserve-gpu/1"
 
 BUDGETS: Mapping[str, float] = {"correctness": 130.0, "kernels": 70.0, "engine": 230.0, TUNING: 480.0}
 """Seconds of each part; without tuning, and with every part's overtime, together less than eight minutes."""
 CASE_SECONDS = 200.0
 """The longest that one case may take before its process is ended: compilers and other engines need most of it."""
-OVERTIME_SECONDS = 15.0
-"""The longest that a case may go on after the end of its part's budget."""
+OVERTIME_SECONDS = 15.0  # the longest that a case may go on after the end of its part's budget
 BUDGET_SPENT = "the time budget was spent"
 _POLL_SECONDS = 0.2
 _FAREWELL_SECONDS = 20.0
@@ -45,10 +43,8 @@ Document = Mapping[str, Any]
 
 
 def open_part(directory: Path, part: str, *, dry_run: bool) -> Report:
-    """The report of a part, which goes on where an earlier run ended: what was skipped there is not done.
-
-    Raises UsageError if the directory holds the part of another commit or of other settings, as those would not mix.
-    """
+    """The report of a part, which goes on where an earlier run ended: what was skipped there is not done. Raises
+    UsageError if the directory holds the part of another commit or of other settings, as those would not mix."""
     path = directory / f"{part}.json"
     report = Report(f"gpu {part}", {"dry_run": dry_run}, None)
     if path.exists():
@@ -110,10 +106,8 @@ class PartRun:
 
     part: str
     dry_run: bool
-    deadline: float
-    """The end of the part's budget, as time.monotonic tells it in every process."""
-    rows: list[Row]
-    """What is known, also from earlier children."""
+    deadline: float  # the end of the part's budget, as time.monotonic tells it in every process
+    rows: list[Row]  # what is known, also from earlier children
     pipe: Connection
 
     def put(self, name: str, value: Any) -> None:
@@ -121,10 +115,8 @@ class PartRun:
         self.pipe.send((name, value))
 
     def measure(self, cases: Iterable[GpuCase], device_works: Callable[[], bool]) -> bool:
-        """Measure what has no row yet. False means that the device works no more, and that a new process can go on.
-
-        A case that fails has the reason as its row's `error`; once the budget is spent, the others are `skipped`.
-        """
+        """Measure what has no row yet. False means that the device works no more, and that a new process can go on. A
+        case that fails has the reason as its row's `error`; once the budget is spent, the others are `skipped`."""
         known = {row["case"] for row in self.rows}
         for case in cases:
             if case.name in known:
@@ -161,10 +153,8 @@ def reason(error: BaseException) -> str:
 
 
 def measure_part(run: PartRun) -> bool:
-    """Measure a part in this process; False if the device failed. Raises UsageError without a GPU.
-
-    Each part has a module of its own, so that kernels can be timed where the engine's packages are missing.
-    """
+    """Measure a part in this process; False if the device failed. Raises UsageError without a GPU. Each part has a
+    module of its own, so that kernels can be timed where the engine's packages are missing."""
     from nanoserve.benchmarks.gpu.device import GpuBench  # imports torch, which the parent does without
 
     bench = GpuBench.open(dry_run=run.dry_run)

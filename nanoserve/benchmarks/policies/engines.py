@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 
 from nanoserve.assembly import make_predictors
-from nanoserve.benchmarks.policies.cases import KvCases
-from nanoserve.benchmarks.policies.variants import OpenEngine
+from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine
 from nanoserve.config import ModelConfig
 from nanoserve.costs.predictor import MeasuredPredictor
 from nanoserve.costs.profile import MeasuredTimes

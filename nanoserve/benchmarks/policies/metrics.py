@@ -18,7 +18,7 @@ from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import compare_with_simulator, rerun
 from nanoserve.costs.work import Strategy
-from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, ChartCurve
+from nanoserve.measures.charts import AnyPanel, Band, ChartCurve, Panel
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
 from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase, PhaseTurn
@@ -244,7 +244,7 @@ def phases_picture(benches: Sequence[Bench]) -> Picture:
     return [_phases_panel(name, record, end) for name, record in drawn.items()], 1, (13.0, 2.7)
 
 
-def _phases_panel(name: str, record: RunRecord, end: float) -> AnnotatedPanel:
+def _phases_panel(name: str, record: RunRecord, end: float) -> Panel:
     start = record.arrivals[0].arrival_time
     times = [moment - start for moment, _ in record.blocks]
     device = [100 * blocks.used_device / blocks.device for _, blocks in record.blocks]
@@ -252,7 +252,7 @@ def _phases_panel(name: str, record: RunRecord, end: float) -> AnnotatedPanel:
     begins = [(phase, phase.began - start) for phase in record.phases]
     transitions = sum(phase.kind == "reshard" for phase in record.phases)
     many = "1 transition" if transitions == 1 else f"{transitions} transitions"
-    return AnnotatedPanel(
+    return Panel(
         title=f"{name}: {record.makespan:,.1f} s, {many}",
         x="time from the first arrival on, s",
         y="% of the blocks",
@@ -278,14 +278,14 @@ def throughputs_picture(benches: Sequence[Bench]) -> Picture:
     return [replace(panel, top=top) for panel in panels], 4, (4.4, 4.4)
 
 
-def _throughputs(share: float, cases: Sequence[Bench]) -> AnnotatedPanel:
+def _throughputs(share: float, cases: Sequence[Bench]) -> Panel:
     outputs = [case.facts["output"] for case in cases]
     curves = []
     for variant, marker in zip(cases[0].variants, cycle(_MARKERS), strict=False):
         rounds = [[done.variants[variant.name]["output_tokens_per_s"] for done in case.done] for case in cases]
         middle, lows, highs = ([which(values) for values in rounds] for which in (statistics.median, min, max))
         curves.append(ChartCurve(variant.name, outputs, middle, lows, highs, style=f"{marker}-"))
-    return AnnotatedPanel(
+    return Panel(
         title="KV memory for everything" if share >= 1 else f"KV memory for {share:.0%} of everything",
         x="output tokens of a request",
         y="output tokens per second",
