@@ -1,7 +1,6 @@
 """The least time a step can take: its bytes over the bandwidth, or its operations over the peak. No torch.
 
-Counted are reading each weight matrix that is used and the keys and values of the whole context once, and multiplying.
-Activations, norms and softmax are left out, so the floor is below reach.
+Counted are each used weight and the keys and values of the whole context, read once, and the products; the rest is not.
 """
 
 from dataclasses import dataclass
@@ -80,7 +79,6 @@ class ModelCost:
         return sum(operator.flops for operator in self._products(step)) + pairs
 
     def floor_seconds(self, step: StepShape, limits: Limits) -> float:
-        """The least time this step can take."""
         return limits.seconds(self.step_bytes(step), self.step_operations(step))
 
     def _products(self, step: StepShape) -> list[Operator]:

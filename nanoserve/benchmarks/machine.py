@@ -51,7 +51,6 @@ def command_line() -> str:
 
 @cache
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory and system."""
     model, flags = processor_name_and_flags()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -64,7 +63,6 @@ def describe_machine() -> dict[str, Any]:
 
 
 def available_cores() -> int:
-    """Logical processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,7 +1,6 @@
 """Rounds between two readings of the machine's read bandwidth: which of them count, and which belong together.
 
-A round counts if the readings differ by less than ``MAX_DRIFT``. Ratios are formed within a round, and reported for
-each bandwidth state apart. No torch.
+Ratios are formed within a round that counts, and reported for each bandwidth state apart. No torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,6 @@ class Bracketed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_busy(self) -> bool:
-        """Whether other processes were at work meanwhile."""
         return (self.foreign_cores or 0.0) > BUSY_CORES
 
     @property

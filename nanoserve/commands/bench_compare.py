@@ -46,8 +46,6 @@ _RATIO_COLUMNS = columns(("", *_KEYS, ("against", "peer"), "metric", "rounds"), 
 
 
 class CompareOptions(GridOptions, EngineOptions, ResultOptions):
-    """All options of the command."""
-
     peers: str = option("transformers,llama.cpp", "Engines to compare with.", metavar="NAME,NAME")
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
 

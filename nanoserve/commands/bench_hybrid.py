@@ -54,11 +54,8 @@ _GAIN_COLUMNS = columns(("", *_KEYS, "strategy"), (",.0f", "steps"), ("+.1%", "g
 
 
 class HybridOptions(
-    VariantsOptions,
-    renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 256+48,256+96"),
+    VariantsOptions, renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 256+48,256+96")
 ):
-    """All options of the command: one device, host memory beside it, and a CPU that attends to what is there."""
-
     lengths: str = option(
         "256+48,256+96,256+192", "Tokens of every prompt and of answers, one after the other.", metavar="IN+OUT,..."
     )

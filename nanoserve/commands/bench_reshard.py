@@ -52,8 +52,6 @@ _SIMULATED_COLUMNS = columns(
 
 
 class ReshardOptions(LengthOptions, RandomModelOptions):
-    """All options of the command: requests, and workers with two layouts."""
-
     against_own_workers: bool = option(False, "Also each layout on workers that have no other.")
     prefill_parallel: str | None = option("p2", "Layout for prompts.", metavar="NAME", variables=())
     decode_parallel: str | None = option("t2", "Layout for decodes.", metavar="NAME", variables=())

@@ -1,7 +1,6 @@
 """Attention over a paged cache: its least bytes and operations, batches to call it with, and when results agree.
 
-The benchmarks, the checks on a GPU and the tests of the operator share these batches. They lie on shuffled blocks, and
-what must not be read can be poisoned.
+The benchmarks, the checks on a GPU and the tests of the operator share these batches.
 """
 
 import math
@@ -59,13 +58,11 @@ class AttentionCall:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The operator's tensors, in its order."""
         caches = self.key_cache, self.value_cache
         return self.out, self.query, *caches, self.block_tables, self.query_starts, self.context_lengths
 
     @property
     def is_ragged(self) -> bool:
-        """Whether rows differ."""
         return len(set(self.rows)) > 1
 
     @property
@@ -108,12 +105,9 @@ def make_batch(
     shared_blocks: int = 0,
     seed: int = 0,
 ) -> AttentionCall:
-    """Random numbers of unit variance, drawn on the device; block tables as wide as the longest row needs.
-
-    With `poisoned`, slots that no row uses are NaN, and the tables name blocks that do not exist behind each row's last
-    one: a wrong read shows. Results are NaN before they are written. `shared_blocks` leading blocks are the same ones
-    in all rows that fill them.
-    """
+    """Random numbers of unit variance, drawn on the device; `out` is NaN. Block tables are as wide as the longest row
+    needs. With `poisoned`, unused slots are NaN too, and tables name blocks that do not exist behind each row's last
+    one, so a wrong read shows. `shared_blocks` leading blocks are the same ones in all rows that fill them."""
     generator = torch.Generator(device).manual_seed(seed)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     integers = partial(torch.tensor, dtype=torch.int32, device=device)

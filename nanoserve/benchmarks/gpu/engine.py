@@ -1,7 +1,6 @@
 """The engine with random weights of real shapes, against the floor of the same run and against transformers.
 
-Decode steps are also run under torch's profiler, whose trace is JSON with times in microseconds: it tells how many
-kernels a step ran, how long they took, and when the device waited.
+Decode steps also run under torch's profiler, whose trace is JSON with times in microseconds.
 """
 
 import dataclasses
@@ -126,7 +125,18 @@ class EngineBench:
         }
 
     def _trace(self, batch: int, open_engine: OpenEngine) -> Row:
-        return trace_decode(self._bench, open_engine(), batch=batch, context=self._prompt)
+        """`step_us` without the profiler, the trace's summary, and what is idle when the work that the trace saw is
+        held against steps without the profiler, whose own cost lies on the host."""
+        engine = open_engine()
+        with _decoding(engine, batch, self._prompt) as inner:
+            _take(inner, _SETTLING_STEPS)
+            unprofiled = TimeSpread.of(_take(inner, _TIMED_STEPS))
+            found = summarize_trace(_trace_events(self._bench, inner))
+        fields: Row = {"batch": batch, "unprofiled_step_us": unprofiled, "overlaps": engine.in_flight > 1}
+        if found is None:
+            return fields
+        idle = max(0.0, 1 - found["busy"] * found["step_us"] / unprofiled.us)
+        return {**fields, **found, "idle_without_profiler": idle}
 
     def _preset_work(self, vocab_size: int) -> tuple[list[tuple[int, ...]], list[int]]:
         """Prompts of the preset, and tokens of their answers."""
@@ -217,8 +227,6 @@ _TRACED_STEPS = 16
 
 
 class _Work(NamedTuple):
-    """Something the device did, from when to when."""
-
     start: float
     end: float
     is_kernel: bool
@@ -228,13 +236,9 @@ def summarize_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float] | N
     """Summarize the events of a trace; None unless at least two of its steps launched kernels, as on a CPU.
 
     A kernel belongs to the step whose mark its launch lies in, by the correlation that the profiler gives both; those
-    of a CUDA graph have the one of the graph's launch. The last step is left out: nothing says when it ended.
-
-    Returns:
-        Steps traced, kernels of a step and microseconds of one on average, the median time from the first kernel of a
-        step to the first of the next ("step_us"), and shares of all time: in which the device did anything ("busy"),
-        nothing between the last work of a step and the first kernel of the next one ("idle_between_steps"), and
-        nothing between the kernels of a step ("idle_within_steps").
+    of a CUDA graph have the one of the graph's launch. The last step is left out: nothing says when it ended. "step_us"
+    is the median time from the first kernel of a step to the first of the next. Shares are of all time: "busy" with any
+    work, "idle_between_steps" from the last work of a step to the next one's first kernel, "idle_within_steps" else.
     """
     steps = [step for step in _work_of_steps(list(events)) if any(work.is_kernel for work in step)]
     if len(steps) < 2:
@@ -282,20 +286,6 @@ def _idle(work: Sequence[_Work], start: float, end: float) -> float:
         idle += max(0.0, min(one.start, end) - known)
         known = max(known, one.end)
     return idle + max(0.0, end - known)
-
-
-def trace_decode(bench: GpuBench, engine: TimedEngine, *, batch: int, context: int) -> Row:
-    """The fields of a row: `step_us` without the profiler, the trace's summary, and what is idle when the
-    work that the trace saw is held against steps without the profiler, whose own cost lies on the host."""
-    with _decoding(engine, batch, context) as inner:
-        _take(inner, _SETTLING_STEPS)
-        unprofiled = TimeSpread.of(_take(inner, _TIMED_STEPS))
-        found = summarize_trace(_trace_events(bench, inner))
-    fields: Row = {"batch": batch, "unprofiled_step_us": unprofiled, "overlaps": engine.in_flight > 1}
-    if found is None:
-        return fields
-    idle = max(0.0, 1 - found["busy"] * found["step_us"] / unprofiled.us)
-    return {**fields, **found, "idle_without_profiler": idle}
 
 
 @contextmanager

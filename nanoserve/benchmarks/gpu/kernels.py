@@ -1,8 +1,7 @@
 """The kernels against the floor of the same run and against their peers, in turns.
 
-Peers are others that compute the same attention. torch's attention knows no paged cache: it is given keys and values
-that lie gathered in one piece, and the gathering is timed apart. That flatters it; FlashInfer reads the same paged
-cache as our kernels.
+torch's attention knows no paged cache: it is given keys and values in one piece, and gathering them is timed apart.
+That flatters it; FlashInfer reads the same paged cache as our kernels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -216,10 +215,6 @@ def _sdpa(backend: SDPBackend, batch: AttentionCall) -> Callable[[], Tensor]:
     return attend
 
 
-def _is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return key <= query
-
-
 def _flex(batch: AttentionCall) -> Callable[[], Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -227,7 +222,7 @@ def _flex(batch: AttentionCall) -> Callable[[], Tensor]:
     if not query.is_cuda:
         raise CannotRun("is compiled for GPUs only")
     sizes = (None, None, query.shape[2], key.shape[2])
-    mask = None if batch.is_decode else create_block_mask(_is_seen, *sizes, device=str(query.device))
+    mask = None if batch.is_decode else create_block_mask(lambda _b, _h, q, k: k <= q, *sizes, device=str(query.device))
     attend: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: _flat(attend(query, key, value, block_mask=mask, enable_gqa=True))
 

@@ -1,7 +1,6 @@
 """The parts of ``bench gpu``, each measured by child processes: a case that hangs or dies costs one row.
 
-A child sends its rows through a pipe, and the parent writes each one at once. Where a child ends early, another one
-goes on. In the end the rows of all parts go to one file.
+A child sends its rows through a pipe, and the parent writes each at once. Where a child ends early, another goes on.
 """
 
 import json
@@ -11,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -111,7 +110,6 @@ class PartRun:
     pipe: Connection
 
     def put(self, name: str, value: Any) -> None:
-        """Tell the parent."""
         self.pipe.send((name, value))
 
     def measure(self, cases: Iterable[GpuCase], device_works: Callable[[], bool]) -> bool:
@@ -127,7 +125,12 @@ class PartRun:
                 print(f"{self.part}: {case.name}", file=sys.stderr, flush=True)
                 self.put("running", case.name)
                 began = time.monotonic()
-                fields = _measured(case)
+                try:
+                    fields = case.measure()
+                except CannotRun as absence:
+                    fields = {"skipped": str(absence)}
+                except Exception as error:  # whatever a kernel, a compiler or a peer fails with is of this case alone
+                    fields = {"error": reason(error)}
                 fields = {"seconds": round(time.monotonic() - began, 2), **fields}
             self.rows.append(msgspec.to_builtins({"case": case.name, **fields}))
             self.put("row", self.rows[-1])
@@ -136,20 +139,9 @@ class PartRun:
         return True
 
 
-def _measured(case: GpuCase) -> Row:
-    try:
-        return case.measure()
-    except CannotRun as absence:
-        return {"skipped": str(absence)}
-    except Exception as error:  # whatever a kernel, a compiler or a peer fails with belongs to this case alone
-        return {"error": reason(error)}
-
-
 def reason(error: BaseException) -> str:
-    """One line for a row."""
-    text = " ".join(str(error).split())
     name = "" if isinstance(error, NanoserveError) else f"{type(error).__name__}: "
-    return (name + text)[:_LONGEST_REASON]
+    return (name + " ".join(str(error).split()))[:_LONGEST_REASON]
 
 
 def measure_part(run: PartRun) -> bool:
@@ -192,12 +184,9 @@ def run_parts(
     dry_run: bool,
     measure: Measure = measure_part,
 ) -> Path:
-    """Run the parts one after another, each by `measure` in child processes.
-
-    Returns the file in which the results of all parts were put together, or the table that was tuned. Raises UsageError
-    if the directory holds results of another run, before anything is measured, or if a child refuses to begin; and
-    RuntimeFailure if a part can begin no case, after the other parts were run.
-    """
+    """Run the parts one after another, each by `measure` in child processes; returns the file of all results, or the
+    table that was tuned. Raises UsageError if the directory holds results of another run, before anything is measured,
+    or if a child refuses to begin; RuntimeFailure, after the other parts, if a part can begin no case."""
     reports = {part: open_part(directory, part, dry_run=dry_run) for part in parts}
     failures = []
     try:
@@ -260,6 +249,11 @@ def _go_on(report: Report, part: str, deadline: float, measure: Measure, *, dry_
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGINT)
         process.join(_FAREWELL_SECONDS)
+        with suppress(EOFError):  # rows that it had told before
+            while pipe.poll():
+                name, value = pipe.recv()
+                if name == "row":
+                    report.add(value)
         raise
     finally:
         process.kill()  # without effect on one that ended; and a kernel that hangs hears nothing gentler

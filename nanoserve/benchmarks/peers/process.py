@@ -1,7 +1,6 @@
 """The engines that are compared, each in a process of its own, so that threads, libraries and crashes stay apart.
 
-A peer is a class that takes an Opening, tells what runs in its `description`, and runs a batch of equal requests with
-`run(prompts, output_tokens)`. No torch.
+A peer is made from an Opening, and has a `description` and `run(prompts, output_tokens)`. No torch.
 """
 
 import multiprocessing
@@ -38,15 +37,12 @@ class Opening:
 
 
 class PeerKind(NamedTuple):
-    """A peer that may be compared with."""
-
     place: str  # its module and class below this package
     modules: tuple[str, ...]  # that must be importable
     install: str  # the command that installs them
 
     @property
     def missing(self) -> list[str]:
-        """Modules that are not installed."""
         return [module for module in self.modules if find_spec(module) is None]
 
 
@@ -98,7 +94,6 @@ class PeerProcess:
 
 
 def open_engine(opening: Opening) -> Any:
-    """The engine of that name, in this process."""
     place = PEERS[opening.engine].place if opening.engine in PEERS else "engine_peers.NanoservePeer"
     module, _, kind = place.partition(".")
     return getattr(import_module(f"nanoserve.benchmarks.peers.{module}"), kind)(opening)

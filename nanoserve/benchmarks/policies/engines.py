@@ -120,7 +120,6 @@ def open_with_host(
 def _open_llm(
     opened: ExitStack, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
 ) -> LLM:
-    """An LLM whose layers are compiled."""
     source = resolved.name if resolved.directory is None else resolved.directory  # found once, not looked up again
     llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
     opened.callback(llm.close)

@@ -20,8 +20,6 @@ Gains = dict[Strategy, dict[str, float | None] | None]
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A step without prompts."""
-
     strategy: Strategy
     seconds: float  # time on the device, in seconds
     decodes: int
@@ -108,7 +106,6 @@ def gains_of_run(record: RunRecord, alone: RunRecord, predictor: Predictor) -> G
 
 
 def _alone(step: DecodeStep, predictor: Predictor) -> float:
-    """Predicted seconds of the step's device rows alone."""
     return predictor.num_layers * sum(_layer(step, predictor))
 
 

@@ -26,11 +26,8 @@ def compare_with_simulator(
     layouts: Sequence[ParallelLayout] = (ParallelLayout(),),
 ) -> dict[str, Any] | None:
     """Replay a record of workers that reported their times, and simulate its requests in the times of steps and moves.
-
     Returns simulated metrics over the real ones, the simulated values, and the numbers of plans; None if one of the
-    ``layouts`` computed nothing. TPOT is None where no request has a second token. Raises ValueError if the replay
-    makes other plans.
-    """
+    ``layouts`` computed nothing. Raises ValueError if the replay makes other plans."""
     replayed = replay(record, make_scheduler, vocab_size=vocab_size)
     block_size = make_scheduler().pool.block_size
     times = [_measured(record, number, layout, block_size) for number, layout in enumerate(layouts)]
@@ -72,7 +69,6 @@ def _answers(plan: StepPlan) -> tuple[Answer, ...]:
 
 
 def _means(record: RunRecord) -> tuple[float, float | None]:
-    """TTFT and TPOT."""
     tpots = [timing.tpot for timing in record.timings if timing.tpot is not None]
     return fmean(timing.ttft for timing in record.timings), fmean(tpots) if tpots else None
 

@@ -84,8 +84,6 @@ class OpenEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVariant:
-    """A policy on an engine."""
-
     policy: str  # name, perhaps with parameters
     place: str = ""  # name of the engine or the layouts; empty if all variants share them
     engine: OpenEngine
@@ -226,7 +224,6 @@ class KvCases:
         return RequestShape(self.input_tokens, max(self.outputs))
 
     def sequence_blocks(self, shape: RequestShape) -> int:
-        """Blocks of a sequence at its end."""
         return -(-shape.total_tokens // self.block_size)
 
     def host_blocks(self, shape: RequestShape) -> int:

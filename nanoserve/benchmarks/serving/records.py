@@ -1,7 +1,4 @@
-"""What is kept of each request, the metrics that follow from it, and what a reader should know before believing them.
-
-Pure functions, no clock.
-"""
+"""What is kept of each request, the metrics that follow from it, and warnings about what weakens them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -51,7 +48,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def e2el(self) -> float:
-        """End-to-end latency: to the last token."""
         return self.ended - self.scheduled
 
     @property
@@ -61,7 +57,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def itls(self) -> tuple[float, ...]:
-        """The gaps between the pieces of the answer."""
         return tuple(after - before for before, after in pairwise(self.text_times))
 
 

@@ -33,8 +33,6 @@ class Work(NamedTuple):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """How requests come."""
-
     concurrency: int | None = None  # number of clients of a closed loop; None means an open loop
     rate: float | None = None  # requests per second of an open loop; None takes the times of a trace as they are
     traced: bool = False  # whether the open loop follows a trace, and not a Poisson process
@@ -49,7 +47,6 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def tick(self) -> str:
-        """Under a chart."""
         return str(self.concurrency) if self.concurrency else "trace" if self.rate is None else f"{self.rate:g}"
 
     def arrivals(self, work: Work, seed: int) -> list[float]:
@@ -60,8 +57,6 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class PreparedRequest(NamedTuple):
-    """A request that only has to be sent."""
-
     body: bytes
     shape: RequestShape
 
@@ -75,7 +70,6 @@ class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> str:
-        """Below /v1."""
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
     def prepare(self, shapes: Sequence[RequestShape], salt: str) -> list[PreparedRequest]:

@@ -1,8 +1,7 @@
 """Streamed requests on asyncio and h11: little work for each piece, as client and server share the machine.
 
 Every request has a connection of its own; opening it counts. A request that goes wrong becomes a record with a failure,
-never an exception: a benchmark that drops its failures reports only the good requests. In an open loop, requests are
-sent at their arrival times; in a closed loop, each waits for the answer to another.
+never an exception: a benchmark that drops its failures reports only the good requests.
 """
 
 import asyncio
@@ -182,8 +181,6 @@ def send_at_once(sender: Sender, requests: Sequence[PreparedRequest], name: str)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeBench:
-    """Measures one server with one kind of work."""
-
     sender: Sender
     style: RequestStyle
     work: Work
