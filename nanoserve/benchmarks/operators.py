@@ -1,7 +1,6 @@
 """The project's operators against what the machine can do at best and against stock torch, taking turns in one run.
 
-Every call reads memory that the caches have forgotten, as a layer of a model finds its weights and its part of the KV
-cache. The shapes are those of Qwen3-0.6B.
+Every call reads memory that the caches have forgotten, as in a model. The shapes are those of Qwen3-0.6B.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""The time from the start of a process to its first token, by stage, each time in a new process.
+"""The time from the start of a process to its first token, by stage. The parent has no torch.
 
-The parent has no torch. A child runs this module; it gets the time on the monotonic clock when it was started, the
-model and LLM's settings, both in JSON, and says on its last line when it reached each stage and what then ran.
+A child runs this module with the monotonic time of its start, the model and LLM's settings, both in JSON. Its last line
+tells when it reached each stage and what then ran.
 """
 
 import json

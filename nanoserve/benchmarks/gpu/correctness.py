@@ -170,10 +170,10 @@ def _experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[
 OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     "cache_write": (
         _cache_write_inputs,
-        lambda caches, fused, slots: cache_write(fused[:, 1], fused[:, 2], *caches, slots),
+        lambda caches, fused, slots: cache_write(fused[:, 1], fused[:, 2], caches[0], caches[1], slots),
         0,
     ),
-    "copy_blocks": (_copy_blocks_inputs, lambda caches, pairs: copy_blocks(*caches, pairs), 0),
+    "copy_blocks": (_copy_blocks_inputs, lambda caches, pairs: copy_blocks(caches[0], caches[1], pairs), 0),
     "gather_blocks and scatter_blocks": (_staging_inputs, _stage_and_restore, 0),
     "linear": (_linear_inputs, linear, 1),
     "sparse_experts": (_experts_inputs, sparse_experts, 2),
