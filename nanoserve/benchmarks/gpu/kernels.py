@@ -25,6 +25,7 @@ BLOCK_SIZE = 16
 HEAD_DIM = 128
 KV_HEADS = 8
 GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}  # query heads of one key-value head: how many heads of each kind there are
+_MIXED = [*decode_rows(32, 2048), AttentionRow(512, 2048), AttentionRow(1024, 1024)]
 BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
     ("prefill 8192", 4, [AttentionRow(8192, 8192)]),
     ("prefill 2048", 4, [AttentionRow(2048, 2048)]),
@@ -33,11 +34,7 @@ BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
     ("decode 1 x 32768", 4, decode_rows(1, 32768)),
     ("decode 1 x 2048", 4, decode_rows(1, 2048)),
     ("decode 16 x 2048", 4, decode_rows(16, 2048)),
-    (
-        "mixed 32 x 2048 + 512 of 2048 + 1024",
-        4,
-        [*decode_rows(32, 2048), AttentionRow(512, 2048), AttentionRow(1024, 1024)],
-    ),
+    ("mixed 32 x 2048 + 512 of 2048 + 1024", 4, _MIXED),
 )
 """Name, group and rows of each."""
 STAGED_LAYERS = 8

@@ -102,9 +102,7 @@ _DIFFERENCES = (
     *("different_requests", "different_rows"),
 )
 """What a row of a failed check may tell."""
-_CHECK_COLUMNS = columns(
-    ("", "check", "right", "wrong", "not_run"), (".2f", ("largest share of the tolerance", "share"))
-)
+_CHECKS = columns(("", "check", "right", "wrong", "not_run"), (".2f", ("largest share of the tolerance", "share")))
 _KERNEL_COLUMNS = columns(
     ("", ("kernel", "case"), ("us (low-high)", "spread")), (".0%", "of_copy_bandwidth", "of_matmul_peak", "of_floor")
 )
@@ -182,7 +180,7 @@ def _correctness(part: Row) -> Iterator[str]:
         for kind, some in kinds.items()
     ]
     yield "Correctness"
-    yield markdown_table(_CHECK_COLUMNS, table)
+    yield markdown_table(_CHECKS, table)
     if told := [row for row in part["rows"] if not row.get("ok") and row.get("skipped") != BUDGET_SPENT]:
         yield "\n".join(f"* {row['case']}: {_complaint(row)}" for row in told)
 

@@ -129,7 +129,7 @@ class PartRun:
                     fields = case.measure()
                 except CannotRun as absence:
                     fields = {"skipped": str(absence)}
-                except Exception as error:  # whatever a kernel, a compiler or a peer fails with is of this case alone
+                except Exception as error:  # a failing kernel, compiler or peer costs this case alone
                     fields = {"error": reason(error)}
                 fields = {"seconds": round(time.monotonic() - began, 2), **fields}
             self.rows.append(msgspec.to_builtins({"case": case.name, **fields}))
@@ -249,7 +249,7 @@ def _go_on(report: Report, part: str, deadline: float, measure: Measure, *, dry_
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGINT)
         process.join(_FAREWELL_SECONDS)
-        with suppress(EOFError):  # rows that it had told before
+        with suppress(EOFError):  # keep the rows that it has sent
             while pipe.poll():
                 name, value = pipe.recv()
                 if name == "row":

@@ -29,11 +29,7 @@ HEAD_DIMS = (128, 64, 256, 80)  # the commonest first, in case time runs out
 WIDTH = 2  # bytes of the numbers that are tuned for
 DECODE, PREFILL = "decode", "prefill"
 WORK: Mapping[str, Mapping[str, tuple[AttentionRow, ...]]] = {
-    DECODE: {
-        "64 x 4096": decode_rows(64, 4096),
-        "16 x 2048": decode_rows(16, 2048),
-        "1 x 32768": decode_rows(1, 32768),
-    },
+    DECODE: {f"{batch} x {keys}": decode_rows(batch, keys) for batch, keys in ((64, 4096), (16, 2048), (1, 32768))},
     PREFILL: {"8192": (AttentionRow(8192, 8192),), "512 of 4096": (AttentionRow(512, 4096),) * 4},
 }
 
