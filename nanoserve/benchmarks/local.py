@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanoserve.benchmarks.driving import EngineDriver, EngineRun, summarize_steps
-from nanoserve.benchmarks.floors import ModelCost, StepShape
+from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
+from nanoserve.costs.work import StepWork
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates, mean_of_known, request_distributions
@@ -78,7 +79,7 @@ class LocalBench:
                 ratios += compiled_ratios(case.name, rows)
                 report.put("ratios", ratios)
 
-    def _count(self, step: StepShape) -> None:
+    def _count(self, step: StepWork) -> None:
         self._done += _STEP_TOKENS + step.tokens
         if (now := time.monotonic()) - self._told > _TELL_SECONDS:
             self._told = now

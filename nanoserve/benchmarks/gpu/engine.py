@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nanoserve.benchmarks.floors import ModelCost, StepShape
+from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.gpu.device import GpuBench, TimeSpread
 from nanoserve.benchmarks.gpu.models import EngineShelf, TimedEngine
 from nanoserve.benchmarks.gpu.running import CannotRun, GpuCase, Row
+from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import BatchRates
@@ -63,10 +64,8 @@ class EngineBench:
     def model_cases(self, model: str, max_num_seqs: int) -> Iterator[GpuCase]:
         """What is measured of every model, and what of the small one alone."""
         middle, length = self._prompt + self._output // 2, self._long_prompt
-        pairs = length * (length + 1) // 2
         # A step in the middle of an answer, and one that is a whole prompt.
-        decode = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=middle, attended=middle)
-        prefill = StepShape(sequences=1, tokens=length, decoding=0, sampled=1, context=length, attended=pairs)
+        decode, prefill = StepWork.of([middle]), StepWork.of(chunks=[(0, length)])
         measures: dict[str, Callable[..., Row]] = {
             "opening": self._measure_opening,
             "decode, batch 1": partial(self._measure_alone, "tpot", decode, self._prompt, self._output),
@@ -105,7 +104,7 @@ class EngineBench:
         memory = {"free_gib": round(free / 2**30, 1), "total_gib": round(total / 2**30, 1)}
         return fields | memory | dataclasses.asdict(engine.llm.gpu)
 
-    def _measure_alone(self, metric: str, step: StepShape, prompt: int, output: int, open_engine: OpenEngine) -> Row:
+    def _measure_alone(self, metric: str, step: StepWork, prompt: int, output: int, open_engine: OpenEngine) -> Row:
         """One request after another, the first of which warms up and is left out, against the floor of a step.
         `metric`: "tpot", or "ttft" for a prompt in one step, from its issue to its first token."""
         engine = open_engine()

@@ -13,7 +13,7 @@ from typing import get_args
 import numpy as np
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
+from nanoserve.benchmarks.floors import Limits, ModelCost, step_work
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import compare_with_simulator, rerun
@@ -63,20 +63,20 @@ def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> M
     """Latencies, micro-batches, and where the time of a pipeline's stages went; the floor is that of ``cost`` and
     ``limits``. Raises ValueError if a replay of the run makes other plans."""
     record = run.record
-    shapes, engine = [StepShape.of(plan) for plan in record.plans], engine_seconds(record)
-    tokens = [shape.tokens for shape in shapes]
+    steps, engine = [step_work(plan) for plan in record.plans], engine_seconds(record)
+    tokens = [step.tokens for step in steps]
     return {
         **_request_metrics(record),
         **request_distributions(record.timings),
-        "steps": len(shapes),  # micro-batches, and how tokens are distributed over them
+        "steps": len(steps),  # micro-batches, and how tokens are distributed over them
         "tokens": Distribution.of(tokens),
-        "prompt_tokens": Distribution.of(shape.tokens - shape.decoding for shape in shapes),
-        "decodes": Distribution.of(shape.decoding for shape in shapes),
+        "prompt_tokens": Distribution.of(step.tokens - step.decodes for step in steps),
+        "decodes": Distribution.of(step.decodes for step in steps),
         "variation": statistics.pstdev(tokens) / statistics.fmean(tokens),
         "stages": stage_shares(record, run.variant.layouts[0].tensor_parallel),  # empty for a single process
         "engine_ms": statistics.median(engine) * MILLISECONDS,  # to make a plan
         "engine_share": sum(engine) / working_seconds(record),
-        "floor_seconds": sum(cost.floor_seconds(shape, limits) for shape in shapes),  # on the whole machine
+        "floor_seconds": sum(cost.floor_seconds(step, limits) for step in steps),  # on the whole machine
         "simulated": _simulated(run),
     }
 
