@@ -14,7 +14,7 @@ import zmq.asyncio
 from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
-from nanoserve.processes.sockets import SocketKeys, listen, local_address
+from nanoserve.processes.sockets import listen, local_address
 from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.record.counters import EngineStatus, RecentStep
@@ -68,9 +68,9 @@ class EngineChild:
     async def start(self, start: messages.EngineStart) -> None:
         """Begin to load the model. Raises RuntimeFailure if the process does not come up."""
         make_directory(self._directory)
-        address, keys = local_address(self._directory), SocketKeys.random()
-        listen(self.mailbox.socket, address, keys)
-        self._process.tell(msgspec.json.encode(msgspec.structs.replace(start, address=address, key=keys.public)))
+        address = local_address(self._directory)
+        key = listen({address: self.mailbox.socket})
+        self._process.tell(msgspec.json.encode(msgspec.structs.replace(start, address=address, key=key)))
         try:
             if not await self._beats(START_SECONDS):
                 raise RuntimeFailure("the engine process died at once; its own words are above")
