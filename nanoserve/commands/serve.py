@@ -113,8 +113,7 @@ def _open_service(options: ServeOptions, limits: Any, progress: Progress) -> Any
     with unreadable_as_model_error():
         resolved = resolve_model(options.model, offline=options.offline, progress=progress)
         tokenizer = load_tokenizer(resolved.tokenizer_directory)
-    directory = None if resolved.directory is None else str(resolved.directory)
-    start = EngineStart(resolved.name, directory, str(resolved.tokenizer_directory), config)
+    start = EngineStart(resolved, config)
     return Service(
         model_name=options.served_model_name or resolved.name,
         root=resolved.name,

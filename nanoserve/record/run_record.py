@@ -209,10 +209,8 @@ def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShare
         sending = sum(times.sent - times.computed for times in parts)
         metadata = _metadata_seconds(parts, given)
         busy = computing + sending + metadata
-        one = StageShares(
-            computing / working, sending / working, metadata / working, 1 - busy / working, metadata / busy
-        )
-        shares.append(one)
+        of_working = computing / working, sending / working, metadata / working
+        shares.append(StageShares(*of_working, waiting=1 - busy / working, metadata_of_step=metadata / busy))
         given = [times.sent for times in parts]
     return shares
 

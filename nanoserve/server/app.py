@@ -20,9 +20,6 @@ from nanoserve.server.hosts import AllowedHosts
 from nanoserve.server.http_bodies import ApiError, as_api_error
 from nanoserve.server.service import Service
 
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that are served without a key: a load balancer has none."""
-
 _LOG = logging.getLogger("nanoserve.server")
 
 
@@ -66,7 +63,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 class _Gate:
     """Refuses requests that are ambiguous, that address the server by a wrong name, or that show no valid key.
 
-    The open paths need no key. With ``hosts`` None, every name is allowed.
+    With ``hosts`` None, every name is allowed.
     """
 
     app: ASGIApp
@@ -87,7 +84,7 @@ class _Gate:
             shown = host.decode("latin-1")
             message = f"the host {shown!r:.100} is none of this server's names: use localhost, or start it with "
             return ApiError(403, message + "--allowed-hosts NAME", code="host_not_allowed", param="Host")
-        if self.keys and scope["path"] not in OPEN_PATHS:
+        if self.keys and scope["path"] != "/health":  # a load balancer has no key
             key = scope["api_key"] = self._shown_key(headers.get(b"authorization", b""))
             if key is None:
                 message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 import zmq.asyncio
@@ -28,7 +28,6 @@ LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the process is stopped, or its machine is."""
-ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
 RETRY_SECONDS = 15.0
 """Time to the next attempt when engines keep dying."""
 
@@ -69,8 +68,8 @@ class EngineChild:
         """Begin to load the model. Raises RuntimeFailure if the process does not come up."""
         make_directory(self._directory)
         address = local_address(self._directory)
-        key = listen({address: self.mailbox.socket})
-        self._process.tell(msgspec.json.encode(msgspec.structs.replace(start, address=address, key=key)))
+        start = msgspec.structs.replace(start, address=address, key=listen({address: self.mailbox.socket}))
+        self._process.tell(msgspec.json.encode(start, enc_hook=str))
         try:
             if not await self._beats(START_SECONDS):
                 raise RuntimeFailure("the engine process died at once; its own words are above")
@@ -101,8 +100,7 @@ class EngineChild:
         readable, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(self._process.pulse, readable.set)
         try:
-            async with asyncio.timeout(seconds):
-                await readable.wait()
+            await asyncio.wait_for(readable.wait(), seconds)
         finally:
             loop.remove_reader(self._process.pulse)
         return self._process.beats()
@@ -122,7 +120,7 @@ class EngineClient:
         *,
         max_queue: int,
         on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-        program: str = ENGINE_PROGRAM,
+        program: str = "from nanoserve.server.engine_process import main; main()",
     ) -> None:
         self._start = start
         self._tokenizer = tokenizer
@@ -274,27 +272,25 @@ class EngineClient:
 
     async def _run_engine(self) -> str:
         """Run one engine until it dies; returns how it died."""
-        child, tasks = EngineChild(self._program), list[asyncio.Task[Any]]()
+        child = EngineChild(self._program)
         try:
             await child.start(self._start)
             self._child = child
-            tasks = [asyncio.create_task(self._listen(child)), asyncio.create_task(child.death())]
-            listener, watcher = tasks
-            await asyncio.wait({listener, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if watcher.done():  # its last messages may still be on their way
+            listener, watcher = asyncio.create_task(self._listen(child)), asyncio.create_task(child.death())
+            try:
+                await asyncio.wait({listener, watcher}, return_when=asyncio.FIRST_COMPLETED)
+                # The listener only ends by an error. The last messages of a dead engine may still be on their way.
                 await asyncio.wait({listener}, timeout=_LAST_MESSAGES_SECONDS)
-            if listener.done():
-                await listener  # it only ends by an error
-            death: str = await watcher
-            return death
+                return (listener if listener.done() else watcher).result()
+            finally:
+                listener.cancel()
+                watcher.cancel()
+                await asyncio.gather(listener, watcher, return_exceptions=True)
         finally:
             self._child = None
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await child.end()
 
-    async def _listen(self, child: EngineChild) -> None:
+    async def _listen(self, child: EngineChild) -> NoReturn:
         while True:
             for message in child.mailbox.decoded(await child.mailbox.socket.recv()):
                 self._take(message, child)
