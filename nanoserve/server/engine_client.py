@@ -138,9 +138,8 @@ class EngineClient:
         self.facts: messages.EngineFacts | None = None  # None until then
         self.on_step: Callable[[RecentStep], None] = lambda step: None  # called with every step of an engine
         self.last = messages.StepReport()  # what the current engine said last
-        self.restarts = 0  # number of engines started after the first
         self.generated_tokens = 0  # tokens sampled by all engines
-        self._past: list[EngineStatus] = []  # what engines before the current one said last
+        self.past: list[EngineStatus] = []  # what engines before the current one said last
         self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
     @property
@@ -159,7 +158,7 @@ class EngineClient:
 
     def total(self, counter: str) -> int:
         """The sum of a counter of EngineStatus over all engines."""
-        return sum(getattr(status, counter) for status in (*self._past, self.last.status))
+        return sum(getattr(status, counter) for status in (*self.past, self.last.status))
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take all of the requests or none; one reader follows their streams.
@@ -262,8 +261,7 @@ class EngineClient:
         if self._recent:
             _LOG.warning("its last steps: %s", "; ".join(map(str, self._recent)))
         self.state, self.reason = state, reason
-        self.restarts += 1
-        self._past.append(self.last.status)
+        self.past.append(self.last.status)
         self.last = messages.StepReport()
         self._recent.clear()
         self._sent = 0
