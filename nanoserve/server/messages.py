@@ -33,7 +33,7 @@ class EngineStart(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
-    """A message that is told by its name."""
+    """A message with the name of its class as its tag."""
 
 
 class Add(_Message, frozen=True):
