@@ -13,7 +13,6 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.processes.threads import prepare_threads
 from nanoserve.runtime.launch.rendezvous import SharedKeys, TorchrunProcess
-from nanoserve.runtime.workers.agent import WorkerAgent
 
 W = TypeVar("W", bound=WorkersOptions)
 
@@ -47,6 +46,8 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
 
 
 def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> None:
+    from nanoserve.runtime.workers.agent import WorkerAgent  # it imports NumPy, which rank 0 needs in its engine alone
+
     prepare_threads(engine.threads)
 
     def resolve() -> ResolvedModel:

@@ -14,7 +14,6 @@ from nanoserve.server.messages import Command, EngineFacts, EngineStart, Mailbox
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
 from tests.fakes.memory_checking_executor import next_token
 
-PROGRAM = "from tests.server.fake_engine import main; main()"
 BROKEN = "broken"
 """A file of this name in the model's directory keeps the engine from starting."""
 POISON_TOKEN = 4094

@@ -51,7 +51,11 @@ def two_layouts(reference: Reference) -> Iterator[WorkersExecutor]:
         yield workers
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.policy} {case.num_blocks}")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.policy == "minimizing" else pytest.mark.slow) for case in CASES],
+    ids=lambda case: f"{case.policy} {case.num_blocks}",
+)
 def test_answers_are_those_of_one_process(reference: Reference, two_layouts: WorkersExecutor, case: Case) -> None:
     seen = reference.check(two_layouts, [case])
     assert seen.transitions >= 5 and seen.swaps > 0, seen
@@ -93,7 +97,7 @@ def test_every_pair_of_layouts(prefill: str, decode: str, tmp_path: Path) -> Non
         check(reference, workers, CASES[::2])
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "throttling"])
+@pytest.mark.parametrize("policy", [pytest.param("sarathi", marks=pytest.mark.slow), "throttling"])
 def test_ordinary_policies_preempt_by_swaps(reference: Reference, two_layouts: WorkersExecutor, policy: str) -> None:
     """In the first layout alone, a pipeline: what moves does so beside the steps of others."""
     case = Case(policy, token_budget=24, num_blocks=TIGHT_BLOCKS, host_blocks=3 * HOST_BLOCKS, seed=5)
