@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,9 +35,7 @@ from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
 _MOST_AT_A_TIME = 2**30  # tokens in a step, and sequences: more than there can be
 _MOST_BLOCKS = 2**24  # each takes some 40 bytes here
-_MOST_REQUESTS = 10_000_000
-_LARGEST_BLOCK = 2**20
-RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
+_RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 _COLUMNS = columns(
     ("", "policy"),
     (",.0f", ("tok/s", "tokens_per_second")),
@@ -76,8 +74,6 @@ class PolicyOptions(
     StepLimitOptions,
     renamed={"--set": "is no more: parameters stand behind a policy's name, as throttling:iterations=4"},
 ):
-    """What decides, and within which limits."""
-
     policy: str = option(
         "throttling", "Each on its own, as throttling:iterations=4 with parameters.", metavar="NAME,NAME"
     )
@@ -86,7 +82,7 @@ class PolicyOptions(
 class WorkloadOptions(Options):
     """When requests come and how long they are."""
 
-    requests: int = option(1000, "How many.", minimum=1, maximum=_MOST_REQUESTS)
+    requests: int = option(1000, "How many.", minimum=1, maximum=10_000_000)
     rate: float | None = option(None, "Requests per second; default: all at once, or as the trace has them.")
     variation: float = option(1.0, "How uneven the gaps are: 1 is Poisson, more comes in bursts (gamma).")
     lengths: str | None = option(None, "IN+OUT tokens, or a name (default: sharegpt-gllm).", metavar="NAME")
@@ -99,16 +95,12 @@ class WorkloadOptions(Options):
             raise UsageError("give --lengths or --trace, not both")
         if self.rate is None and self.variation != 1:
             raise UsageError("--variation is of the gaps that --rate makes: give both")
-        if self.rate is not None:
-            arrivals = gamma_arrivals(self.rate, self.variation, self.seed)
-        else:
-            traced = None if self.trace is None else read_arrivals(self.trace, self.requests, in_order=True)
-            arrivals = burst() if traced is None else trace_arrivals(traced)
-        if self.trace is not None:
-            lengths = trace_lengths(read_trace(self.trace, self.requests))
-        else:
+        arrivals = None if self.rate is None else gamma_arrivals(self.rate, self.variation, self.seed)
+        if self.trace is None:
             lengths = named_lengths(GLLMS_SHAREGPT if self.lengths is None else self.lengths, self.seed)
-        return Workload(arrivals, lengths, self.requests)
+            return Workload(arrivals or burst(), lengths, self.requests)
+        arrivals = arrivals or trace_arrivals(read_arrivals(self.trace, self.requests, in_order=True))
+        return Workload(arrivals, trace_lengths(read_trace(self.trace, self.requests)), self.requests)
 
 
 class HardwareOptions(
@@ -121,14 +113,14 @@ class HardwareOptions(
     pp: int = option(4, "Stages of the pipeline.", minimum=1)
     tp: int = option(1, "Devices of a stage.", minimum=1)
     pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
-    block_size: int = option(16, "Tokens of a KV block.", minimum=1, maximum=_LARGEST_BLOCK)
+    block_size: int = option(16, "Tokens of a KV block.", minimum=1, maximum=2**20)
     num_blocks: int | None = option(
         None, "KV blocks; default: what fits beside the weights.", minimum=1, maximum=_MOST_BLOCKS
     )
     metadata: str = option(
         "decoupled",
         "What stages need to know: sent ahead, as in gLLM, or with the activations.",
-        choices=tuple(RUNTIMES),
+        choices=tuple(_RUNTIMES),
     )
     profile: Path | None = option(
         None, "Model and machine as nanoserve profile measured them; one stage.", metavar="FILE"
@@ -159,14 +151,14 @@ class HardwareOptions(
         """Whether any of these is not as it is by default."""
         return any(getattr(self, name) != getattr(type(self), name) for name in names)
 
+    @property
     def host_kv_bytes(self) -> int | None:
         """Bytes of host memory that were asked for. Raises UsageError for what is no size, or has no unit."""
-        if (size := self.host_kv_memory) is None:
-            return None
-        if re.fullmatch(r"[\d.]+", size):
+        size = self.host_kv_memory
+        if size is not None and re.fullmatch(r"[\d.]+", size):
             raise UsageError(f"--host-kv-memory {size:.40} has no unit: say {size:.40}GiB")
         try:
-            return parse_size(size)
+            return None if size is None else parse_size(size)
         except UsageError as error:
             raise UsageError(f"--host-kv-memory: {error}") from None
 
@@ -182,8 +174,7 @@ class FleetOptions(Options, panel="Fleet"):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedHardware:
+class SimulatedHardware(NamedTuple):
     """What a policy is simulated on: devices by the cost model, or as ``nanoserve profile`` measured them."""
 
     name: str  # the layout, or the two of them
@@ -191,27 +182,24 @@ class SimulatedHardware:
     predictors: Sequence[Predictor]
     kv_blocks: Sequence[int]  # on the devices of each layout
     host_blocks: int
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what a report says of it where the options do not
+    facts: Mapping[str, Any] = {}  # what a report says of it where the options do not
 
     @classmethod
     def of(cls, options: HardwareOptions, step_tokens: int) -> "SimulatedHardware":
         """All that the options mean together, in steps of ``step_tokens``. Raises UsageError if they do not fit."""
         if options.profile is not None:
             return cls._measured(options, options.profile)
-        split = parsed_split(options.pp_split)
-        if split is not None and len(split) != options.pp:
-            raise UsageError(f"--pp-split {options.pp_split} names {len(split)} stages, but --pp is {options.pp}")
-        shape, machine = load_shape(options.model), load_machine(options.hardware)
-        costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
-        first = costs[0].layout
-        one_layout = f"{first.pipeline_parallel} stages x {first.tensor_parallel}"
-        return cls(
-            name=one_layout if len(costs) == 1 else " -> ".join(each.layout.name for each in costs),
-            layouts=costs,
-            predictors=layout_predictors(costs),
-            kv_blocks=[_kv_blocks(options, each, step_tokens) for each in costs],
-            host_blocks=_host_blocks(options, costs[0]),
+        split, shape, machine = (
+            parsed_split(options.pp_split),
+            load_shape(options.model),
+            load_machine(options.hardware),
         )
+        costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
+        name = (
+            f"{options.pp} stages x {options.tp}" if len(costs) == 1 else " -> ".join(one.layout.name for one in costs)
+        )
+        blocks = [_kv_blocks(options, each, step_tokens) for each in costs]
+        return cls(name, costs, layout_predictors(costs), blocks, _host_blocks(options, costs[0]))
 
     @classmethod
     def _measured(cls, options: HardwareOptions, path: Path) -> "SimulatedHardware":
@@ -220,16 +208,12 @@ class SimulatedHardware:
             raise UsageError("--profile has one layout: leave --prefill-parallel and --decode-parallel out")
         if options.changed("model", "hardware", "pp", "tp", "pp_split", "metadata"):
             raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
-        times = MeasuredTimes(read_profile(path))
-        model, device = times.profile.settings["model"], times.profile.device.name
-        return cls(
-            name="as measured",
-            layouts=[times],
-            predictors=[MeasuredPredictor(times.profile)],
-            kv_blocks=[_countable(options.num_blocks or times.memory.kv_blocks(options.block_size))],
-            host_blocks=_host_blocks(options, times.profile.step_costs()),
-            facts={"model": model, "hardware": device, "stages": 1, "tensor_parallel": 1},
-        )
+        profile = read_profile(path)
+        times = MeasuredTimes(profile)
+        blocks = _countable(options.num_blocks or times.memory.kv_blocks(options.block_size))
+        host_blocks = _host_blocks(options, profile.step_costs())
+        facts = {"model": profile.settings["model"], "hardware": profile.device.name, "stages": 1, "tensor_parallel": 1}
+        return cls("as measured", [times], [MeasuredPredictor(profile)], [blocks], host_blocks, facts)
 
 
 def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> int:
@@ -238,10 +222,9 @@ def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> 
     if options.num_blocks is None:
         return _countable(fitting)
     if options.num_blocks > fitting:
-        fit = (
-            f"only {fitting} blocks of {options.block_size} tokens fit beside the weights in layout {costs.layout.name}"
-        )
-        raise UsageError(f"--num-blocks {options.num_blocks}: {fit}; ask for fewer, or for more devices")
+        fit = f"only {fitting} blocks of {options.block_size} tokens fit beside the weights"
+        advice = "ask for fewer, or for more devices"
+        raise UsageError(f"--num-blocks {options.num_blocks}: {fit} in layout {costs.layout.name}; {advice}")
     return options.num_blocks
 
 
@@ -252,10 +235,9 @@ def _countable(blocks: int) -> int:
 
 
 def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
-    wanted, machine = options.host_kv_bytes(), costs.machine
-    if wanted is None:
+    if options.host_kv_memory is None:
         return 0
-    flag = f"--host-kv-memory {options.host_kv_memory}"
+    wanted, machine, flag = options.host_kv_bytes, costs.machine, f"--host-kv-memory {options.host_kv_memory}"
     if 0 < machine.host_memory_bytes < wanted:
         gibibytes = f"{machine.host_memory_bytes / GIBI:g} GiB"
         raise UsageError(f"{flag} is more than the {gibibytes} that a node of {machine.name} has")
@@ -313,8 +295,7 @@ def run(options: SimulateOptions) -> None:
     reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
     # All devices of a simulated stage are one worker, which is named by its stage if there is one layout.
     layouts = options.layouts() if len(hardware.layouts) > 1 else (ParallelLayout(),)
-    with reported as report, ExitStack() as files:
-        trace = None if options.record is None else files.enter_context(ChromeTraceFile(options.record))
+    with reported as report, ChromeTraceFile(options.record) if options.record else nullcontext() as trace:
         runs: list[PlottedRun] = []
         for name, policy in chosen.items():
             window = StepWindow(beside=runs[0].window if runs else None)
@@ -326,7 +307,7 @@ def run(options: SimulateOptions) -> None:
                 num_blocks=hardware.kv_blocks[0],
                 block_size=options.block_size,
                 max_num_seqs=options.max_num_seqs,
-                runtime=RUNTIMES[options.metadata],
+                runtime=_RUNTIMES[options.metadata],
                 observers=(window, *traces),
                 slo=slo,
                 replicas=options.replicas,
@@ -345,10 +326,9 @@ def run(options: SimulateOptions) -> None:
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:
     groups = (HardwareOptions, WorkloadOptions, FleetOptions)
     names = [declared.name for group in groups for declared in fields(group) if declared.name not in ("pp", "tp")]
-    host_bytes = options.host_kv_bytes()
     return {
         **msgspec.to_builtins({name: getattr(options, name) for name in names}, enc_hook=str),
-        "host_kv_memory": None if host_bytes is None else host_bytes / GIBI,
+        "host_kv_memory": options.host_kv_bytes and options.host_kv_bytes / GIBI,
         "stages": options.pp,
         "tensor_parallel": options.tp,
         **hardware.facts,
