@@ -130,9 +130,7 @@ def _server(
     """A client of the server at --url, or of one of our own that ends with ``opened``; its model; and what tells of
     other programs beside it, which cannot be known of a server elsewhere."""
     if options.url is not None:
-        client, name, foreign = options.client(), options.model, None
-        if idle := options.without_effect_on_servers():
-            say(f"with --url these have no effect: {', '.join(idle)}")
+        client, name, foreign = options.client(options), options.model, None
     else:
         remark("preparing the engine")
         report.put("engine", prepare_engine(options.model, options.settings(), options.threads))

@@ -4,7 +4,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,16 @@ def run(options: ChatOptions) -> None:
         raise UsageError("--json answers one message: give it as an argument or on stdin")
     if options.system is not None:
         check_utf8(options.system, "the system prompt")
-    with _opened(options, settings) as model:
+    with ExitStack() as opened:
+        model: ChatModel
+        if options.url is None:
+            llm = opened.enter_context(options.open_llm())
+            if llm.tokenizer.notice:
+                say(llm.tokenizer.notice)
+            model = LocalModel(llm, options.seed)
+        else:
+            model = RemoteModel(options.client(options), options.model, say)
+            settings |= {} if options.seed is None else {"seed": options.seed}
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
         if question is None:
             return Conversation(session, options).run()
@@ -68,23 +77,6 @@ def run(options: ChatOptions) -> None:
         deque(pieces, maxlen=0)
         if session.last_answer is not None:
             print(session.last_answer.json(model.name))
-
-
-@contextmanager
-def _opened(options: ChatOptions, settings: dict[str, Any]) -> Iterator[ChatModel]:
-    """The model that answers: loaded here, or behind --url. A server gets the seed as one of the ``settings``."""
-    if options.url is not None:
-        client = options.client()
-        if idle := options.without_effect_on_servers():
-            say(f"with --url these have no effect: {', '.join(idle)}")
-        if options.seed is not None:
-            settings["seed"] = options.seed
-        yield RemoteModel(client, options.model, say)
-        return
-    with options.open_llm() as llm:
-        if llm.tokenizer.notice:
-            say(llm.tokenizer.notice)
-        yield LocalModel(llm, options.seed)
 
 
 def _question(message: str | None) -> str | None:
@@ -121,7 +113,11 @@ class Conversation:
             "save": (self._save, "FILE", "write the conversation and settings as JSON"),
             "load": (self._load, "FILE", "go on with a saved conversation"),
             "regen": (lambda _: self._answer(session.regenerate), "", "answer the last message again"),
-            "undo": (self._undo, "", "take back the last message and its answer"),
+            "undo": (
+                lambda _: f"took back: {session.undo().splitlines()[0][:60]}",
+                "",
+                "take back the last message and its answer",
+            ),
             "edit": (self._edit, "", "write a message in $EDITOR, beginning with the last one"),
             "exit": (self._exit, "", "leave (Ctrl-D does, too)"),
         }
@@ -188,17 +184,12 @@ class Conversation:
         return self._setting(name)
 
     def _show(self, _: str) -> str:
-        session = self._session
+        session, turns = self._session, len(self._session.turns) // 2
         used, most = session.context_used(), session.model.context
         tokens = "" if used is None else f"{used} of {most or 'unknown'} tokens, "
-        turns = len(session.turns) // 2
-        lines = [
-            f"model    {session.model.name}",
-            f"context  {tokens}{turns} {'turn' if turns == 1 else 'turns'}",
-            f"system   {session.system or '(none)'}",
-            *(f"  {self._setting(name)}" for name in CHANGEABLE),
-        ]
-        return "\n".join(lines)
+        context = f"{tokens}{turns} {'turn' if turns == 1 else 'turns'}"
+        lines = [f"model    {session.model.name}", f"context  {context}", f"system   {session.system or '(none)'}"]
+        return "\n".join([*lines, *(f"  {self._setting(name)}" for name in CHANGEABLE)])
 
     def _setting(self, name: str) -> str:
         """A setting, its value and who has set it, unless the user has."""
@@ -239,9 +230,6 @@ class Conversation:
             printer = _printer(plain=self._options.plain, hide_thinking=True)
             printer.answer(answer.content)
             printer.finish()
-
-    def _undo(self, _: str) -> str:
-        return f"took back: {self._session.undo().splitlines()[0][:60]}"
 
     def _edit(self, _: str) -> str | None:
         turns = self._session.turns

@@ -12,6 +12,7 @@ from nanoserve.client.address import parse_url
 from nanoserve.client.connection import ApiClient
 from nanoserve.commands.options import Options, flag_of, option
 from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import say
 from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
@@ -86,12 +87,6 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         values = {flag_of(field.name): getattr(self, field.name) for field in self._declared()}
         given = {flag: value for flag, value in values.items() if value is not None and value is not False}
         return [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
-
-    def without_effect_on_servers(self) -> list[str]:
-        """The given flags that have no effect on a server which runs already."""
-        effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
-        idle = [field for field in self._declared() if field.name not in effective]
-        return [flag_of(field.name) for field in idle if getattr(self, field.name) != field.default]
 
     def open_llm(self) -> "nanoserve.LLM":
         """Load the model while its progress is shown; the caller closes it. Raises NanoserveError."""
@@ -172,9 +167,15 @@ class ServerOptions(Options, panel="Server", has_variables=True):
         None, "What the server wants to be shown.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
     )
 
-    def client(self) -> ApiClient:
-        """A client of the server at --url. Raises UsageError for a wrong URL or key."""
-        return ApiClient(parse_url(self.url or ""), self.api_key)
+    def client(self, engine: WorkersOptions) -> ApiClient:
+        """A client of the server at --url. The user is told which options of an ``engine`` of this process are given
+        and have no effect there. Raises UsageError for a wrong URL or key."""
+        client = ApiClient(parse_url(self.url or ""), self.api_key)
+        effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
+        idle = [field for field in fields(WorkersOptions) if getattr(engine, field.name) != field.default]
+        if names := [flag_of(field.name) for field in idle if field.name not in effective]:
+            say(f"with --url these have no effect: {', '.join(names)}")
+        return client
 
 
 class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
@@ -193,8 +194,8 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
 
     def given(self) -> dict[str, Any]:
         """The settings that were given, checked. Raises UsageError for a value out of range."""
-        values = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
-        settings = {name: value for name, value in values.items() if value not in (None, [])}
+        names = [field.name for field in fields(SamplingOptions)]
+        settings = {name: value for name in names if (value := getattr(self, name)) not in (None, [])}
         SamplingParams.from_mapping(settings)
         return settings
 
