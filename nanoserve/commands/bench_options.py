@@ -48,8 +48,6 @@ class ProbeOptions(Options):
 class GridOptions(
     Options, renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32 or 128+32,512+32")
 ):
-    """Batches of equal requests: every combination of these sizes and lengths."""
-
     batch_sizes: tuple[int, ...] = option("1,4,16", "Requests at a time.", metavar="N,N,...", parse=parse_sizes)
     lengths: tuple[RequestShape, ...] = option(
         "128+32", "Tokens of a prompt and of its answer.", metavar="IN+OUT,...", parse=parse_lengths
@@ -83,8 +81,7 @@ class LengthOptions(
             times = read_arrivals(self.trace, self.requests) if traced else None
             return Work(self.trace.name, read_trace(self.trace, self.requests), times)
         name = self.lengths or self.default_lengths
-        if name in PRESETS:
-            preset = PRESETS[name]
+        if (preset := PRESETS.get(name)) is not None:
             return Work(name, replace(preset, requests=self.requests or preset.requests).draw(seed))
         from nanoserve.simulator.workload import named_lengths  # and the simulator, which is not asked otherwise
 
@@ -92,8 +89,6 @@ class LengthOptions(
 
 
 class JsonOptions(Options, panel=RESULTS_PANEL):
-    """A file for the results, beside the table on stdout."""
-
     json: Path | None = option(None, "Write all figures to this file.", metavar="FILE")
 
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
@@ -109,8 +104,6 @@ class JsonOptions(Options, panel=RESULTS_PANEL):
 
 
 class ResultOptions(JsonOptions, panel=RESULTS_PANEL):
-    """Files for the results, beside the table on stdout."""
-
     plot: Path | None = option(None, "Draw a chart into this PNG file.", metavar="FILE")
 
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
@@ -184,10 +177,10 @@ def operators_title(facts: Mapping[str, Any]) -> str:
 
 def print_head(report: Report) -> None:
     """Print machine and versions in a line or two, above the table."""
-    document = report.document
-    machine, versions = document["machine"], document["versions"].items()
+    document, machine = report.document, report.document["machine"]
+    versions = [f"{name} {version}" for name, version in document["versions"].items()]
     print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
-    print(", ".join(f"{name} {version}" for name, version in versions) + f", commit {document['commit']}")
+    print(", ".join([*versions, f"commit {document['commit']}"]))
     for note in filter(None, (*document["notes"], report.busy_note)):
         print(note)
 
@@ -212,7 +205,14 @@ _STEP_COLUMNS = columns(
     (".3f", "engine_ms"),
     (".1%", "engine_share"),
 )
-DISTRIBUTION_COLUMNS = columns((",d", "n"), (",.1f", "mean", "p50", "p90", "p99", "max"))
+_DISTRIBUTION_COLUMNS = columns(("", "metric"), (",d", "n"), (",.1f", "mean", "p50", "p90", "p99", "max"))
+LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
+
+
+def print_latencies(report: Report, keys: Sequence[Column] = ()) -> None:
+    """Print how each latency of each row is distributed; the columns ``keys`` tell the rows apart."""
+    rows = [{**row, "metric": LATENCIES[name], **(row[name] or {})} for row in report.rows for name in LATENCIES]
+    print_table("milliseconds", [*keys, *_DISTRIBUTION_COLUMNS], rows)
 
 
 def print_steps(report: Report) -> None:

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import eq
 from pathlib import Path
 from statistics import fmean
@@ -46,8 +45,6 @@ _COLUMNS = [
 
 
 class Reader(NamedTuple):
-    """An engine as this benchmark uses it."""
-
     name: str
     log_likelihood: Callable[[Tokens], float]
     """Sum of the natural log probabilities of all tokens but the first, each given those before it."""
@@ -70,24 +67,21 @@ class Question:
 def read_questions(path: Path, limit: int) -> list[Question]:
     """The first rows of a JSONL file of {"question": ..., "answer": "... #### 18"}. Raises UsageError, which names the
     file and the first row that is none."""
-    lines = enumerate(read_text(path, UsageError).splitlines(), start=1)
-    rows = islice(((line, f"{path}, row {number}") for number, line in lines if line.strip()), limit)
-    questions = [_question(line, place) for line, place in rows]
+    questions: list[Question] = []
+    rows = [row for row in enumerate(read_text(path, UsageError).splitlines(), start=1) if row[1].strip()]
+    for number, line in rows[:limit]:
+        place = f"{path}, row {number}"
+        try:
+            questions.append(msgspec.json.decode(line, type=Question))
+        except msgspec.ValidationError as error:
+            raise UsageError(f'{place}: not an object with the texts "question" and "answer"') from error
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{place}: not JSON ({error})") from error
+        if not questions[-1].gold or _GOLD_MARK not in questions[-1].answer:
+            raise UsageError(f'{place}: the answer does not end in "{_GOLD_MARK}" and a number')
     if not questions:
         raise UsageError(f"{path} holds no questions")
     return questions
-
-
-def _question(line: str, place: str) -> Question:
-    try:
-        question = msgspec.json.decode(line, type=Question)
-    except msgspec.ValidationError as error:
-        raise UsageError(f'{place}: not an object with the texts "question" and "answer"') from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{place}: not JSON ({error})") from error
-    if not question.gold or _GOLD_MARK not in question.answer:
-        raise UsageError(f'{place}: the answer does not end in "{_GOLD_MARK}" and a number')
-    return question
 
 
 def prompt_text(question: Question, examples: Sequence[Question]) -> str:
@@ -234,15 +228,14 @@ def _measure_accuracy(
             f"the longest prompt has {longest} tokens, with --max-tokens {max_tokens} more than the context of "
             f"{llm.max_model_len}; lower --shots or --max-tokens"
         )
-    ours: dict[str, Any] | None = None
+    golds, ours = [question.gold for question in rows], dict[str, Any]()
     for reader in readers:
         remark(f"{len(rows)} questions with {reader.name}")
         tokens = [reader.answer(prompt, max_tokens) for prompt in watched(prompts, "questions")]
         answers = [extract_answer(llm.tokenizer.decode(answer)) for answer in tokens]
-        right = sum(answer == question.gold for answer, question in zip(answers, rows, strict=True))
         found = {"answers": answers, "tokens": tokens}
-        row = {"case": "accuracy", "engine": reader.name, "count": len(rows), "value": right / len(rows)}
-        report.add(row | ({} if ours is None else compare_answers(ours, found)))
+        row = {"case": "accuracy", "engine": reader.name, "count": len(rows), "value": fmean(map(eq, answers, golds))}
+        report.add(row | (compare_answers(ours, found) if ours else {}))
         ours = ours or found
 
 

@@ -115,7 +115,6 @@ class ChatSession:
         return question.content
 
     def reset(self) -> None:
-        """Forget the conversation; system prompt and settings stay."""
         self.turns.clear()
         self.last_answer = None
 

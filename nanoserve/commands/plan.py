@@ -81,18 +81,18 @@ def _fields(candidate: Candidate, result: SimulationResult) -> dict[str, Any]:
 
 def _columns(*, closed: bool) -> list[Column]:
     """The estimate stands beside what the layouts are ordered by: throughput of a closed batch, else latency."""
-    throughput = columns((",.0f", ("estimated", "estimated_tokens_per_second"))) if closed else []
-    latency = [] if closed else columns((",.1f", ("estimated", "estimated_e2el_s")))
-    return [
-        Column("layout", "layout"),
-        Column("policy", "policy", "<"),
-        Column("tok/s", "tokens_per_second", ",.0f"),
-        *throughput,
-        *columns((",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99"))),
-        *columns((",.1f", ("TPOT ms", "tpot_ms.mean"), ("p99", "tpot_ms.p99"), ("E2EL s", "seconds_each"))),
-        *latency,
-        *columns(("", ("KV blocks", "blocks")), (",d", "transitions")),
-    ]
+    found = columns(
+        ("", "layout"),
+        ("<", "policy"),
+        (",.0f", ("tok/s", "tokens_per_second"), ("estimated", "estimated_tokens_per_second")),
+        (",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99")),
+        (",.1f", ("TPOT ms", "tpot_ms.mean"), ("p99", "tpot_ms.p99"), ("E2EL s", "seconds_each")),
+        (",.1f", ("estimated", "estimated_e2el_s")),
+        ("", ("KV blocks", "blocks")),
+        (",d", "transitions"),
+    )
+    unused = "estimated_e2el_s" if closed else "estimated_tokens_per_second"
+    return [column for column in found if column.path != unused]
 
 
 def _show(report: Report, work: PlannedWork) -> None:

@@ -26,13 +26,10 @@ from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_th
 Fields = Mapping[str, Any]
 _TIME_COLUMNS = columns(("", "part", "size"), (",.1f", "us", ("quartiles", "low"), ("", "high")), (".0%", "of_floor"))
 _FIGURES = (("seconds", "seconds", ",.2f"), ("TTFT ms", "ttft_ms", ",.0f"), ("TPOT ms", "tpot_ms", ",.2f"))
-_PREDICTION_COLUMNS = columns(("", "workload"), ("<", ("", "route"))) + [
-    column
-    for heading, name, shown in _FIGURES
-    for column in columns(
-        (shown, (heading, name)), (".0%", ("+-", f"{name}_range")), ("+.0%", ("error", f"{name}_error"))
-    )
-]
+_PREDICTION_COLUMNS = columns(("", "workload"), ("<", ("", "route")))
+for _heading, _name, _format in _FIGURES:
+    _PREDICTION_COLUMNS += columns((_format, (_heading, _name)))
+    _PREDICTION_COLUMNS += columns((".0%", ("+-", f"{_name}_range")), ("+.0%", ("error", f"{_name}_error")))
 
 
 class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
@@ -63,25 +60,20 @@ def run(options: ProfileOptions) -> None:
     """
     if options.json is not None:
         check_writable(options.json)
-    prepare_threads(options.threads)
-    with closing(_set_apart(options.host_threads, options.device)) as processor, options.open_llm() as llm:
-        from nanoserve.benchmarks.profiling import measure_profile  # torch: the threads are set
+    prepare_threads(options.threads)  # before torch is imported
+    from nanoserve.benchmarks.profiling import measure_profile
+    from nanoserve.runtime.host.host_processor import HostProcessor
+    from nanoserve.runtime.launch.model_loading import usable_device
 
+    device, threads = usable_device(options.device), options.host_threads
+    # A CPU that is the device shares all cores with attention in host memory, unless some are asked for.
+    shares_cores = threads is None and device.type == "cpu"
+    host = HostProcessor.divide(physical_cores()) if shares_cores else HostProcessor.set_apart(threads, device)
+    with closing(host) as processor, options.open_llm() as llm:
         measured = measure_profile(llm, processor, remark)
     if options.json is not None:
         write_profile(measured, options.json)
     _show(measured)
-
-
-def _set_apart(host_threads: int | None, device: str) -> Any:
-    """The HostProcessor; a CPU that is the device shares all cores with it, unless some are asked for."""
-    from nanoserve.runtime.host.host_processor import HostProcessor  # imports torch: the threads are set
-    from nanoserve.runtime.launch.model_loading import usable_device
-
-    found = usable_device(device)
-    if host_threads is None and found.type == "cpu":
-        return HostProcessor.divide(physical_cores())
-    return HostProcessor.set_apart(host_threads, found)
 
 
 def _show(profile: Profile) -> None:
