@@ -67,14 +67,12 @@ def run(options: LatencyOptions) -> None:
       nanoserve bench latency --layers eager,compiled --repeats 7
     """
     options.check_is_for_cpu()
-    engines = options.each()
-    cases, repeats = options.cases(), options.repeats
-    settings = {"cases": [case.name for case in cases], "repeats": repeats}
+    engines, cases = options.each(), options.cases()
+    shapes = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
+    work = [LocalCase(name, several, several, name) for name, several in shapes.items()]
+    settings = {"cases": [case.name for case in cases], "repeats": options.repeats}
     with options.reported("latency", settings, _show) as report, ExitStack() as opened:
-        bench = local_bench(engines, report, opened, probes=not options.no_probe)
-        shapes = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
-        work = [LocalCase(name, several, several, name) for name, several in shapes.items()]
-        bench.run(work, report, repeats=repeats)
+        local_bench(engines, report, opened, probes=not options.no_probe).run(work, report, repeats=options.repeats)
 
 
 def _show(report: Report, options: ResultOptions) -> None:

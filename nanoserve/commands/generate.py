@@ -54,7 +54,11 @@ def run(options: GenerateOptions) -> None:
         return run_batch(options.file, options.output, options, settings)
     if options.output is not None:
         raise UsageError("--output goes with --file; use > to keep the text of one prompt")
-    text = _prompt_text(options.prompt)
+    if options.prompt is None:
+        raise UsageError("give a prompt, - to read it from stdin, or --file")
+    text = read_stdin() if options.prompt == "-" else check_utf8(options.prompt, "the prompt")
+    if not text:
+        raise UsageError("the prompt is empty")
     with options.open_llm() as llm, closing(LocalModel(llm).stream(text, settings)) as stream:
         printer, texts, last = AnswerPrinter(Console(file=sys.stdout)), [], None
         try:
@@ -68,12 +72,3 @@ def run(options: GenerateOptions) -> None:
             raise RuntimeFailure("the model gave no answer")
         if options.json:
             print(replace(last, text="".join(texts)).json(llm.model_name))
-
-
-def _prompt_text(prompt: str | None) -> str:
-    if prompt is None:
-        raise UsageError("give a prompt, - to read it from stdin, or --file")
-    text = read_stdin() if prompt == "-" else check_utf8(prompt, "the prompt")
-    if not text:
-        raise UsageError("the prompt is empty")
-    return text

@@ -51,8 +51,6 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
 
 
 class LimitOptions(Options, panel="Limits", has_variables=True):
-    """How much, and how long."""
-
     max_queue: int = option(128, "Requests that may wait; more are answered 429.", minimum=0)
     max_body_size: str = option("1MiB", "Largest request; a larger one is answered 413.", metavar="SIZE")
     client_timeout: float = option(
