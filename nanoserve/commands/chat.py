@@ -222,13 +222,11 @@ class Conversation:
     def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
         self._session.load(path)
-        turns = self._session.turns
-        remark(f"loaded {len(turns)} messages from {path}")
-        if turns:  # the last two, as they stood on the terminal when they were new
-            question, answer = turns[-2:]
-            remark(f"{PROMPT}{visible(question.content)}")
+        remark(f"loaded {len(self._session.turns)} messages from {path}")
+        if turns := self._session.turns[-2:]:  # as they stood on the terminal when they were new
+            remark(f"{PROMPT}{visible(turns[0].content)}")
             printer = _printer(plain=self._options.plain, hide_thinking=True)
-            printer.answer(answer.content)
+            printer.answer(turns[1].content)
             printer.finish()
 
     def _edit(self, _: str) -> str | None:
@@ -264,9 +262,7 @@ def _path(argument: str, command: str) -> Path:
 
 def _name_and_value(argument: str) -> tuple[str, Any]:
     """``temperature=0.7``, ``temperature 0.7``, ``stop=THE END``, ``stop=["a", "b"]``, ``seed=none``."""
-    name, equals, text = argument.partition("=")
-    if not equals:
-        name, _, text = argument.partition(" ")
+    name, _, text = argument.partition("=" if "=" in argument else " ")
     name, text = name.strip().replace("-", "_"), text.strip()
     if not name:
         raise UsageError(f"say /set NAME=VALUE; the names are {', '.join(CHANGEABLE)}")
@@ -285,8 +281,8 @@ def _name_and_value(argument: str) -> tuple[str, Any]:
 def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
     markdown = not plain and is_terminal(sys.stdout)
     thoughts = sys.stdout if markdown else sys.stderr
-    hides = hide_thinking or not is_terminal(thoughts)
-    return AnswerPrinter(Console(file=sys.stdout), None if hides else Console(file=thoughts), markdown=markdown)
+    shown = Console(file=thoughts) if is_terminal(thoughts) and not hide_thinking else None
+    return AnswerPrinter(Console(file=sys.stdout), shown, markdown=markdown)
 
 
 def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter) -> None:

@@ -104,8 +104,7 @@ class ChatSession:
         try:
             yield from self.ask(question, steps)
         finally:
-            if self.answers == count:
-                self.turns += old
+            self.turns += old if self.answers == count else []
 
     def undo(self) -> str:
         """Take back the last question and its answer; returns the question. Raises UsageError if there is none."""

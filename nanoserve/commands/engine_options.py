@@ -67,9 +67,10 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         """The fields of EngineConfig, as LLM takes them. Raises UsageError for a size that is none."""
         known = {field.name for field in fields(EngineConfig)} - ({"seed"} if self.seed is None else set())
         settings = {field.name: getattr(self, field.name) for field in self._declared() if field.name in known}
-        memories = ("kv_cache_memory", "host_kv_memory")
-        sizes = {name: parse_size(size) for name in memories if (size := settings.get(name)) is not None}
-        return settings | sizes | {"enable_prefix_caching": not self.no_prefix_caching}
+        for name in ("kv_cache_memory", "host_kv_memory"):
+            if settings.get(name) is not None:
+                settings[name] = parse_size(settings[name])
+        return settings | {"enable_prefix_caching": not self.no_prefix_caching}
 
     def _declared(self) -> tuple[Field[Any], ...]:
         """The options that an engine has; a command's own options are not among them."""
@@ -141,12 +142,11 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed
         names = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if names is None:
             return (ParallelLayout(data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp),)
-        first, second = PAIR_OPTIONS
         if (self.dp, self.pp, self.tp, self.pp_split) != (1, 1, 1, None):
-            raise UsageError(f"{first} and {second} replace --dp, --pp, --tp and --pp-split: leave these out")
-        prefill, decode = names
-        if prefill.data_parallel != decode.data_parallel:
-            both = f"{first} {prefill.name} and {second} {decode.name}"
+            both = " and ".join(PAIR_OPTIONS)
+            raise UsageError(f"{both} replace --dp, --pp, --tp and --pp-split: leave these out")
+        if names[0].data_parallel != names[1].data_parallel:
+            both = " and ".join(f"{option} {layout.name}" for option, layout in zip(PAIR_OPTIONS, names, strict=True))
             raise UsageError(f"{both} differ in D, the number of whole engines: it stays the same")
         return names
 
@@ -213,7 +213,7 @@ def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayo
     if prefill is None and decode is None:
         return None
     if prefill is None or decode is None:
-        raise UsageError(f"give both {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}, or neither")
+        raise UsageError(f"give both {' and '.join(PAIR_OPTIONS)}, or neither")
     return ParallelLayout.parse(prefill), ParallelLayout.parse(decode)
 
 
