@@ -124,7 +124,6 @@ class LocalModel:
         return len(self.llm.tokenizer.encode_chat(conversation, add_generation_prompt=add_generation_prompt))
 
     def opens_reasoning(self, conversation: Conversation) -> bool:
-        """Whether the answer to it begins inside a reasoning block."""
         return opens_reasoning(self.llm.tokenizer.render_chat(conversation))
 
     def stream(self, prompt: str | Conversation, settings: Settings) -> Answers:

@@ -203,7 +203,6 @@ class _Batch:
         self.tokens += result.get("usage", {}).get("completion_tokens", 0)
 
     def summary(self, path: Path) -> str:
-        """What was written, how fast, and where."""
         parts = [f"{self.written - self.errors} rows written to {path}"]
         parts += [f"{self.errors} rows with errors"] if self.errors else []
         parts += [f"{self.done_before} were there already"] if self.done_before else []

@@ -166,7 +166,6 @@ def settled_operators(threads: int | None) -> str:
 
 
 def engine_title(facts: Mapping[str, Any]) -> str:
-    """How an engine ran, for the title of a table."""
     return f"{facts['dtype']}, {operators_title(facts)}, {facts['threads']} threads, {facts['policy']}"
 
 
@@ -176,7 +175,6 @@ def operators_title(facts: Mapping[str, Any]) -> str:
 
 
 def print_head(report: Report) -> None:
-    """Print machine and versions in a line or two, above the table."""
     document, machine = report.document, report.document["machine"]
     versions = [f"{name} {version}" for name, version in document["versions"].items()]
     print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
@@ -191,7 +189,6 @@ def print_results(report: Report, title: str, columns: Sequence[Column]) -> None
 
 
 def print_counting(rounds: Sequence[Bracketed]) -> None:
-    """Print how many rounds were steady enough to count."""
     print(f"{sum(one.counts for one in rounds)} of {len(rounds)} rounds count (read bandwidth drift below 10 %)")
 
 

@@ -143,7 +143,6 @@ def own_reader(llm: "nanoserve.LLM") -> Reader:
 
 
 def transformers_reader(directory: Path, dtype: str, end_tokens: Tokens) -> Reader:
-    """A checkpoint directory, read by transformers."""
     import torch
 
     from nanoserve.benchmarks.peers.engine_peers import open_transformers

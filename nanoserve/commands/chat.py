@@ -124,11 +124,9 @@ class Conversation:
 
     @property
     def names(self) -> list[str]:
-        """All commands with their slash, for completion."""
         return [f"/{name}" for name in (*self._table, *_ALIASES)]
 
     def run(self) -> None:
-        """Read, obey or answer, until the user leaves."""
         prompt = ChatPrompt(None if self._options.no_history else history_path(), self.names)
         remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
         self._session.model.start_preparing()  # while the user reads and types

@@ -32,8 +32,6 @@ _degree = partial(option, 1, minimum=1, maximum=MOST_PARALLEL)
 
 
 class EngineOptions(Options, panel="Engine", has_variables=True):
-    """Which model to load, and how the engine runs it."""
-
     model: str | None = option(
         None,
         "Directory, Hugging Face hub id, or dummy:NAME (random weights). Default: the bundled storyteller.",
@@ -156,8 +154,6 @@ class ServingOptions(WorkersOptions, renamed={"--trace": "is now --record"}):
 
 
 class ServerOptions(Options, panel="Server", has_variables=True):
-    """A server to ask, instead of an engine in this process."""
-
     url: str | None = option(
         None,
         "An OpenAI-compatible server, as http://127.0.0.1:8000; --model is then a name that it knows.",

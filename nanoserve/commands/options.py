@@ -96,7 +96,6 @@ def argument(default: Any, help: str, metavar: str | None = None) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """The long flag of a field."""
     return "--" + name.replace("_", "-")
 
 

@@ -67,7 +67,6 @@ def counted(progress: Progress, what: str, total: int) -> Callable[[], None]:
 
 
 def watched(items: Collection[T], what: str) -> Iterator[T]:
-    """The items, while it is shown how many of them are done."""
     with show_progress() as progress:
         one_is_done = counted(progress, what, len(items))
         for item in items:

@@ -25,8 +25,6 @@ from nanoserve.text.tokenizer import load_tokenizer
 
 
 class HttpOptions(Options, panel="HTTP", has_variables=True):
-    """Where the server listens, and to whom."""
-
     host: str = option("127.0.0.1", "Where to listen.", metavar="ADDRESS")
     port: int = option(8000, "0 takes a free one.", minimum=0, maximum=65535)
     api_key: list[str] | None = option(None, "Clients must show it (may be repeated).", metavar="KEY")

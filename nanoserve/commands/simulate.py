@@ -64,8 +64,6 @@ _SPREAD_COLUMNS = columns(
 
 
 class StepLimitOptions(Options):
-    """How much a step may hold."""
-
     max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=_MOST_AT_A_TIME)
     max_num_seqs: int = option(2048, "Most sequences of an engine.", minimum=1, maximum=_MOST_AT_A_TIME)
 
@@ -80,8 +78,6 @@ class PolicyOptions(
 
 
 class WorkloadOptions(Options):
-    """When requests come and how long they are."""
-
     requests: int = option(1000, "How many.", minimum=1, maximum=10_000_000)
     rate: float | None = option(None, "Requests per second; default: all at once, or as the trace has them.")
     variation: float = option(1.0, "How uneven the gaps are: 1 is Poisson, more comes in bursts (gamma).")
@@ -148,7 +144,6 @@ class HardwareOptions(
         return pair
 
     def changed(self, *names: str) -> bool:
-        """Whether any of these is not as it is by default."""
         return any(getattr(self, name) != getattr(type(self), name) for name in names)
 
     @property
