@@ -205,17 +205,14 @@ def run(options: QualityOptions) -> None:
             readers.append(transformers_reader(directory, dtype, llm.end_tokens))
         if content is not None:
             length = min(options.window, llm.max_model_len - 1)
-            _measure_perplexity(readers, windows(llm.tokenizer.encode(content), length, options.windows), report)
+            pieces = windows(llm.tokenizer.encode(content), length, options.windows)
+            count = sum(len(piece) - 1 for piece in pieces)
+            for reader in readers:
+                remark(f"perplexity with {reader.name}")
+                value = perplexity(reader.log_likelihood, watched(pieces, "texts"))
+                report.add({"case": "perplexity", "engine": reader.name, "count": count, "value": value})
         if rows is not None:
             _measure_accuracy(readers, llm, rows[:shots], rows[shots:], options.max_tokens, report)
-
-
-def _measure_perplexity(readers: list[Reader], pieces: list[Tokens], report: Report) -> None:
-    tokens = sum(len(piece) - 1 for piece in pieces)
-    for reader in readers:
-        remark(f"perplexity with {reader.name}")
-        value = perplexity(reader.log_likelihood, watched(pieces, "texts"))
-        report.add({"case": "perplexity", "engine": reader.name, "count": tokens, "value": value})
 
 
 def _measure_accuracy(

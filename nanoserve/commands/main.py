@@ -166,11 +166,8 @@ def _top_level(
     *,
     version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
-    if version:
-        print(f"nanoserve {__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+    if version or context.invoked_subcommand is None:
+        print(f"nanoserve {__version__}" if version else context.get_help())
         raise typer.Exit
 
 
