@@ -150,9 +150,9 @@ def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[Bat
     rates = [row.tokens_per_second for row in batches]
     for y, heights in (("tokens per second", rates), ("ms per token", [row.tpot * 1e3 for row in batches])):
         note = Note(f"KV cache full: {fits:,}", fits, max(heights) / 25, right=-4)
+        axes: dict[str, Any] = {"title": f"decoding: {y}", "x": "sequences decoding", "y": y, "log_x": True}
         full: dict[str, Any] = {"notes": [note], "vertical_marks": [fits]} if fits else {}
-        curves, axes = [ChartCurve("", xs, heights)], {"x": "sequences decoding", "y": y}
-        panels.append(AnnotatedPanel(title=f"decoding: {y}", curves=curves, log_x=True, **axes, **full))
+        panels.append(AnnotatedPanel(curves=[ChartCurve("", xs, heights)], **axes, **full))
     return Chart(title, panels, columns=3)
 
 

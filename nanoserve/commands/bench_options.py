@@ -15,7 +15,7 @@ from nanoserve.benchmarks.rounds import Bracketed
 from nanoserve.benchmarks.serving.requests import Work
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.options import Options, option
+from nanoserve.commands.options import Options, file_option, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -68,7 +68,7 @@ class LengthOptions(
 
     default_lengths: ClassVar[str] = "cpu-small"
     lengths: str | None = option(None, f"{_NAMES}; default: cpu-small.", metavar="NAME")
-    trace: Path | None = option(None, "Lengths from a CSV file.", metavar="FILE")
+    trace: Path | None = file_option("Lengths from a CSV file.")
     requests: int | None = option(None, "Requests of a run.", minimum=1, maximum=MOST_REQUESTS)
 
     def read(self, seed: int, *, traced: bool = False) -> Work:
@@ -89,7 +89,7 @@ class LengthOptions(
 
 
 class JsonOptions(Options, panel=RESULTS_PANEL):
-    json: Path | None = option(None, "Write all figures to this file.", metavar="FILE")
+    json: Path | None = file_option("Write all figures to this file.")
 
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
         """A new report. Raises UsageError if matplotlib is missing, RuntimeFailure if the file cannot be written."""
@@ -104,7 +104,7 @@ class JsonOptions(Options, panel=RESULTS_PANEL):
 
 
 class ResultOptions(JsonOptions, panel=RESULTS_PANEL):
-    plot: Path | None = option(None, "Draw a chart into this PNG file.", metavar="FILE")
+    plot: Path | None = file_option("Draw a chart into this PNG file.")
 
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
         check_plotting(self.plot)

@@ -22,7 +22,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, columns
 from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.options import option
+from nanoserve.commands.options import file_option, option
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
@@ -167,10 +167,10 @@ def transformers_reader(directory: Path, dtype: str, end_tokens: Tokens) -> Read
 
 
 class QualityOptions(EngineOptions, ResultOptions):
-    text: Path | None = option(None, "Perplexity of this text file.", metavar="FILE")
+    text: Path | None = file_option("Perplexity of this text file.")
     window: int = option(512, "Tokens seen at a time.", minimum=2)
     windows: int = option(8, "The most windows.", minimum=1)
-    questions: Path | None = option(None, "Accuracy on a JSONL file like GSM8K's.", metavar="FILE")
+    questions: Path | None = file_option("Accuracy on a JSONL file like GSM8K's.")
     limit: int = option(20, "The most questions.", minimum=1)
     shots: int = option(4, "Rows shown as worked examples first.", minimum=0)
     max_tokens: int = option(256, "Longest answer.", minimum=1)

@@ -10,7 +10,7 @@ import msgspec
 import nanoserve
 from nanoserve.client.address import parse_url
 from nanoserve.client.connection import ApiClient
-from nanoserve.commands.options import Options, flag_of, option
+from nanoserve.commands.options import Options, file_option, flag_of, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import say
 from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
@@ -116,12 +116,10 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed
     host_threads: int | None = _threads(
         "CPU threads that attend in host memory; default: half of the cores, with a GPU all but two."
     )
-    profile: str | None = option(
-        None, "What nanoserve profile measured here, to predict steps by; default: measured at start.", metavar="FILE"
+    profile: str | None = file_option(
+        "What nanoserve profile measured here, to predict steps by; default: measured at start."
     )
-    record: str | None = option(
-        None, "Write what each worker did when, for Perfetto or chrome://tracing.", metavar="FILE"
-    )
+    record: str | None = file_option("Write what each worker did when, for Perfetto or chrome://tracing.")
 
     def settings(self) -> dict[str, Any]:
         first, *others = self.layouts()

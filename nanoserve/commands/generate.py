@@ -9,7 +9,7 @@ from rich.console import Console
 
 from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8
-from nanoserve.commands.options import argument, option
+from nanoserve.commands.options import argument, file_option, option
 from nanoserve.commands.printers import AnswerPrinter
 from nanoserve.commands.terminal import read_stdin
 from nanoserve.commands.torchrun import on_all_machines
@@ -18,10 +18,8 @@ from nanoserve.errors import RuntimeFailure, UsageError
 
 class GenerateOptions(ServingOptions, SamplingOptions, panel="Input and output", has_variables=True):
     prompt: str | None = argument(None, "The text to go on with; - reads it from stdin.")
-    file: Path | None = option(
-        None, "Many prompts: a text file with one per line, or .jsonl rows.", "-f", metavar="FILE"
-    )
-    output: Path | None = option(None, "Results of --file, one JSON row per prompt.", "-o", metavar="FILE")
+    file: Path | None = file_option("Many prompts: a text file with one per line, or .jsonl rows.", "-f")
+    output: Path | None = file_option("Results of --file, one JSON row per prompt.", "-o")
     json: bool = option(False, "One JSON object instead of text.")
 
 

@@ -89,6 +89,9 @@ def option(
     return field(default=default, metadata=settings)
 
 
+file_option = partial(option, None, metavar="FILE")
+
+
 def argument(default: Any, help: str, metavar: str | None = None) -> Any:
     """A field that is a word of its own, without a flag; the default ``...`` makes it required."""
     metadata = {"help": help, "metavar": metavar, "show_default": False}

@@ -14,7 +14,7 @@ from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.options import option
+from nanoserve.commands.options import file_option, option
 from nanoserve.commands.terminal import remark
 from nanoserve.costs.counts import ModelCounts, Operator, Precision
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
@@ -40,7 +40,7 @@ class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
         maximum=MOST_THREADS,
         variables=["NANOSERVE_HOST_THREADS"],
     )
-    json: Path | None = option(None, "Write the profile, for simulate --profile.", metavar="FILE")
+    json: Path | None = file_option("Write the profile, for simulate --profile.")
 
 
 def run(options: ProfileOptions) -> None:
@@ -111,24 +111,21 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
         """A layer, the mean over all."""
         return products(counts.products(StepWork(decodes=tokens), 0)) / counts.layers(0)
 
-    def head(rows: int) -> float:
-        return products([counts.product(counts.head, rows)])
-
     def attention(reached: Device, keys: int, pairs: float) -> float:
         return least(reached, keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
 
-    def prompt(tokens: int) -> float:
-        return attention(profile.device, tokens, tokens * (tokens + 1) / 2)
-
     def decodes(reached: Device, batch: int, context: int) -> float:
         return attention(reached, batch * context, batch * context)
+
+    def prompt(tokens: int) -> float:
+        return attention(profile.device, tokens, tokens * (tokens + 1) / 2)
 
     measured: list[tuple[str, str, MeasuredCurve | MeasuredGrid, Callable[..., float] | None]] = [
         ("layer without attention", "{:,} tokens", profile.linear, linear),
         ("attention of a prompt", "{:,} tokens", profile.prefill_attention, prompt),
         ("decode attention", "{} x {:,} keys", profile.decode_attention, partial(decodes, profile.device)),
         ("attention in host memory", "{} x {:,} keys", profile.host_attention, partial(decodes, profile.host)),
-        ("head and sampling", "{} rows", profile.head, head),
+        ("head and sampling", "{} rows", profile.head, lambda rows: products([counts.product(counts.head, rows)])),
         ("inputs", "{} rows", profile.inputs, None),
         ("engine", "{} rows", profile.engine, None),
         ("exchange with host memory", "{} rows", profile.host_exchange, None),

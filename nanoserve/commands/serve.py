@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from nanoserve.commands.engine_options import ServingOptions
@@ -22,6 +23,8 @@ from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.hosts import AllowedHosts, is_loopback
 from nanoserve.server.messages import EngineStart
 from nanoserve.text.tokenizer import load_tokenizer
+
+_seconds = partial(option, metavar="SECONDS", minimum=0.1)
 
 
 class HttpOptions(Options, panel="HTTP", has_variables=True):
@@ -51,10 +54,8 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
 class LimitOptions(Options, panel="Limits", has_variables=True):
     max_queue: int = option(128, "Requests that may wait; more are answered 429.", minimum=0)
     max_body_size: str = option("1MiB", "Largest request; a larger one is answered 413.", metavar="SIZE")
-    client_timeout: float = option(
-        30.0, "For a client to send its request, and to take what it is sent.", metavar="SECONDS", minimum=0.1
-    )
-    request_timeout: float = option(1800.0, "For a whole answer.", metavar="SECONDS", minimum=0.1)
+    client_timeout: float = _seconds(30.0, "For a client to send its request, and to take what it is sent.")
+    request_timeout: float = _seconds(1800.0, "For a whole answer.")
     drain_timeout: float = option(30.0, "After SIGTERM, for the running requests to end.", metavar="SECONDS", minimum=0)
 
 

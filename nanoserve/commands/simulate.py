@@ -14,7 +14,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions
 from nanoserve.commands.engine_options import parallel_pair, parsed_split
-from nanoserve.commands.options import HARDWARE_PANEL, Options, option
+from nanoserve.commands.options import HARDWARE_PANEL, Options, file_option, option
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
@@ -82,7 +82,7 @@ class WorkloadOptions(Options):
     rate: float | None = option(None, "Requests per second; default: all at once, or as the trace has them.")
     variation: float = option(1.0, "How uneven the gaps are: 1 is Poisson, more comes in bursts (gamma).")
     lengths: str | None = option(None, "IN+OUT tokens, or a name (default: sharegpt-gllm).", metavar="NAME")
-    trace: Path | None = option(None, "Lengths and times from a CSV file instead.", metavar="FILE")
+    trace: Path | None = file_option("Lengths and times from a CSV file instead.")
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
 
     def workload(self) -> Workload:
@@ -118,9 +118,7 @@ class HardwareOptions(
         "What stages need to know: sent ahead, as in gLLM, or with the activations.",
         choices=tuple(_RUNTIMES),
     )
-    profile: Path | None = option(
-        None, "Model and machine as nanoserve profile measured them; one stage.", metavar="FILE"
-    )
+    profile: Path | None = file_option("Model and machine as nanoserve profile measured them; one stage.")
     prefill_parallel: str | None = option(
         None, "Layout for prompts (P4, T2P2), instead of --pp; with --decode-parallel.", metavar="NAME"
     )
@@ -230,9 +228,9 @@ def _countable(blocks: int) -> int:
 
 
 def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
-    if options.host_kv_memory is None:
-        return 0
     wanted, machine, flag = options.host_kv_bytes, costs.machine, f"--host-kv-memory {options.host_kv_memory}"
+    if wanted is None:
+        return 0
     if 0 < machine.host_memory_bytes < wanted:
         gibibytes = f"{machine.host_memory_bytes / GIBI:g} GiB"
         raise UsageError(f"{flag} is more than the {gibibytes} that a node of {machine.name} has")
@@ -256,11 +254,8 @@ class SimulateOptions(
     slo: str | None = option(
         None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
     )
-    record: Path | None = option(
-        None,
-        "Write the stages' time for Perfetto or chrome://tracing; one policy only.",
-        metavar="FILE",
-        panel=RESULTS_PANEL,
+    record: Path | None = file_option(
+        "Write the stages' time for Perfetto or chrome://tracing; one policy only.", panel=RESULTS_PANEL
     )
 
 
