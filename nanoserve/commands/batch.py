@@ -251,12 +251,9 @@ def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
     samples = sorted(outcome.outputs, key=lambda sample: sample.index)
     if errors := [sample.error for sample in samples if sample.error is not None]:
         return {"error": errors[0]}
-    texts, reasons = [sample.text for sample in samples], [sample.finish_reason for sample in samples]
-    return {
-        "text": texts if len(texts) > 1 else texts[0],
-        "finish_reason": reasons if len(reasons) > 1 else reasons[0],
-        "usage": AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts(),
-    }
+    usage = AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts()
+    named = {"text": [sample.text for sample in samples], "finish_reason": [sample.finish_reason for sample in samples]}
+    return {name: values if len(samples) > 1 else values[0] for name, values in named.items()} | {"usage": usage}
 
 
 def advice_for(

@@ -24,12 +24,9 @@ from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 _CASE = ("batch x in+out", "case")
 _RATES = columns((",.0f", ("prefill tok/s", "prefill_tokens_per_s")), (",.1f", ("decode tok/s", "decode_tokens_per_s")))
 _BARS = columns((".1f", ("TTFT ms", "ttft_ms.p50")), (".2f", ("TPOT ms", "tpot_ms.p50"))) + _RATES
-_COLUMNS = [
-    *columns(("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50"), ("p99", "ttft_ms.p99"))),
-    *columns((",.2f", ("TPOT ms", "tpot_ms.p50"), ("p99", "tpot_ms.p99"))),
-    *_RATES,
-    *columns((".2f", "foreign_cores")),
-]
+_COLUMNS = columns(("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50"), ("p99", "ttft_ms.p99")))
+_COLUMNS += columns((",.2f", ("TPOT ms", "tpot_ms.p50"), ("p99", "tpot_ms.p99"))) + _RATES
+_COLUMNS += columns((".2f", "foreign_cores"))
 _RATIO_COLUMNS = columns(("", _CASE, "metric", "rounds"), (".2f", "median", "low", "high"))
 
 

@@ -37,11 +37,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _GOLD_MARK = "####"
 _AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
 _VALUE = Column("value", "value", ".5f")
-_COLUMNS = [
-    *columns(("", ("measure", "case"), "engine"), (",d", ("tokens or questions", "count"))),
-    _VALUE,
-    *columns((".0%", "same_answer", "same_tokens")),
-]
+_COLUMNS = columns(("", ("measure", "case"), "engine"), (",d", ("tokens or questions", "count")))
+_COLUMNS += [_VALUE, *columns((".0%", "same_answer", "same_tokens"))]
 
 
 class Reader(NamedTuple):
@@ -239,8 +236,8 @@ def _show(report: Report, options: ResultOptions) -> None:
     print_results(report, "quality", _COLUMNS)
     if options.plot is not None:
         panels = []
-        for case, axis in _AXES.items():
+        for case in dict.fromkeys(row["case"] for row in report.rows):
             rows = [row for row in report.rows if row["case"] == case]
             names, texts = [row["engine"] for row in rows], [_VALUE.text(row) for row in rows]
-            panels += [text_bars(axis, names, texts, case)] if rows else []
+            panels.append(text_bars(_AXES[case], names, texts, case))
         draw(Chart(report.titled("quality"), panels, columns=1), options.plot, panel_size=(7.0, 2.2))

@@ -52,8 +52,7 @@ def run(options: ChatOptions) -> None:
       cat notes.txt | nanoserve chat "Summarize:" --json      answer and timings
       nanoserve chat --url http://127.0.0.1:11434             ours, vLLM, ollama
     """
-    settings = options.given()
-    question = _question(options.message)
+    settings, question = options.given(), _question(options.message)
     if question is None and options.json:
         raise UsageError("--json answers one message: give it as an argument or on stdin")
     if options.system is not None:
