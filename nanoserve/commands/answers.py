@@ -55,7 +55,6 @@ class AnswerUsage:
         return 1 / pace if pace else None
 
     def counts(self) -> dict[str, int | None]:
-        """The OpenAI field names, and the cached tokens."""
         names = ("prompt_tokens", "cached_tokens", "completion_tokens", "total_tokens")
         return {name: getattr(self, name) for name in names}
 
@@ -88,14 +87,9 @@ class ChatAnswer:
     def json(self, model: str) -> str:
         """The object that ``--json`` prints."""
         metrics = self.usage.metrics
-        timings = {
-            "queue_s": metrics.queue_time,
-            "ttft_s": metrics.time_to_first_token,
-            "tpot_s": metrics.time_per_output_token,
-            "total_s": metrics.latency,
-            "prefill_tokens_per_s": self.usage.prefill_rate,
-            "decode_tokens_per_s": self.usage.decode_rate,
-        }
+        timings = {"queue_s": metrics.queue_time, "ttft_s": metrics.time_to_first_token}
+        timings |= {"tpot_s": metrics.time_per_output_token, "total_s": metrics.latency}
+        timings |= {"prefill_tokens_per_s": self.usage.prefill_rate, "decode_tokens_per_s": self.usage.decode_rate}
         rounded = {name: None if value is None else round(value, 6) for name, value in timings.items()}
         texts = {"text": self.text} | ({"reasoning": self.reasoning} if self.reasoning else {})
         end = {"finish_reason": self.finish_reason, "model": model, "usage": self.usage.counts(), "timings": rounded}

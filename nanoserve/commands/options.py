@@ -132,9 +132,8 @@ def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
     else:
         hint = hint if settings.pop("parse") is None else str | None
         first: type[Options] = [each for each in group.__mro__ if declared.name in inspect.get_annotations(each)][-1]
-        if settings["envvar"] is None:
-            settings["envvar"] = first.variables(declared.name)
-        settings["envvar"] = list(settings["envvar"]) or None
+        variables = first.variables(declared.name) if settings["envvar"] is None else settings["envvar"]
+        settings["envvar"] = list(variables) or None
         settings["rich_help_panel"] = settings["rich_help_panel"] or first.panel
         settings["metavar"] = "" if hint is bool else settings["metavar"]
         typed = typer.Option(*filter(None, (flag_of(declared.name), settings.pop("short"))), **settings)

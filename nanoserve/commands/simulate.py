@@ -132,9 +132,9 @@ class HardwareOptions(
             return (ParallelLayout(pipeline_parallel=self.pp, tensor_parallel=self.tp),)
         if self.changed("pp", "tp", "pp_split"):
             raise UsageError("--prefill-parallel and --decode-parallel replace --pp, --tp, --pp-split")
-        if any(layout.data_parallel > 1 for layout in pair):
-            raise UsageError("data parallel layouts (D) are whole engines of their own: leave the D out")
         prefill, decode = pair
+        if max(prefill.data_parallel, decode.data_parallel) > 1:
+            raise UsageError("data parallel layouts (D) are whole engines of their own: leave the D out")
         if prefill.devices != decode.devices:
             first = f"--prefill-parallel {prefill.name} takes {prefill.devices} devices"
             second = f"--decode-parallel {decode.name} {decode.devices}"
