@@ -252,8 +252,10 @@ def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
     if errors := [sample.error for sample in samples if sample.error is not None]:
         return {"error": errors[0]}
     usage = AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts()
-    named = {"text": [sample.text for sample in samples], "finish_reason": [sample.finish_reason for sample in samples]}
-    return {name: values if len(samples) > 1 else values[0] for name, values in named.items()} | {"usage": usage}
+    texts, reasons = [sample.text for sample in samples], [sample.finish_reason for sample in samples]
+    if len(samples) > 1:
+        return {"text": texts, "finish_reason": reasons, "usage": usage}
+    return {"text": texts[0], "finish_reason": reasons[0], "usage": usage}
 
 
 def advice_for(

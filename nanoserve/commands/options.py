@@ -122,7 +122,7 @@ def _in_order(group: type[Options]) -> list[Field[Any]]:
     """The fields as help lists them: first those that the command declares itself, then its groups, left to right."""
     shared = [declared.name for base in group.__bases__ if is_dataclass(base) for declared in fields(base)]
     places = {name: place for place, name in enumerate(dict.fromkeys(shared))}
-    return sorted(fields(group), key=lambda declared: places.get(declared.name, -1))  # type: ignore[arg-type]  # see __init_subclass__
+    return sorted(fields(group), key=lambda declared: places.get(declared.name, -1))  # type: ignore[arg-type]
 
 
 def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
