@@ -90,7 +90,7 @@ class StepWindow(StepObserver):
 
 
 def token_panels(titles: Sequence[str], x: str, counts: Sequence[Sequence[Sequence[int]]]) -> list[Panel]:
-    """Prompt tokens upon decodes of each step, a panel for each run, all with the same vertical axis.
+    """Prompt tokens stacked on decodes of each step, a panel for each run, all with the same vertical axis.
 
     The counts of each run are number, decodes and prompt tokens of each step; ``x`` names the horizontal axis.
     """
