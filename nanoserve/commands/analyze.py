@@ -34,7 +34,6 @@ _BATCH_COLUMNS = columns(
     (".0%", ("of KV memory", "kv_share")),
     ("", ("fits", "mark")),
 )
-_PANEL_SIZE = (6.0, 4.6)
 _STYLES = (("o", 12), ("s", -30))
 """Marker of prefill and decode, and by how many points their names are moved where the other phase has points."""
 _NEARBY = 1.6  # points whose coordinates differ by less than this factor share a label
@@ -88,9 +87,8 @@ def run(options: AnalyzeOptions) -> None:
     analysis = Analysis(costs, shape.input_tokens, shape.output_tokens)
     batches = sorted(options.batch_sizes or analysis.default_batches())
 
-    settings: dict[str, Any] = {"model": options.model, "hardware": options.hardware, "layout": layout.name}
-    settings |= {"input": shape.input_tokens, "output": shape.output_tokens}
-    settings |= {"weight_bits": options.weight_bits, "kv_bits": options.kv_bits}
+    settings = {name: getattr(options, name) for name in ("model", "hardware", "weight_bits", "kv_bits")}
+    settings |= {"layout": layout.name, "input": shape.input_tokens, "output": shape.output_tokens}
     report = options.open_report("analyze", settings)
     rows = [analysis.batch_row(size) for size in batches]
     for row in rows:
@@ -110,15 +108,15 @@ def run(options: AnalyzeOptions) -> None:
     tokens = f"{shape.input_tokens:,} + {shape.output_tokens:,} tokens"
     title = f"{options.model} on {options.hardware}, layout {layout.name}, {tokens}"
     if options.plot is not None:
-        draw(_chart(title, analysis, phases, rows), options.plot, panel_size=_PANEL_SIZE)
+        draw(_chart(title, analysis, phases, rows), options.plot, panel_size=(6.0, 4.6))
     _show(analysis, title, phases, report)
 
 
 def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> None:
-    costs, weight_bytes = analysis.costs, analysis.costs.counts.stage_weight_bytes
-    device = costs.machine.device
+    costs, device = analysis.costs, analysis.costs.machine.device
+    weight_bytes, tokens = costs.counts.stage_weight_bytes, analysis.blocks * BLOCK_SIZE
     fullest = max(range(costs.num_stages), key=weight_bytes)
-    left, tokens = costs.memory.kv_bytes(fullest) / GIBI, analysis.blocks * BLOCK_SIZE
+    left = costs.memory.kv_bytes(fullest) / GIBI
     print(title)
     print(
         f"{device.name}: {device.flops / 1e12:,.4g} TFLOPS, {device.memory_bandwidth / GIGA:,.4g} GB/s,"
@@ -129,16 +127,20 @@ def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> Non
         f" {tokens:,} tokens, {analysis.largest_batch:,} sequences of"
         f" {analysis.input_tokens:,} + {analysis.output_tokens:,}"
     )
-    for phase, rows in phases.items():
-        total = sum(row.seconds for row in rows)
-        print_table(f"{phase}: {total * 1e3:,.2f} ms", _OPERATOR_COLUMNS, map(_shown, rows))
+    for phase, operators in phases.items():
+        milliseconds = 1e3 * sum(row.seconds for row in operators)
+        rows = [
+            msgspec.to_builtins(row)
+            | {
+                "gflop": row.flops / 1e9 or None,
+                "megabytes": row.bytes / 1e6 or None,
+                "milliseconds": row.seconds * 1e3,
+            }
+            for row in operators
+        ]
+        print_table(f"{phase}: {milliseconds:,.2f} ms", _OPERATOR_COLUMNS, rows)
     marked = [row | {"mark": "yes" if row["fits"] else "no"} for row in report.rows]
     print_table(f"decode at a context of {analysis.context:,} tokens", _BATCH_COLUMNS, marked)
-
-
-def _shown(row: OperatorRow) -> dict[str, Any]:
-    known = {"gflop": row.flops / 1e9 or None, "megabytes": row.bytes / 1e6 or None}
-    return {**msgspec.to_builtins(row), **known, "milliseconds": row.seconds * 1e3}
 
 
 def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[BatchRow]) -> Chart:
@@ -179,15 +181,8 @@ def _roofline(analysis: Analysis, phases: Phases) -> Panel:
             # The rightmost of the points beside it, of whichever phase: names behind it hide none of them.
             end = max(point for point in everything if _are_near(point, place))
             notes.append(Note(", ".join(names), *end, right=8, up=-2 if end in points else lower, curve=number))
-    return Panel(
-        title="operators under the roofline",
-        x="FLOP per byte",
-        y="FLOP per second and device",
-        curves=curves,
-        log_x=True,
-        log_y=True,
-        notes=notes,
-    )
+    title, y = "operators under the roofline", "FLOP per second and device"
+    return Panel(title=title, x="FLOP per byte", y=y, curves=curves, log_x=True, log_y=True, notes=notes)
 
 
 def _are_near(one: Point, other: Point) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from nanoserve.commands.engine_options import ServingOptions
@@ -23,10 +24,10 @@ from nanoserve.server.hosts import is_loopback
 from nanoserve.server.messages import EngineStart
 from nanoserve.text.tokenizer import load_tokenizer
 
+_seconds = partial(option, metavar="SECONDS", minimum=0.1)
+
 
 class HttpOptions(Options, panel="HTTP", has_variables=True):
-    """Where the server listens, and to whom."""
-
     host: str = option("127.0.0.1", "Where to listen.", metavar="ADDRESS")
     port: int = option(8000, "0 takes a free one.", minimum=0, maximum=65535)
     api_key: list[str] | None = option(None, "Clients must show it (may be repeated).", metavar="KEY")
@@ -52,14 +53,10 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
 
 
 class LimitOptions(Options, panel="Limits", has_variables=True):
-    """How much, and how long."""
-
     max_queue: int = option(128, "Requests that may wait; more are answered 429.", minimum=0)
     max_body_size: str = option("1MiB", "Largest request; a larger one is answered 413.", metavar="SIZE")
-    client_timeout: float = option(
-        30.0, "For a client to send its request, and to take what it is sent.", metavar="SECONDS", minimum=0.1
-    )
-    request_timeout: float = option(1800.0, "For a whole answer.", metavar="SECONDS", minimum=0.1)
+    client_timeout: float = _seconds(30.0, "For a client to send its request, and to take what it is sent.")
+    request_timeout: float = _seconds(1800.0, "For a whole answer.")
     drain_timeout: float = option(30.0, "After SIGTERM, for the running requests to end.", metavar="SECONDS", minimum=0)
 
 
