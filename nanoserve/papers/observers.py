@@ -148,7 +148,7 @@ class PhaseClock(StepObserver):
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         kind = "decode" if not planned.plan.prompt_tokens else "mixed" if planned.plan.decodes else "prefill"
-        seconds = fmean(times.computed - times.started for times in stages)
+        seconds = fmean([times.computed - times.started for times in stages])
         self._seconds[kind] += seconds
         if kind == "decode":
             self._decode_rows += planned.plan.decodes * seconds
