@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import STORED_BITS, ModelCounts, Operator, OperatorKind, Precision
@@ -125,11 +125,9 @@ class StepCosts:
         self._host = self._reached(machine.host_link)
         stages = [(tuple(self.counts.stages[stage].items()), self._group[stage]) for stage in range(self.num_stages)]
         self._first_alike = [stages.index(stage) for stage in stages]  # the first stage with the same layers and links
-        # Many steps have as many tokens.
-        self.layers_seconds = cache(self._layers_seconds)
+        self._inner_seconds = lru_cache(maxsize=self.num_stages)(self._inner)
+        self.layers_seconds = cache(self._layers)  # many steps have as many tokens
         self._embedding_seconds, self._head_seconds = cache(self._embedding), cache(self._head)
-        self._newest: StepWork | None = None
-        self._layers_of_newest: dict[int, float] = {}  # layers and attention, by stage
 
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
@@ -140,14 +138,12 @@ class StepCosts:
         """Device time of one stage: operators, the gaps between kernels, all-reduces. 0 for an empty step."""
         if not work.tokens:
             return 0.0
-        if work is not self._newest:
-            self._newest, self._layers_of_newest = work, {}
-        first, known = self._first_alike[stage], self._layers_of_newest
-        if first not in known:
-            known[first] = self.layers_seconds(work.tokens, first) + self.attention_seconds(work, first)
-        return known[first] + self.ends_seconds(work, stage)
+        return self._inner_seconds(work, self._first_alike[stage]) + self.ends_seconds(work, stage)
 
-    def _layers_seconds(self, tokens: int, stage: int) -> float:
+    def _inner(self, work: StepWork, stage: int) -> float:
+        return self.layers_seconds(work.tokens, stage) + self.attention_seconds(work, stage)
+
+    def _layers(self, tokens: int, stage: int) -> float:
         """A stage's layers without their attention: products, gaps between kernels, all-reduces. 0 for no tokens."""
         if not tokens:
             return 0.0
@@ -161,10 +157,8 @@ class StepCosts:
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
         """What a stage computes outside its layers: the embedding before the first, the head behind the last."""
-        seconds = self._embedding_seconds(work.tokens) if stage == 0 and work.tokens else 0.0
-        if stage == self.num_stages - 1 and work.sampled:
-            seconds += self._head_seconds(work.sampled)
-        return seconds
+        before = self._embedding_seconds(work.tokens) if stage == 0 and work.tokens else 0.0
+        return before + (self._head_seconds(work.sampled) if stage == self.num_stages - 1 and work.sampled else 0.0)
 
     def _embedding(self, tokens: int) -> float:
         embedding = self.operator_seconds(self.counts.embedding(tokens))

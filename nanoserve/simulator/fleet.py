@@ -132,6 +132,6 @@ def drive_fleet(
         chosen = router([replica.scheduler.table.outstanding for replica in fleet])
         admit(fleet[chosen].engine, request)
         due[chosen] = now
-    for engine in (replica.engine for replica in fleet):
-        while engine.has_work and not is_over():
-            engine.step(None)
+    for replica in fleet:
+        while replica.engine.has_work and not is_over():
+            replica.engine.step(None)

@@ -85,13 +85,11 @@ def simulate(
     )
     if (host_blocks or other_layouts) and not isinstance(times, TieredTimes):
         raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
-    layouts = [times, *(layout.times for layout in other_layouts)]
-    fleet = []
+    layouts, fleet = [times, *(layout.times for layout in other_layouts)], []
     for _ in range(replicas):
         steps = StepMetrics(block_size, 1 + len(other_layouts))
-        lives = LatencyMetrics((within, *request_observers))
         executor = SimulatedExecutor(*layouts, block_size=block_size, runtime=runtime)
-        fleet.append(Replica(make_scheduler(), executor, steps, lives))
+        fleet.append(Replica(make_scheduler(), executor, steps, LatencyMetrics((within, *request_observers))))
     fleet[0].engine.recorder.add(*observers)
     drive_fleet(fleet, make_router(router), _fitting(requests, longest), is_over)
     if not any(replica.scheduler.steps for replica in fleet):
@@ -103,8 +101,7 @@ def simulate(
 def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
     """Refuse a request that would be cut off."""
     for request in requests:
-        length = len(request.prompt) + request.seed
-        if length > longest:
+        if (length := len(request.prompt) + request.seed) > longest:
             raise UsageError(
                 f"{request.request_id} takes {length} tokens, but all KV blocks together hold {longest}; "
                 "use more or larger devices, or shorter requests"
