@@ -236,7 +236,8 @@ def mean_of(latency: str, milliseconds: float = 1.0) -> Metric:
 
 def _run_largest_first(run: Run, cases: Iterable[Case]) -> Outcomes:
     """Large runs begin first, so that at the end no process computes one alone."""
-    return run(sorted(cases, key=lambda case: -case.requests))
+    ordered = sorted(cases, key=lambda case: -case.requests)
+    return run(ordered)
 
 
 class Runs(Generic[Key]):

@@ -59,15 +59,16 @@ class LatencyMetrics:
         now, last_update = event.time, self._last_update
         requests = [update.request_id for update in event.updates]
         previous = Counter(map(last_update.get, requests))  # most of a step have waited since the same moment
-        if previous.pop(None, 0):
+        if None in previous:
             for request in [one.sequence.request for one in event.updates if one.request_id not in last_update]:
                 self.input_tokens += len(request.prompt)
                 self.ttft.add((now - request.arrival_time) * MILLISECONDS)
         last_update.update(dict.fromkeys(requests, now))
         for sequence in [one.sequence for one in event.updates if one.sequence.finish_reason is not None]:
             self._finish(sequence, now)
-        for time, times in previous.items():
-            self.itl.add((now - time) * MILLISECONDS, times)
+        for last, times in previous.items():
+            if last is not None:
+                self.itl.add((now - last) * MILLISECONDS, times)
 
     def _finish(self, sequence: Sequence, now: float) -> None:
         del self._last_update[sequence.request.request_id]
