@@ -32,7 +32,7 @@ def expected(hosts: tuple[Host, Host], prompts: Path) -> list[str]:
     results = prompts.parent / "alone.jsonl"
     program = hosts[0].start([sys.executable, *generate(prompts, results)])
     wait([program], 600)
-    assert program.code == 0, program.errors
+    assert program.returncode == 0, program.errors
     return texts(results)
 
 
@@ -52,7 +52,7 @@ def test_the_tokens_of_two_machines_are_those_of_one_process(
     first, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2"))
     wait(programs, 180)
 
-    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    assert (first.returncode, second.returncode) == (0, 0), first.errors + second.errors
     assert texts(tmp_path / "results.jsonl") == expected
     assert "worker 1 of the engine on 10.199" in second.errors
     assert not hosts[0].processes() and not hosts[1].processes()
@@ -71,7 +71,7 @@ def test_a_worker_that_is_killed_on_the_other_machine_is_replaced(
     os.kill(worker, signal.SIGKILL)
     wait(programs, 180)
 
-    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    assert (first.returncode, second.returncode) == (0, 0), first.errors + second.errors
     assert first.output.rstrip("\n") == expected[0].rstrip("\n")
     assert "worker 1 failed: its process was killed by SIGKILL on" in first.errors
     assert not hosts[0].processes() and not hosts[1].processes()
@@ -89,7 +89,7 @@ def test_unequal_versions_are_one_clear_line_on_both_sides(
         (line,) = [line for line in program.errors.splitlines() if line.startswith("nanoserve: ")]
         assert line.startswith("nanoserve: unequal versions: nanoserve ")
         assert "nanoserve 9.9.9" in line
-        assert program.code != 0
+        assert program.returncode != 0
 
 
 def test_when_the_first_machine_fails_nothing_is_left_on_the_other(
@@ -104,6 +104,6 @@ def test_when_the_first_machine_fails_nothing_is_left_on_the_other(
         os.kill(process, signal.SIGKILL)
     wait(programs, 60)
 
-    assert second.code != 0
+    assert second.returncode != 0
     assert "nanoserve: torchrun's store is gone: the command has ended on the first machine" in second.errors
     assert not hosts[1].processes()
