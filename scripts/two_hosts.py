@@ -56,7 +56,7 @@ class Program(subprocess.Popen[bytes]):
         return _written(self._output)
 
     @property
-    def errors(self) -> str:
+    def messages(self) -> str:
         return _written(self._errors)
 
 
@@ -116,7 +116,7 @@ def wait(programs: Sequence[Program], seconds: float) -> None:
             if program.poll() is None:
                 os.killpg(program.pid, signal.SIGKILL)
                 program.wait()
-        raise TimeoutError("\n".join(f"{program.output}\n{program.errors}" for program in programs)) from None
+        raise TimeoutError("\n".join(f"{program.output}\n{program.messages}" for program in programs)) from None
 
 
 @contextmanager
@@ -188,9 +188,9 @@ def main() -> None:
         first, second = programs = torchrun(hosts, options.words)
         wait(programs, options.seconds)
         print(first.output, end="")
-        print(first.errors, end="", file=sys.stderr)
+        print(first.messages, end="", file=sys.stderr)
         if second.returncode != 0:
-            print(second.errors, end="", file=sys.stderr)
+            print(second.messages, end="", file=sys.stderr)
     sys.exit(first.returncode or second.returncode)
 
 

@@ -13,7 +13,7 @@ def test_torch_distributed_gets_from_one_host_to_the_other(hosts: tuple[Host, Ho
     first, second = programs = torchrun(hosts, ["tests/multi_node/sum_of_ranks.py"])
     wait(programs, 600)
 
-    assert (first.returncode, second.returncode) == (0, 0), first.errors + second.errors
+    assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
     assert "rank 0 over cable-a: 3" in first.output
     assert "rank 1 over cable-b: 3" in second.output
 
