@@ -11,18 +11,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from storyteller_tales import (
-    BOYS,
-    GIRLS,
-    GROUP_OF_NOUN,
-    MAX_CHAT_STORY_BYTES,
-    Turn,
-    exchange_nouns,
-    find_nouns,
-    plural,
-    rename_people,
-    story_chat,
-)
+import storyteller_tales as tales
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCABULARY_SIZE = 4096
@@ -61,12 +50,12 @@ class Corpus:
 
     stories: Sequence[str]
     books: Sequence[str]
-    talks: Sequence[Sequence[Turn]]
+    talks: Sequence[Sequence[tales.Turn]]
 
     @cached_property
     def short_stories(self) -> list[str]:
         """The stories that are short enough to be a chat's answer."""
-        return [story for story in self.stories if len(story.encode()) <= MAX_CHAT_STORY_BYTES]
+        return [story for story in self.stories if len(story.encode()) <= tales.MAX_CHAT_STORY_BYTES]
 
 
 def read_corpus(data: Path) -> Corpus:
@@ -108,7 +97,7 @@ def split_validation_stories(text: str) -> list[str]:
 def train_tokenizer(corpus: Corpus, seed: int) -> Tokenizer:
     """A byte-level BPE of VOCABULARY_SIZE tokens; stories and story chats weigh most."""
     rng = Random(seed)
-    chat_texts = [text for _ in range(2000) for _, text in story_chat(corpus.short_stories, rng)]
+    chat_texts = [text for _ in range(2000) for _, text in tales.story_chat(corpus.short_stories, rng)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -144,7 +133,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> Document:
     return [(token, 1) for token in tokenizer.encode(text).ids]
 
 
-def encode_chat(tokenizer: Tokenizer, chat: Sequence[Turn]) -> Document:
+def encode_chat(tokenizer: Tokenizer, chat: Sequence[tales.Turn]) -> Document:
     """A conversation as CHAT_TEMPLATE writes it."""
     document: Document = [(tokenizer.token_to_id(END_OF_TEXT), 1)]
     asked: dict[str, int] = {}
@@ -157,7 +146,7 @@ def encode_chat(tokenizer: Tokenizer, chat: Sequence[Turn]) -> Document:
             document.append((token, PICKED_UP_WEIGHT if heavy else 1))
         document.append((tokenizer.token_to_id(END_OF_TURN), 1))
         if role == "user":
-            asked |= find_nouns(text)
+            asked |= tales.find_nouns(text)
     return document
 
 
@@ -166,7 +155,7 @@ def picked_up_places(text: str, asked: Iterable[str]) -> list[tuple[int, int]]:
 
     Later on the noun can be taken from the text itself.
     """
-    found = (re.search(rf"\b(?:{noun}|{plural(noun)})\b", text, re.IGNORECASE) for noun in asked)
+    found = (re.search(rf"\b(?:{noun}|{tales.plural(noun)})\b", text, re.IGNORECASE) for noun in asked)
     return [match.span() for match in found if match is not None]
 
 
@@ -176,7 +165,7 @@ def draw_document(corpus: Corpus, tokenizer: Tokenizer, mix: Mix, rng: Random) -
     if kind == "talk":
         return encode_chat(tokenizer, rng.choice(corpus.talks))
     if kind == "chat":
-        return encode_chat(tokenizer, story_chat(corpus.short_stories, rng))
+        return encode_chat(tokenizer, tales.story_chat(corpus.short_stories, rng))
     if kind == "book":
         return encode_text(tokenizer, rng.choice(corpus.books))
     if kind == "echo":
@@ -191,8 +180,8 @@ def draw_echo(corpus: Corpus, rng: Random) -> str:
     Only looking back helps, as a story must at its request and a changed story at the one before.
     """
     if rng.random() < 0.5:
-        return "\n\n".join([exchange_nouns(rng.choice(corpus.short_stories), rng)[0]] * 2)
-    words = rng.choices([*GROUP_OF_NOUN, *GIRLS, *BOYS], k=rng.randint(4, 40))
+        return "\n\n".join([tales.exchange_nouns(rng.choice(corpus.short_stories), rng)[0]] * 2)
+    words = rng.choices([*tales.GROUP_OF_NOUN, *tales.GIRLS, *tales.BOYS], k=rng.randint(4, 40))
     return "\n\n".join([" ".join(words)] * 3)
 
 
@@ -201,8 +190,8 @@ def vary_story(story: str, rng: Random) -> str:
     choice = rng.random()
     if choice < 0.25:
         return story
-    story = rename_people(story, rng)
-    return exchange_nouns(story, rng)[0] if choice > 0.5 else story
+    story = tales.rename_people(story, rng)
+    return tales.exchange_nouns(story, rng)[0] if choice > 0.5 else story
 
 
 class Packer:

@@ -17,37 +17,23 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads leave the cores to others; read when torch loads
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # the project need not be installed to train its model
 
+import storyteller_data as data
 import torch
-from storyteller_data import (
-    BROAD_MIX,
-    END_OF_TEXT,
-    END_OF_TURN,
-    STORY_MIX,
-    Corpus,
-    Document,
-    Packer,
-    draw_document,
-    encode_text,
-    read_corpus,
-    split_validation_stories,
-    tokenizer_config,
-    train_tokenizer,
-)
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.attention import AttentionFunction, DenseCausalAttention
+from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, FeedForward
 from nanoserve.models.loading import load_model
 from nanoserve.models.saving import save_hf
@@ -77,19 +63,8 @@ ONE_PIECE_IN = 12
 """Share of the validation stories that are read while training."""
 
 
-def shape(hidden_size: int, intermediate_size: int, heads: int) -> dict[str, int]:
-    """Four layers of this size, with four heads of keys and values."""
-    return {
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": 4,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": MAX_POSITIONS,
-    }
-
-
-STORYTELLER_SHAPE, DRAFT_SHAPE = shape(256, 768, heads=8), shape(128, 128, heads=4)
+STORYTELLER_SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8}
+DRAFT_SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
 
 
 class Muon(torch.optim.Optimizer):
@@ -132,18 +107,7 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     return orthogonal
 
 
-class DroppingAttention:
-    """Dense causal attention whose output loses some values, against learning the stories by heart."""
-
-    def __init__(self, attention: AttentionFunction, probability: float) -> None:
-        self.attention, self.probability = attention, probability
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return functional.dropout(self.attention(layer, query, key, value), self.probability)
-
-
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """The state of a training run, now and then and at its end."""
 
     step: int
@@ -153,17 +117,17 @@ class Progress:
 
 
 def train(
-    decoder: Decoder, corpus: Corpus, tokenizer: Tokenizer, minutes: float, seed: int, *, continued: bool
+    decoder: Decoder, corpus: data.Corpus, tokenizer: Tokenizer, minutes: float, seed: int, *, continued: bool
 ) -> Iterator[Progress]:
     """Train in place until the time is over; yields about every REPORT_SECONDS, and at the end."""
     rng = Random(seed)
     share = 0.0
 
-    def draw() -> Document:
-        mix = BROAD_MIX if share < BROAD_SHARE and not continued else STORY_MIX
-        return draw_document(corpus, tokenizer, mix | {"echo": ECHO_WEIGHT} if share < DRILL_SHARE else mix, rng)
+    def draw() -> data.Document:
+        mix = data.BROAD_MIX if share < BROAD_SHARE and not continued else data.STORY_MIX
+        return data.draw_document(corpus, tokenizer, mix | {"echo": ECHO_WEIGHT} if share < DRILL_SHARE else mix, rng)
 
-    packer = Packer(draw)
+    packer = data.Packer(draw)
     optimizers = make_optimizers(decoder)
     for module in decoder.modules():
         if isinstance(module, FeedForward):
@@ -226,9 +190,11 @@ def sequence_loss(decoder: Decoder, rows: Tensor, dropout: float = 0.0) -> Tenso
     """Mean cross entropy of the tokens after the first by their weights; rows [B, L + 1, 2] of (id, weight)."""
     batch, length = rows.shape[0], rows.shape[1] - 1
     ids, weights = rows[..., 0], rows[:, 1:, 1].reshape(-1).float()
-    attention: AttentionFunction = DenseCausalAttention(decoder.config, batch, length)
-    if dropout > 0:
-        attention = DroppingAttention(attention, dropout)
+    dense = DenseCausalAttention(decoder.config, batch, length)
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.dropout(dense(layer, query, key, value), dropout)
+
     positions = torch.arange(length, device=rows.device).repeat(batch)
     hidden = decoder(ids[:, :-1].reshape(-1), positions, attention)
     losses = functional.cross_entropy(decoder.compute_logits(hidden), ids[:, 1:].reshape(-1), reduction="none")
@@ -243,12 +209,12 @@ def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, every: int 
     tokens that start without their predecessor's context. With `every`, only each n-th piece is read, from all over the
     file: its beginning alone is easier than the rest.
     """
-    pieces = split_validation_stories(text)[::every]
+    pieces = data.split_validation_stories(text)[::every]
     nats: float = 0.0
     was_training = decoder.training
     decoder.eval()
     for piece in pieces:
-        document = encode_text(tokenizer, piece)
+        document = data.encode_text(tokenizer, piece)
         for begin in range(0, len(document) - 1, LONG_ROW):
             window = torch.tensor([document[begin : begin + LONG_ROW + 1]], device=decoder.device)
             nats += sequence_loss(decoder, window).item() * (window.shape[1] - 1)
@@ -258,7 +224,7 @@ def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, every: int 
 
 def make_config(tokenizer: Tokenizer, sizes: Mapping[str, int]) -> ModelConfig:
     """A Llama configuration of this shape with the tokenizer's vocabulary and end tokens."""
-    end_of_text, end_of_turn = map(tokenizer.token_to_id, (END_OF_TEXT, END_OF_TURN))
+    end_of_text, end_of_turn = map(tokenizer.token_to_id, (data.END_OF_TEXT, data.END_OF_TURN))
     return ModelConfig.from_hf(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -267,6 +233,9 @@ def make_config(tokenizer: Tokenizer, sizes: Mapping[str, int]) -> ModelConfig:
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
             "tie_word_embeddings": True,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": MAX_POSITIONS,
             "bos_token_id": end_of_text,
             "eos_token_id": [end_of_text, end_of_turn],
             **sizes,
@@ -280,7 +249,7 @@ def write_model(decoder: Decoder, config: ModelConfig, tokenizer: Tokenizer, dir
     tokenizer.save(str(directory / "tokenizer.json"))
     ends = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids)}
     generation = ends | {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
-    for name, content in (("tokenizer", tokenizer_config(MAX_POSITIONS)), ("generation", generation)):
+    for name, content in (("tokenizer", data.tokenizer_config(MAX_POSITIONS)), ("generation", generation)):
         (directory / f"{name}_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -288,9 +257,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-def new_model(corpus: Corpus, device: torch.device, seed: int, *, draft: bool) -> Model:
+def new_model(corpus: data.Corpus, device: torch.device, seed: int, *, draft: bool) -> Model:
     """An untrained model and its tokenizer, which the sibling takes from the storyteller."""
-    tokenizer = load_tokenizer(STORYTELLER) if draft else train_tokenizer(corpus, seed)
+    tokenizer = load_tokenizer(STORYTELLER) if draft else data.train_tokenizer(corpus, seed)
     config = make_config(tokenizer, DRAFT_SHAPE if draft else STORYTELLER_SHAPE)
     torch.manual_seed(seed)
     with device:
@@ -319,7 +288,7 @@ def main() -> None:
     output = options.output or (DRAFT if options.draft else STORYTELLER)
     validation = (options.data / "tinystories_valid_subset.txt").read_text(encoding="utf-8")
     if not options.evaluate:
-        corpus = read_corpus(options.data)
+        corpus = data.read_corpus(options.data)
         if options.start_from:
             decoder, config, tokenizer = load(options.start_from, device)
             decoder.requires_grad_(True)
