@@ -165,7 +165,8 @@ def _roofline(analysis: Analysis, phases: Phases) -> Panel:
     }
     everything = [point for named in found.values() for _, point in named]
     intensities = [device.intensity, *(x for x, _ in everything)]
-    knees = (min(intensities) / 3, device.intensity, max(intensities) * 60)  # room for names at the right
+    least, most = min(intensities) / 3, max(intensities)
+    knees = (least, device.intensity, most * most / least)  # the right half has room for names
     ceiling = [min(device.flops, knee * device.memory_bandwidth) for knee in knees]
     curves = [ChartCurve("", knees, ceiling, style="k-")]
     notes = [Note(f"{device.name}: {device.intensity:.0f} FLOP/byte", device.intensity, device.flops, up=8)]

@@ -328,11 +328,12 @@ def _draw_bars(axes: "Axes", one: Panel) -> dict[str, Any]:
 
 
 def _draw_areas(axes: "Axes", one: Panel) -> dict[str, Any]:
-    handles, tops = {}, np.zeros(len(one.curves[0].xs))
+    """A value reaches from its place to the next; the last one is a unit wide."""
+    handles, tops = {}, np.zeros(len(one.curves[0].xs) + 1)
     for curve in one.curves:
-        below, tops = tops, tops + curve.ys
-        colour = COLOURS.get(curve.label)
-        handles[curve.label] = axes.fill_between(curve.xs, below, tops, step="post", color=colour, linewidth=0)
+        below, tops = tops, tops + np.append(curve.ys, curve.ys[-1])
+        edges, colour = np.append(curve.xs, float(curve.xs[-1]) + 1), COLOURS.get(curve.label)
+        handles[curve.label] = axes.fill_between(edges, below, tops, step="post", color=colour, linewidth=0)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0)
     return handles
