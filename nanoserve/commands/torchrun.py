@@ -32,7 +32,7 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:
-            from nanoserve.runtime.workers.agent import WorkerAgent  # it imports NumPy, which rank 0 needs in its engine
+            from nanoserve.runtime.workers.agent import WorkerAgent  # imports NumPy, which rank 0 does not need
 
             prepare_threads(options.threads)
 
