@@ -2,6 +2,7 @@
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Decision
@@ -16,14 +17,10 @@ def test_whatever_is_decided_every_request_gets_its_tokens(life: dict, memory: d
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=20, deadline=None)
-@given(life=lives(), memory=TIERS)
-def test_every_policy_with_two_tiers_and_several_layouts(name: str, life: dict, memory: dict) -> None:
-    check(make_policy(name, life["token_budget"]), life, memory)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=20, deadline=None)
-@given(life=lives(), memory=TIERS)
-def test_every_policy_with_host_decodes_beside_it(name: str, life: dict, memory: dict) -> None:
-    check(AlsoUsingTheHost(make_policy(name, life["token_budget"])), life, memory)
+@settings(max_examples=30, deadline=None)
+@given(life=lives(), memory=TIERS, data=st.data())
+def test_every_policy_with_two_tiers_and_several_layouts(
+    name: str, life: dict, memory: dict, data: st.DataObject
+) -> None:
+    policy = make_policy(name, life["token_budget"])
+    check(AlsoUsingTheHost(policy) if data.draw(st.booleans(), label="uses the host") else policy, life, memory)
