@@ -19,7 +19,7 @@ from nanoserve.processes.installation import install_command
 from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import prepare_threads
 from nanoserve.server.engine_client import EngineClient
-from nanoserve.server.hosts import AllowedHosts, is_loopback
+from nanoserve.server.hosts import is_loopback
 from nanoserve.server.messages import EngineStart
 from nanoserve.text.tokenizer import load_tokenizer
 
@@ -44,10 +44,11 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
             remedy = "give an --api-key, or --insecure to let everyone in"
             raise UsageError(f"--host {self.host} can be reached from outside: {remedy}")
 
-    def checked_hosts(self) -> AllowedHosts | None:
+    def checked_hosts(self) -> set[str] | None:
         """Names that clients may call the server; None allows every name, as no page of the web knows the key."""
         is_open_to_pages = not self.api_key and is_loopback(self.host)
-        return AllowedHosts(self.allowed_hosts or []) if self.allowed_hosts or is_open_to_pages else None
+        names = {name.lower().strip("[]") for name in self.allowed_hosts or ()}
+        return names if names or is_open_to_pages else None
 
 
 class LimitOptions(Options, panel="Limits", has_variables=True):
@@ -113,8 +114,7 @@ def _open_service(options: ServeOptions, limits: Any, progress: Progress) -> Any
     with unreadable_as_model_error():
         resolved = resolve_model(options.model, offline=options.offline, progress=progress)
         tokenizer = load_tokenizer(resolved.tokenizer_directory)
-    directory = None if resolved.directory is None else str(resolved.directory)
-    start = EngineStart(resolved.name, directory, str(resolved.tokenizer_directory), config)
+    start = EngineStart(resolved, config)
     return Service(
         model_name=options.served_model_name or resolved.name,
         root=resolved.name,

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from nanoserve.engine import Engine
 from nanoserve.errors import ModelError, WorkersFailed
@@ -69,7 +68,7 @@ class PacedExecutor(DyingExecutor):
 
 
 def build(start: EngineStart, mailbox: Mailbox[Command]) -> Engine:
-    if start.directory is not None and (Path(start.directory) / BROKEN).exists():
+    if start.model.directory is not None and (start.model.directory / BROKEN).exists():
         raise ModelError("the weights are broken")
     config = start.config
     num_blocks = (config.kv_cache_memory or 256 * BLOCK_SIZE) // BLOCK_SIZE  # a token counts as a byte

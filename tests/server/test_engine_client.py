@@ -10,6 +10,7 @@ import pytest
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
+from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.server import endpoints
@@ -49,7 +50,7 @@ class Front:
     """An engine client without a process."""
 
     def __init__(self) -> None:
-        start = EngineStart("none", None, str(Path()), EngineConfig())
+        start = EngineStart(ResolvedModel("none", None, Path()), EngineConfig())
         self.client = EngineClient(start, Letters(), max_queue=10)
         self.begin()
 

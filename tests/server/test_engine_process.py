@@ -11,7 +11,7 @@ import zmq
 
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
-from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
+from nanoserve.processes.sockets import connect, listen, local_address
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.plan import Executor, StepResult
@@ -42,10 +42,10 @@ class Wire:
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.PAIR)
-        address, keys = local_address(directory), SocketKeys.random()
-        listen(self.socket, address, keys)
+        address = local_address(directory)
+        key = listen({address: self.socket})
         self.mailbox: Mailbox[Command] = Mailbox(zmq.Context(), Command)
-        connect(self.mailbox.socket, address, keys.public)
+        connect(self.mailbox.socket, address, key)
         self.run(MemoryCheckingExecutor(32, 4))
 
     def run(self, executor: Executor, vocab_size: int = 1000) -> None:

@@ -23,7 +23,7 @@ import zmq
 
 import nanoserve
 from nanoserve.commands.main import main
-from nanoserve.processes.sockets import SocketKeys, connect
+from nanoserve.processes.sockets import connect
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.messages import Stop
 from tests.server.conftest import MODEL
@@ -324,7 +324,7 @@ def test_nobody_else_is_heard_at_the_socket(fake: Server, whole: str) -> None:
             with socket.socket(socket.AF_UNIX) as raw, suppress(BrokenPipeError):
                 raw.connect(name.replace("@", "\0"))
                 raw.sendall(pickle.dumps({"not": "even ZeroMQ"}) * 1000)
-            for key in (None, SocketKeys.random().public):
+            for key in (None, zmq.curve_keypair()[0].decode()):
                 push = context.socket(zmq.PAIR)
                 if key is None:
                     push.connect(f"ipc://{name}")
