@@ -1,6 +1,6 @@
 """Every figure of every paper, with one small simulation in the place of all of its jobs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from nanoserve.measures.metrics import Slo
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.cases import Case, Outcome, System
 from nanoserve.papers.claims import stated_claims
-from nanoserve.papers.framework import PAPERS, Scale, SimulationJob, load_paper
+from nanoserve.papers.framework import PAPERS, Finding, Scale, SimulationJob, load_paper
 from nanoserve.papers.gllm.code_size import LABORATORY, code_lines, lines_of_code, rooms
 from nanoserve.papers.gllm.serving import lone_request_limits
 from nanoserve.papers.lecture import BLOCK, memory_use
@@ -20,6 +20,7 @@ from nanoserve.papers.seesaw.search import RESHARDING_KIND, STATIC_KIND, BestBud
 from nanoserve.papers.seesaw.settings import RESHARDING, closed_batch, fitting_layouts
 
 FIGURES = [(name, figure.number) for name in ("gllm", "lecture") for figure in load_paper(name).figures]
+SIZES = ("reduced", "full")
 
 
 @cache
@@ -62,12 +63,18 @@ def _slower(outcome: Outcome, factor: float) -> Outcome:
     return replace(outcome, result=replace(result, **times))
 
 
-@pytest.mark.parametrize(("name", "number"), FIGURES)
-@pytest.mark.parametrize("size", ["reduced", "full"])
-def test_every_figure_ends_in_claims_and_a_picture(name: str, number: str, size: str) -> None:
+@cache
+def _made(name: str, number: str, size: str) -> tuple[Finding, Collection[Case]]:
+    """A figure of two seeds, and its jobs."""
     (figure,) = load_paper(name).chosen(number)
-    run, scale = _Run(), Scale(seeds=(0, 1), full=size == "full")
-    found = figure.make(scale, run)
+    run = _Run()
+    return figure.make(Scale(seeds=(0, 1), full=size == "full"), run), run.outcomes.keys()
+
+
+@pytest.mark.parametrize(("name", "number"), FIGURES)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_figure_ends_in_claims_and_a_picture(name: str, number: str, size: str) -> None:
+    found, cases = _made(name, number, size)
     assert found.claims
     assert all(claim.assumption and claim.paper and claim.says for claim in found.claims)
     assert found.chart is not None
@@ -75,8 +82,8 @@ def test_every_figure_ends_in_claims_and_a_picture(name: str, number: str, size:
     assert all(len(curve.xs) == len(curve.ys) for panel in found.chart.panels for curve in panel.curves)
     for row in found.rows:
         assert all(column.path in row for column in found.columns)
-    assert {case.seed for case in run.outcomes} <= {0, 1}
-    for case in run.outcomes:
+    assert {case.seed for case in cases} <= {0, 1}
+    for case in cases:
         case.costs().memory.kv_blocks(16)  # the model fits
 
 
@@ -124,11 +131,9 @@ def test_every_row_of_the_claims_is_used_by_a_figure(name: str, monkeypatch: pyt
 
 def test_a_full_run_holds_more_than_a_reduced_one() -> None:
     amounts = []
-    for full in (False, True):
-        run = _Run()
-        for figure in load_paper("gllm").figures:
-            figure.make(Scale(seeds=(0, 1, 2), full=full), run)
-        amounts.append(sum(case.requests for case in run.outcomes))
+    for size in SIZES:
+        cases = {case for name, number in FIGURES if name == "gllm" for case in _made(name, number, size)[1]}
+        amounts.append(sum(case.requests for case in cases))
     assert 2 * amounts[0] < amounts[1]
 
 
