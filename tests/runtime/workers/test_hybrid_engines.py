@@ -51,8 +51,7 @@ def strategies(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("policy", ["neo", "overlap", "apex", "hybrid"])
+@pytest.mark.parametrize(("policy", "stages"), [("neo", 2), ("overlap", 3), ("apex", 3), ("hybrid", 2)])
 def test_the_bundled_model_says_the_same(
     policy: str, stages: int, expected: list[tuple[int, ...]], strategies: Counter[str]
 ) -> None:
