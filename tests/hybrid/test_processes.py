@@ -82,13 +82,12 @@ def test_an_interrupted_batch_goes_on_and_says_the_same(tmp_path: Path) -> None:
         folder.mkdir()
     Batch(whole, *TIGHT, "--eager", layouts=()).end()
     small = ("--kv-cache-memory", "1MiB", "--host-kv-memory", "8MiB", "--policy", "overlap", "--eager")
-    for count in (3, 20):
-        batch = Batch(torn, *TIGHT, *small, layouts=())
-        batch.wait_for(rows_are_there(count))
-        batch.process.send_signal(signal.SIGINT)
-        (line,) = batch.end()
-        assert batch.process.returncode == 130, line
-        assert line.startswith("nanoserve: interrupted: ") and line.endswith("the same command goes on from here")
+    batch = Batch(torn, *TIGHT, *small, layouts=())
+    batch.wait_for(rows_are_there(8))
+    batch.process.send_signal(signal.SIGINT)
+    (line,) = batch.end()
+    assert batch.process.returncode == 130, line
+    assert line.startswith("nanoserve: interrupted: ") and line.endswith("the same command goes on from here")
     Batch(torn, *TIGHT, *small, layouts=()).end()
     assert answers(torn / "out.jsonl") == answers(whole / "out.jsonl")
     assert json.loads((torn / "out.jsonl").read_text().splitlines()[0])["usage"]["completion_tokens"] > 0
