@@ -14,7 +14,7 @@ from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, 
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, BatchRow, OperatorRow
 from nanoserve.costs.hardware import GIBI, GIGA
 from nanoserve.errors import UsageError
-from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Chart, ChartCurve, Note, draw
+from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Note, Panel, draw
 from nanoserve.measures.workloads import RequestShape, parse_lengths, parse_sizes
 
 Phases = Mapping[str, Sequence[OperatorRow]]
@@ -150,11 +150,11 @@ def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[Bat
         note = Note(f"KV cache full: {fits:,}", fits, max(heights) / 25, right=-4)
         axes: dict[str, Any] = {"title": f"decoding: {y}", "x": "sequences decoding", "y": y, "log_x": True}
         full: dict[str, Any] = {"notes": [note], "vertical_marks": [fits]} if fits else {}
-        panels.append(AnnotatedPanel(curves=[ChartCurve("", xs, heights)], **axes, **full))
+        panels.append(Panel(curves=[ChartCurve("", xs, heights)], **axes, **full))
     return Chart(title, panels, columns=3)
 
 
-def _roofline(analysis: Analysis, phases: Phases) -> AnnotatedPanel:
+def _roofline(analysis: Analysis, phases: Phases) -> Panel:
     """Operations per second against operations per byte: under a slope of bandwidth and a ceiling of peak."""
     device = analysis.costs.machine.device
     found = {
@@ -179,7 +179,7 @@ def _roofline(analysis: Analysis, phases: Phases) -> AnnotatedPanel:
             # The rightmost of the points beside it, of whichever phase: names behind it hide none of them.
             end = max(point for point in everything if _are_near(point, place))
             notes.append(Note(", ".join(names), *end, right=8, up=-2 if end in points else lower, curve=number))
-    return AnnotatedPanel(
+    return Panel(
         title="operators under the roofline",
         x="FLOP per byte",
         y="FLOP per second and device",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import ResultOptions, print_counting, print_head, settled_operators

@@ -3,7 +3,7 @@
 from statistics import median
 from typing import Any
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import warnings
@@ -52,8 +52,6 @@ _COLUMNS = columns(
 class BenchServeOptions(
     LengthOptions, ServerOptions, WorkersOptions, ResultOptions, renamed={"--request-rate": "is now --rate"}
 ):
-    """All options of the command."""
-
     endpoint: str = option("completions", "Token ids or words are sent.", choices=("completions", "chat"))
     allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
     slo: str | None = option(
@@ -146,11 +144,9 @@ def _server(
 
 
 def prepare_engine(model: str | None, settings: dict[str, Any], threads: int | None) -> dict[str, Any]:
-    """Build what a server of our own will run on, in another process: a server builds it while it answers.
-
-    Returns facts about the engine as it will run with these settings of LLM: model, dtype, operators, layers, threads.
-    Raises RuntimeFailure in the process's own words if the model cannot be opened.
-    """
+    """Build what a server of our own will run on, in another process: a server builds it while it answers. Returns
+    facts about the engine as it will run with these settings of LLM: model, dtype, operators, layers, threads. Raises
+    RuntimeFailure in the process's own words if the model cannot be opened."""
     words = json.dumps(model), msgspec.json.encode(settings).decode()  # a layout is a dataclass
     environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     return run_module("nanoserve.benchmarks.settling", *words, environment=environment)

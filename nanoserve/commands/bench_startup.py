@@ -1,6 +1,6 @@
 """``nanoserve bench startup``: from a new process to its first tokens."""
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import layout_predictors
 from nanoserve.measures.metrics import Distribution, Slo, Spread

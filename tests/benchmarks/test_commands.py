@@ -142,7 +142,7 @@ def test_a_busy_machine_is_said_in_a_sentence_and_in_the_picture(
     sizes = ("--sequences", 1, "--context", 4, "--steps", 2, "--plot", tmp_path / "chart.png")
     sentence = "other programs kept up to 1.3 cores busy meanwhile: on a quiet machine the figures differ"
     for cores, is_told in ((1.3, True), (0.1, False), (None, False)):
-        monkeypatch.setattr("nanoserve.benchmarks.cpu_load.ForeignLoad.read", lambda self, cores=cores: cores)
+        monkeypatch.setattr("nanoserve.benchmarks.machine.ForeignLoad.read", lambda self, cores=cores: cores)
         code, out, _ = bench("scheduler", *sizes)
         assert code == 0
         assert (sentence in out, sentence in titles[-1]) == (is_told, is_told)

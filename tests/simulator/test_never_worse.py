@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 
-from nanoserve.benchmarks.policies.cases import KvCase, KvCases
-from nanoserve.benchmarks.policies.variants import make_requests, run_requests
+from nanoserve.benchmarks.policies.variants import KvCase, KvCases, make_requests, run_requests
 from nanoserve.costs.predictor import Predictor
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams

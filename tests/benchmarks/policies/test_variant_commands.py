@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.policies.cases import KvCases
-from nanoserve.benchmarks.policies.variants import OpenEngine
+from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.plan import LayoutCapacity
