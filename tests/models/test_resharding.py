@@ -71,7 +71,7 @@ def assert_goes_to_and_fro(
                 assert 0 < moved <= size <= weights.storage_bytes
 
 
-@pytest.mark.parametrize(("number", "family"), enumerate(KINDS))
+@pytest.mark.parametrize(("number", "family"), list(enumerate(KINDS)))
 def test_every_layout_has_the_weights_of_its_shard(number: int, family: str, tmp_path: Path) -> None:
     """Each family goes through two pairs of layouts, and each pair is gone through by several families."""
     write_checkpoint(family, tmp_path, **UNEVEN, **FOUR_LAYERS)
