@@ -184,7 +184,7 @@ def test_a_bomb_that_waits_for_its_moment_harms_only_that_conversation(tmp_path:
     bomb = BOMBS["doubling"]
     template = "{% if messages[0].content == 'now' %}" + bomb + "{% endif %}{{ messages[0].content }}"
     tokenizer = load_tokenizer(make_byte_level(tmp_path, chat_template=template))
-    with pytest.raises(ModelError, match="memory or time|out of fuel"):  # newer versions of the library count bytes
+    with pytest.raises(ModelError, match=r"memory or time|out of fuel"):  # newer versions of the library count bytes
         tokenizer.encode_chat([{"role": "user", "content": "now"}])
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "later"}])) == "later"
     tokenizer.close()
