@@ -134,7 +134,7 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed
         }
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """Of all engines together, the only layout, or that of prompts and that of decodes. Raises UsageError."""
+        """The only layout of all engines together, or those of prompts and of decodes. Raises UsageError."""
         names = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if names is None:
             return (ParallelLayout(data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp),)

@@ -201,7 +201,7 @@ class EngineClient:
 
     def describe_state(self) -> str:
         if self.state is EngineState.READY and not self.last.ready:
-            return "the engine's workers are stopped, or are being started anew"
+            return "the engine's workers are stopped, or are being restarted"
         return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
 
     def _queue_length(self) -> int:

@@ -103,7 +103,7 @@ def front() -> Iterator[Front]:
 def test_ready_says_no_while_workers_are_gone(front: Front) -> None:
     assert front.ready() == "200"
     front.hear(ready=False)
-    assert front.ready() == "503: the engine's workers are stopped, or are being started anew"
+    assert front.ready() == "503: the engine's workers are stopped, or are being restarted"
     assert 'engine_ready{model_name="m"} 0.0' in Metrics("m", front.client).text().decode()
     front.hear()
     assert front.ready() == "200"

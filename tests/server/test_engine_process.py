@@ -201,7 +201,7 @@ def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> No
 
 
 class _Reloading(MemoryCheckingExecutor):
-    """Its workers are started anew until a test says otherwise."""
+    """Its workers are restarted until a test says otherwise."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
