@@ -332,20 +332,19 @@ class Sequence:
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Append sampled tokens up to the one that ends the sequence, with their log probabilities if there are any.
         Returns the tokens appended, and why the sequence ends with them, if it does."""
-        reason, known, length = None, self.tokens, len(self.tokens)
-        for count, token in enumerate(tokens, start=1):
+        reason, known, before = None, self.tokens, len(self.tokens)
+        for token in tokens:
             known.append(token)
-            if token in self.stop_tokens and length + count > self.min_length:
+            if token in self.stop_tokens and len(known) > self.min_length:
                 self.stop_token, reason = token, FinishReason.STOP
-            elif length + count == self.max_length:
+                break
+            if len(known) == self.max_length:
                 reason = FinishReason.LENGTH
-            else:
-                continue
-            tokens = tokens[:count]
-            break
+                break
+        taken = len(known) - before
         if logprobs:
-            self.logprobs += logprobs[: len(tokens)]
-        return tokens, reason
+            self.logprobs += logprobs[:taken]
+        return tokens[:taken], reason
 
     def move_to(self, status: Status) -> None:
         """The one place where a status changes. Raises RuntimeError if the transition is not in LEGAL_TRANSITIONS."""

@@ -1,4 +1,4 @@
-"""How heavy the code is: lines by room, class names that are used twice, and what a token of a chat visits.
+"""The weight of the code: lines by room, class names that are used twice, and what a token of a chat visits.
 
     python -m scripts.code_weight
 
@@ -9,13 +9,16 @@ functions are counted. The test of this script holds three of its figures below 
 import ast
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from nanoserve.papers.gllm.code_size import PACKAGES, ROOT, Room, rooms, sources, together
+from nanoserve.papers.gllm.code_size import PACKAGES, ROOT, rooms, sources, together
+
+OWN = tuple(f"{ROOT / package}/" for package in PACKAGES)
 
 
 @dataclass(slots=True)
@@ -29,17 +32,21 @@ class Visit:
         """Paths below the root, sorted."""
         return sorted({str(Path(code.co_filename).relative_to(ROOT)) for code in self.calls})
 
-    def observe(self, frame: FrameType, event: str, argument: Any) -> None:
-        """A profile function for `sys.setprofile`."""
+    def observe(self, action: Callable[[], Any]) -> Any:
+        """Do something and count its calls; its result."""
+        sys.setprofile(self._count)
+        try:
+            return action()
+        finally:
+            sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OWN) and frame.f_code.co_name != "<module>":
             self.calls[frame.f_code] += 1
 
 
-OWN = tuple(f"{ROOT / package}/" for package in PACKAGES)
-
-
 def repeated_class_names() -> dict[str, int]:
-    """Public class names that more than one file defines, and how many do."""
+    """Public class names that more than one file defines, and the number of these files."""
     places = defaultdict[str, set[Path]](set)
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -54,46 +61,28 @@ def visits() -> tuple[Visit, Visit, Visit]:
     from nanoserve import LLM, SamplingParams
 
     question = [{"role": "user", "content": "Tell me a story about a cat."}]
+    params = SamplingParams(max_tokens=8, seed=1)
     first, later, whole = Visit(), Visit(), Visit()
-    models: list[LLM] = []
-    observed(lambda: models.append(LLM(eager=True, kv_cache_memory=64 << 20)), whole)
-    with models[0] as llm:
-        params = SamplingParams(max_tokens=8, seed=1)
-        observed(lambda: llm.chat(question, params), whole)  # the visits of a token leave out what happens once
-        stream = llm.stream(question, params)
-        stream.close()
-
-        def ask() -> None:
-            nonlocal stream
-            stream = llm.stream(question, params)
-            next(stream)
-
-        observed(ask, first)
-        next(stream)
-        observed(lambda: next(stream), later)
-        stream.close()
+    with whole.observe(lambda: LLM(eager=True, kv_cache_memory=64 << 20)) as llm:
+        whole.observe(lambda: llm.chat(question, params))  # the visits of a token leave out what happens once
+        llm.stream(question, params).close()
+        answer = first.observe(lambda: _begun(llm.stream(question, params)))
+        with closing(answer):
+            next(answer)
+            later.observe(lambda: next(answer))
     return first, later, whole
 
 
-def observed(action: Callable[[], Any], visit: Visit) -> None:
-    """Do something while a visit takes note."""
-    sys.setprofile(visit.observe)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-
-
-def _print_rooms(by_room: Mapping[str, Room]) -> None:
-    for room, size in by_room.items():
-        print(f"{room:28} {size.files:4} files {size.lines:7,} lines {size.code:7,} of code")
-    product = together(size for room, size in by_room.items() if room.startswith("nanoserve"))
-    print(f"{'nanoserve':28} {product.files:4} files {product.lines:7,} lines {product.code:7,} of code")
+def _begun(answer: Any) -> Any:
+    next(answer)
+    return answer
 
 
 def main() -> None:
-    """Print all of it."""
-    _print_rooms(rooms())
+    by_room = rooms()
+    whole_product = together(size for room, size in by_room.items() if room.startswith("nanoserve"))
+    for room, size in {**by_room, "nanoserve": whole_product}.items():
+        print(f"{room:28} {size.files:4} files {size.lines:7,} lines {size.code:7,} of code")
     names = repeated_class_names()
     print(f"\n{len(names)} class names stand in more than one file: {', '.join(f'{n} x{k}' for n, k in names.items())}")
     *tokens, whole = visits()

@@ -1,15 +1,14 @@
 """Compiles the default forms of the GPU's programs ahead of time and prints what each needs of a GPU.
 
 ``python scripts/compile_kernels.py`` needs neither a GPU nor torch, only triton (and numpy, which triton asks for). It
-ends with 1, and a line for each, if a program does not compile, if its registers do not suffice and values spill into
-memory, or if it needs more shared memory than a program may have on its target.
+ends with 1, and a line for each fault, if a program does not compile, if its registers do not suffice and values spill
+into memory, or if it needs more shared memory than a program may have on its target.
 
 All forms take minutes. When all of them fit, the script records a digest of their sources in ``compiled_kernels.txt``,
 beside the version of Triton. While both are unchanged, one form of each program is compiled for each target. Removing
 the version's line makes the script compile all forms again.
 """
 
-import contextlib
 import hashlib
 import importlib
 import importlib.metadata
@@ -19,7 +18,9 @@ import re
 import sys
 import tempfile
 import types
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "scripts" / "compiled_kernels.txt"
-KIBIBYTE = 1024
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,21 @@ class Target:
     capability: int
     shared_memory: int
 
-    @property
-    def generation(self) -> int:
-        return self.capability // 10
-
 
 TARGETS = (
     # 163 KiB on sm_80 itself, but its configurations serve sm_86 and sm_89 too, which have less.
-    Target(80, 99 * KIBIBYTE),
-    Target(90, 227 * KIBIBYTE),
-    Target(100, 227 * KIBIBYTE),
+    Target(80, 99 << 10),
+    Target(90, 227 << 10),
+    Target(100, 227 << 10),
 )
+
+
+Form = tuple[Target, "Variant"]
 
 
 @dataclass(frozen=True)
 class Build:
-    """What the assembler said about one program. `stack` and `spills` in bytes, `shared_memory` as a launch asks."""
+    """The assembler's figures of one program. `stack` and `spills` in bytes, `shared_memory` as a launch asks."""
 
     target: Target
     variant: "Variant"
@@ -66,7 +65,7 @@ class Build:
     failure: str = ""
 
     def breaches(self) -> list[str]:
-        """What must not be, a line for each; empty for a program that may be shipped."""
+        """The faults, a line for each; empty for a program that may be shipped."""
         found = []
         if self.failure:
             found.append(f"does not compile: {self.failure}")
@@ -91,7 +90,7 @@ def build(target: Target, variant: "Variant") -> Build:
     """Compile one program, in a process that was prepared."""
     log = io.StringIO()
     try:
-        with contextlib.redirect_stdout(log):
+        with redirect_stdout(log):
             compiled = _compile(target, variant)
     except Exception as error:
         return Build(target, variant, failure=f"{type(error).__name__}: {str(error).splitlines()[0]}")
@@ -146,32 +145,28 @@ def recorded_digests(record: Path) -> dict[str, str]:
     return dict(line.split() for line in record.read_text().splitlines()) if record.exists() else {}
 
 
-def write_digests(record: Path, digests: dict[str, str]) -> None:
-    record.write_text("".join(f"{version} {digest}\n" for version, digest in sorted(digests.items())))
-
-
-def all_forms() -> list[tuple[Target, "Variant"]]:
+def all_forms() -> list[Form]:
     """Every default form for every target, in a process that was prepared."""
     from triton_ops.gpu.variants import attention_variants, cache_variants
 
-    return [
-        (target, variant)
-        for target in TARGETS
-        for variant in (*attention_variants(target.generation), *cache_variants())
-    ]
+    forms = {target: (*attention_variants(target.capability // 10), *cache_variants()) for target in TARGETS}
+    return [(target, variant) for target, variants in forms.items() for variant in variants]
 
 
-def one_form_per_program(forms: list[tuple[Target, "Variant"]]) -> list[tuple[Target, "Variant"]]:
-    chosen = {(target, variant.program): (target, variant) for target, variant in reversed(forms)}
-    return list(reversed(chosen.values()))
+def one_form_per_program(forms: Iterable[Form]) -> list[Form]:
+    """The first form of each program for each target."""
+    chosen: dict[tuple[Target, str], Form] = {}
+    for target, variant in forms:
+        chosen.setdefault((target, variant.program), (target, variant))
+    return [*chosen.values()]
 
 
 def build_forms(*, everything: bool) -> list[Build]:
     with tempfile.TemporaryDirectory() as folder:
         prepare(folder)
-        forms = all_forms()
+        forms = all_forms() if everything else one_form_per_program(all_forms())
         with ProcessPoolExecutor(initializer=prepare, initargs=(folder,)) as pool:
-            return list(pool.map(build, *zip(*(forms if everything else one_form_per_program(forms)), strict=True)))
+            return list(pool.map(build, *zip(*forms, strict=True)))
 
 
 def table(builds: list[Build]) -> str:
@@ -196,7 +191,8 @@ def main() -> int:
         print(*breaches, sep="\n", file=sys.stderr)
         return 1
     if everything:
-        write_digests(RECORD, {**recorded, version: digest})
+        digests = sorted({**recorded, version: digest}.items())
+        RECORD.write_text("".join(f"{each} {of_sources}\n" for each, of_sources in digests))
         print(f"all forms fit: {RECORD.relative_to(ROOT)} says so now")
     else:
         print(f"one form of each program; {RECORD.relative_to(ROOT)} says that all forms of these sources fit")

@@ -1,4 +1,4 @@
-"""How much host memory loading a shard of a model takes at its peak, each in a process of its own. Linux.
+"""The peak of host memory while a shard of a model is loaded, each in a process of its own. Linux.
 
 ``python scripts/loading_memory.py dummy:qwen3-0.6b`` prints a table for the whole model, two stages and two ranks. The
 weights of a dummy model are written to the user's cache directory first.
@@ -19,10 +19,9 @@ def main(name: str) -> None:
 
     directory = checkpoint_directory(resolve_model(name), "bfloat16")
     print("| --pp | --tp | rank | weights, MiB | peak growth while loading, MiB |\n|---|---|---|---|---|")
-    for pipeline_parallel, tensor_parallel in LAYOUTS:
-        for rank in range(pipeline_parallel * tensor_parallel):
-            numbers = [str(number) for number in (pipeline_parallel, tensor_parallel, rank)]
-            subprocess.run([sys.executable, __file__, str(directory), *numbers], check=True)
+    for stages, ranks in LAYOUTS:
+        for rank in range(stages * ranks):
+            subprocess.run([sys.executable, __file__, str(directory), *map(str, (stages, ranks, rank))], check=True)
 
 
 def load_shard(directory: Path, pipeline_parallel: int, tensor_parallel: int, rank: int) -> None:
@@ -43,14 +42,14 @@ def load_shard(directory: Path, pipeline_parallel: int, tensor_parallel: int, ra
 
 
 def _memory(field: str) -> int:
-    """Bytes of this process's memory: VmRSS now, VmHWM at its highest."""
+    """Bytes of this process's memory: VmRSS now, VmHWM at its peak."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    if len(arguments) == 1:
-        main(arguments[0])
+    name, *shard = sys.argv[1:]
+    if shard:
+        load_shard(Path(name), *map(int, shard))
     else:
-        load_shard(Path(arguments[0]), *map(int, arguments[1:]))
+        main(name)

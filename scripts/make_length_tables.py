@@ -5,9 +5,7 @@
 The directory holds the files named below, as their publishers call them.
 """
 
-import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -16,58 +14,39 @@ import numpy as np
 from nanoserve.measures.workloads import RequestShape, read_trace
 from nanoserve.simulator.workload import FILE, NUM_QUANTILES, LengthTable
 
-
-def _json_lengths(path: Path) -> list[RequestShape]:
-    return [RequestShape(row["prompt"], row["max_tokens"]) for row in json.loads(path.read_text())]
-
-
-def _json_lines(path: Path) -> list[RequestShape]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [RequestShape(row["input_length"], row["output_length"]) for row in rows]
-
-
-Reader = Callable[[Path], list[RequestShape]]
-TRACES: dict[str, tuple[str, Reader, str, str]] = {
-    "azure-conv": (
-        "AzureLLMInferenceTrace_conv.csv",
-        read_trace,
-        "Azure/AzurePublicDataset, LLM inference trace 2023, conversation",
-        "CC BY 4.0",
-    ),
-    "azure-code": (
-        "AzureLLMInferenceTrace_code.csv",
-        read_trace,
-        "Azure/AzurePublicDataset, LLM inference trace 2023, code",
-        "CC BY 4.0",
-    ),
-    "sharegpt-8k": (
-        "sharegpt_8k_filtered_stats_llama2_tokenizer.csv",
-        read_trace,
-        "microsoft/sarathi-serve, ShareGPT conversations up to 8k tokens",
-        "Apache-2.0",
-    ),
-    "arxiv": (
-        "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv",
-        read_trace,
-        "microsoft/vidur, arXiv summarization",
-        "MIT",
-    ),
-    "osc": ("neo_osc_lengths_llama2.json", _json_lengths, "NEO-MLSys25/NEO, summarization comparison", "Apache-2.0"),
-    "mooncake": (
-        "mooncake_conversation_trace.jsonl",
-        _json_lines,
-        "kvcache-ai/Mooncake, conversation trace",
-        "Apache-2.0",
-    ),
+FILES = {
+    "azure-conv": "AzureLLMInferenceTrace_conv.csv",
+    "azure-code": "AzureLLMInferenceTrace_code.csv",
+    "sharegpt-8k": "sharegpt_8k_filtered_stats_llama2_tokenizer.csv",
+    "arxiv": "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv",
+    "osc": "neo_osc_lengths_llama2.json",
+    "mooncake": "mooncake_conversation_trace.jsonl",
 }
+SOURCES = {
+    "azure-conv": ("Azure/AzurePublicDataset, LLM inference trace 2023, conversation", "CC BY 4.0"),
+    "azure-code": ("Azure/AzurePublicDataset, LLM inference trace 2023, code", "CC BY 4.0"),
+    "sharegpt-8k": ("microsoft/sarathi-serve, ShareGPT conversations up to 8k tokens", "Apache-2.0"),
+    "arxiv": ("microsoft/vidur, arXiv summarization", "MIT"),
+    "osc": ("NEO-MLSys25/NEO, summarization comparison", "Apache-2.0"),
+    "mooncake": ("kvcache-ai/Mooncake, conversation trace", "Apache-2.0"),
+}
+"""The publisher's source of each, and its licence."""
+
+
+def read_shapes(path: Path) -> list[RequestShape]:
+    if path.suffix == ".csv":
+        return read_trace(path)
+    if path.suffix == ".json":
+        return [RequestShape(row["prompt"], row["max_tokens"]) for row in msgspec.json.decode(path.read_bytes())]
+    rows = msgspec.json.Decoder().decode_lines(path.read_bytes())
+    return [RequestShape(row["input_length"], row["output_length"]) for row in rows]
 
 
 def make_table(shapes: list[RequestShape], source: str, licence: str) -> LengthTable:
     """Quantiles, means and the rank correlation of some requests."""
     lengths = np.array([(shape.input_tokens, shape.output_tokens) for shape in shapes])
-    shares = np.linspace(0, 1, NUM_QUANTILES)
-    inputs, outputs = (np.quantile(lengths[:, column], shares, method="nearest") for column in (0, 1))
-    correlation = np.corrcoef(_ranks(lengths[:, 0]), _ranks(lengths[:, 1]))[0, 1]
+    inputs, outputs = np.quantile(lengths, np.linspace(0, 1, NUM_QUANTILES), axis=0, method="nearest").T
+    correlation = np.corrcoef(*map(_ranks, lengths.T))[0, 1]
     return LengthTable(
         source=source,
         licence=licence,
@@ -75,12 +54,12 @@ def make_table(shapes: list[RequestShape], source: str, licence: str) -> LengthT
         mean_input=round(float(lengths[:, 0].mean()), 1),
         mean_output=round(float(lengths[:, 1].mean()), 1),
         rank_correlation=round(float(correlation), 4),
-        input_quantiles=tuple(int(value) for value in inputs),
-        output_quantiles=tuple(int(value) for value in outputs),
+        input_quantiles=tuple(inputs.tolist()),
+        output_quantiles=tuple(outputs.tolist()),
     )
 
 
-def _ranks(values: "np.ndarray") -> "np.ndarray":
+def _ranks(values: np.ndarray) -> np.ndarray:
     """Ranks from 0; equal values share the mean of theirs."""
     _, position, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
@@ -88,14 +67,9 @@ def _ranks(values: "np.ndarray") -> "np.ndarray":
 
 
 def main() -> None:
-    """Write the file."""
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    directory = Path(sys.argv[1])
-    tables = {
-        name: make_table(read(directory / file), source, licence)
-        for name, (file, read, source, licence) in TRACES.items()
-    }
+    tables = {name: make_table(read_shapes(Path(sys.argv[1], file)), *SOURCES[name]) for name, file in FILES.items()}
     lines = [f'"{name}": {msgspec.json.encode(table).decode()}' for name, table in tables.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -15,39 +15,32 @@ _LINK = re.compile(r"\[`(?P<symbol>[\w.]+)`\]\((?P<path>[\w./]+\.py)#L(?P<line>\
 def refreshed(document: Path) -> str:
     """The document's text with the line number of every source link corrected.
 
-    Raises:
-        LookupError: if a link's file or symbol does not exist any more.
+    Raises LookupError if a link's file or symbol does not exist any more.
     """
 
     def correct(match: re.Match[str]) -> str:
         source = (document.parent / match["path"]).resolve()
         if not source.is_file():
             raise LookupError(f"{document.name}: there is no {match['path']}")
-        line = _line_of(source, match["symbol"])
-        return f"[`{match['symbol']}`]({match['path']}#L{line})"
+        return f"[`{match['symbol']}`]({match['path']}#L{_line_of(source, match['symbol'])})"
 
     return _LINK.sub(correct, document.read_text())
 
 
 def _line_of(source: Path, symbol: str) -> int:
-    body: list[ast.stmt] = ast.parse(source.read_text()).body
-    line = 0
+    node: ast.AST = ast.parse(source.read_text())
     for name in symbol.split("."):
-        found = next((node for node in body if name in _names(node)), None)
+        found = next((each for each in getattr(node, "body", []) if name in _names(each)), None)
         if found is None:
             raise LookupError(f"{source.relative_to(ROOT)} has no {symbol}")
-        body, line = getattr(found, "body", []), found.lineno
-    return line
+        node = found
+    return node.lineno
 
 
-def _names(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Assign):
-        return [target.id for target in node.targets if isinstance(target, ast.Name)]
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return [node.target.id]
-    return []
+def _names(node: ast.stmt) -> set[str | None]:
+    """What a definition or an assignment names."""
+    targets = getattr(node, "targets", [getattr(node, "target", node)])
+    return {getattr(target, "id", getattr(target, "name", None)) for target in targets}
 
 
 if __name__ == "__main__":

@@ -14,78 +14,57 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from random import Random
+from typing import NamedTuple
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # idle threads leave the cores to others; read when torch loads
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # the project need not be installed to train its model
 
+import storyteller_data as data
 import torch
-from storyteller_data import (
-    BROAD_MIX,
-    END_OF_TEXT,
-    END_OF_TURN,
-    STORY_MIX,
-    Corpus,
-    Document,
-    Packer,
-    draw_document,
-    encode_text,
-    read_corpus,
-    split_validation_stories,
-    token_id,
-    tokenizer_config,
-    train_tokenizer,
-)
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.attention import AttentionFunction, DenseCausalAttention
+from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, FeedForward
 from nanoserve.models.loading import load_model
 from nanoserve.models.saving import save_hf
 
+Model = tuple[Decoder, ModelConfig, Tokenizer]
 ASSETS = REPOSITORY / "nanoserve" / "assets"
 STORYTELLER, DRAFT = ASSETS / "storyteller", ASSETS / "storyteller-draft"
 MAX_POSITIONS = 1024
-ONE_PIECE_IN = 12  # of the validation stories, while training
-
-STORYTELLER_SHAPE = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": MAX_POSITIONS,
-}
-DRAFT_SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": MAX_POSITIONS,
-}
-
-
 DRILL_SHARE = 0.4
 """The first share of the time, in which echoes are drilled. Without them the model learns to copy late or never."""
 ECHO_WEIGHT = 0.15
+BROAD_SHARE = 0.22
+"""The first share of the time, in which books and talk are read beside the stories."""
 WARM_UP_SHARE = 0.015
 DECAY_START = 0.25
 """From this share of the time on the learning rates fall in a straight line to zero."""
+CONTINUED_RATE = 0.3
+"""Factor of the learning rates for a model that was trained before, so that it keeps what it has learned."""
+TOKENS_PER_STEP = 4096
 SHORT_ROW, LONG_ROW = 512, 1024
 LONG_EVERY = 4
 """Every fourth step has long rows, so that late positions are learned too."""
-GRADIENT_NORM = 1.0
+DROPOUT = 0.15
+"""Of the outputs of attention and feed-forward; the stories are few and soon known by heart."""
+REPORT_SECONDS = 120.0
+ONE_PIECE_IN = 12
+"""Share of the validation stories that are read while training."""
+
+
+STORYTELLER_SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8}
+DRAFT_SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
 
 
 class Muon(torch.optim.Optimizer):
@@ -93,7 +72,7 @@ class Muon(torch.optim.Optimizer):
 
     A fused parameter is updated as the matrices it is made of, given by their rows: made orthogonal in one piece,
     query and key would hardly move beside value, whose gradient is far larger, and the model would not learn to look
-    back. (torch.optim.Muon cannot do this, and iterates in bfloat16, which is slow on most CPUs.)
+    back. torch.optim.Muon cannot do this, and iterates in bfloat16, which is slow on most CPUs.
     """
 
     def __init__(self, fused: Mapping[nn.Parameter, tuple[int, ...]], lr: float, momentum: float, weight_decay: float):
@@ -105,16 +84,12 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter; all must have a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["momentum"] = torch.zeros_like(parameter)
-                momentum: Tensor = state["momentum"]
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
                 direction = parameter.grad.lerp(momentum, group["momentum"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                for matrix, part in zip(
-                    parameter.split(self.fused[parameter]), direction.split(self.fused[parameter]), strict=True
-                ):
+                rows = self.fused[parameter]
+                for matrix, part in zip(parameter.split(rows), direction.split(rows), strict=True):
                     scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
                     matrix.add_(orthogonalize(part), alpha=-group["lr"] * scale)
 
@@ -132,99 +107,57 @@ def orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
     return orthogonal
 
 
-class DroppingAttention:
-    """Dense causal attention whose output loses some values, against learning the stories by heart."""
-
-    def __init__(self, attention: AttentionFunction, probability: float) -> None:
-        self.attention = attention
-        self.probability = probability
-
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return functional.dropout(self.attention(layer, query, key, value), self.probability)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a training run may choose."""
-
-    minutes: float
-    broad_share: float = 0.22  # the first share of the time, in which books and talk are read beside the stories
-    tokens_per_step: int = 4096
-    matrix_rate: float = 0.01
-    vector_rate: float = 2e-3
-    weight_decay: float = 0.1
-    dropout: float = 0.15  # of the outputs of attention and feed-forward; the stories are few and soon known by heart
-    seed: int = 1
-
-    def going_on(self) -> Recipe:
-        """For a model that was trained before: no broad reading, and rates that do not undo what it has learnt."""
-        return replace(self, broad_share=0.0, matrix_rate=0.3 * self.matrix_rate, vector_rate=0.3 * self.vector_rate)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Handed to the caller now and then."""
+class Progress(NamedTuple):
+    """The state of a training run, now and then and at its end."""
 
     step: int
-    tokens: int
     seconds: float
-    share: float
-    training_loss: float  # nats per token
+    loss: float
+    """Mean of the latest steps, in nats per token."""
 
 
 def train(
-    decoder: Decoder,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    recipe: Recipe,
-    report: Callable[[Progress], None],
-    report_seconds: float = 120.0,
-) -> Progress:
-    """Train in place until the recipe's time is over; `report` is called about every `report_seconds`."""
-    random_source = random.Random(recipe.seed)
-    device = decoder.device
+    decoder: Decoder, corpus: data.Corpus, tokenizer: Tokenizer, minutes: float, seed: int, *, continued: bool
+) -> Iterator[Progress]:
+    """Train in place until the time is over; yields about every REPORT_SECONDS, and at the end."""
+    rng = Random(seed)
     share = 0.0
 
-    def draw() -> Document:
-        mix = BROAD_MIX if share < recipe.broad_share else STORY_MIX
-        if share < DRILL_SHARE:
-            mix = replace(mix, echo=ECHO_WEIGHT)
-        return draw_document(corpus, tokenizer, mix, random_source)
+    def draw() -> data.Document:
+        mix = data.BROAD_MIX if share < BROAD_SHARE and not continued else data.STORY_MIX
+        return data.draw_document(corpus, tokenizer, mix | {"echo": ECHO_WEIGHT} if share < DRILL_SHARE else mix, rng)
 
-    packer = Packer(draw)
-    optimizers = make_optimizers(decoder, recipe)
+    packer = data.Packer(draw)
+    optimizers = make_optimizers(decoder)
     for module in decoder.modules():
         if isinstance(module, FeedForward):
-            module.register_forward_hook(
-                lambda module, _, output: functional.dropout(output, recipe.dropout, module.training)
-            )
+            module.register_forward_hook(lambda module, _, output: functional.dropout(output, DROPOUT, module.training))
     compute_loss = torch.compile(sequence_loss, dynamic=False)
     decoder.train()
     started = last_report = time.monotonic()
-    step = tokens = 0
-    mean_loss = 0.0
+    step, mean_loss = 0, 0.0
     while share < 1.0:
         length = LONG_ROW if step % LONG_EVERY == LONG_EVERY - 1 else SHORT_ROW
-        rows = [packer.row(length + 1) for _ in range(recipe.tokens_per_step // length)]
-        loss = compute_loss(decoder, torch.tensor(rows, device=device), recipe.dropout)
+        rows = [packer.row(length + 1) for _ in range(TOKENS_PER_STEP // length)]
+        loss = compute_loss(decoder, torch.tensor(rows, device=decoder.device), DROPOUT)
         torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(decoder.parameters(), GRADIENT_NORM)
+        nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * rate_at(share)
+                group["lr"] = group["initial_lr"] * rate_at(share) * (CONTINUED_RATE if continued else 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        step, tokens = step + 1, tokens + recipe.tokens_per_step
+        step += 1
         mean_loss = loss.item() if step == 1 else 0.98 * mean_loss + 0.02 * loss.item()
         now = time.monotonic()
         if step == LONG_EVERY:  # both lengths are compiled now: the clock starts
             started = now
-        share = (now - started) / (60 * recipe.minutes)
-        if now - last_report > report_seconds:
+        share = (now - started) / (60 * minutes)
+        if now - last_report > REPORT_SECONDS and share < 1.0:
             last_report = now
-            report(Progress(step, tokens, now - started, share, mean_loss))
+            yield Progress(step, now - started, mean_loss)
     decoder.eval()
-    return Progress(step, tokens, time.monotonic() - started, share, mean_loss)
+    yield Progress(step, now - started, mean_loss)
 
 
 def rate_at(share: float) -> float:
@@ -232,7 +165,7 @@ def rate_at(share: float) -> float:
     return min(1.0, share / WARM_UP_SHARE, max(0.0, (1 - share) / (1 - DECAY_START)))
 
 
-def make_optimizers(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimizer]:
+def make_optimizers(decoder: Decoder) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for the embedding and the norms."""
     fused: dict[nn.Parameter, tuple[int, ...]] = {}
     for module in decoder.layers.modules():
@@ -244,8 +177,8 @@ def make_optimizers(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimi
             fused[module.down.weight] = (module.down.out_features,)
     others = [parameter for parameter in decoder.parameters() if parameter not in fused]
     optimizers = [
-        Muon(fused, lr=recipe.matrix_rate, momentum=0.95, weight_decay=recipe.weight_decay),
-        torch.optim.AdamW(others, lr=recipe.vector_rate, betas=(0.9, 0.95), weight_decay=0.01),
+        Muon(fused, lr=0.01, momentum=0.95, weight_decay=0.1),
+        torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
     ]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -257,9 +190,11 @@ def sequence_loss(decoder: Decoder, rows: Tensor, dropout: float = 0.0) -> Tenso
     """Mean cross entropy of the tokens after the first by their weights; rows [B, L + 1, 2] of (id, weight)."""
     batch, length = rows.shape[0], rows.shape[1] - 1
     ids, weights = rows[..., 0], rows[:, 1:, 1].reshape(-1).float()
-    attention: AttentionFunction = DenseCausalAttention(decoder.config, batch, length)
-    if dropout > 0:
-        attention = DroppingAttention(attention, dropout)
+    dense = DenseCausalAttention(decoder.config, batch, length)
+
+    def attention(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.dropout(dense(layer, query, key, value), dropout)
+
     positions = torch.arange(length, device=rows.device).repeat(batch)
     hidden = decoder(ids[:, :-1].reshape(-1), positions, attention)
     losses = functional.cross_entropy(decoder.compute_logits(hidden), ids[:, 1:].reshape(-1), reduction="none")
@@ -271,26 +206,25 @@ def nats_per_byte(decoder: Decoder, tokenizer: Tokenizer, text: str, every: int 
     """Validation loss: the sum of all pieces' token losses over the sum of their UTF-8 bytes.
 
     The text is cut by `split_validation_stories`; each piece is read from a start token on, in windows of LONG_ROW
-    tokens that start without their predecessor's context. With `every`, only each n-th piece
-    is read, from all over the file: its beginning alone is easier than the rest.
+    tokens that start without their predecessor's context. With `every`, only each n-th piece is read, from all over the
+    file: its beginning alone is easier than the rest.
     """
-    total_nats: float = 0.0
-    total_bytes: int = 0
+    pieces = data.split_validation_stories(text)[::every]
+    nats: float = 0.0
     was_training = decoder.training
     decoder.eval()
-    for piece in split_validation_stories(text)[::every]:
-        document = encode_text(tokenizer, piece)
-        total_bytes += len(piece.encode())
+    for piece in pieces:
+        document = data.encode_text(tokenizer, piece)
         for begin in range(0, len(document) - 1, LONG_ROW):
             window = torch.tensor([document[begin : begin + LONG_ROW + 1]], device=decoder.device)
-            total_nats += sequence_loss(decoder, window).item() * (window.shape[1] - 1)
+            nats += sequence_loss(decoder, window).item() * (window.shape[1] - 1)
     decoder.train(was_training)
-    return total_nats / total_bytes
+    return nats / sum(len(piece.encode()) for piece in pieces)
 
 
-def make_config(tokenizer: Tokenizer, shape: dict[str, int]) -> ModelConfig:
+def make_config(tokenizer: Tokenizer, sizes: Mapping[str, int]) -> ModelConfig:
     """A Llama configuration of this shape with the tokenizer's vocabulary and end tokens."""
-    end_of_text = token_id(tokenizer, END_OF_TEXT)
+    end_of_text, end_of_turn = map(tokenizer.token_to_id, (data.END_OF_TEXT, data.END_OF_TURN))
     return ModelConfig.from_hf(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -299,18 +233,45 @@ def make_config(tokenizer: Tokenizer, shape: dict[str, int]) -> ModelConfig:
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
             "tie_word_embeddings": True,
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": MAX_POSITIONS,
             "bos_token_id": end_of_text,
-            "eos_token_id": [end_of_text, token_id(tokenizer, END_OF_TURN)],
-            **shape,
+            "eos_token_id": [end_of_text, end_of_turn],
+            **sizes,
         }
     )
 
 
-# ---------------------------------------------------------------------------------------------- command
+def write_model(decoder: Decoder, config: ModelConfig, tokenizer: Tokenizer, directory: Path) -> None:
+    """Everything a Hugging Face model directory holds; weights in bfloat16."""
+    save_hf(decoder, config, directory, dtype=torch.bfloat16)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    ends = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids)}
+    generation = ends | {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+    for name, content in (("tokenizer", data.tokenizer_config(MAX_POSITIONS)), ("generation", generation)):
+        (directory / f"{name}_config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def load_tokenizer(directory: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def new_model(corpus: data.Corpus, device: torch.device, seed: int, *, draft: bool) -> Model:
+    """An untrained model and its tokenizer, which the sibling takes from the storyteller."""
+    tokenizer = load_tokenizer(STORYTELLER) if draft else data.train_tokenizer(corpus, seed)
+    config = make_config(tokenizer, DRAFT_SHAPE if draft else STORYTELLER_SHAPE)
+    torch.manual_seed(seed)
+    with device:
+        return Decoder(config), config, tokenizer
+
+
+def load(directory: Path, device: torch.device) -> Model:
+    return *load_model(directory, "float32", device), load_tokenizer(directory)
+
+
+def main() -> None:
+    """Train or evaluate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with tinystories_train_subset.txt etc.")
     parser.add_argument("--minutes", type=float, default=50.0, help="time budget of the training loop")
@@ -320,79 +281,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--evaluate", action="store_true", help="print the validation loss of the output directory")
     parser.add_argument("--seed", type=int, default=1, help="of the documents drawn and the first weights")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    return parser.parse_args()
-
-
-def write_model(decoder: Decoder, config: ModelConfig, tokenizer: Tokenizer, directory: Path) -> None:
-    """Everything a Hugging Face model directory holds; weights in bfloat16."""
-    save_hf(decoder, config, directory, dtype=torch.bfloat16)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    generation = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids),
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
-    }
-    for name, content in (
-        ("tokenizer_config.json", tokenizer_config(MAX_POSITIONS)),
-        ("generation_config.json", generation),
-    ):
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def prepare(
-    arguments: argparse.Namespace, corpus: Corpus, device: torch.device
-) -> tuple[Decoder, ModelConfig, Tokenizer, Recipe]:
-    """The model to train, new or as an earlier run left it, and how."""
-    recipe = Recipe(minutes=arguments.minutes, seed=arguments.seed)
-    if arguments.start_from:
-        decoder, config = load_model(arguments.start_from, "float32", device)
-        tokenizer = Tokenizer.from_file(str(arguments.start_from / "tokenizer.json"))
-        return decoder.requires_grad_(True), config, tokenizer, recipe.going_on()
-    if arguments.draft:
-        tokenizer = Tokenizer.from_file(str(STORYTELLER / "tokenizer.json"))
-    else:
-        tokenizer = train_tokenizer(corpus, recipe.seed)
-    config = make_config(tokenizer, DRAFT_SHAPE if arguments.draft else STORYTELLER_SHAPE)
-    torch.manual_seed(recipe.seed)
-    with device:
-        decoder = Decoder(config)
-    return decoder, config, tokenizer, recipe
-
-
-def evaluate(directory: Path, validation: str, device: torch.device) -> float:
-    """Nats per byte of a model directory on the validation stories."""
-    decoder, _ = load_model(directory, "float32", device)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    loss: float = nats_per_byte(decoder, tokenizer, validation)
-    return loss
-
-
-def main() -> None:
-    """Train or evaluate."""
-    arguments = parse_arguments()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    output = arguments.output or (DRAFT if arguments.draft else STORYTELLER)
-    validation = (arguments.data / "tinystories_valid_subset.txt").read_text(encoding="utf-8")
-    if not arguments.evaluate:
-        corpus = read_corpus(arguments.data)
-        decoder, config, tokenizer, recipe = prepare(arguments, corpus, device)
+    output = options.output or (DRAFT if options.draft else STORYTELLER)
+    validation = (options.data / "tinystories_valid_subset.txt").read_text(encoding="utf-8")
+    if not options.evaluate:
+        corpus = data.read_corpus(options.data)
+        if options.start_from:
+            decoder, config, tokenizer = load(options.start_from, device)
+            decoder.requires_grad_(True)
+        else:
+            decoder, config, tokenizer = new_model(corpus, device, options.seed, draft=options.draft)
         print(f"{sum(parameter.numel() for parameter in decoder.parameters()):,} parameters on {device}", flush=True)
-
-        def report(progress: Progress) -> None:
+        continued = options.start_from is not None
+        for progress in train(decoder, corpus, tokenizer, options.minutes, options.seed, continued=continued):
             loss = nats_per_byte(decoder, tokenizer, validation, every=ONE_PIECE_IN)
             print(
-                f"{progress.seconds / 60:5.1f} min, step {progress.step}, {progress.tokens:,} tokens, training loss "
-                f"{progress.training_loss:.3f} nats/token, validation {loss:.4f} nats/byte",
+                f"{progress.seconds / 60:5.1f} min, step {progress.step}, {progress.step * TOKENS_PER_STEP:,} tokens, "
+                f"training loss {progress.loss:.3f} nats/token, validation {loss:.4f} nats/byte",
                 flush=True,
             )
             write_model(decoder, config, tokenizer, output)
-
-        report(train(decoder, corpus, tokenizer, recipe, report))
-    print(f"{output.name}: {evaluate(output, validation, device):.4f} nats per byte on all validation stories")
+    decoder, _, tokenizer = load(output, device)
+    loss = nats_per_byte(decoder, tokenizer, validation)
+    print(f"{output.name}: {loss:.4f} nats per byte on all validation stories")
 
 
 if __name__ == "__main__":

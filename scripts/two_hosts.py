@@ -1,11 +1,11 @@
-"""Two hosts on one machine: network namespaces with nothing in common but a cable, a pair of veth interfaces.
+"""Two hosts on one machine: network namespaces whose only connection is a cable, a pair of veth interfaces.
 
 Needs Linux, root and the command ip. Runs what torchrun would run on two machines, one process on each::
 
     python -m scripts.two_hosts --rate 100mbit -- -m nanoserve generate "Once upon a time" --pp 2
 
-``--rate`` shapes both directions of the cable by tc. What the first host writes comes out as it is, what the second one
-has to say behind it if it failed.
+``--rate`` shapes both directions of the cable by tc. The output of the first host is printed as it is, the errors of
+the second one behind it if it failed.
 """
 
 import argparse
@@ -27,27 +27,21 @@ from typing import IO
 ROOT = Path(__file__).parents[1]
 MASTER_PORT = 29500
 """Free in a namespace that is new."""
+_NAME = re.compile(r"nanoserve-(\d+)-\d+-\w+")
+_numbers = itertools.count()
 
 
 class NoHosts(Exception):
     """Namespaces cannot be made here; the message says why."""
 
 
-class Late(Exception):
-    """A program did not end in time; the message is what all of them wrote."""
-
-
-_NAME = re.compile(r"nanoserve-(\d+)-\d+-\w+")
-_numbers = itertools.count()
-
-
-class Program:
-    """A running program in a session of its own. Its words go to files: pipes that nobody reads fill up."""
+class Program(subprocess.Popen[bytes]):
+    """A running program in a session of its own. It writes to files, because a pipe that nobody reads fills up."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
         # Open as long as the program may write.
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
+        super().__init__(
             words,
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
@@ -58,34 +52,12 @@ class Program:
         )
 
     @property
-    def code(self) -> int:
-        """Its exit code; it must have ended."""
-        assert self.process.returncode is not None
-        return self.process.returncode
-
-    @property
     def output(self) -> str:
-        """What it has written so far."""
         return _written(self._output)
 
     @property
-    def errors(self) -> str:
-        """... to stderr."""
+    def messages(self) -> str:
         return _written(self._errors)
-
-    def ends_before(self, until: float) -> bool:
-        """Wait for its end, no longer than to that monotonic time."""
-        try:
-            self.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def kill(self) -> None:
-        """With all that it has started in its session."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +68,21 @@ class Host:
     address: str
     interface: str
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> "Program":
-        """Start a program there."""
+    def start(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> Program:
         return Program(["ip", "netns", "exec", self.name, *words], environment or {})
 
     def processes(self, word: str = "") -> list[int]:
-        """The ids of those that run there with this word in their command line."""
-        inside = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
-        return [int(number) for number in inside.stdout.split() if word in _command_line(number)]
+        """The ids of the processes that run there with this word in their command line."""
+        return [int(number) for number in _ip("netns", "pids", self.name).split() if word in _command_line(number)]
 
     def shape(self, rate: str) -> None:
-        """Let no more than so much leave, as tc writes it: 100mbit."""
-        _ip("netns", "exec", self.name, "tc", "qdisc", "add", "dev", self.interface, "root", *_bucket(rate))
+        """Limit what leaves the host to this rate, as tc writes it: 100mbit. The burst is 5 ms at 100 Mbit/s."""
+        bucket = ["tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
+        _ip("netns", "exec", self.name, "tc", "qdisc", "add", "dev", self.interface, "root", *bucket)
 
 
 def _written(file: IO[bytes]) -> str:
-    """All of it; the place in the file is the program's, too, and stays where it is."""
+    """The whole file. The program shares the position in it, so that this must not move."""
     return os.pread(file.fileno(), 1 << 24, 0).decode()
 
 
@@ -122,62 +93,46 @@ def _command_line(process: str) -> str:
         return ""
 
 
-def _bucket(rate: str) -> list[str]:
-    """A token bucket: `burst` is what 5 ms carry at 100 Mbit/s."""
-    return ["tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
-
-
 def torchrun(
-    hosts: Sequence[Host],
-    words: Sequence[str],
-    environments: Sequence[Mapping[str, str]] = ({}, {}),
-    *,
-    port: int = MASTER_PORT,
+    hosts: Sequence[Host], words: Sequence[str], environments: Sequence[Mapping[str, str]] = ({}, {})
 ) -> list[Program]:
-    """Start the same command on all hosts, one process on each; the first host is torchrun's master, at this port."""
+    """Start the same command on all hosts, one process on each; the first host is torchrun's master."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node", "1"]
+    master = ["--master-addr", hosts[0].address, "--master-port", str(MASTER_PORT)]
     return [
-        host.start(
-            [
-                *(sys.executable, "-m", "torch.distributed.run"),
-                *("--nnodes", str(len(hosts)), "--nproc-per-node", "1", "--node-rank", str(number)),
-                *("--master-addr", hosts[0].address, "--master-port", str(port)),
-                *words,
-            ],
-            environment,
-        )
+        host.start([*launcher, *master, "--node-rank", str(number), *words], environment)
         for number, (host, environment) in enumerate(zip(hosts, environments, strict=True))
     ]
 
 
 def wait(programs: Sequence[Program], seconds: float) -> None:
-    """Wait for all of them; those that take longer are killed.
-
-    Raises:
-        Late: if some were.
-    """
+    """Wait for all of them. If some take longer, kill them and raise TimeoutError with what all have written."""
     until = time.monotonic() + seconds
-    late = [program for program in programs if not program.ends_before(until)]
-    for program in late:
-        program.kill()
-    if late:
-        raise Late("\n".join(f"{program.output}\n{program.errors}" for program in programs))
+    try:
+        for program in programs:
+            program.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        for program in programs:
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGKILL)
+                program.wait()
+        raise TimeoutError("\n".join(f"{program.output}\n{program.messages}" for program in programs)) from None
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two hosts, joined; gone afterwards with every process that still runs on them.
+    """Two joined hosts; they are removed afterwards with every process that still runs on them.
 
-    Raises:
-        NoHosts: where namespaces cannot be made.
+    Raises NoHosts where namespaces cannot be made.
     """
-    if shutil.which("ip") is None or not hasattr(os, "geteuid") or os.geteuid() != 0:
+    if shutil.which("ip") is None or os.geteuid() != 0:
         raise NoHosts("several hosts are network namespaces, which take Linux, root and the command ip")
     _remove_left_overs()
     number = next(_numbers)
-    first, second = (
+    first, second = hosts = [
         Host(f"nanoserve-{os.getpid()}-{number}-{end}", f"10.199.{number}.{place}", f"cable-{end}")
         for place, end in ((1, "a"), (2, "b"))
-    )
+    ]
     try:
         try:
             _join(first, second)
@@ -185,7 +140,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             raise NoHosts(f"this machine makes no network namespaces: {error.stderr.strip()}") from None
         yield first, second
     finally:
-        for host in (first, second):
+        for host in hosts:
             _remove(host.name)
 
 
@@ -201,25 +156,23 @@ def _join(first: Host, second: Host) -> None:
 
 
 def _remove(name: str) -> None:
-    """Interfaces go with the namespace, and that with its last process."""
-    inside = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-    for process in inside.stdout.split():
+    """Interfaces go with the namespace, and the namespace goes with its last process."""
+    for process in _ip("netns", "pids", name, check=False).split():
         with suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
-    subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+    _ip("netns", "delete", name, check=False)
 
 
 def _remove_left_overs() -> None:
-    """What a test run has left that was killed itself."""
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
-    for name in (line.split()[0] for line in listed.splitlines() if line):
-        made_by = _NAME.fullmatch(name)
+    """Remove the hosts of test runs that were killed."""
+    for line in _ip("netns", "list", check=False).splitlines():
+        made_by = _NAME.match(line)
         if made_by is not None and not Path("/proc", made_by[1]).exists():
-            _remove(name)
+            _remove(made_by[0])
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
+def _ip(*words: str, check: bool = True) -> str:
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=check).stdout
 
 
 def main() -> None:
@@ -229,16 +182,16 @@ def main() -> None:
     parser.add_argument("words", nargs="+", help="what torchrun runs, behind --: -m nanoserve ...")
     options = parser.parse_args()
     with two_hosts() as hosts:
-        for host in hosts:
-            if options.rate is not None:
+        if options.rate is not None:
+            for host in hosts:
                 host.shape(options.rate)
         first, second = programs = torchrun(hosts, options.words)
         wait(programs, options.seconds)
         print(first.output, end="")
-        print(first.errors, end="", file=sys.stderr)
-        if second.code != 0:
-            print(second.errors, end="", file=sys.stderr)
-    sys.exit(first.code or second.code)
+        print(first.messages, end="", file=sys.stderr)
+        if second.returncode != 0:
+            print(second.messages, end="", file=sys.stderr)
+    sys.exit(first.returncode or second.returncode)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from hypothesis import settings
 
 from nanoserve import LLM
 
-settings.register_profile("untimed", deadline=None)  # how long an example takes says more of the machine than of us
+# How long an example takes says more of the machine than of us. Fifty are enough, for many tests share each property.
+settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
 # Triton's interpreter is switched on for a whole process: these tests have an invocation of their own.

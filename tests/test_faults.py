@@ -74,6 +74,7 @@ def test_no_compiler(tmp_path: Path, story: str) -> None:
     assert "no C++ compiler was found; install one of g++" in notices[0]
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails(tmp_path: Path, story: str) -> None:
     """The first process answers while it is tried, the next one tells."""
     broken = {"CXX": compiler(tmp_path, FAILING), "XDG_CACHE_HOME": str(tmp_path)}

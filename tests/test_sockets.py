@@ -11,7 +11,7 @@ import zmq
 
 from nanoserve.errors import RuntimeFailure
 from nanoserve.processes import sockets
-from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
+from nanoserve.processes.sockets import connect, listen, local_address
 
 ADDRESSES: dict[str, Callable[[Path], str]] = {"here": local_address, "network": lambda _: "tcp://127.0.0.1:*"}
 
@@ -21,8 +21,8 @@ def test_a_local_socket_is_in_no_file_system_and_its_name_is_not_to_be_guessed(t
     addresses = {local_address(tmp_path) for _ in range(2)}
     assert len(addresses) == 2
     with zmq.Context() as context, context.socket(zmq.PULL) as listener:
+        listen(dict.fromkeys(addresses, listener))
         for address in addresses:
-            listen(listener, address, SocketKeys.random())
             assert address.removeprefix("ipc://") in Path("/proc/net/unix").read_text()
         assert list(tmp_path.iterdir()) == []
 
@@ -30,7 +30,7 @@ def test_a_local_socket_is_in_no_file_system_and_its_name_is_not_to_be_guessed(t
 def test_elsewhere_it_is_a_file_of_the_private_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets.sys, "platform", "darwin")
     with zmq.Context() as context, context.socket(zmq.PULL) as listener:
-        listen(listener, local_address(tmp_path), SocketKeys.random())
+        listen({local_address(tmp_path): listener})
         assert [path.is_socket() for path in tmp_path.iterdir()] == [True]
     with pytest.raises(RuntimeFailure, match=r"longer than the system's \d+ bytes: set TMPDIR to"):
         local_address(tmp_path / ("x" * zmq.IPC_PATH_MAX_LEN))
@@ -41,14 +41,13 @@ def test_a_port_in_use_is_one_clear_line() -> None:
         other.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(RuntimeFailure, match=f"cannot listen on {address}: Address already in use"):
-            listen(listener, address, SocketKeys.random())
+            listen({address: listener})
 
 
 @pytest.mark.parametrize("place", ADDRESSES)
 def test_only_who_knows_the_key_is_heard(place: str, tmp_path: Path) -> None:
-    keys = SocketKeys.random()
     with zmq.Context() as context, context.socket(zmq.PULL) as listener:
-        listen(listener, ADDRESSES[place](tmp_path), keys)
+        key = listen({ADDRESSES[place](tmp_path): listener})
         address = listener.get(zmq.LAST_ENDPOINT).decode()
         with (
             context.socket(zmq.PUSH) as stranger,
@@ -59,13 +58,12 @@ def test_only_who_knows_the_key_is_heard(place: str, tmp_path: Path) -> None:
                 each.set(zmq.LINGER, 0)
             stranger.connect(address)
             stranger.send(b"a stranger's word")
-            connect(guessing, address, SocketKeys.random().public)
+            connect(guessing, address, zmq.curve_keypair()[0].decode())
             guessing.send(b"a guess")
             _say_raw(address, pickle.dumps({"not": "even ZeroMQ"}) * 1000)
-            connect(ours, address, keys.public)
+            connect(ours, address, key)
             ours.send(b"a word")
             assert listener.recv() == b"a word" and not listener.poll(300)
-    assert keys.secret not in repr(keys)
 
 
 def _say_raw(address: str, data: bytes) -> None:

@@ -37,6 +37,7 @@ def shown_by(program: str) -> list[object]:
     return json.loads(answer.stdout)
 
 
+@pytest.mark.slow
 def test_settings_take_effect_beside_a_busy_neighbour() -> None:
     """Torch has the threads and the spin count, and computes a sum with them."""
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])

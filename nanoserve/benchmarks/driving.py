@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from nanoserve.benchmarks.floors import STEP_KINDS, Limits, ModelCost, StepShape
+from nanoserve.benchmarks.floors import STEP_KINDS, Limits, ModelCost, step_kind, step_work
 from nanoserve.benchmarks.rounds import GIGA
+from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, RequestTiming
@@ -23,7 +24,7 @@ ALL = "all"
 class StepRecord:
     """One step: what it held, seconds in the executor, and seconds of the whole step with scheduling around it."""
 
-    shape: StepShape
+    work: StepWork
     executor_seconds: float
     step_seconds: float
 
@@ -43,31 +44,27 @@ class EngineRun:
 
 
 class EngineDriver:
-    """Issues requests to an engine all at once and waits for the last token.
+    """Issues requests to an engine all at once and waits for the last token. Prefixes are never shared between runs:
+    each run has its own cache salt. ``on_step`` is called for each step."""
 
-    Prefixes are never shared between runs: each run has its own cache salt. ``on_step`` is called for each step.
-    """
-
-    def __init__(self, engine: Engine, on_step: Callable[[StepShape], None] = lambda _: None) -> None:
+    def __init__(self, engine: Engine, on_step: Callable[[StepWork], None] = lambda _: None) -> None:
         self._engine = engine
         self._on_step = on_step
-        self._shapes: dict[int, StepShape] = {}  # of the plans in flight
-        self._finished: list[tuple[StepShape, float]] = []  # shapes of plans that ended, and their durations
+        self._work: dict[int, StepWork] = {}  # of the plans in flight
+        self._finished: list[tuple[StepWork, float]] = []  # plans that ended, and their durations
         engine.recorder.add(self._observe)
         self._runs = 0
 
     def _observe(self, event: Event) -> None:
         if isinstance(event, Planned):
-            self._shapes[event.plan.step] = StepShape.of(event.plan)
+            self._work[event.plan.step] = step_work(event.plan)
         for result in event.results if isinstance(event, Collected) else ():
             if result.step is not None:
-                self._finished.append((self._shapes.pop(result.step), result.seconds))
+                self._finished.append((self._work.pop(result.step), result.seconds))
 
     def run(self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int]) -> EngineRun:
-        """Every prompt gets exactly its number of output tokens, taken greedily; end tokens do not end it.
-
-        Raises UsageError if a request can never run, and RuntimeFailure if one fails.
-        """
+        """Every prompt gets exactly its number of output tokens, taken greedily; end tokens do not end it. Raises
+        UsageError if a request can never run, and RuntimeFailure if one fails."""
         engine, salt = self._engine, f"run-{self._runs}"
         self._runs += 1
         self._finished.clear()
@@ -102,9 +99,9 @@ class EngineDriver:
                 if update.sequence.error is not None:
                     raise RuntimeFailure(update.sequence.error)
                 answers[update.request_id] += [(now, token) for token in update.new_tokens]
-            for shape, inside in finished:
-                steps.append(StepRecord(shape, inside, seconds / len(finished)))
-                self._on_step(shape)
+            for work, inside in finished:
+                steps.append(StepRecord(work, inside, seconds / len(finished)))
+                self._on_step(work)
             finished.clear()
         return steps
 
@@ -112,32 +109,25 @@ class EngineDriver:
 class StepSummary(msgspec.Struct, frozen=True):
     """Steps of one kind; rates and shares are of their sums, so that long steps weigh more."""
 
-    steps: int
-    """Number of steps."""
-    step_ms: Distribution | None
-    """Durations of the steps, in milliseconds."""
-    read_gb_per_s: float
-    gflops: float
-    """The bytes and the operations that they cannot do without, over their durations."""
-    of_floor: float | None
-    """The sum of their floors over the sum of their durations; 1 is the floor itself."""
-    step_of_floor: Distribution | None
-    """The same share, step by step. Both are None where the machine's limits are not known."""
-    engine_ms: float
-    """The engine's own time per step, in the median."""
-    engine_share: float
-    """Its sum over the sum of their durations."""
+    steps: int  # number of steps
+    step_ms: Distribution | None  # durations of the steps, in milliseconds
+    read_gb_per_s: float  # the bytes that they cannot do without, over their durations
+    gflops: float  # the operations that they cannot do without, over their durations
+    of_floor: float | None  # the sum of their floors over the sum of their durations; 1 is the floor itself
+    step_of_floor: Distribution | None  # that share, step by step; both are None without the machine's limits
+    engine_ms: float  # the engine's own time per step, in the median
+    engine_share: float  # its sum over the sum of their durations
 
     @classmethod
     def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> "StepSummary":
         seconds = sum(step.step_seconds for step in steps)
-        floors = [] if limits is None else [cost.floor_seconds(step.shape, limits) for step in steps]
+        floors = [] if limits is None else [cost.floor_seconds(step.work, limits) for step in steps]
         shares = [floor / step.step_seconds for floor, step in zip(floors, steps, strict=False)]
         return cls(
             steps=len(steps),
             step_ms=Distribution.of(step.step_seconds * MILLISECONDS for step in steps),
-            read_gb_per_s=sum(cost.step_bytes(step.shape) for step in steps) / seconds / GIGA,
-            gflops=sum(cost.step_operations(step.shape) for step in steps) / seconds / GIGA,
+            read_gb_per_s=sum(cost.step_bytes(step.work) for step in steps) / seconds / GIGA,
+            gflops=sum(cost.step_operations(step.work) for step in steps) / seconds / GIGA,
             of_floor=sum(floors) / seconds if floors else None,
             step_of_floor=Distribution.of(shares),
             engine_ms=statistics.median(step.engine_seconds for step in steps) * MILLISECONDS,
@@ -147,5 +137,5 @@ class StepSummary(msgspec.Struct, frozen=True):
 
 def summarize_steps(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> dict[str, StepSummary]:
     """For each kind of step that occurred, and under "all" for all of them."""
-    kinds = {kind: [step for step in steps if step.shape.kind == kind] for kind in STEP_KINDS}
+    kinds = {kind: [step for step in steps if step_kind(step.work) == kind] for kind in STEP_KINDS}
     return {name: StepSummary.of(some, cost, limits) for name, some in [*kinds.items(), (ALL, list(steps))] if some}

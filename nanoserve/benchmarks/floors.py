@@ -1,49 +1,32 @@
 """The least time a step can take: its bytes over the bandwidth, or its operations over the peak. No torch.
 
-Counted are reading each weight matrix that is used and the keys and values of the whole context once, and multiplying.
-Activations, norms and softmax are left out, so the floor is below reach.
+Counted are each used weight and the keys and values of the whole context, read once, and the products; the rest is not.
 """
 
 from dataclasses import dataclass
 
-import msgspec
-
 from nanoserve.config import ModelConfig
-from nanoserve.costs.counts import ModelCounts, Operator, Precision
-from nanoserve.costs.work import StepWork, chunk_pairs
-from nanoserve.scheduler.plan import StepPlan
+from nanoserve.costs.counts import ModelCounts, Precision
+from nanoserve.costs.work import Chunk, StepWork, chunk_keys, chunk_pairs
+from nanoserve.scheduler.plan import StepPlan, work_of
 
 STEP_KINDS = ("decode", "prefill", "mixed")
 
 
-class StepShape(msgspec.Struct, frozen=True, kw_only=True):
-    """How much one step holds."""
+def step_work(plan: StepPlan) -> StepWork:
+    """A plan's rows, summed up. A row of no tokens finishes what an earlier one began; it counts as an empty chunk."""
 
-    sequences: int  # rows of the plan
-    tokens: int  # positions computed
-    decoding: int  # rows of one token
-    sampled: int  # rows whose last position gets logits
-    context: int  # keys that are read, summed over rows: each row reads its sequence up to its own last position
-    attended: int  # pairs of query and key, summed over positions
+    def sum_up(contexts: list[int], chunks: list[Chunk], sampled: int) -> StepWork:
+        return StepWork(decodes=len(contexts), decode_context=sum(contexts), chunks=tuple(chunks), sampled=sampled)
 
-    @classmethod
-    def of(cls, plan: StepPlan) -> "StepShape":
-        rows = [(row.start, len(row.tokens)) for row in plan.rows]
-        return cls(
-            sequences=len(rows),
-            tokens=sum(length for _, length in rows),
-            decoding=sum(length == 1 for _, length in rows),
-            sampled=sum(row.sample for row in plan.rows),
-            context=sum(start + length for start, length in rows),
-            attended=sum(chunk_pairs(start, length) for start, length in rows),
-        )
+    return work_of(plan.rows, sum_up)
 
-    @property
-    def kind(self) -> str:
-        """decode: every row is one token; prefill: none is; mixed: some are."""
-        if self.decoding == self.sequences:
-            return "decode"
-        return "mixed" if self.decoding else "prefill"
+
+def step_kind(work: StepWork) -> str:
+    """decode: every row is one token; prefill: none is; mixed: some are."""
+    if not work.chunks:
+        return "decode"
+    return "mixed" if work.decodes else "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +51,19 @@ class ModelCost:
     def __init__(self, config: ModelConfig, weight_bytes: int) -> None:
         self._counts = ModelCounts(config, precision=Precision.of(8 * weight_bytes))
 
-    def step_bytes(self, step: StepShape) -> float:
+    def step_bytes(self, work: StepWork) -> float:
         counts = self._counts
-        embeddings = step.tokens * counts.model.hidden_size * counts.precision.other_bytes
-        weights = sum(operator.weight_bytes for operator in self._products(step))
-        return weights + embeddings + counts.kv_bytes_per_token(0) * step.context
+        embeddings = work.tokens * counts.model.hidden_size * counts.precision.other_bytes
+        weights = sum(operator.weight_bytes for operator in counts.products(work, 0))
+        keys = work.decode_context + sum(chunk_keys(*chunk) for chunk in work.chunks)
+        return weights + embeddings + counts.kv_bytes_per_token(0) * keys
 
-    def step_operations(self, step: StepShape) -> float:
+    def step_operations(self, work: StepWork) -> float:
         """Floating point operations of the matrix products."""
-        pairs = self._counts.layer_flops_per_pair * self._counts.layers(0) * step.attended
-        return sum(operator.flops for operator in self._products(step)) + pairs
+        counts = self._counts
+        pairs = work.decode_context + sum(chunk_pairs(*chunk) for chunk in work.chunks)
+        attention = counts.layer_flops_per_pair * counts.layers(0) * pairs
+        return sum(operator.flops for operator in counts.products(work, 0)) + attention
 
-    def floor_seconds(self, step: StepShape, limits: Limits) -> float:
-        """The least time this step can take."""
-        return limits.seconds(self.step_bytes(step), self.step_operations(step))
-
-    def _products(self, step: StepShape) -> list[Operator]:
-        """The step's matrix products, which do not depend on token positions."""
-        return list(self._counts.products(StepWork(decodes=step.tokens, sampled=step.sampled), 0))
+    def floor_seconds(self, work: StepWork, limits: Limits) -> float:
+        return limits.seconds(self.step_bytes(work), self.step_operations(work))

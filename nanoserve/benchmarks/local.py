@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.driving import EngineDriver, EngineRun, summarize_steps
-from nanoserve.benchmarks.floors import ModelCost, StepShape
+from nanoserve.benchmarks.floors import ModelCost
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
+from nanoserve.costs.work import StepWork
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates, mean_of_known, request_distributions
@@ -24,8 +25,7 @@ _TELL_SECONDS = 1.0  # drawing takes a millisecond or two of the run's own time
 
 class LocalBench:
     """Measures one open LLM, or an eager and a compiled one of a model, in interleaved runs. Raises RuntimeFailure if
-    both are eager. With ``probes`` the machine's limits are measured once, its bandwidth around every measurement.
-    """
+    both are eager. With ``probes`` the machine's limits are measured once, its bandwidth around every measurement."""
 
     def __init__(
         self,
@@ -42,9 +42,7 @@ class LocalBench:
         self._done, self._expected, self._told = 0, 0, 0.0
         self.facts, *_ = [settle(each, announce) for each in llms]
         dtype = DTYPES[self.facts["dtype"]]
-        self._drivers = {
-            "compiled" if each.compiled else "eager": EngineDriver(each.engine, self._count) for each in llms
-        }
+        self._drivers = {"compiled" if one.compiled else "eager": EngineDriver(one.engine, self._count) for one in llms}
         if len(self._drivers) < len(llms):
             reason = "layers cannot be compiled on this machine"
             raise RuntimeFailure(f"{reason}, so there is nothing to compare eager ones with")
@@ -81,7 +79,7 @@ class LocalBench:
                 ratios += compiled_ratios(case.name, rows)
                 report.put("ratios", ratios)
 
-    def _count(self, step: StepShape) -> None:
+    def _count(self, step: StepWork) -> None:
         self._done += _STEP_TOKENS + step.tokens
         if (now := time.monotonic()) - self._told > _TELL_SECONDS:
             self._told = now

@@ -1,7 +1,6 @@
 """The project's operators against what the machine can do at best and against stock torch, taking turns in one run.
 
-Every call reads memory that the caches have forgotten, as a layer of a model finds its weights and its part of the KV
-cache. The shapes are those of Qwen3-0.6B.
+Every call reads memory that the caches have forgotten, as in a model. The shapes are those of Qwen3-0.6B.
 """
 
 import math
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import decode_rows, make_batch
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.roofline import timed
 from nanoserve.benchmarks.rounds import GIGA, Bracketed, bracket, grouped, rotated, until_enough_count
 from nanoserve.models.attention import AttentionBatch
@@ -73,11 +72,9 @@ def all_cases(cells: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torc
 
 
 def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[OperatorCase]:
-    """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks.
-
-    Then the same over the host tier: handed to a thread with as many threads as torch has here, and waited for, beside
-    the operator that this thread calls.
-    """
+    """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks. Then the same over
+    the host tier: handed to a thread with as many threads as torch has here, and waited for, beside the operator that
+    this thread calls."""
     model = dummy_config(SHAPE)
     heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
     call = make_batch(decode_rows(batch, context), heads, kv_heads, size, block_size=BLOCK_SIZE, dtype=dtype)
@@ -170,10 +167,8 @@ def _copies(tensor: Tensor) -> list[Tensor]:
 def measure_case(
     case: OperatorCase, *, rounds: int, probe: Callable[[], float], foreign: ForeignLoad, peak: float
 ) -> Iterator[OperatorRound]:
-    """Rounds of one case as they are done, until enough count or too many were tried.
-
-    ``probe`` reads the machine's bandwidth in bytes per second; ``peak`` is operations per second at best.
-    """
+    """Rounds of one case as they are done, until enough count or too many were tried. ``probe`` reads the machine's
+    bandwidth in bytes per second; ``peak`` is operations per second at best."""
     calls = {name: _calls_in_a_turn(route) for name, route in case.routes.items()}
 
     def one_round(number: int) -> OperatorRound:
@@ -207,9 +202,7 @@ def _calls_in_a_turn(route: Route) -> int:
 
 def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
     """For every case, bandwidth state and route: medians over the counting rounds, and how many times ours is faster.
-
-    GB/s and GFLOP/s are those of the work that every route must do, whatever a route really reads and computes.
-    """
+    GB/s and GFLOP/s are those of the work that every route must do, whatever a route really reads and computes."""
     groups = grouped(rounds, lambda done: {(done.case,): done})
     return [
         {"case": case, "state": state, "route": route, "rounds": len(some), **_route_fields(some, route)}

@@ -20,10 +20,8 @@ def parse_policies(text: str, token_budget: int) -> dict[str, Policy]:
 
 
 def named_policy(text: str, token_budget: int) -> Policy:
-    """The policy of a name that parameters may follow: "throttling:iterations=4:without_wt".
-
-    Raises UsageError for an unknown name or parameter, or one out of its range.
-    """
+    """The policy of a name that parameters may follow: "throttling:iterations=4:without_wt". Raises UsageError for an
+    unknown name or parameter, or one out of its range."""
     name, *words = text.split(":")
     defaults = POLICIES[name].defaults if name in POLICIES else {}
     parameters: dict[str, Any] = {}

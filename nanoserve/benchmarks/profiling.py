@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.machine import describe_machine, describe_run
+from nanoserve.benchmarks.machine import ForeignLoad, describe_machine, describe_run
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
 from nanoserve.costs.hardware import Device
@@ -52,11 +51,9 @@ _READ_NUMBERS, _PRODUCT_SIZE = 2**26, 8192  # sizes that fit on a GPU whose memo
 
 
 def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str], None]) -> Profile:
-    """Measure an idle open LLM, and run two small workloads beside their predictions.
-
-    ``processor`` is the part of the CPU that is to attend in host memory. Raises TypeError for an engine that is not
-    one device in this process, UsageError for limits of the engine so small that there is nothing to measure.
-    """
+    """Measure an idle open LLM, and run two small workloads beside their predictions. ``processor`` is the part of the
+    CPU that is to attend in host memory. Raises TypeError for an engine that is not one device in this process,
+    UsageError for limits of the engine so small that there is nothing to measure."""
     executor, config = llm.engine.executor, llm.engine_config
     if not isinstance(executor, LocalExecutor):
         raise TypeError(f"one device in this process can be profiled, not {type(executor).__name__}")

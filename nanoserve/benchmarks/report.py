@@ -51,7 +51,6 @@ class Report:
         self._write()
 
     def finish(self) -> None:
-        """Everything was measured."""
         self.put("complete", True)
 
     def _write(self) -> None:

@@ -52,9 +52,8 @@ def machine_limits(
 ) -> Limits:
     """The best limits ever seen on this machine: measured each time, and kept if better than the stored ones.
 
-    The best of several looks counts, taken in turn so that a busy moment does not spoil all of one kind. 16-bit numbers
-    may also be multiplied as float32, so the peak is that of the faster of the two. ``path`` defaults to a file in the
-    user's cache directory; if it cannot be read or written, only the fresh figures count.
+    Looks of each kind take turns, so that a busy moment does not spoil all of one. 16-bit numbers may be multiplied as
+    float32 where that is faster. ``path`` defaults to a file in the user's cache directory, which may be unusable.
     """
     path = path or cache_directory() / "limits.json"
     key = json.dumps([describe_machine(), torch.get_num_threads(), torch.__version__])
@@ -87,7 +86,6 @@ def _product_speed(dtype: torch.dtype) -> float:
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds that an action takes."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began

@@ -1,7 +1,6 @@
 """Rounds between two readings of the machine's read bandwidth: which of them count, and which belong together.
 
-A round counts if the readings differ by less than ``MAX_DRIFT``. Ratios are formed within a round, and reported for
-each bandwidth state apart. No torch.
+Ratios are formed within a round that counts, and reported for each bandwidth state apart. No torch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +38,6 @@ class Bracketed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_busy(self) -> bool:
-        """Whether other processes were at work meanwhile."""
         return (self.foreign_cores or 0.0) > BUSY_CORES
 
     @property
@@ -84,10 +82,8 @@ def until_enough_count(make_round: Callable[[int], R], wanted: int) -> Iterator[
 
 
 def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
-    """The counting rounds in their order, each with its bandwidth state, named by the bandwidths seen in it.
-
-    Memory bandwidth of a virtual machine may flip between two levels. Rounds beside a busy neighbour are states apart.
-    """
+    """The counting rounds in their order, each with its bandwidth state, named by the bandwidths seen in it. Memory
+    bandwidth of a virtual machine may flip between two levels. Rounds beside a busy neighbour are states apart."""
     groups: list[list[R]] = []
     for done in sorted((one for one in rounds if one.counts), key=lambda one: (one.is_busy, one.bandwidth)):
         first = groups[-1][0] if groups else None

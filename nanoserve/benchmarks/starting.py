@@ -1,7 +1,7 @@
-"""The time from the start of a process to its first token, by stage, each time in a new process.
+"""The time from the start of a process to its first token, by stage. The parent has no torch.
 
-The parent has no torch. A child runs this module; it gets the time on the monotonic clock when it was started, the
-model and LLM's settings, both in JSON, and says on its last line when it reached each stage and what then ran.
+A child runs this module with the monotonic time of its start, the model and LLM's settings, both in JSON. Its last line
+tells when it reached each stage and what then ran.
 """
 
 import json
@@ -26,10 +26,8 @@ _PREPARATIONS = {"building operators": "build operators", "compiling layers": "c
 
 def start_once(model: str | None, settings: dict[str, object], threads: int | None, cache: Path) -> dict[str, Any]:
     """Run one process that opens the model with these settings of LLM and generates; ``cache`` is where it builds.
-
     Returns seconds of each stage ("stages") and up to the first token ("to_first_token"), and what ran in the end
-    ("operators", "layers"). Raises RuntimeFailure with the process's last line if it fails.
-    """
+    ("operators", "layers"). Raises RuntimeFailure with the process's last line if it fails."""
     words = repr(time.monotonic()), json.dumps(model), json.dumps(settings)
     environment = {"XDG_CACHE_HOME": str(cache)} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     failing = "a process that was to start failed: "

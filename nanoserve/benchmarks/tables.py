@@ -45,10 +45,8 @@ def columns(*formats: tuple[str, *tuple[str | tuple[str, str], ...]]) -> list[Co
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], *, keys: int = 1) -> None:
-    """To stdout; what is too wide for the terminal, or for a file's 200 characters, goes on in further tables.
-
-    ``keys`` is the number of leftmost columns that identify a row; each further table begins with them, too.
-    """
+    """To stdout; what is too wide for the terminal, or for a file's 200 characters, goes on in further tables. ``keys``
+    is the number of leftmost columns that identify a row; each further table begins with them, too."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH_OF_A_FILE)

@@ -14,7 +14,7 @@ from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, 
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, BatchRow, OperatorRow
 from nanoserve.costs.hardware import GIBI, GIGA
 from nanoserve.errors import UsageError
-from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Chart, ChartCurve, Note, draw
+from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Note, Panel, draw
 from nanoserve.measures.workloads import RequestShape, parse_lengths, parse_sizes
 
 Phases = Mapping[str, Sequence[OperatorRow]]
@@ -34,7 +34,6 @@ _BATCH_COLUMNS = columns(
     (".0%", ("of KV memory", "kv_share")),
     ("", ("fits", "mark")),
 )
-_PANEL_SIZE = (6.0, 4.6)
 _STYLES = (("o", 12), ("s", -30))
 """Marker of prefill and decode, and by how many points their names are moved where the other phase has points."""
 _NEARBY = 1.6  # points whose coordinates differ by less than this factor share a label
@@ -88,9 +87,8 @@ def run(options: AnalyzeOptions) -> None:
     analysis = Analysis(costs, shape.input_tokens, shape.output_tokens)
     batches = sorted(options.batch_sizes or analysis.default_batches())
 
-    settings: dict[str, Any] = {"model": options.model, "hardware": options.hardware, "layout": layout.name}
-    settings |= {"input": shape.input_tokens, "output": shape.output_tokens}
-    settings |= {"weight_bits": options.weight_bits, "kv_bits": options.kv_bits}
+    settings = {name: getattr(options, name) for name in ("model", "hardware", "weight_bits", "kv_bits")}
+    settings |= {"layout": layout.name, "input": shape.input_tokens, "output": shape.output_tokens}
     report = options.open_report("analyze", settings)
     rows = [analysis.batch_row(size) for size in batches]
     for row in rows:
@@ -110,15 +108,15 @@ def run(options: AnalyzeOptions) -> None:
     tokens = f"{shape.input_tokens:,} + {shape.output_tokens:,} tokens"
     title = f"{options.model} on {options.hardware}, layout {layout.name}, {tokens}"
     if options.plot is not None:
-        draw(_chart(title, analysis, phases, rows), options.plot, panel_size=_PANEL_SIZE)
+        draw(_chart(title, analysis, phases, rows), options.plot, panel_size=(6.0, 4.6))
     _show(analysis, title, phases, report)
 
 
 def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> None:
-    costs, weight_bytes = analysis.costs, analysis.costs.counts.stage_weight_bytes
-    device = costs.machine.device
+    costs, device = analysis.costs, analysis.costs.machine.device
+    weight_bytes, tokens = costs.counts.stage_weight_bytes, analysis.blocks * BLOCK_SIZE
     fullest = max(range(costs.num_stages), key=weight_bytes)
-    left, tokens = costs.memory.kv_bytes(fullest) / GIBI, analysis.blocks * BLOCK_SIZE
+    left = costs.memory.kv_bytes(fullest) / GIBI
     print(title)
     print(
         f"{device.name}: {device.flops / 1e12:,.4g} TFLOPS, {device.memory_bandwidth / GIGA:,.4g} GB/s,"
@@ -129,16 +127,20 @@ def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> Non
         f" {tokens:,} tokens, {analysis.largest_batch:,} sequences of"
         f" {analysis.input_tokens:,} + {analysis.output_tokens:,}"
     )
-    for phase, rows in phases.items():
-        total = sum(row.seconds for row in rows)
-        print_table(f"{phase}: {total * 1e3:,.2f} ms", _OPERATOR_COLUMNS, map(_shown, rows))
+    for phase, operators in phases.items():
+        milliseconds = 1e3 * sum(row.seconds for row in operators)
+        rows = [
+            msgspec.to_builtins(row)
+            | {
+                "gflop": row.flops / 1e9 or None,
+                "megabytes": row.bytes / 1e6 or None,
+                "milliseconds": row.seconds * 1e3,
+            }
+            for row in operators
+        ]
+        print_table(f"{phase}: {milliseconds:,.2f} ms", _OPERATOR_COLUMNS, rows)
     marked = [row | {"mark": "yes" if row["fits"] else "no"} for row in report.rows]
     print_table(f"decode at a context of {analysis.context:,} tokens", _BATCH_COLUMNS, marked)
-
-
-def _shown(row: OperatorRow) -> dict[str, Any]:
-    known = {"gflop": row.flops / 1e9 or None, "megabytes": row.bytes / 1e6 or None}
-    return {**msgspec.to_builtins(row), **known, "milliseconds": row.seconds * 1e3}
 
 
 def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[BatchRow]) -> Chart:
@@ -150,11 +152,11 @@ def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[Bat
         note = Note(f"KV cache full: {fits:,}", fits, max(heights) / 25, right=-4)
         axes: dict[str, Any] = {"title": f"decoding: {y}", "x": "sequences decoding", "y": y, "log_x": True}
         full: dict[str, Any] = {"notes": [note], "vertical_marks": [fits]} if fits else {}
-        panels.append(AnnotatedPanel(curves=[ChartCurve("", xs, heights)], **axes, **full))
+        panels.append(Panel(curves=[ChartCurve("", xs, heights)], **axes, **full))
     return Chart(title, panels, columns=3)
 
 
-def _roofline(analysis: Analysis, phases: Phases) -> AnnotatedPanel:
+def _roofline(analysis: Analysis, phases: Phases) -> Panel:
     """Operations per second against operations per byte: under a slope of bandwidth and a ceiling of peak."""
     device = analysis.costs.machine.device
     found = {
@@ -163,7 +165,8 @@ def _roofline(analysis: Analysis, phases: Phases) -> AnnotatedPanel:
     }
     everything = [point for named in found.values() for _, point in named]
     intensities = [device.intensity, *(x for x, _ in everything)]
-    knees = (min(intensities) / 3, device.intensity, max(intensities) * 60)  # room for names at the right
+    least, most = min(intensities) / 3, max(intensities)
+    knees = (least, device.intensity, most * most / least)  # the right half has room for names
     ceiling = [min(device.flops, knee * device.memory_bandwidth) for knee in knees]
     curves = [ChartCurve("", knees, ceiling, style="k-")]
     notes = [Note(f"{device.name}: {device.intensity:.0f} FLOP/byte", device.intensity, device.flops, up=8)]
@@ -179,15 +182,8 @@ def _roofline(analysis: Analysis, phases: Phases) -> AnnotatedPanel:
             # The rightmost of the points beside it, of whichever phase: names behind it hide none of them.
             end = max(point for point in everything if _are_near(point, place))
             notes.append(Note(", ".join(names), *end, right=8, up=-2 if end in points else lower, curve=number))
-    return AnnotatedPanel(
-        title="operators under the roofline",
-        x="FLOP per byte",
-        y="FLOP per second and device",
-        curves=curves,
-        log_x=True,
-        log_y=True,
-        notes=notes,
-    )
+    title, y = "operators under the roofline", "FLOP per second and device"
+    return Panel(title=title, x="FLOP per byte", y=y, curves=curves, log_x=True, log_y=True, notes=notes)
 
 
 def _are_near(one: Point, other: Point) -> bool:

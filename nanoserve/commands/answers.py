@@ -18,7 +18,6 @@ from nanoserve.text.reasoning import opens_reasoning
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
-
 _LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
 
 
@@ -56,7 +55,6 @@ class AnswerUsage:
         return 1 / pace if pace else None
 
     def counts(self) -> dict[str, int | None]:
-        """The OpenAI field names, and the cached tokens."""
         names = ("prompt_tokens", "cached_tokens", "completion_tokens", "total_tokens")
         return {name: getattr(self, name) for name in names}
 
@@ -72,36 +70,30 @@ class ChatAnswer:
 
     def line(self, context: int | None) -> str:
         """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together, if known."""
-        usage, parts = self.usage, []
-        if usage.prompt_tokens is not None:
-            cached = "" if usage.cached_tokens is None else f" ({usage.cached_tokens} cached)"
-            parts.append(f"{usage.prompt_tokens} prompt{cached}")
-        parts.append(f"{usage.completion_tokens} new" + (", interrupted" if self.finish_reason is None else ""))
-        if (first := usage.metrics.time_to_first_token) is not None:
-            parts.append(f"TTFT {first:.2f} s")
-        if (rate := usage.prefill_rate) is not None:
-            parts.append(f"prefill {rate:,.0f} t/s")
-        if (rate := usage.decode_rate) is not None:
-            parts.append(f"decode {rate:,.1f} t/s")
-        if usage.total_tokens is not None:
-            parts.append(f"context {usage.total_tokens}" + ("" if context is None else f"/{context}"))
-        return " · ".join(parts)
+        usage = self.usage
+        figures = [
+            (
+                "{} prompt" + ("" if usage.cached_tokens is None else f" ({usage.cached_tokens} cached)"),
+                usage.prompt_tokens,
+            ),
+            ("{} new" + (", interrupted" if self.finish_reason is None else ""), usage.completion_tokens),
+            ("TTFT {:.2f} s", usage.metrics.time_to_first_token),
+            ("prefill {:,.0f} t/s", usage.prefill_rate),
+            ("decode {:,.1f} t/s", usage.decode_rate),
+            ("context {}" + ("" if context is None else f"/{context}"), usage.total_tokens),
+        ]
+        return " · ".join(text.format(figure) for text, figure in figures if figure is not None)
 
     def json(self, model: str) -> str:
         """The object that ``--json`` prints."""
-        reasoning = {"reasoning": self.reasoning} if self.reasoning else {}
         metrics = self.usage.metrics
-        timings = {
-            "queue_s": metrics.queue_time,
-            "ttft_s": metrics.time_to_first_token,
-            "tpot_s": metrics.time_per_output_token,
-            "total_s": metrics.latency,
-            "prefill_tokens_per_s": self.usage.prefill_rate,
-            "decode_tokens_per_s": self.usage.decode_rate,
-        }
+        timings = {"queue_s": metrics.queue_time, "ttft_s": metrics.time_to_first_token}
+        timings |= {"tpot_s": metrics.time_per_output_token, "total_s": metrics.latency}
+        timings |= {"prefill_tokens_per_s": self.usage.prefill_rate, "decode_tokens_per_s": self.usage.decode_rate}
         rounded = {name: None if value is None else round(value, 6) for name, value in timings.items()}
+        texts = {"text": self.text} | ({"reasoning": self.reasoning} if self.reasoning else {})
         end = {"finish_reason": self.finish_reason, "model": model, "usage": self.usage.counts(), "timings": rounded}
-        return json.dumps({"text": self.text} | reasoning | end, ensure_ascii=False)
+        return json.dumps(texts | end, ensure_ascii=False)
 
 
 Answers = Generator[ChatAnswer, None, None]
@@ -118,7 +110,7 @@ class LocalModel:
     def __init__(self, llm: "nanoserve.LLM", seed: int | None = None) -> None:
         self.llm, self.seed, self.name = llm, seed, llm.model_name
         self.defaults: SamplingParams | None = llm.default_sampling_params()
-        self.context: int | None = llm.max_model_len  # the most tokens of prompt and answer; None if it is not known
+        self.context: int | None = llm.max_model_len  # the most tokens of prompt and answer
         self.start_preparing = llm.start_preparing  # in the background, what makes answers faster
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
@@ -126,14 +118,12 @@ class LocalModel:
         return len(self.llm.tokenizer.encode_chat(conversation, add_generation_prompt=add_generation_prompt))
 
     def opens_reasoning(self, conversation: Conversation) -> bool:
-        """Whether the answer to it begins inside a reasoning block."""
         return opens_reasoning(self.llm.tokenizer.render_chat(conversation))
 
     def stream(self, prompt: str | Conversation, settings: Settings) -> Answers:
         """Answer. Raises NanoserveError if there is no answer, or none any more."""
         tokens = 0
-        params = sampling_params(self.llm.default_sampling_params(), settings)
-        with closing(self.llm.stream(prompt, params)) as stream:
+        with closing(self.llm.stream(prompt, sampling_params(self.llm.default_sampling_params(), settings))) as stream:
             for output in stream:
                 sample = output.outputs[0]
                 if sample.error is not None:
@@ -149,6 +139,9 @@ class RemoteModel:
     the user sees, the network included. Raises NanoserveError if the server cannot be reached or lists no model.
     """
 
+    defaults: SamplingParams | None = None  # only the server knows them, and its seed
+    seed: int | None = None
+
     def __init__(
         self,
         client: ApiClient,
@@ -159,8 +152,6 @@ class RemoteModel:
     ) -> None:
         self._client, self._notify, self._clock, self._sleep = client, notify, clock, sleep
         self._can_count = True
-        self.defaults: SamplingParams | None = None
-        self.seed: int | None = None  # of the server nobody knows it
         self._look_up(model)
 
     def start_preparing(self) -> None:
@@ -185,7 +176,7 @@ class RemoteModel:
 
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:
         """Send only what the user has set; ask a server again that is loading and says when to come again."""
-        body = {"model": self._id, "messages": conversation, "stream": True} | dict(settings)
+        body = {"model": self._id, "messages": conversation, "stream": True, **settings}
         body["stream_options"] = {"include_usage": True}
         waited = 0
         while True:

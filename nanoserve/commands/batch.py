@@ -21,9 +21,9 @@ from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
 from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark, say
-from nanoserve.costs import Machine, Precision
+from nanoserve.costs import Precision
 from nanoserve.costs.counts import ModelCounts
-from nanoserve.costs.hardware import Efficiency, MachineSpeeds
+from nanoserve.costs.hardware import Efficiency
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
@@ -71,9 +71,11 @@ class Phases:
     prompts: int = 0  # prompts with a known first token
     prompt_tokens: int = 0
     answer_tokens: int = 0  # generated tokens without these first ones
-    fullest: float = 0.0  # the largest share of host memory that was seen in use
+    pool_share: float = 0.0  # the share of the blocks in host memory that are in use, and the largest that was seen
+    fullest: float = 0.0
     _seen: float = 0.0
-    _status: EngineStatus = field(default_factory=lambda: EngineStatus(layouts=(), changing=()))
+    _transitions: int = 0
+    _phases: Sequence[int] = ()  # of each engine
     _begun: set[tuple[str, int]] = field(default_factory=set)
 
     def observe(self, now: float, updates: Sequence[SequenceUpdate], status: EngineStatus) -> None:
@@ -89,28 +91,24 @@ class Phases:
         self._begun.difference_update((update.request_id, update.index) for update in updates if update.finished)
         for phase in self._phases:
             self.seconds[phase] += (now - self._seen) / len(self._phases)
-        self._seen, self._status = now, status
+        phases = zip(status.layouts, status.changing, strict=True)
+        self._phases = [_MOVING if changing else layout for layout, changing in phases]
+        self._seen, self._transitions = now, status.transitions
+        if status.total_host_blocks:
+            self.pool_share = 1 - status.free_host_blocks / status.total_host_blocks
         self.fullest = max(self.fullest, self.pool_share)
-
-    @property
-    def pool_share(self) -> float:
-        """The share of the blocks in host memory that are in use."""
-        status = self._status
-        return 1 - status.free_host_blocks / status.total_host_blocks if status.total_host_blocks else 0.0
 
     @property
     def state(self) -> str:
         """Phase, rates, host memory and transitions, for now; if phases differ, how many engines are in which."""
-        counts = Counter(self._phases or [0])
-        names = []
-        for phase, number in sorted(counts.items(), reverse=True):
-            name = "moving" if phase == _MOVING else f"{('prefill', 'decode')[phase]} {self.layouts[phase].name}"
-            names.append(name if len(counts) == 1 else f"{number} {name}")
+        counts, phases = Counter(self._phases or [0]), {_MOVING: "moving"}
+        phases |= {phase: f"{('prefill', 'decode')[phase]} {layout.name}" for phase, layout in enumerate(self.layouts)}
+        numbers = sorted(counts.items(), reverse=True)
+        names = [phases[phase] if len(counts) == 1 else f"{number} {phases[phase]}" for phase, number in numbers]
         return f"{', '.join(names)}, host pool {self.pool_share:.0%}, {self._turns}; {self._rates}"
 
     @property
     def summary(self) -> str:
-        """The same, looking back."""
         return f"{self._rates}, host pool at most {self.fullest:.0%}, {self._turns}"
 
     def seconds_left(self, rows: int, finished: int, tokens: int) -> float | None:
@@ -126,12 +124,6 @@ class Phases:
         return seconds * (1 + self.seconds[_MOVING] / max(prefill + decode, 1e-9))
 
     @property
-    def _phases(self) -> list[int]:
-        """The phase of each engine."""
-        pairs = zip(self._status.layouts, self._status.changing, strict=True)
-        return [_MOVING if changing else layout for layout, changing in pairs]
-
-    @property
     def _rates(self) -> str:
         done = (self.prompt_tokens, self.answer_tokens)
         return ", ".join(
@@ -141,8 +133,7 @@ class Phases:
 
     @property
     def _turns(self) -> str:
-        number = self._status.transitions
-        return f"{number} transition" + "s" * (number != 1)
+        return f"{self._transitions} transition" + "s" * (self._transitions != 1)
 
 
 @dataclass(slots=True)
@@ -165,13 +156,12 @@ class _Batch:
         for row in rows:
             if row.error is not None:
                 self._write(row, {"error": row.error})
-        usable = [row for row in rows if row.error is None]
-        if not usable:
+        if not (usable := [row for row in rows if row.error is None]):
             return
         with self.engine.open_llm() as llm:
             with show_progress() as progress:
                 llm.prepare(progress)
-            items = self._items(usable, llm.default_sampling_params())
+            items = list(self._items(usable, llm.default_sampling_params()))
             prompts = [(row.prompt, params) for row, params in items]
             if self.phases is not None and (advice := advice_for(llm, self.phases.layouts, prompts)) is not None:
                 remark(advice)
@@ -186,27 +176,25 @@ class _Batch:
                 lost: str | None = None
                 for position, outcome in llm.generate_as_completed(prompts, on_step=look):
                     result = _result(outcome)
-                    if isinstance(outcome, RequestOutput) and result.get("error") in llm.driven.failures:
-                        # An engine failed, not the row. Its rows are left for the next run; other engines go on.
-                        lost = result["error"]
-                        if llm.driven.failure is not None:
-                            raise WorkersFailed(llm.driven.failure)
+                    if isinstance(outcome, NanoserveError) or result.get("error") not in llm.driven.failures:
+                        self._write(items[position][0], result)
                         continue
-                    self._write(items[position][0], result)
+                    # An engine failed, not the row. Its rows are left for the next run; other engines go on.
+                    lost = result["error"]
+                    if llm.driven.failure is not None:
+                        raise WorkersFailed(llm.driven.failure)
         if lost is not None:
             raise WorkersFailed(lost)
 
-    def _items(self, rows: Sequence[PromptRow], defaults: SamplingParams) -> list[tuple[PromptRow, SamplingParams]]:
+    def _items(self, rows: Sequence[PromptRow], defaults: SamplingParams) -> Iterator[tuple[PromptRow, SamplingParams]]:
         """The rows with their settings; rows whose settings are wrong end as errors."""
-        items = []
         for row in rows:
             # A row's seed depends on its place alone, so a run that goes on after Ctrl-C repeats what it began.
             seed = {} if self.engine.seed is None else {"seed": (self.engine.seed + row.index) % 2**63}
             try:
-                items.append((row, sampling_params(defaults, self.settings, seed, row.settings)))
+                yield row, sampling_params(defaults, self.settings, seed, row.settings)
             except UsageError as error:
                 self._write(row, {"error": str(error)})
-        return items
 
     def _write(self, row: PromptRow, result: dict[str, Any]) -> None:
         self.results.write({"index": row.index} | ({} if row.id is None else {"id": row.id}) | result)
@@ -215,18 +203,15 @@ class _Batch:
         self.tokens += result.get("usage", {}).get("completion_tokens", 0)
 
     def summary(self, path: Path) -> str:
-        """What was written, how fast, and where."""
         parts = [f"{self.written - self.errors} rows written to {path}"]
-        if self.errors:
-            parts.append(f"{self.errors} rows with errors")
-        if self.done_before:
-            parts.append(f"{self.done_before} were there already")
+        parts += [f"{self.errors} rows with errors"] if self.errors else []
+        parts += [f"{self.done_before} were there already"] if self.done_before else []
         seconds = max(time.monotonic() - self.started, 1e-9)
-        rates = f"{self.tokens / seconds:,.0f}/s"
-        if self.phases is not None:
-            rates += f", {(self.tokens + self.phases.prompt_tokens) / seconds:,.0f}/s with prompts"
-        parts.append(f"{self.tokens} tokens in {seconds:.1f} s ({rates})")
-        return ", ".join(parts) + (f"; {self.phases.summary}" if self.phases is not None else "")
+        speed = f"{self.tokens} tokens in {seconds:.1f} s ({self.tokens / seconds:,.0f}/s"
+        if self.phases is None:
+            return ", ".join([*parts, f"{speed})"])
+        with_prompts = f"{(self.tokens + self.phases.prompt_tokens) / seconds:,.0f}/s with prompts)"
+        return ", ".join([*parts, speed, f"{with_prompts}; {self.phases.summary}"])
 
     @contextmanager
     def _progress_bar(self) -> Iterator[Callable[[], None]]:
@@ -246,14 +231,13 @@ class _Batch:
                 now = time.monotonic()
                 if not at_end and now - drawn < REDRAW_SECONDS:
                     return
-                drawn = now
-                rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f}"
-                shown, seconds = list[RenderableType]([bars]), None
+                drawn, shown, seconds = now, list[RenderableType]([bars]), None
                 if self.phases is not None:
                     shown.append(Text(self.phases.state, no_wrap=True, overflow="ellipsis"))
                     rows, finished = self.total - self.done_before - self.errors, self.written - self.errors
                     seconds = self.phases.seconds_left(rows, finished, self.tokens)
                 left = "-" if seconds is None else str(timedelta(seconds=round(seconds)))
+                rate = f"{self.tokens / max(now - self.started, 1e-9):,.0f}"
                 bars.update(task, completed=self.done_before + self.written, rate=rate, left=left)
                 live.update(Group(*shown), refresh=True)
 
@@ -267,12 +251,11 @@ def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
     samples = sorted(outcome.outputs, key=lambda sample: sample.index)
     if errors := [sample.error for sample in samples if sample.error is not None]:
         return {"error": errors[0]}
+    usage = AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts()
     texts, reasons = [sample.text for sample in samples], [sample.finish_reason for sample in samples]
-    return {
-        "text": texts if len(texts) > 1 else texts[0],
-        "finish_reason": reasons if len(reasons) > 1 else reasons[0],
-        "usage": AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts(),
-    }
+    if len(samples) > 1:
+        return {"text": texts, "finish_reason": reasons, "usage": usage}
+    return {"text": texts[0], "finish_reason": reasons[0], "usage": usage}
 
 
 def advice_for(
@@ -285,21 +268,28 @@ def advice_for(
     import torch
 
     from nanoserve.models.dtypes import resolve_dtype
+    from nanoserve.runtime.launch.memory import available_memory
 
     model, config, status = llm.config, llm.engine_config, llm.status
     item_bytes = resolve_dtype(config.dtype, torch.device(config.device), model.dtype).itemsize
     block = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.block_size * item_bytes
-    device_bytes = status.total_blocks * block / config.data_parallel
-    limits = CacheLimits(device_bytes=device_bytes, host_bytes=status.total_host_blocks * block)
-    precision = Precision.of(8 * item_bytes)
+    device_bytes, host_bytes = status.total_blocks * block / config.data_parallel, status.total_host_blocks * block
+    precision, usable = Precision.of(8 * item_bytes), Efficiency().usable_memory
+    # Memory is what the engines hold, and on CPUs also what is free: workers have taken all they can of a GPU's.
+    devices, host = config.data_parallel * config.num_workers, available_memory("cpu")
+    weights = ModelCounts(model, precision=precision).stage_weight_bytes(0)
+    memory = (host / devices if config.device == "cpu" else 0.0) + (weights + device_bytes) / config.num_workers
+    machine = speeds.machine(
+        devices=devices, memory_bytes=memory / usable, host_memory_bytes=(host + weights + host_bytes) / usable
+    )
     try:
         return advise(
             model,
-            _machine(llm, speeds, precision, limits),
+            machine,
             layouts,
             shapes,
             precision=precision,
-            limits=limits,
+            limits=CacheLimits(device_bytes=device_bytes, host_bytes=host_bytes),
             policy=config.policy_name,
             token_budget=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
@@ -319,16 +309,3 @@ def _shapes(llm: "nanoserve.LLM", items: Sequence[tuple[Any, SamplingParams]]) -
             if tokens and room > 0:
                 shapes.append(RequestShape(tokens, params.n * min(params.max_tokens or room, room)))
     return [shapes[place * len(shapes) // len(items)] for place in range(len(items))] if shapes else []
-
-
-def _machine(llm: "nanoserve.LLM", speeds: MachineSpeeds, precision: Precision, limits: CacheLimits) -> Machine:
-    """This one: memory is what the engines hold, and on CPUs what is free: of a GPU workers have taken all they can."""
-    from nanoserve.runtime.launch.memory import available_memory
-
-    config, usable = llm.engine_config, Efficiency().usable_memory
-    devices = config.data_parallel * config.num_workers
-    weights, host = ModelCounts(llm.config, precision=precision).stage_weight_bytes(0), available_memory("cpu")
-    free = host / devices if config.device == "cpu" else 0.0
-    held = (weights + (limits.device_bytes or 0.0)) / config.num_workers
-    host_bytes = (host + weights + (limits.host_bytes or 0.0)) / usable
-    return speeds.machine(devices=devices, memory_bytes=(free + held) / usable, host_memory_bytes=host_bytes)

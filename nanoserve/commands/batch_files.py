@@ -8,6 +8,7 @@ import fcntl
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.processes.files import unwritable_as_failure
 
 _ROW_BEGINS = b'{"index":'  # how every line of ours begins; nothing else is ever cut off
-_PROMPT_NAMES = ("prompt", "messages")
 
 
 class PromptRow(msgspec.Struct, frozen=True):
@@ -70,18 +70,18 @@ def _json_row(index: int, line: bytes) -> PromptRow:
         return PromptRow(index, error=f"not valid JSON: {error}")
     if not isinstance(fields, dict):
         return PromptRow(index, error="not a JSON object")
-    identity = fields.pop("id", None)
+    identity, is_chat = fields.pop("id", None), "messages" in fields
     if isinstance(identity, bool) or not isinstance(identity, str | int | None):
         return PromptRow(index, error="id must be a string or a whole number")
-    is_chat = "messages" in fields
-    prompts = [fields.pop(name) for name in _PROMPT_NAMES if name in fields]
-    if len(prompts) != 1:
-        return PromptRow(index, identity, error='a row needs either "prompt" or "messages"')
-    if not prompts[0] or not isinstance(prompts[0], str | list):
-        return PromptRow(index, identity, error="the prompt is empty" if not prompts[0] else "the prompt is no text")
-    if is_chat and not all(isinstance(message, dict) for message in prompts[0]):
-        return PromptRow(index, identity, error="messages must be a list of {role, content} objects")
-    return PromptRow(index, identity, prompts[0], fields)
+    row = partial(PromptRow, index, identity)
+    prompt, *others = [fields.pop(name) for name in ("prompt", "messages") if name in fields] or ("", "")
+    if others:
+        return row(error='a row needs either "prompt" or "messages"')
+    if not prompt or not isinstance(prompt, str | list):
+        return row(error="the prompt is no text" if prompt else "the prompt is empty")
+    if is_chat and not all(isinstance(message, dict) for message in prompt):
+        return row(error="messages must be a list of {role, content} objects")
+    return row(prompt, fields)
 
 
 class ResultFile:
@@ -99,16 +99,14 @@ class ResultFile:
             if path.exists() and not path.is_file():
                 raise UsageError(f"{path} is no regular file; --output is one, because the next run reads it back")
             # Opened or made in one step: asking first whether the file is there would let two runs make it twice.
-            self._file = opened.enter_context(
-                open(path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666))
-            )
-            try:  # two runs would write over each other's rows; the lock ends with the process, however it ends
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                hint = "wait for it, or choose another --output"
-                raise RuntimeFailure(f"another run is writing {path}: {hint}") from None
-            except OSError:
-                pass  # a file system that knows no locks
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._file = opened.enter_context(open(descriptor, "r+b"))
+            with suppress(OSError):  # a file system that knows no locks
+                try:  # two runs would write over each other's rows; the lock ends with the process, however it ends
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    hint = "wait for it, or choose another --output"
+                    raise RuntimeFailure(f"another run is writing {path}: {hint}") from None
             self._read_back()
             opened.pop_all()
 

@@ -54,8 +54,6 @@ def run(options: DiffOptions) -> int | None:
 
 
 class Change(msgspec.Struct, frozen=True):
-    """A metric of a case, after over before."""
-
     case: str
     metric: str
     before: float
@@ -72,10 +70,8 @@ class _Row(msgspec.Struct):
 
 
 class _Sampled(msgspec.Struct):
-    """The part of a report that is compared: samples of single rows, and those that were formed from several."""
-
     rows: list[_Row]
-    samples: Samples = {}
+    samples: Samples = {}  # those that were formed from several rows
 
 
 def compare_reports(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:

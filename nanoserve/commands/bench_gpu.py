@@ -23,8 +23,6 @@ def _parse_budgets(text: str, flag: str) -> dict[str, float]:
 
 
 class GpuOptions(Options):
-    """All options of the command."""
-
     part: list[str] | None = option(None, "correctness, kernels or engine; several times for several.", metavar="NAME")
     budget: dict[str, float] | None = option(
         None, "Seconds of a part: kernels=60,engine=300.", metavar="PART=N,...", parse=_parse_budgets
@@ -68,8 +66,9 @@ def run(options: GpuOptions) -> int | None:
     prepare_threads()
     if not options.dry_run:
         with deferred_interrupts():  # torch goes on half imported, and fails later in its own words
-            from nanoserve.benchmarks.gpu.device import check_gpu
-        check_gpu()
+            from nanoserve.benchmarks.gpu.device import INSTEAD
+            from nanoserve.runtime.launch.model_loading import check_cuda
+        check_cuda(asked="bench gpu", instead=INSTEAD)  # which leaves its memory free for the measurements
     make_directory(options.out)
     try:
         written = run_parts(options.out, parts, {**BUDGETS, **(options.budget or {})}, dry_run=options.dry_run)

@@ -1,15 +1,15 @@
 """``nanoserve bench hybrid``: attention on the CPU beside the device, as several policies have it, and without."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from statistics import geometric_mean
 from typing import Any
 
-from nanoserve.benchmarks.policies.cases import KvCases, parse_shares
 from nanoserve.benchmarks.policies.metrics import findings, throughputs_picture, tier_metrics
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
-from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
+from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
@@ -54,11 +54,8 @@ _GAIN_COLUMNS = columns(("", *_KEYS, "strategy"), (",.0f", "steps"), ("+.1%", "g
 
 
 class HybridOptions(
-    VariantsOptions,
-    renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 256+48,256+96"),
+    VariantsOptions, renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 256+48,256+96")
 ):
-    """All options of the command: one device, host memory beside it, and a CPU that attends to what is there."""
-
     lengths: str = option(
         "256+48,256+96,256+192", "Tokens of every prompt and of answers, one after the other.", metavar="IN+OUT,..."
     )
@@ -203,6 +200,17 @@ class TierComparison(Comparison):
                 for (called, _), ratio in ratios_within(done, self.pairs(bench.variants), list(self.ratios)).items():
                     of_share.setdefault(called, []).append(ratio)
         return {share: {name: geometric_mean(held) for name, held in of.items()} for share, of in found.items() if of}
+
+
+def parse_shares(text: str) -> tuple[float, ...]:
+    """Shares above 0 and up to 1, separated by commas: "0.3,0.6,1"; ascending, each once. Raises UsageError."""
+    try:
+        shares = set(map(float, text.split(",")))
+    except ValueError:
+        shares = {math.nan}
+    if not all(0 < share <= 1 for share in shares):
+        raise UsageError(f"--kv-limits takes shares above 0 and up to 1 such as 0.25,0.5,1, not {text!r:.60}")
+    return tuple(sorted(shares))
 
 
 def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:

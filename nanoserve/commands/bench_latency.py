@@ -24,12 +24,9 @@ from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 _CASE = ("batch x in+out", "case")
 _RATES = columns((",.0f", ("prefill tok/s", "prefill_tokens_per_s")), (",.1f", ("decode tok/s", "decode_tokens_per_s")))
 _BARS = columns((".1f", ("TTFT ms", "ttft_ms.p50")), (".2f", ("TPOT ms", "tpot_ms.p50"))) + _RATES
-_COLUMNS = [
-    *columns(("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50"), ("p99", "ttft_ms.p99"))),
-    *columns((",.2f", ("TPOT ms", "tpot_ms.p50"), ("p99", "tpot_ms.p99"))),
-    *_RATES,
-    *columns((".2f", "foreign_cores")),
-]
+_COLUMNS = columns(("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50"), ("p99", "ttft_ms.p99")))
+_COLUMNS += columns((",.2f", ("TPOT ms", "tpot_ms.p50"), ("p99", "tpot_ms.p99"))) + _RATES
+_COLUMNS += columns((".2f", "foreign_cores"))
 _RATIO_COLUMNS = columns(("", _CASE, "metric", "rounds"), (".2f", "median", "low", "high"))
 
 
@@ -67,14 +64,12 @@ def run(options: LatencyOptions) -> None:
       nanoserve bench latency --layers eager,compiled --repeats 7
     """
     options.check_is_for_cpu()
-    engines = options.each()
-    cases, repeats = options.cases(), options.repeats
-    settings = {"cases": [case.name for case in cases], "repeats": repeats}
+    engines, cases = options.each(), options.cases()
+    shapes = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
+    work = [LocalCase(name, several, several, name) for name, several in shapes.items()]
+    settings = {"cases": [case.name for case in cases], "repeats": options.repeats}
     with options.reported("latency", settings, _show) as report, ExitStack() as opened:
-        bench = local_bench(engines, report, opened, probes=not options.no_probe)
-        shapes = {case.name: [RequestShape(case.input_tokens, case.output_tokens)] * case.batch for case in cases}
-        work = [LocalCase(name, several, several, name) for name, several in shapes.items()]
-        bench.run(work, report, repeats=repeats)
+        local_bench(engines, report, opened, probes=not options.no_probe).run(work, report, repeats=options.repeats)
 
 
 def _show(report: Report, options: ResultOptions) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import ResultOptions, print_counting, print_head, settled_operators
@@ -24,14 +24,14 @@ _COLUMNS = [
 
 
 def _parse_cells(text: str, flag: str) -> list[tuple[int, int]]:
-    def cell(part: str) -> tuple[int, int]:
+    cells = []
+    for part in text.split(","):
         batch, _, context = part.partition("x")
         try:
-            return parse_sizes(batch, flag)[0], parse_sizes(context, flag)[0]
+            cells.append((parse_sizes(batch, flag)[0], parse_sizes(context, flag)[0]))
         except UsageError:
             raise UsageError(f"{flag} takes sequences x context such as 16x2048,4x512, not {part!r}") from None
-
-    return [cell(part) for part in text.split(",")]
+    return cells
 
 
 class OperatorsOptions(ResultOptions):
@@ -59,25 +59,19 @@ def run(options: OperatorsOptions) -> None:
       nanoserve bench operators --cells 1x128,16x2048 --rounds 9
     """
     settings = {"cells": options.cells, "rows": options.rows, "rounds": options.rounds}
-    with options.reported("operators", settings, _show) as report:
-        _measure(options, report)
+    with options.reported("operators", settings, _show) as report, show_progress() as progress:
+        in_use = settled_operators(options.threads)
+        import torch
 
+        from nanoserve.benchmarks.operators import all_cases, linear_sizes, measure_case
+        from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 
-def _measure(options: OperatorsOptions, report: Report) -> None:
-    in_use = settled_operators(options.threads)
-    import torch
-
-    from nanoserve.benchmarks.operators import all_cases, linear_sizes, measure_case
-    from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
-
-    remark(f"{STAGE} ...")
-    probe, number_format = BandwidthProbe(), getattr(torch, options.dtype)
-    with show_progress() as progress:
+        remark(f"{STAGE} ...")
+        probe, number_format = BandwidthProbe(), getattr(torch, options.dtype)
         peak = machine_limits(number_format, probe, progress=progress).operations_per_second
-    facts = {"operators": in_use, "dtype": options.dtype, "threads": torch.get_num_threads()}
-    report.put("engine", facts | {"limit_gflops": peak / 1e9})
-    linear = sum(len(counts) for _, counts in linear_sizes(options.rows, number_format))
-    with show_progress() as progress:
+        facts = {"operators": in_use, "dtype": options.dtype, "threads": torch.get_num_threads()}
+        report.put("engine", facts | {"limit_gflops": peak / 1e9})
+        linear = sum(len(counts) for _, counts in linear_sizes(options.rows, number_format))
         for place, case in enumerate(all_cases(options.cells, options.rows, number_format)):
             progress("cases", place, 2 * len(options.cells) + linear)
             remark(f"measuring {case.name}")

@@ -15,7 +15,7 @@ from nanoserve.benchmarks.rounds import Bracketed
 from nanoserve.benchmarks.serving.requests import Work
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.options import Options, option
+from nanoserve.commands.options import Options, file_option, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -48,8 +48,6 @@ class ProbeOptions(Options):
 class GridOptions(
     Options, renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32 or 128+32,512+32")
 ):
-    """Batches of equal requests: every combination of these sizes and lengths."""
-
     batch_sizes: tuple[int, ...] = option("1,4,16", "Requests at a time.", metavar="N,N,...", parse=parse_sizes)
     lengths: tuple[RequestShape, ...] = option(
         "128+32", "Tokens of a prompt and of its answer.", metavar="IN+OUT,...", parse=parse_lengths
@@ -70,7 +68,7 @@ class LengthOptions(
 
     default_lengths: ClassVar[str] = "cpu-small"
     lengths: str | None = option(None, f"{_NAMES}; default: cpu-small.", metavar="NAME")
-    trace: Path | None = option(None, "Lengths from a CSV file.", metavar="FILE")
+    trace: Path | None = file_option("Lengths from a CSV file.")
     requests: int | None = option(None, "Requests of a run.", minimum=1, maximum=MOST_REQUESTS)
 
     def read(self, seed: int, *, traced: bool = False) -> Work:
@@ -83,8 +81,7 @@ class LengthOptions(
             times = read_arrivals(self.trace, self.requests) if traced else None
             return Work(self.trace.name, read_trace(self.trace, self.requests), times)
         name = self.lengths or self.default_lengths
-        if name in PRESETS:
-            preset = PRESETS[name]
+        if (preset := PRESETS.get(name)) is not None:
             return Work(name, replace(preset, requests=self.requests or preset.requests).draw(seed))
         from nanoserve.simulator.workload import named_lengths  # and the simulator, which is not asked otherwise
 
@@ -92,9 +89,7 @@ class LengthOptions(
 
 
 class JsonOptions(Options, panel=RESULTS_PANEL):
-    """A file for the results, beside the table on stdout."""
-
-    json: Path | None = option(None, "Write all figures to this file.", metavar="FILE")
+    json: Path | None = file_option("Write all figures to this file.")
 
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
         """A new report. Raises UsageError if matplotlib is missing, RuntimeFailure if the file cannot be written."""
@@ -109,9 +104,7 @@ class JsonOptions(Options, panel=RESULTS_PANEL):
 
 
 class ResultOptions(JsonOptions, panel=RESULTS_PANEL):
-    """Files for the results, beside the table on stdout."""
-
-    plot: Path | None = option(None, "Draw a chart into this PNG file.", metavar="FILE")
+    plot: Path | None = file_option("Draw a chart into this PNG file.")
 
     def open_report(self, kind: str, settings: dict[str, Any]) -> Report:
         check_plotting(self.plot)
@@ -173,7 +166,6 @@ def settled_operators(threads: int | None) -> str:
 
 
 def engine_title(facts: Mapping[str, Any]) -> str:
-    """How an engine ran, for the title of a table."""
     return f"{facts['dtype']}, {operators_title(facts)}, {facts['threads']} threads, {facts['policy']}"
 
 
@@ -183,11 +175,10 @@ def operators_title(facts: Mapping[str, Any]) -> str:
 
 
 def print_head(report: Report) -> None:
-    """Print machine and versions in a line or two, above the table."""
-    document = report.document
-    machine, versions = document["machine"], document["versions"].items()
+    document, machine = report.document, report.document["machine"]
+    versions = [f"{name} {version}" for name, version in document["versions"].items()]
     print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
-    print(", ".join(f"{name} {version}" for name, version in versions) + f", commit {document['commit']}")
+    print(", ".join([*versions, f"commit {document['commit']}"]))
     for note in filter(None, (*document["notes"], report.busy_note)):
         print(note)
 
@@ -198,7 +189,6 @@ def print_results(report: Report, title: str, columns: Sequence[Column]) -> None
 
 
 def print_counting(rounds: Sequence[Bracketed]) -> None:
-    """Print how many rounds were steady enough to count."""
     print(f"{sum(one.counts for one in rounds)} of {len(rounds)} rounds count (read bandwidth drift below 10 %)")
 
 
@@ -212,7 +202,14 @@ _STEP_COLUMNS = columns(
     (".3f", "engine_ms"),
     (".1%", "engine_share"),
 )
-DISTRIBUTION_COLUMNS = columns((",d", "n"), (",.1f", "mean", "p50", "p90", "p99", "max"))
+_DISTRIBUTION_COLUMNS = columns(("", "metric"), (",d", "n"), (",.1f", "mean", "p50", "p90", "p99", "max"))
+LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "E2EL"}
+
+
+def print_latencies(report: Report, keys: Sequence[Column] = ()) -> None:
+    """Print how each latency of each row is distributed; the columns ``keys`` tell the rows apart."""
+    rows = [{**row, "metric": LATENCIES[name], **(row[name] or {})} for row in report.rows for name in LATENCIES]
+    print_table("milliseconds", [*keys, *_DISTRIBUTION_COLUMNS], rows)
 
 
 def print_steps(report: Report) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import Column, columns, print_table
+from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions, make_directory, print_head
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.progress import show_progress
@@ -12,12 +12,12 @@ from nanoserve.measures.charts import check_plotting, draw
 from nanoserve.papers.framework import Finding, Paper, Scale, load_paper
 from nanoserve.papers.running import Runner
 
-_CLAIM_COLUMNS = [
-    *columns(("", "figure")),
-    Column("claim", "says", "<"),
-    *columns(("", "paper", ("here", "ours_text"), ("asked", "bounds"), ("holds", "verdict"))),
-    Column("what it hangs on", "assumption", "<"),
-]
+_CLAIM_COLUMNS = columns(
+    ("", "figure"),
+    ("<", ("claim", "says")),
+    ("", "paper", ("here", "ours_text"), ("asked", "bounds"), ("holds", "verdict")),
+    ("<", ("what it hangs on", "assumption")),
+)
 
 
 class PaperOptions(JsonOptions):
@@ -47,8 +47,7 @@ def run(options: PaperOptions) -> None:
         make_directory(options.plot)
     scale = Scale(seeds=tuple(range(options.seeds)), full=options.full)
     settings = {"paper": options.name, "figure": options.figure, "seeds": options.seeds, "full": options.full}
-    size = scale.pick(*paper.setting)
-    settings |= {"size": (figures[0].counted or size) if len(figures) == 1 else size}
+    settings["size"] = (len(figures) == 1 and figures[0].counted) or scale.pick(*paper.setting)
     findings: dict[str, Finding] = {}
     with (
         options.reported("paper", settings, lambda report, _: _show(report, paper, findings)) as report,
@@ -68,12 +67,11 @@ def _show(report: Report, paper: Paper, findings: Mapping[str, Finding]) -> None
     settings = report.document["settings"]
     print_head(report)
     found_figures = [figure for figure in paper.figures if figure.number in findings]
-    if not all(figure.counted for figure in found_figures):
+    counted = [f"figure {figure.number}: {figure.counted}" for figure in found_figures if figure.counted]
+    if len(counted) < len(found_figures):
         runs = f"{settings['seeds']} " if paper.spread_over == "seeds" else ""
-        print(f"{settings['size']}; mean [lowest..highest] over {runs}{paper.spread_over}")
-    for figure in found_figures:
-        if figure.counted:
-            print(f"figure {figure.number}: {figure.counted}")
+        counted.insert(0, f"{settings['size']}; mean [lowest..highest] over {runs}{paper.spread_over}")
+    print("\n".join(counted))
     for figure in found_figures:
         found = findings[figure.number]
         if found.columns:

@@ -53,8 +53,6 @@ _SIMULATED_COLUMNS = columns(
 
 
 class PipelineOptions(LengthOptions, RandomModelOptions, renamed={"--request-rate": "is now --rate"}):
-    """All options of the command: requests, and workers that several policies run on in turn."""
-
     rate: str = option("inf", "Requests per second, or inf: all at once.", metavar="X")
     metadata: str = option("decoupled", "decoupled: plans go ahead (gLLM); coupled; or both.", metavar="NAME")
     against_one_process: bool = option(False, "Also one process with all threads, on the same work.")

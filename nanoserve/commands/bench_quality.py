@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import eq
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +22,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, columns
 from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.options import option
+from nanoserve.commands.options import file_option, option
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
@@ -38,16 +37,11 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _GOLD_MARK = "####"
 _AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
 _VALUE = Column("value", "value", ".5f")
-_COLUMNS = [
-    *columns(("", ("measure", "case"), "engine"), (",d", ("tokens or questions", "count"))),
-    _VALUE,
-    *columns((".0%", "same_answer", "same_tokens")),
-]
+_COLUMNS = columns(("", ("measure", "case"), "engine"), (",d", ("tokens or questions", "count")))
+_COLUMNS += [_VALUE, *columns((".0%", "same_answer", "same_tokens"))]
 
 
 class Reader(NamedTuple):
-    """An engine as this benchmark uses it."""
-
     name: str
     log_likelihood: Callable[[Tokens], float]
     """Sum of the natural log probabilities of all tokens but the first, each given those before it."""
@@ -70,24 +64,21 @@ class Question:
 def read_questions(path: Path, limit: int) -> list[Question]:
     """The first rows of a JSONL file of {"question": ..., "answer": "... #### 18"}. Raises UsageError, which names the
     file and the first row that is none."""
-    lines = enumerate(read_text(path, UsageError).splitlines(), start=1)
-    rows = islice(((line, f"{path}, row {number}") for number, line in lines if line.strip()), limit)
-    questions = [_question(line, place) for line, place in rows]
+    questions: list[Question] = []
+    rows = [row for row in enumerate(read_text(path, UsageError).splitlines(), start=1) if row[1].strip()]
+    for number, line in rows[:limit]:
+        place = f"{path}, row {number}"
+        try:
+            questions.append(msgspec.json.decode(line, type=Question))
+        except msgspec.ValidationError as error:
+            raise UsageError(f'{place}: not an object with the texts "question" and "answer"') from error
+        except msgspec.DecodeError as error:
+            raise UsageError(f"{place}: not JSON ({error})") from error
+        if not questions[-1].gold or _GOLD_MARK not in questions[-1].answer:
+            raise UsageError(f'{place}: the answer does not end in "{_GOLD_MARK}" and a number')
     if not questions:
         raise UsageError(f"{path} holds no questions")
     return questions
-
-
-def _question(line: str, place: str) -> Question:
-    try:
-        question = msgspec.json.decode(line, type=Question)
-    except msgspec.ValidationError as error:
-        raise UsageError(f'{place}: not an object with the texts "question" and "answer"') from error
-    except msgspec.DecodeError as error:
-        raise UsageError(f"{place}: not JSON ({error})") from error
-    if not question.gold or _GOLD_MARK not in question.answer:
-        raise UsageError(f'{place}: the answer does not end in "{_GOLD_MARK}" and a number')
-    return question
 
 
 def prompt_text(question: Question, examples: Sequence[Question]) -> str:
@@ -149,7 +140,6 @@ def own_reader(llm: "nanoserve.LLM") -> Reader:
 
 
 def transformers_reader(directory: Path, dtype: str, end_tokens: Tokens) -> Reader:
-    """A checkpoint directory, read by transformers."""
     import torch
 
     from nanoserve.benchmarks.peers.engine_peers import open_transformers
@@ -174,10 +164,10 @@ def transformers_reader(directory: Path, dtype: str, end_tokens: Tokens) -> Read
 
 
 class QualityOptions(EngineOptions, ResultOptions):
-    text: Path | None = option(None, "Perplexity of this text file.", metavar="FILE")
+    text: Path | None = file_option("Perplexity of this text file.")
     window: int = option(512, "Tokens seen at a time.", minimum=2)
     windows: int = option(8, "The most windows.", minimum=1)
-    questions: Path | None = option(None, "Accuracy on a JSONL file like GSM8K's.", metavar="FILE")
+    questions: Path | None = file_option("Accuracy on a JSONL file like GSM8K's.")
     limit: int = option(20, "The most questions.", minimum=1)
     shots: int = option(4, "Rows shown as worked examples first.", minimum=0)
     max_tokens: int = option(256, "Longest answer.", minimum=1)
@@ -212,17 +202,14 @@ def run(options: QualityOptions) -> None:
             readers.append(transformers_reader(directory, dtype, llm.end_tokens))
         if content is not None:
             length = min(options.window, llm.max_model_len - 1)
-            _measure_perplexity(readers, windows(llm.tokenizer.encode(content), length, options.windows), report)
+            pieces = windows(llm.tokenizer.encode(content), length, options.windows)
+            count = sum(len(piece) - 1 for piece in pieces)
+            for reader in readers:
+                remark(f"perplexity with {reader.name}")
+                value = perplexity(reader.log_likelihood, watched(pieces, "texts"))
+                report.add({"case": "perplexity", "engine": reader.name, "count": count, "value": value})
         if rows is not None:
             _measure_accuracy(readers, llm, rows[:shots], rows[shots:], options.max_tokens, report)
-
-
-def _measure_perplexity(readers: list[Reader], pieces: list[Tokens], report: Report) -> None:
-    tokens = sum(len(piece) - 1 for piece in pieces)
-    for reader in readers:
-        remark(f"perplexity with {reader.name}")
-        value = perplexity(reader.log_likelihood, watched(pieces, "texts"))
-        report.add({"case": "perplexity", "engine": reader.name, "count": tokens, "value": value})
 
 
 def _measure_accuracy(
@@ -234,15 +221,14 @@ def _measure_accuracy(
             f"the longest prompt has {longest} tokens, with --max-tokens {max_tokens} more than the context of "
             f"{llm.max_model_len}; lower --shots or --max-tokens"
         )
-    ours: dict[str, Any] | None = None
+    golds, ours = [question.gold for question in rows], dict[str, Any]()
     for reader in readers:
         remark(f"{len(rows)} questions with {reader.name}")
         tokens = [reader.answer(prompt, max_tokens) for prompt in watched(prompts, "questions")]
         answers = [extract_answer(llm.tokenizer.decode(answer)) for answer in tokens]
-        right = sum(answer == question.gold for answer, question in zip(answers, rows, strict=True))
         found = {"answers": answers, "tokens": tokens}
-        row = {"case": "accuracy", "engine": reader.name, "count": len(rows), "value": right / len(rows)}
-        report.add(row | ({} if ours is None else compare_answers(ours, found)))
+        row = {"case": "accuracy", "engine": reader.name, "count": len(rows), "value": fmean(map(eq, answers, golds))}
+        report.add(row | (compare_answers(ours, found) if ours else {}))
         ours = ours or found
 
 
@@ -250,8 +236,8 @@ def _show(report: Report, options: ResultOptions) -> None:
     print_results(report, "quality", _COLUMNS)
     if options.plot is not None:
         panels = []
-        for case, axis in _AXES.items():
+        for case in dict.fromkeys(row["case"] for row in report.rows):
             rows = [row for row in report.rows if row["case"] == case]
             names, texts = [row["engine"] for row in rows], [_VALUE.text(row) for row in rows]
-            panels += [text_bars(axis, names, texts, case)] if rows else []
+            panels.append(text_bars(_AXES[case], names, texts, case))
         draw(Chart(report.titled("quality"), panels, columns=1), options.plot, panel_size=(7.0, 2.2))

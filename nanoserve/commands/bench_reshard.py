@@ -6,10 +6,9 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from nanoserve.benchmarks.policies.baselines import RESHARDING
 from nanoserve.benchmarks.policies.metrics import layout_metrics, phases_picture
 from nanoserve.benchmarks.policies.rounds import Pair, Ratio
-from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted
+from nanoserve.benchmarks.policies.variants import RESHARDING, OpenEngine, PolicyVariant, fitted
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
 from nanoserve.commands.bench_variants import Comparison, RandomModelOptions, Table
@@ -53,8 +52,6 @@ _SIMULATED_COLUMNS = columns(
 
 
 class ReshardOptions(LengthOptions, RandomModelOptions):
-    """All options of the command: requests, and workers with two layouts."""
-
     against_own_workers: bool = option(False, "Also each layout on workers that have no other.")
     prefill_parallel: str | None = option("p2", "Layout for prompts.", metavar="NAME", variables=())
     decode_parallel: str | None = option("t2", "Layout for decodes.", metavar="NAME", variables=())

@@ -1,9 +1,8 @@
 """``nanoserve bench scheduler``: what deciding costs per step, in pure Python."""
 
 from statistics import median
-from typing import Any
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns
@@ -45,9 +44,9 @@ def run(options: SchedulerOptions) -> None:
             load, both = foreign.read(), list(map(sum, seconds))
             schedule, apply = map(median, zip(*seconds, strict=True))
             times = {"schedule": schedule, "apply": apply, "step": median(both), "slowest": max(both)}
-            row: dict[str, Any] = {"case": f"{size} sequences", "sequences": size}
+            row = {"microseconds_per_sequence": 1e6 * median(both) / size, "foreign_cores": load}
             row |= {f"{name}_ms": 1e3 * value for name, value in times.items()}
-            report.add(row | {"microseconds_per_sequence": 1e6 * median(both) / size, "foreign_cores": load})
+            report.add({"case": f"{size} sequences", "sequences": size, **row})
 
 
 def _show(report: Report, options: SchedulerOptions) -> None:

@@ -8,19 +8,20 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.serving.own_server import OwnServer
 from nanoserve.benchmarks.serving.records import warnings
 from nanoserve.benchmarks.serving.requests import Point, RequestStyle, parse_rates
-from nanoserve.benchmarks.tables import Column, columns, print_table
-from nanoserve.client.connection import ApiClient, ModelCard, served_model
+from nanoserve.benchmarks.tables import Column, columns
+from nanoserve.client.connection import ApiClient, served_model
 from nanoserve.commands.bench_options import (
-    DISTRIBUTION_COLUMNS,
+    LATENCIES,
     LengthOptions,
     ResultOptions,
     engine_title,
     fitting_work,
+    print_latencies,
     print_results,
 )
 from nanoserve.commands.engine_options import ServerOptions, WorkersOptions
@@ -36,7 +37,6 @@ from nanoserve.processes.children import run_module
 from nanoserve.processes.installation import install_command
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
-_LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 _PERCENTILES = ("p50", "p90", "p99")
 _COLUMNS = columns(
     ("", ("load", "case")),
@@ -52,8 +52,6 @@ _COLUMNS = columns(
 class BenchServeOptions(
     LengthOptions, ServerOptions, WorkersOptions, ResultOptions, renamed={"--request-rate": "is now --rate"}
 ):
-    """All options of the command."""
-
     endpoint: str = option("completions", "Token ids or words are sent.", choices=("completions", "chat"))
     allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
     slo: str | None = option(
@@ -105,12 +103,13 @@ def run(options: BenchServeOptions) -> None:
 
     points, limits, seed, repeats = options.points(), parse_slo(options.slo), options.seed or 0, options.repeats
     work = options.read(seed, traced=options.arrivals == "trace")
-    settings = {"work": work.name, "requests": len(work.shapes), "repeats": repeats, "seed": seed}
-    settings |= {"endpoint": options.endpoint, "ignore_eos": not options.allow_eos}
-    settings |= {"points": [point.name for point in points], "warm_up": options.warm_up}
-    settings |= {"timeout": options.timeout, "slo": options.slo}
+    settings = {name: getattr(options, name) for name in ("repeats", "endpoint", "warm_up", "timeout", "slo")}
+    settings |= {"work": work.name, "requests": len(work.shapes), "seed": seed, "ignore_eos": not options.allow_eos}
+    settings |= {"points": [point.name for point in points]}
     with options.reported("serve", settings, _show) as report, ExitStack() as opened:
-        client, model, foreign = _server(options, report, opened)
+        client, foreign = _server(options, report, opened)
+        model = served_model(client, None if options.url is None else options.model, say)
+        report.put("server", {"url": str(client.address), "own": options.url is None, "model": model.name})
         fitting = fitting_work(work, model.max_model_len, report)
         style = RequestStyle(model=model.id, endpoint=options.endpoint, ignore_eos=not options.allow_eos)
         sender = Sender(client, style.path, timeout=options.timeout)
@@ -124,33 +123,23 @@ def run(options: BenchServeOptions) -> None:
                 bench.measure(point, repeats, report.add, answers)
 
 
-def _server(
-    options: BenchServeOptions, report: Report, opened: ExitStack
-) -> tuple[ApiClient, ModelCard, ForeignLoad | None]:
-    """A client of the server at --url, or of one of our own that ends with ``opened``; its model; and what tells of
-    other programs beside it, which cannot be known of a server elsewhere."""
+def _server(options: BenchServeOptions, report: Report, opened: ExitStack) -> tuple[ApiClient, ForeignLoad | None]:
+    """A client of the server at --url, or of one of our own that ends with ``opened``; and what tells of other programs
+    beside it, which cannot be known of a server elsewhere."""
     if options.url is not None:
-        client, name, foreign = options.client(), options.model, None
-        if idle := options.without_effect_on_servers():
-            say(f"with --url these have no effect: {', '.join(idle)}")
-    else:
-        remark("preparing the engine")
-        report.put("engine", prepare_engine(options.model, options.settings(), options.threads))
-        remark("starting a server")
-        own = OwnServer(options.flags())
-        opened.callback(own.close)
-        client, name, foreign = ApiClient(own.address), None, ForeignLoad([own.process_id])
-    model = served_model(client, name, say)
-    report.put("server", {"url": str(client.address), "own": options.url is None, "model": model.name})
-    return client, model, foreign
+        return options.client(options), None
+    remark("preparing the engine")
+    report.put("engine", prepare_engine(options.model, options.settings(), options.threads))
+    remark("starting a server")
+    own = OwnServer(options.flags())
+    opened.callback(own.close)
+    return ApiClient(own.address), ForeignLoad([own.process_id])
 
 
 def prepare_engine(model: str | None, settings: dict[str, Any], threads: int | None) -> dict[str, Any]:
-    """Build what a server of our own will run on, in another process: a server builds it while it answers.
-
-    Returns facts about the engine as it will run with these settings of LLM: model, dtype, operators, layers, threads.
-    Raises RuntimeFailure in the process's own words if the model cannot be opened.
-    """
+    """Build what a server of our own will run on, in another process: a server builds it while it answers. Returns
+    facts about the engine as it will run with these settings of LLM: model, dtype, operators, layers, threads. Raises
+    RuntimeFailure in the process's own words if the model cannot be opened."""
     words = json.dumps(model), msgspec.json.encode(settings).decode()  # a layout is a dataclass
     environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     return run_module("nanoserve.benchmarks.settling", *words, environment=environment)
@@ -161,12 +150,7 @@ def _show(report: Report, options: ResultOptions) -> None:
     title = f"{document['settings']['work']} asked of {document['server']['model']}"
     title += f", {engine_title(document['engine'])}" if "engine" in document else f" at {document['server']['url']}"
     print_results(report, title, _COLUMNS)
-    rows = [
-        {"case": row["case"], "metric": _short(metric), **(row[metric] or {})}
-        for row in report.rows
-        for metric in _LATENCIES
-    ]
-    print_table("milliseconds", [Column("load", "case"), Column("metric", "metric"), *DISTRIBUTION_COLUMNS], rows)
+    print_latencies(report, columns(("", ("load", "case"))))
     for row in report.rows:
         for warning in warnings(row):
             print(f"{row['case']}: {warning}")
@@ -177,7 +161,7 @@ def _show(report: Report, options: ResultOptions) -> None:
 def _chart(report: Report, title: str) -> Chart:
     """Percentiles of each latency, and the output, over the loads, which lie at equal distances."""
     x = "clients" if report.rows[0]["concurrency"] else "requests/s offered"
-    lines = {f"{_short(metric)}, ms": {name: f"{metric}.{name}" for name in _PERCENTILES} for metric in _LATENCIES}
+    lines = {f"{title}, ms": {name: f"{path}.{name}" for name in _PERCENTILES} for path, title in LATENCIES.items()}
     lines["output tokens/s"] = {"": "output_tokens_per_s"}
     ticks = [str(row["tick"]) for row in report.rows]
     panels = []
@@ -186,8 +170,3 @@ def _chart(report: Report, title: str) -> Chart:
         heights = {label: [math.nan if one is None else one for one in found] for label, found in values.items()}
         panels.append(panel(y.partition(",")[0], x, y, ticks, heights))
     return Chart(report.titled(title), panels, columns=len(panels))
-
-
-def _short(metric: str) -> str:
-    """``ttft_ms`` as people write it."""
-    return metric.removesuffix("_ms").upper()

@@ -1,6 +1,6 @@
 """``nanoserve bench startup``: from a new process to its first tokens."""
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once
@@ -40,11 +40,10 @@ def run(options: StartupOptions) -> None:
             if case == "cold":
                 drop_from_page_cache([*library_directories(), *([] if directory is None else [directory])])
             foreign = ForeignLoad()
-            start = start_once(model, settings, options.threads, cache)
-            load = foreign.read()
+            start = start_once(model, settings, options.threads, cache) | {"foreign_cores": foreign.read()}
             for fact in ("operators", "layers"):
                 report.put(fact, start.pop(fact))
-            report.add({"case": case, **start, "foreign_cores": load})
+            report.add({"case": case, **start})
 
 
 def _show(report: Report, options: ResultOptions) -> None:

@@ -3,15 +3,15 @@
 from contextlib import ExitStack
 
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.tables import columns, print_table
+from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import (
-    DISTRIBUTION_COLUMNS,
     LengthOptions,
     ProbeOptions,
     ResultOptions,
     engine_title,
     fitting_work,
     local_bench,
+    print_latencies,
     print_results,
     print_steps,
 )
@@ -23,7 +23,6 @@ from nanoserve.measures.workloads import LocalCase, RequestShape
 _RATES = columns((",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")))
 _COUNTS = columns(("", ("work", "case")), (",d", "requests"), (",.1f", "seconds"))
 _COLUMNS = _COUNTS + columns((",.2f", ("requests/s", "requests_per_s"))) + _RATES + columns((".2f", "foreign_cores"))
-_LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
 
 class ThroughputOptions(LengthOptions, ProbeOptions, WorkersOptions, ResultOptions):
@@ -50,21 +49,20 @@ def run(options: ThroughputOptions) -> None:
         --requests 100 --json azure.json
     """
     options.check_is_for_cpu()
-    repeats, work = options.repeats, options.read(options.seed or 0)
-    settings = {"work": work.name, "requests": len(work.shapes), "repeats": repeats}
+    work = options.read(options.seed or 0)
+    settings = {"work": work.name, "requests": len(work.shapes), "repeats": options.repeats}
     with options.reported("throughput", settings, _show) as report, ExitStack() as opened:
         bench = local_bench([options], report, opened, probes=not options.no_probe)
         shapes = (work if options.trace is None else fitting_work(work, bench.longest, report)).shapes
         warm_up = [RequestShape(min(64, shape.input_tokens), 2) for shape in shapes]
         announced = f"{len(shapes)} requests of {work.name}"
-        bench.run([LocalCase(work.name, shapes, warm_up, announced)], report, repeats=repeats)
+        bench.run([LocalCase(work.name, shapes, warm_up, announced)], report, repeats=options.repeats)
 
 
 def _show(report: Report, options: ResultOptions) -> None:
     facts = report.document["engine"]
     title = f"throughput of {facts['model']}, {engine_title(facts)}"
     print_results(report, title, _COLUMNS)
-    rows = [{"metric": name.removesuffix("_ms").upper(), **(report.rows[0][name] or {})} for name in _LATENCIES]
-    print_table("milliseconds", columns(("", "metric")) + DISTRIBUTION_COLUMNS, rows)
+    print_latencies(report)
     print_steps(report)
     options.draw_bars(report, title, "{case}", _RATES, report.rows)

@@ -4,7 +4,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,21 @@ def run(options: ChatOptions) -> None:
       cat notes.txt | nanoserve chat "Summarize:" --json      answer and timings
       nanoserve chat --url http://127.0.0.1:11434             ours, vLLM, ollama
     """
-    settings = options.given()
-    question = _question(options.message)
+    settings, question = options.given(), _question(options.message)
     if question is None and options.json:
         raise UsageError("--json answers one message: give it as an argument or on stdin")
     if options.system is not None:
         check_utf8(options.system, "the system prompt")
-    with _opened(options, settings) as model:
+    with ExitStack() as opened:
+        model: ChatModel
+        if options.url is None:
+            llm = opened.enter_context(options.open_llm())
+            if llm.tokenizer.notice:
+                say(llm.tokenizer.notice)
+            model = LocalModel(llm, options.seed)
+        else:
+            model = RemoteModel(options.client(options), options.model, say)
+            settings |= {} if options.seed is None else {"seed": options.seed}
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
         if question is None:
             return Conversation(session, options).run()
@@ -68,23 +76,6 @@ def run(options: ChatOptions) -> None:
         deque(pieces, maxlen=0)
         if session.last_answer is not None:
             print(session.last_answer.json(model.name))
-
-
-@contextmanager
-def _opened(options: ChatOptions, settings: dict[str, Any]) -> Iterator[ChatModel]:
-    """The model that answers: loaded here, or behind --url. A server gets the seed as one of the ``settings``."""
-    if options.url is not None:
-        client = options.client()
-        if idle := options.without_effect_on_servers():
-            say(f"with --url these have no effect: {', '.join(idle)}")
-        if options.seed is not None:
-            settings["seed"] = options.seed
-        yield RemoteModel(client, options.model, say)
-        return
-    with options.open_llm() as llm:
-        if llm.tokenizer.notice:
-            say(llm.tokenizer.notice)
-        yield LocalModel(llm, options.seed)
 
 
 def _question(message: str | None) -> str | None:
@@ -121,18 +112,20 @@ class Conversation:
             "save": (self._save, "FILE", "write the conversation and settings as JSON"),
             "load": (self._load, "FILE", "go on with a saved conversation"),
             "regen": (lambda _: self._answer(session.regenerate), "", "answer the last message again"),
-            "undo": (self._undo, "", "take back the last message and its answer"),
+            "undo": (
+                lambda _: f"took back: {session.undo().splitlines()[0][:60]}",
+                "",
+                "take back the last message and its answer",
+            ),
             "edit": (self._edit, "", "write a message in $EDITOR, beginning with the last one"),
             "exit": (self._exit, "", "leave (Ctrl-D does, too)"),
         }
 
     @property
     def names(self) -> list[str]:
-        """All commands with their slash, for completion."""
         return [f"/{name}" for name in (*self._table, *_ALIASES)]
 
     def run(self) -> None:
-        """Read, obey or answer, until the user leaves."""
         prompt = ChatPrompt(None if self._options.no_history else history_path(), self.names)
         remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
         self._session.model.start_preparing()  # while the user reads and types
@@ -188,17 +181,12 @@ class Conversation:
         return self._setting(name)
 
     def _show(self, _: str) -> str:
-        session = self._session
+        session, turns = self._session, len(self._session.turns) // 2
         used, most = session.context_used(), session.model.context
         tokens = "" if used is None else f"{used} of {most or 'unknown'} tokens, "
-        turns = len(session.turns) // 2
-        lines = [
-            f"model    {session.model.name}",
-            f"context  {tokens}{turns} {'turn' if turns == 1 else 'turns'}",
-            f"system   {session.system or '(none)'}",
-            *(f"  {self._setting(name)}" for name in CHANGEABLE),
-        ]
-        return "\n".join(lines)
+        context = f"{tokens}{turns} {'turn' if turns == 1 else 'turns'}"
+        lines = [f"model    {session.model.name}", f"context  {context}", f"system   {session.system or '(none)'}"]
+        return "\n".join([*lines, *(f"  {self._setting(name)}" for name in CHANGEABLE)])
 
     def _setting(self, name: str) -> str:
         """A setting, its value and who has set it, unless the user has."""
@@ -231,17 +219,12 @@ class Conversation:
     def _load(self, argument: str) -> None:
         path = _path(argument, "/load")
         self._session.load(path)
-        turns = self._session.turns
-        remark(f"loaded {len(turns)} messages from {path}")
-        if turns:  # the last two, as they stood on the terminal when they were new
-            question, answer = turns[-2:]
-            remark(f"{PROMPT}{visible(question.content)}")
+        remark(f"loaded {len(self._session.turns)} messages from {path}")
+        if turns := self._session.turns[-2:]:  # as they stood on the terminal when they were new
+            remark(f"{PROMPT}{visible(turns[0].content)}")
             printer = _printer(plain=self._options.plain, hide_thinking=True)
-            printer.answer(answer.content)
+            printer.answer(turns[1].content)
             printer.finish()
-
-    def _undo(self, _: str) -> str:
-        return f"took back: {self._session.undo().splitlines()[0][:60]}"
 
     def _edit(self, _: str) -> str | None:
         turns = self._session.turns
@@ -276,9 +259,7 @@ def _path(argument: str, command: str) -> Path:
 
 def _name_and_value(argument: str) -> tuple[str, Any]:
     """``temperature=0.7``, ``temperature 0.7``, ``stop=THE END``, ``stop=["a", "b"]``, ``seed=none``."""
-    name, equals, text = argument.partition("=")
-    if not equals:
-        name, _, text = argument.partition(" ")
+    name, _, text = argument.partition("=" if "=" in argument else " ")
     name, text = name.strip().replace("-", "_"), text.strip()
     if not name:
         raise UsageError(f"say /set NAME=VALUE; the names are {', '.join(CHANGEABLE)}")
@@ -297,8 +278,8 @@ def _name_and_value(argument: str) -> tuple[str, Any]:
 def _printer(*, plain: bool, hide_thinking: bool) -> AnswerPrinter:
     markdown = not plain and is_terminal(sys.stdout)
     thoughts = sys.stdout if markdown else sys.stderr
-    hides = hide_thinking or not is_terminal(thoughts)
-    return AnswerPrinter(Console(file=sys.stdout), None if hides else Console(file=thoughts), markdown=markdown)
+    shown = Console(file=thoughts) if is_terminal(thoughts) and not hide_thinking else None
+    return AnswerPrinter(Console(file=sys.stdout), shown, markdown=markdown)
 
 
 def _show_answer(session: ChatSession, pieces: Iterator[Piece], printer: AnswerPrinter) -> None:

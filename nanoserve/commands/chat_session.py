@@ -1,7 +1,7 @@
 """A conversation with a model, without any terminal: turns, settings, and what is done when the context is full."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -104,8 +104,7 @@ class ChatSession:
         try:
             yield from self.ask(question, steps)
         finally:
-            if self.answers == count:
-                self.turns += old
+            self.turns += old if self.answers == count else []
 
     def undo(self) -> str:
         """Take back the last question and its answer; returns the question. Raises UsageError if there is none."""
@@ -115,7 +114,6 @@ class ChatSession:
         return question.content
 
     def reset(self) -> None:
-        """Forget the conversation; system prompt and settings stay."""
         self.turns.clear()
         self.last_answer = None
 
@@ -133,9 +131,10 @@ class ChatSession:
         """The model's defaults, or neutral ones, with settings over them, by default this session's, checked."""
         return sampling_params(self.model.defaults or SamplingParams(), self.settings if settings is None else settings)
 
-    def messages(self) -> list[Message]:
-        """The whole conversation, the system prompt first."""
-        return ([Message("system", self.system)] if self.system else []) + self.turns
+    def messages(self, turns: Sequence[Message] | None = None) -> list[Message]:
+        """The system prompt and the turns, by default all of this conversation."""
+        system = [Message("system", self.system)] if self.system else []
+        return [*system, *(self.turns if turns is None else turns)]
 
     def save(self, path: Path) -> None:
         """Write messages and settings as JSON: the whole file or, with RuntimeFailure, nothing."""
@@ -167,8 +166,7 @@ class ChatSession:
         return self.model.count_tokens(messages, add_generation_prompt=False) if messages else 0
 
     def _for_model(self, turns: list[Message]) -> list[dict[str, str]]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return system + [{"role": turn.role, "content": turn.content} for turn in turns]
+        return [{"role": message.role, "content": message.content} for message in self.messages(turns)]
 
     def _make_room(self, message: Message) -> None:
         """Drop the oldest pairs of turns until question and answer fit; raise UsageError if none is left to drop."""

@@ -10,8 +10,9 @@ import msgspec
 import nanoserve
 from nanoserve.client.address import parse_url
 from nanoserve.client.connection import ApiClient
-from nanoserve.commands.options import Options, flag_of, option
+from nanoserve.commands.options import Options, file_option, flag_of, option
 from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import say
 from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
@@ -31,8 +32,6 @@ _degree = partial(option, 1, minimum=1, maximum=MOST_PARALLEL)
 
 
 class EngineOptions(Options, panel="Engine", has_variables=True):
-    """Which model to load, and how the engine runs it."""
-
     model: str | None = option(
         None,
         "Directory, Hugging Face hub id, or dummy:NAME (random weights). Default: the bundled storyteller.",
@@ -66,9 +65,10 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         """The fields of EngineConfig, as LLM takes them. Raises UsageError for a size that is none."""
         known = {field.name for field in fields(EngineConfig)} - ({"seed"} if self.seed is None else set())
         settings = {field.name: getattr(self, field.name) for field in self._declared() if field.name in known}
-        memories = ("kv_cache_memory", "host_kv_memory")
-        sizes = {name: parse_size(size) for name in memories if (size := settings.get(name)) is not None}
-        return settings | sizes | {"enable_prefix_caching": not self.no_prefix_caching}
+        for name in ("kv_cache_memory", "host_kv_memory"):
+            if settings.get(name) is not None:
+                settings[name] = parse_size(settings[name])
+        return settings | {"enable_prefix_caching": not self.no_prefix_caching}
 
     def _declared(self) -> tuple[Field[Any], ...]:
         """The options that an engine has; a command's own options are not among them."""
@@ -86,12 +86,6 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         values = {flag_of(field.name): getattr(self, field.name) for field in self._declared()}
         given = {flag: value for flag, value in values.items() if value is not None and value is not False}
         return [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
-
-    def without_effect_on_servers(self) -> list[str]:
-        """The given flags that have no effect on a server which runs already."""
-        effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
-        idle = [field for field in self._declared() if field.name not in effective]
-        return [flag_of(field.name) for field in idle if getattr(self, field.name) != field.default]
 
     def open_llm(self) -> "nanoserve.LLM":
         """Load the model while its progress is shown; the caller closes it. Raises NanoserveError."""
@@ -122,12 +116,10 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed
     host_threads: int | None = _threads(
         "CPU threads that attend in host memory; default: half of the cores, with a GPU all but two."
     )
-    profile: str | None = option(
-        None, "What nanoserve profile measured here, to predict steps by; default: measured at start.", metavar="FILE"
+    profile: str | None = file_option(
+        "What nanoserve profile measured here, to predict steps by; default: measured at start."
     )
-    record: str | None = option(
-        None, "Write what each worker did when, for Perfetto or chrome://tracing.", metavar="FILE"
-    )
+    record: str | None = file_option("Write what each worker did when, for Perfetto or chrome://tracing.")
 
     def settings(self) -> dict[str, Any]:
         first, *others = self.layouts()
@@ -142,16 +134,15 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed
         }
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
-        """Of all engines together, the only layout, or that of prompts and that of decodes. Raises UsageError."""
+        """The only layout of all engines together, or those of prompts and of decodes. Raises UsageError."""
         names = parallel_pair(self.prefill_parallel, self.decode_parallel)
         if names is None:
             return (ParallelLayout(data_parallel=self.dp, tensor_parallel=self.tp, pipeline_parallel=self.pp),)
-        first, second = PAIR_OPTIONS
         if (self.dp, self.pp, self.tp, self.pp_split) != (1, 1, 1, None):
-            raise UsageError(f"{first} and {second} replace --dp, --pp, --tp and --pp-split: leave these out")
-        prefill, decode = names
-        if prefill.data_parallel != decode.data_parallel:
-            both = f"{first} {prefill.name} and {second} {decode.name}"
+            both = " and ".join(PAIR_OPTIONS)
+            raise UsageError(f"{both} replace --dp, --pp, --tp and --pp-split: leave these out")
+        if names[0].data_parallel != names[1].data_parallel:
+            both = " and ".join(f"{option} {layout.name}" for option, layout in zip(PAIR_OPTIONS, names, strict=True))
             raise UsageError(f"{both} differ in D, the number of whole engines: it stays the same")
         return names
 
@@ -161,8 +152,6 @@ class ServingOptions(WorkersOptions, renamed={"--trace": "is now --record"}):
 
 
 class ServerOptions(Options, panel="Server", has_variables=True):
-    """A server to ask, instead of an engine in this process."""
-
     url: str | None = option(
         None,
         "An OpenAI-compatible server, as http://127.0.0.1:8000; --model is then a name that it knows.",
@@ -172,9 +161,15 @@ class ServerOptions(Options, panel="Server", has_variables=True):
         None, "What the server wants to be shown.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
     )
 
-    def client(self) -> ApiClient:
-        """A client of the server at --url. Raises UsageError for a wrong URL or key."""
-        return ApiClient(parse_url(self.url or ""), self.api_key)
+    def client(self, engine: WorkersOptions) -> ApiClient:
+        """A client of the server at --url. The user is told which options of an ``engine`` of this process are given
+        and have no effect there. Raises UsageError for a wrong URL or key."""
+        client = ApiClient(parse_url(self.url or ""), self.api_key)
+        effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
+        idle = [field for field in fields(WorkersOptions) if getattr(engine, field.name) != field.default]
+        if names := [flag_of(field.name) for field in idle if field.name not in effective]:
+            say(f"with --url these have no effect: {', '.join(names)}")
+        return client
 
 
 class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
@@ -193,8 +188,8 @@ class SamplingOptions(Options, panel=SAMPLING_PANEL, has_variables=True):
 
     def given(self) -> dict[str, Any]:
         """The settings that were given, checked. Raises UsageError for a value out of range."""
-        values = {field.name: getattr(self, field.name) for field in fields(SamplingOptions)}
-        settings = {name: value for name, value in values.items() if value not in (None, [])}
+        names = [field.name for field in fields(SamplingOptions)]
+        settings = {name: value for name in names if (value := getattr(self, name)) not in (None, [])}
         SamplingParams.from_mapping(settings)
         return settings
 
@@ -212,7 +207,7 @@ def parallel_pair(prefill: str | None, decode: str | None) -> tuple[ParallelLayo
     if prefill is None and decode is None:
         return None
     if prefill is None or decode is None:
-        raise UsageError(f"give both {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}, or neither")
+        raise UsageError(f"give both {' and '.join(PAIR_OPTIONS)}, or neither")
     return ParallelLayout.parse(prefill), ParallelLayout.parse(decode)
 
 

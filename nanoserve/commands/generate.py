@@ -9,7 +9,7 @@ from rich.console import Console
 
 from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8
-from nanoserve.commands.options import argument, option
+from nanoserve.commands.options import argument, file_option, option
 from nanoserve.commands.printers import AnswerPrinter
 from nanoserve.commands.terminal import read_stdin
 from nanoserve.commands.torchrun import on_all_machines
@@ -18,10 +18,8 @@ from nanoserve.errors import RuntimeFailure, UsageError
 
 class GenerateOptions(ServingOptions, SamplingOptions, panel="Input and output", has_variables=True):
     prompt: str | None = argument(None, "The text to go on with; - reads it from stdin.")
-    file: Path | None = option(
-        None, "Many prompts: a text file with one per line, or .jsonl rows.", "-f", metavar="FILE"
-    )
-    output: Path | None = option(None, "Results of --file, one JSON row per prompt.", "-o", metavar="FILE")
+    file: Path | None = file_option("Many prompts: a text file with one per line, or .jsonl rows.", "-f")
+    output: Path | None = file_option("Results of --file, one JSON row per prompt.", "-o")
     json: bool = option(False, "One JSON object instead of text.")
 
 
@@ -54,7 +52,11 @@ def run(options: GenerateOptions) -> None:
         return run_batch(options.file, options.output, options, settings)
     if options.output is not None:
         raise UsageError("--output goes with --file; use > to keep the text of one prompt")
-    text = _prompt_text(options.prompt)
+    if options.prompt is None:
+        raise UsageError("give a prompt, - to read it from stdin, or --file")
+    text = read_stdin() if options.prompt == "-" else check_utf8(options.prompt, "the prompt")
+    if not text:
+        raise UsageError("the prompt is empty")
     with options.open_llm() as llm, closing(LocalModel(llm).stream(text, settings)) as stream:
         printer, texts, last = AnswerPrinter(Console(file=sys.stdout)), [], None
         try:
@@ -68,12 +70,3 @@ def run(options: GenerateOptions) -> None:
             raise RuntimeFailure("the model gave no answer")
         if options.json:
             print(replace(last, text="".join(texts)).json(llm.model_name))
-
-
-def _prompt_text(prompt: str | None) -> str:
-    if prompt is None:
-        raise UsageError("give a prompt, - to read it from stdin, or --file")
-    text = read_stdin() if prompt == "-" else check_utf8(prompt, "the prompt")
-    if not text:
-        raise UsageError("the prompt is empty")
-    return text

@@ -28,9 +28,7 @@ from nanoserve.entry import interrupted
 from nanoserve.errors import NanoserveError
 from nanoserve.processes.interrupts import deferred_interrupts
 
-EXIT_OK = 0
-EXIT_FAILURE = 1
-EXIT_INTERRUPTED = 130
+EXIT_OK, EXIT_FAILURE, EXIT_INTERRUPTED = 0, 1, 130
 DEBUG_VARIABLE = "NANOSERVE_DEBUG"
 HELP = """A compact LLM inference engine.
 
@@ -115,18 +113,15 @@ class _LazyGroup(TyperGroup):
         return name, command and self.load(str(name)), rest
 
     def load(self, name: str) -> Any:
-        """The command as the parser takes it."""
         if name == "bench":
             return _group(_bench, name=name, cls=_Benchmarks, help=BENCH_HELP, add_completion=False)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
             run = import_module(f"{self.modules}{name}").run
         # Paragraphs of help break where the terminal ends, not where the source does; examples stay as they are.
-        paragraphs = [
-            one if _INDENTED.search(one) else " ".join(one.split())
-            for one in inspect.cleandoc(run.__doc__).split("\n\n")
-        ]
+        written = [self.summaries[name], *inspect.cleandoc(run.__doc__).split("\n\n")]
+        paragraphs = [one if _INDENTED.search(one) else " ".join(one.split()) for one in written]
         typed = typer.Typer(add_completion=False, **_SETTINGS)
-        typed.command(name, help="\n\n".join([self.summaries[name], *paragraphs]))(prepared(run))
+        typed.command(name, help="\n\n".join(paragraphs))(prepared(run))
         return typer.main.get_command(typed)
 
 
@@ -145,7 +140,13 @@ def run(*first: str) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse ``arguments`` (default: the process's), do what they say, return the exit code."""
-    _replace_closed_streams()
+    # A shell's ``>&-`` leaves None where a stream should be; and no character of an answer may fail to print.
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open until the process ends)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     return guarded(partial(_parse_and_act, list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -165,11 +166,8 @@ def _top_level(
     *,
     version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
-    if version:
-        print(f"nanoserve {__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+    if version or context.invoked_subcommand is None:
+        print(f"nanoserve {__version__}" if version else context.get_help())
         raise typer.Exit
 
 
@@ -234,18 +232,6 @@ def describe(error: BaseException) -> tuple[str, int]:
 
 def _came_from_interrupt(error: BaseException | None) -> bool:
     """Whether Ctrl-C lies behind it: libraries turn a KeyboardInterrupt in the midst of an import into ImportError."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _replace_closed_streams() -> None:
-    """A shell's ``>&-`` leaves None where a stream should be; and no character of an answer may fail to print."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open until the process ends)
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return error is not None
+    return _came_from_interrupt(error.__cause__ or error.__context__)

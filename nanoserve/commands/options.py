@@ -64,19 +64,32 @@ def option(
     other columns. By default its group decides on ``panel`` and environment ``variables``. ``parse`` makes the field's
     value of a text, also of ``default``, and of the flag.
     """
-    complete = (lambda incomplete: [one for one in choices if one.startswith(incomplete)]) if choices else None
+
+    def check(value: Any) -> Any:
+        if value is not None and choices and value not in choices:
+            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+        if value is not None and maximum is not None and value > maximum:
+            raise typer.BadParameter(f"{value} is more than {maximum}")
+        return value
+
+    def complete(incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
     settings = {
         "parse": parse,
         "short": short,
         "help": f"{help} One of {', '.join(choices)}." if choices else help,
         "metavar": "NAME" if choices else metavar,
         "min": minimum,
-        "callback": _checking(choices, maximum) if choices or maximum is not None else None,
-        "autocompletion": complete,
+        "callback": check,
+        "autocompletion": complete if choices else None,
         "rich_help_panel": panel,
         "envvar": variables,
     }
     return field(default=default, metadata=settings)
+
+
+file_option = partial(option, None, metavar="FILE")
 
 
 def argument(default: Any, help: str, metavar: str | None = None) -> Any:
@@ -86,7 +99,6 @@ def argument(default: Any, help: str, metavar: str | None = None) -> Any:
 
 
 def flag_of(name: str) -> str:
-    """The long flag of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -94,23 +106,23 @@ def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
     """A command's ``run(options)`` as typer takes it: with a parameter for each field, and an Action as its result."""
     group = inspect.signature(run, eval_str=True).parameters["options"].annotation
     parameters = {declared.name: _parameter(group, declared) for declared in _in_order(group)}
-    old = {_name_of(flag): _refusing(each, flag) for each in group.__mro__ for flag in getattr(each, "renamed", ())}
+    old = [_refusing(each, flag) for each in group.__mro__ for flag in getattr(each, "renamed", ())]
+    accepted = {refused.name: refused for refused in old} | parameters
 
     def prepare(**values: Any) -> Action:
         return partial(run, group(**{name: values[name] for name in parameters}))
 
     # inspect honours the attribute, though the type of functions does not name it.
-    prepare.__signature__ = inspect.Signature([*(old | parameters).values()])  # type: ignore[attr-defined]
-    prepare.__annotations__ = {name: parameter.annotation for name, parameter in (old | parameters).items()}
+    prepare.__signature__ = inspect.Signature([*accepted.values()])  # type: ignore[attr-defined]
+    prepare.__annotations__ = {name: parameter.annotation for name, parameter in accepted.items()}
     return prepare
 
 
 def _in_order(group: type[Options]) -> list[Field[Any]]:
     """The fields as help lists them: first those that the command declares itself, then its groups, left to right."""
-    by_name = {declared.name: declared for declared in fields(group)}  # type: ignore[arg-type]  # see __init_subclass__
     shared = [declared.name for base in group.__bases__ if is_dataclass(base) for declared in fields(base)]
-    own = [name for name in by_name if name not in shared]
-    return [by_name[name] for name in dict.fromkeys([*own, *shared])]
+    places = {name: place for place, name in enumerate(dict.fromkeys(shared))}
+    return sorted(fields(group), key=lambda declared: places.get(declared.name, -1))  # type: ignore[arg-type]
 
 
 def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
@@ -120,24 +132,13 @@ def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
     else:
         hint = hint if settings.pop("parse") is None else str | None
         first: type[Options] = [each for each in group.__mro__ if declared.name in inspect.get_annotations(each)][-1]
-        if settings["envvar"] is None:
-            settings["envvar"] = first.variables(declared.name)
-        settings["envvar"] = list(settings["envvar"]) or None
+        variables = first.variables(declared.name) if settings["envvar"] is None else settings["envvar"]
+        settings["envvar"] = list(variables) or None
         settings["rich_help_panel"] = settings["rich_help_panel"] or first.panel
         settings["metavar"] = "" if hint is bool else settings["metavar"]
         typed = typer.Option(*filter(None, (flag_of(declared.name), settings.pop("short"))), **settings)
-    return _keyword(declared.name, Annotated[hint, typed], ... if declared.default is MISSING else declared.default)
-
-
-def _checking(choices: Sequence[str], maximum: float | None) -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if value is not None and choices and value not in choices:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
-        if value is not None and maximum is not None and value > maximum:
-            raise typer.BadParameter(f"{value} is more than {maximum}")
-        return value
-
-    return check
+    default = ... if declared.default is MISSING else declared.default
+    return _keyword(declared.name, default=default, annotation=Annotated[hint, typed])
 
 
 def _refusing(group: type[Options], flag: str) -> inspect.Parameter:
@@ -147,14 +148,9 @@ def _refusing(group: type[Options], flag: str) -> inspect.Parameter:
         if value is not None:
             raise UsageError(f"{flag} {group.renamed[flag]}")
 
-    name = _name_of(flag)
+    name = flag.removeprefix("--").replace("-", "_")
     typed = typer.Option(flag, hidden=True, callback=refuse, envvar=group.variables(name) or None)
-    return _keyword(name, Annotated[str | None, typed], None)
+    return _keyword(name, default=None, annotation=Annotated[str | None, typed])
 
 
-def _keyword(name: str, hint: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-
-
-def _name_of(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
+_keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)

@@ -2,7 +2,6 @@
 
 import math
 from itertools import islice
-from typing import Any
 
 import msgspec
 
@@ -14,8 +13,7 @@ from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.commands.simulate import StepLimitOptions
 from nanoserve.commands.terminal import remark
 from nanoserve.costs import load_machine, load_shape
-from nanoserve.simulator.planning import Candidate, PlannedWork, find_candidates
-from nanoserve.simulator.result import SimulationResult
+from nanoserve.simulator.planning import PlannedWork, find_candidates
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
 _PAIR_POLICY = "seesaw"
@@ -62,37 +60,29 @@ def run(options: PlanOptions) -> None:
         for candidate in candidates.fitting:
             for name, policy in (of_pairs if candidate.is_pair else policies).items():
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")
-                result = candidate.simulate(policy, options.max_num_seqs)
-                report.add({**_fields(candidate, result), "policy": name})
-
-
-def _fields(candidate: Candidate, result: SimulationResult) -> dict[str, Any]:
-    """A row; its throughput is that of all replicas, the rest that of one."""
-    return {
-        **msgspec.to_builtins(result),
-        "layout": candidate.name,
-        "tokens_per_second": candidate.work.tokens / result.seconds,
-        "estimated_tokens_per_second": candidate.tokens_per_second,
-        "estimated_e2el_s": candidate.latency if candidate.work.rate and math.isfinite(candidate.latency) else None,
-        "kv_blocks": list(candidate.kv_blocks),
-        "host_blocks": candidate.host_blocks,
-    }
+                result, latency = candidate.simulate(policy, options.max_num_seqs), candidate.latency
+                throughput = {"tokens_per_second": work.tokens / result.seconds}  # of all replicas, the rest of one
+                throughput["estimated_tokens_per_second"] = candidate.tokens_per_second
+                row = msgspec.to_builtins(result) | throughput | {"layout": candidate.name, "policy": name}
+                row["estimated_e2el_s"] = latency if work.rate and math.isfinite(latency) else None
+                row |= {"kv_blocks": candidate.kv_blocks, "host_blocks": candidate.host_blocks}
+                report.add(row)
 
 
 def _columns(*, closed: bool) -> list[Column]:
     """The estimate stands beside what the layouts are ordered by: throughput of a closed batch, else latency."""
-    throughput = columns((",.0f", ("estimated", "estimated_tokens_per_second"))) if closed else []
-    latency = [] if closed else columns((",.1f", ("estimated", "estimated_e2el_s")))
-    return [
-        Column("layout", "layout"),
-        Column("policy", "policy", "<"),
-        Column("tok/s", "tokens_per_second", ",.0f"),
-        *throughput,
-        *columns((",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99"))),
-        *columns((",.1f", ("TPOT ms", "tpot_ms.mean"), ("p99", "tpot_ms.p99"), ("E2EL s", "seconds_each"))),
-        *latency,
-        *columns(("", ("KV blocks", "blocks")), (",d", "transitions")),
-    ]
+    found = columns(
+        ("", "layout"),
+        ("<", "policy"),
+        (",.0f", ("tok/s", "tokens_per_second"), ("estimated", "estimated_tokens_per_second")),
+        (",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99")),
+        (",.1f", ("TPOT ms", "tpot_ms.mean"), ("p99", "tpot_ms.p99"), ("E2EL s", "seconds_each")),
+        (",.1f", ("estimated", "estimated_e2el_s")),
+        ("", ("KV blocks", "blocks")),
+        (",d", "transitions"),
+    )
+    unused = "estimated_e2el_s" if closed else "estimated_tokens_per_second"
+    return [column for column in found if column.path != unused]
 
 
 def _show(report: Report, work: PlannedWork) -> None:
@@ -109,4 +99,4 @@ def _show(report: Report, work: PlannedWork) -> None:
     print_table(f"{requests}, {order}", _columns(closed=closed), rows)
     if left_out := report.document["left_out"]:
         brief = [{**one, "reason": one["reason"].partition("; what would fit")[0]} for one in left_out]
-        print_table("left out", [Column("layout", "name"), Column("why", "reason", "<")], brief)
+        print_table("left out", columns(("", ("layout", "name")), ("<", ("why", "reason"))), brief)

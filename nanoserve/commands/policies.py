@@ -1,15 +1,10 @@
 """``nanoserve policies``: which scheduling policies there are."""
 
-from nanoserve.benchmarks.tables import Column, print_table
+from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.options import Options
 from nanoserve.scheduler import POLICIES
 
-_COLUMNS = [
-    Column("policy", "name"),
-    Column("paper", "paper", "<"),
-    Column("use it for", "use_when", "<"),
-    Column("parameters", "parameters", "<"),
-]
+_COLUMNS = columns(("", ("policy", "name")), ("<", "paper", ("use it for", "use_when"), "parameters"))
 
 
 class PoliciesOptions(Options):

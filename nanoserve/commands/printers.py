@@ -17,7 +17,6 @@ from rich.text import Text
 
 from nanoserve.commands.terminal import is_terminal
 
-_TAB = "    "
 _CODE_THEME = "ansi_dark"  # the terminal's own colours
 _HEADING, _PARAGRAPH, _TEXT = "heading_open", "paragraph_open", "text"
 _OVER_AT_ONCE = (_HEADING, "hr")
@@ -25,10 +24,8 @@ _OVER_BEFORE_ANOTHER = ("bullet_list_open", "ordered_list_open", "code_block")  
 
 
 class Block(NamedTuple):
-    """A finished block: the type of its first token in the parser, and its markdown without blank lines around it."""
-
-    kind: str
-    source: str
+    kind: str  # the type of its first token in the parser
+    source: str  # its markdown without blank lines around it
 
 
 class BlockSplitter:
@@ -44,15 +41,12 @@ class BlockSplitter:
         self.pending += first
         for line in others:
             self.pending += "\n"
-            blocks += self._cut(ended=False)
+            blocks += self.cut()
             self.pending += line
         return blocks
 
-    def finish(self) -> list[Block]:
-        """The text has ended: return what was pending."""
-        return self._cut(ended=True)
-
-    def _cut(self, *, ended: bool) -> list[Block]:
+    def cut(self, *, ended: bool = False) -> list[Block]:
+        """What is complete of the pending text; all of it when the text has ended."""
         if not self.pending.strip():
             self.pending = ""
             return []
@@ -81,7 +75,7 @@ def _is_over(token: Any, lines: list[str]) -> bool:
 class _LineSplitter(BlockSplitter):
     """Every line is a block, also an empty one."""
 
-    def _cut(self, *, ended: bool) -> list[Block]:
+    def cut(self, *, ended: bool = False) -> list[Block]:
         *lines, self.pending = self.pending.split("\n")
         if ended and self.pending:
             lines, self.pending = [*lines, self.pending], ""
@@ -124,9 +118,8 @@ class AnswerPrinter:
 
     def lose_place(self) -> None:
         """Something else has written to the terminal; the cursor is at the start of a line."""
-        for shown in (self._answer, self._thoughts):
-            if shown is not None:
-                shown.lost = True
+        for shown in filter(None, (self._answer, self._thoughts)):
+            shown.lost = True
 
     def _end_thoughts(self) -> None:
         if self._thoughts is not None and self._thoughts.written:
@@ -160,7 +153,7 @@ class _Redrawn:
         self.written = True
 
     def finish(self) -> None:
-        self._draw(self._erased(), self._splitter.finish())
+        self._draw(self._erased(), self._splitter.cut(ended=True))
         self._begin()
 
     def _draw(self, output: str, blocks: list[Block]) -> None:
@@ -212,5 +205,5 @@ class _Redrawn:
 
 def visible(text: str) -> str:
     """Text without characters that would steer a terminal; a model's answer may hold escape sequences."""
-    text = text.replace("\t", _TAB)
+    text = text.replace("\t", "    ")
     return "".join(char for char in text if char == "\n" or unicodedata.category(char) not in ("Cc", "Zl", "Zp"))

@@ -14,7 +14,7 @@ from nanoserve.benchmarks.rounds import busy_note
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, JsonOptions
 from nanoserve.commands.engine_options import EngineOptions
-from nanoserve.commands.options import option
+from nanoserve.commands.options import file_option, option
 from nanoserve.commands.terminal import remark
 from nanoserve.costs.counts import ModelCounts, Operator, Precision
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
@@ -26,13 +26,10 @@ from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_th
 Fields = Mapping[str, Any]
 _TIME_COLUMNS = columns(("", "part", "size"), (",.1f", "us", ("quartiles", "low"), ("", "high")), (".0%", "of_floor"))
 _FIGURES = (("seconds", "seconds", ",.2f"), ("TTFT ms", "ttft_ms", ",.0f"), ("TPOT ms", "tpot_ms", ",.2f"))
-_PREDICTION_COLUMNS = columns(("", "workload"), ("<", ("", "route"))) + [
-    column
-    for heading, name, shown in _FIGURES
-    for column in columns(
-        (shown, (heading, name)), (".0%", ("+-", f"{name}_range")), ("+.0%", ("error", f"{name}_error"))
-    )
-]
+_PREDICTION_COLUMNS = columns(("", "workload"), ("<", ("", "route")))
+for _heading, _name, _format in _FIGURES:
+    _PREDICTION_COLUMNS += columns((_format, (_heading, _name)))
+    _PREDICTION_COLUMNS += columns((".0%", ("+-", f"{_name}_range")), ("+.0%", ("error", f"{_name}_error")))
 
 
 class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
@@ -43,7 +40,7 @@ class ProfileOptions(EngineOptions, JsonOptions, panel=RESULTS_PANEL):
         maximum=MOST_THREADS,
         variables=["NANOSERVE_HOST_THREADS"],
     )
-    json: Path | None = option(None, "Write the profile, for simulate --profile.", metavar="FILE")
+    json: Path | None = file_option("Write the profile, for simulate --profile.")
 
 
 def run(options: ProfileOptions) -> None:
@@ -63,25 +60,20 @@ def run(options: ProfileOptions) -> None:
     """
     if options.json is not None:
         check_writable(options.json)
-    prepare_threads(options.threads)
-    with closing(_set_apart(options.host_threads, options.device)) as processor, options.open_llm() as llm:
-        from nanoserve.benchmarks.profiling import measure_profile  # torch: the threads are set
+    prepare_threads(options.threads)  # before torch is imported
+    from nanoserve.benchmarks.profiling import measure_profile
+    from nanoserve.runtime.host.host_processor import HostProcessor
+    from nanoserve.runtime.launch.model_loading import usable_device
 
+    device, threads = usable_device(options.device), options.host_threads
+    # A CPU that is the device shares all cores with attention in host memory, unless some are asked for.
+    shares_cores = threads is None and device.type == "cpu"
+    host = HostProcessor.divide(physical_cores()) if shares_cores else HostProcessor.set_apart(threads, device)
+    with closing(host) as processor, options.open_llm() as llm:
         measured = measure_profile(llm, processor, remark)
     if options.json is not None:
         write_profile(measured, options.json)
     _show(measured)
-
-
-def _set_apart(host_threads: int | None, device: str) -> Any:
-    """The HostProcessor; a CPU that is the device shares all cores with it, unless some are asked for."""
-    from nanoserve.runtime.host.host_processor import HostProcessor  # imports torch: the threads are set
-    from nanoserve.runtime.launch.model_loading import usable_device
-
-    found = usable_device(device)
-    if host_threads is None and found.type == "cpu":
-        return HostProcessor.divide(physical_cores())
-    return HostProcessor.set_apart(host_threads, found)
 
 
 def _show(profile: Profile) -> None:
@@ -119,24 +111,21 @@ def _time_rows(profile: Profile) -> Iterator[Fields]:
         """A layer, the mean over all."""
         return products(counts.products(StepWork(decodes=tokens), 0)) / counts.layers(0)
 
-    def head(rows: int) -> float:
-        return products([counts.product(counts.head, rows)])
-
     def attention(reached: Device, keys: int, pairs: float) -> float:
         return least(reached, keys * counts.layer_kv_bytes, pairs * counts.layer_flops_per_pair)
 
-    def prompt(tokens: int) -> float:
-        return attention(profile.device, tokens, tokens * (tokens + 1) / 2)
-
     def decodes(reached: Device, batch: int, context: int) -> float:
         return attention(reached, batch * context, batch * context)
+
+    def prompt(tokens: int) -> float:
+        return attention(profile.device, tokens, tokens * (tokens + 1) / 2)
 
     measured: list[tuple[str, str, MeasuredCurve | MeasuredGrid, Callable[..., float] | None]] = [
         ("layer without attention", "{:,} tokens", profile.linear, linear),
         ("attention of a prompt", "{:,} tokens", profile.prefill_attention, prompt),
         ("decode attention", "{} x {:,} keys", profile.decode_attention, partial(decodes, profile.device)),
         ("attention in host memory", "{} x {:,} keys", profile.host_attention, partial(decodes, profile.host)),
-        ("head and sampling", "{} rows", profile.head, head),
+        ("head and sampling", "{} rows", profile.head, lambda rows: products([counts.product(counts.head, rows)])),
         ("inputs", "{} rows", profile.inputs, None),
         ("engine", "{} rows", profile.engine, None),
         ("exchange with host memory", "{} rows", profile.host_exchange, None),

@@ -3,10 +3,9 @@
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -25,50 +24,39 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Stage:
+    bar: bars.TaskID
     began: float
     first: int  # how far it was then
     shown: float  # when it was last shown
-
-    def left(self, now: float, done: int, total: int) -> str:
-        """The time to the end, at the pace since the beginning; a dash before there is one."""
-        if done <= self.first:
-            return "-"
-        return str(timedelta(seconds=round((now - self.began) * (total - done) / (done - self.first))))
 
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
     """Yield a function that shows how far each stage is; most calls show nothing. A thread would disturb the work."""
-    stages: dict[str, _Stage] = {}
-    if not is_terminal(sys.stderr):
-        yield partial(_say, stages)
-        return
-    tasks: dict[str, bars.TaskID] = {}
+    is_watched, stages = is_terminal(sys.stderr), dict[str, _Stage]()
     left_column = bars.TextColumn("{task.fields[left]}")
     columns = bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TaskProgressColumn(), left_column
-    with bars.Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True) as shown:
+    drawn = bars.Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
 
-        def draw(what: str, done: int, total: int) -> None:
-            now = time.monotonic()
-            if what not in tasks:
-                stages[what] = _Stage(now, done, 0.0)
-                tasks[what] = shown.add_task(what, total=total, left="")
-            stage, is_over = stages[what], done >= total
-            left = "" if is_over else f"{stage.left(now, done, total)} left"
-            shown.update(tasks[what], completed=done, total=total, left=left, visible=not is_over)
+    def show(what: str, done: int, total: int) -> None:
+        now, is_over = time.monotonic(), done >= total
+        if what not in stages:
+            stages[what] = _Stage(drawn.add_task(what, left=""), now, done, 0.0 if is_watched else now)
+        stage, left = stages[what], "-"
+        if done > stage.first:  # at the pace since the beginning
+            left = str(timedelta(seconds=round((now - stage.began) * (total - done) / (done - stage.first))))
+        if is_watched:
+            shown = "" if is_over else f"{left} left"
+            drawn.update(stage.bar, completed=done, total=total, left=shown, visible=not is_over)
             if is_over or now - stage.shown > REDRAW_SECONDS:
                 stage.shown = now
-                shown.refresh()
+                drawn.refresh()
+        elif not is_over and now - stage.shown >= max(_LINE_SECONDS, _LINE_SHARE * (now - stage.began)):
+            stage.shown = now
+            remark(f"{what}: {done / total:.0%}, about {left} left")
 
-        yield draw
-
-
-def _say(stages: dict[str, _Stage], what: str, done: int, total: int) -> None:
-    now = time.monotonic()
-    stage = stages.setdefault(what, _Stage(now, done, now))
-    if done < total and now - stage.shown >= max(_LINE_SECONDS, _LINE_SHARE * (now - stage.began)):
-        stage.shown = now
-        remark(f"{what}: {done / total:.0%}, about {stage.left(now, done, total)} left")
+    with drawn if is_watched else nullcontext():
+        yield show
 
 
 def counted(progress: Progress, what: str, total: int) -> Callable[[], None]:
@@ -79,7 +67,6 @@ def counted(progress: Progress, what: str, total: int) -> Callable[[], None]:
 
 
 def watched(items: Collection[T], what: str) -> Iterator[T]:
-    """The items, while it is shown how many of them are done."""
     with show_progress() as progress:
         one_is_done = counted(progress, what, len(items))
         for item in items:

@@ -17,8 +17,8 @@ BLOCK_QUOTES = '"""'
 
 def history_path() -> Path:
     """Where the platform keeps state: XDG_STATE_HOME, or ~/.local/state; ~/Library on macOS."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    base = Path.home() / "Library" / "Application Support" if sys.platform == "darwin" else Path(state)
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    base = Path.home() / "Library" / "Application Support" if sys.platform == "darwin" else state
     return base / "nanoserve" / "history"
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from nanoserve.commands.engine_options import ServingOptions
@@ -19,14 +20,14 @@ from nanoserve.processes.installation import install_command
 from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import prepare_threads
 from nanoserve.server.engine_client import EngineClient
-from nanoserve.server.hosts import AllowedHosts, is_loopback
+from nanoserve.server.hosts import is_loopback
 from nanoserve.server.messages import EngineStart
 from nanoserve.text.tokenizer import load_tokenizer
 
+_seconds = partial(option, metavar="SECONDS", minimum=0.1)
+
 
 class HttpOptions(Options, panel="HTTP", has_variables=True):
-    """Where the server listens, and to whom."""
-
     host: str = option("127.0.0.1", "Where to listen.", metavar="ADDRESS")
     port: int = option(8000, "0 takes a free one.", minimum=0, maximum=65535)
     api_key: list[str] | None = option(None, "Clients must show it (may be repeated).", metavar="KEY")
@@ -44,21 +45,18 @@ class HttpOptions(Options, panel="HTTP", has_variables=True):
             remedy = "give an --api-key, or --insecure to let everyone in"
             raise UsageError(f"--host {self.host} can be reached from outside: {remedy}")
 
-    def checked_hosts(self) -> AllowedHosts | None:
+    def checked_hosts(self) -> set[str] | None:
         """Names that clients may call the server; None allows every name, as no page of the web knows the key."""
         is_open_to_pages = not self.api_key and is_loopback(self.host)
-        return AllowedHosts(self.allowed_hosts or []) if self.allowed_hosts or is_open_to_pages else None
+        names = {name.lower().strip("[]") for name in self.allowed_hosts or ()}
+        return names if names or is_open_to_pages else None
 
 
 class LimitOptions(Options, panel="Limits", has_variables=True):
-    """How much, and how long."""
-
     max_queue: int = option(128, "Requests that may wait; more are answered 429.", minimum=0)
     max_body_size: str = option("1MiB", "Largest request; a larger one is answered 413.", metavar="SIZE")
-    client_timeout: float = option(
-        30.0, "For a client to send its request, and to take what it is sent.", metavar="SECONDS", minimum=0.1
-    )
-    request_timeout: float = option(1800.0, "For a whole answer.", metavar="SECONDS", minimum=0.1)
+    client_timeout: float = _seconds(30.0, "For a client to send its request, and to take what it is sent.")
+    request_timeout: float = _seconds(1800.0, "For a whole answer.")
     drain_timeout: float = option(30.0, "After SIGTERM, for the running requests to end.", metavar="SECONDS", minimum=0)
 
 
@@ -113,8 +111,7 @@ def _open_service(options: ServeOptions, limits: Any, progress: Progress) -> Any
     with unreadable_as_model_error():
         resolved = resolve_model(options.model, offline=options.offline, progress=progress)
         tokenizer = load_tokenizer(resolved.tokenizer_directory)
-    directory = None if resolved.directory is None else str(resolved.directory)
-    start = EngineStart(resolved.name, directory, str(resolved.tokenizer_directory), config)
+    start = EngineStart(resolved, config)
     return Service(
         model_name=options.served_model_name or resolved.name,
         root=resolved.name,

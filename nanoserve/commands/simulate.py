@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,7 +14,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions
 from nanoserve.commands.engine_options import parallel_pair, parsed_split
-from nanoserve.commands.options import HARDWARE_PANEL, Options, option
+from nanoserve.commands.options import HARDWARE_PANEL, Options, file_option, option
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
@@ -35,9 +35,7 @@ from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
 _MOST_AT_A_TIME = 2**30  # tokens in a step, and sequences: more than there can be
 _MOST_BLOCKS = 2**24  # each takes some 40 bytes here
-_MOST_REQUESTS = 10_000_000
-_LARGEST_BLOCK = 2**20
-RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
+_RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 _COLUMNS = columns(
     ("", "policy"),
     (",.0f", ("tok/s", "tokens_per_second")),
@@ -66,8 +64,6 @@ _SPREAD_COLUMNS = columns(
 
 
 class StepLimitOptions(Options):
-    """How much a step may hold."""
-
     max_num_batched_tokens: int = option(2048, "Token budget of a step.", minimum=1, maximum=_MOST_AT_A_TIME)
     max_num_seqs: int = option(2048, "Most sequences of an engine.", minimum=1, maximum=_MOST_AT_A_TIME)
 
@@ -76,21 +72,17 @@ class PolicyOptions(
     StepLimitOptions,
     renamed={"--set": "is no more: parameters stand behind a policy's name, as throttling:iterations=4"},
 ):
-    """What decides, and within which limits."""
-
     policy: str = option(
         "throttling", "Each on its own, as throttling:iterations=4 with parameters.", metavar="NAME,NAME"
     )
 
 
 class WorkloadOptions(Options):
-    """When requests come and how long they are."""
-
-    requests: int = option(1000, "How many.", minimum=1, maximum=_MOST_REQUESTS)
+    requests: int = option(1000, "How many.", minimum=1, maximum=10_000_000)
     rate: float | None = option(None, "Requests per second; default: all at once, or as the trace has them.")
     variation: float = option(1.0, "How uneven the gaps are: 1 is Poisson, more comes in bursts (gamma).")
     lengths: str | None = option(None, "IN+OUT tokens, or a name (default: sharegpt-gllm).", metavar="NAME")
-    trace: Path | None = option(None, "Lengths and times from a CSV file instead.", metavar="FILE")
+    trace: Path | None = file_option("Lengths and times from a CSV file instead.")
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
 
     def workload(self) -> Workload:
@@ -99,16 +91,12 @@ class WorkloadOptions(Options):
             raise UsageError("give --lengths or --trace, not both")
         if self.rate is None and self.variation != 1:
             raise UsageError("--variation is of the gaps that --rate makes: give both")
-        if self.rate is not None:
-            arrivals = gamma_arrivals(self.rate, self.variation, self.seed)
-        else:
-            traced = None if self.trace is None else read_arrivals(self.trace, self.requests, in_order=True)
-            arrivals = burst() if traced is None else trace_arrivals(traced)
-        if self.trace is not None:
-            lengths = trace_lengths(read_trace(self.trace, self.requests))
-        else:
+        arrivals = None if self.rate is None else gamma_arrivals(self.rate, self.variation, self.seed)
+        if self.trace is None:
             lengths = named_lengths(GLLMS_SHAREGPT if self.lengths is None else self.lengths, self.seed)
-        return Workload(arrivals, lengths, self.requests)
+            return Workload(arrivals or burst(), lengths, self.requests)
+        arrivals = arrivals or trace_arrivals(read_arrivals(self.trace, self.requests, in_order=True))
+        return Workload(arrivals, trace_lengths(read_trace(self.trace, self.requests)), self.requests)
 
 
 class HardwareOptions(
@@ -121,18 +109,16 @@ class HardwareOptions(
     pp: int = option(4, "Stages of the pipeline.", minimum=1)
     tp: int = option(1, "Devices of a stage.", minimum=1)
     pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
-    block_size: int = option(16, "Tokens of a KV block.", minimum=1, maximum=_LARGEST_BLOCK)
+    block_size: int = option(16, "Tokens of a KV block.", minimum=1, maximum=2**20)
     num_blocks: int | None = option(
         None, "KV blocks; default: what fits beside the weights.", minimum=1, maximum=_MOST_BLOCKS
     )
     metadata: str = option(
         "decoupled",
         "What stages need to know: sent ahead, as in gLLM, or with the activations.",
-        choices=tuple(RUNTIMES),
+        choices=tuple(_RUNTIMES),
     )
-    profile: Path | None = option(
-        None, "Model and machine as nanoserve profile measured them; one stage.", metavar="FILE"
-    )
+    profile: Path | None = file_option("Model and machine as nanoserve profile measured them; one stage.")
     prefill_parallel: str | None = option(
         None, "Layout for prompts (P4, T2P2), instead of --pp; with --decode-parallel.", metavar="NAME"
     )
@@ -146,9 +132,9 @@ class HardwareOptions(
             return (ParallelLayout(pipeline_parallel=self.pp, tensor_parallel=self.tp),)
         if self.changed("pp", "tp", "pp_split"):
             raise UsageError("--prefill-parallel and --decode-parallel replace --pp, --tp, --pp-split")
-        if any(layout.data_parallel > 1 for layout in pair):
-            raise UsageError("data parallel layouts (D) are whole engines of their own: leave the D out")
         prefill, decode = pair
+        if max(prefill.data_parallel, decode.data_parallel) > 1:
+            raise UsageError("data parallel layouts (D) are whole engines of their own: leave the D out")
         if prefill.devices != decode.devices:
             first = f"--prefill-parallel {prefill.name} takes {prefill.devices} devices"
             second = f"--decode-parallel {decode.name} {decode.devices}"
@@ -156,17 +142,16 @@ class HardwareOptions(
         return pair
 
     def changed(self, *names: str) -> bool:
-        """Whether any of these is not as it is by default."""
         return any(getattr(self, name) != getattr(type(self), name) for name in names)
 
+    @property
     def host_kv_bytes(self) -> int | None:
         """Bytes of host memory that were asked for. Raises UsageError for what is no size, or has no unit."""
-        if (size := self.host_kv_memory) is None:
-            return None
-        if re.fullmatch(r"[\d.]+", size):
+        size = self.host_kv_memory
+        if size is not None and re.fullmatch(r"[\d.]+", size):
             raise UsageError(f"--host-kv-memory {size:.40} has no unit: say {size:.40}GiB")
         try:
-            return parse_size(size)
+            return None if size is None else parse_size(size)
         except UsageError as error:
             raise UsageError(f"--host-kv-memory: {error}") from None
 
@@ -182,8 +167,7 @@ class FleetOptions(Options, panel="Fleet"):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedHardware:
+class SimulatedHardware(NamedTuple):
     """What a policy is simulated on: devices by the cost model, or as ``nanoserve profile`` measured them."""
 
     name: str  # the layout, or the two of them
@@ -191,27 +175,24 @@ class SimulatedHardware:
     predictors: Sequence[Predictor]
     kv_blocks: Sequence[int]  # on the devices of each layout
     host_blocks: int
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what a report says of it where the options do not
+    facts: Mapping[str, Any] = {}  # what a report says of it where the options do not
 
     @classmethod
     def of(cls, options: HardwareOptions, step_tokens: int) -> "SimulatedHardware":
         """All that the options mean together, in steps of ``step_tokens``. Raises UsageError if they do not fit."""
         if options.profile is not None:
             return cls._measured(options, options.profile)
-        split = parsed_split(options.pp_split)
-        if split is not None and len(split) != options.pp:
-            raise UsageError(f"--pp-split {options.pp_split} names {len(split)} stages, but --pp is {options.pp}")
-        shape, machine = load_shape(options.model), load_machine(options.hardware)
-        costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
-        first = costs[0].layout
-        one_layout = f"{first.pipeline_parallel} stages x {first.tensor_parallel}"
-        return cls(
-            name=one_layout if len(costs) == 1 else " -> ".join(each.layout.name for each in costs),
-            layouts=costs,
-            predictors=layout_predictors(costs),
-            kv_blocks=[_kv_blocks(options, each, step_tokens) for each in costs],
-            host_blocks=_host_blocks(options, costs[0]),
+        split, shape, machine = (
+            parsed_split(options.pp_split),
+            load_shape(options.model),
+            load_machine(options.hardware),
         )
+        costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
+        name = (
+            f"{options.pp} stages x {options.tp}" if len(costs) == 1 else " -> ".join(one.layout.name for one in costs)
+        )
+        blocks = [_kv_blocks(options, each, step_tokens) for each in costs]
+        return cls(name, costs, layout_predictors(costs), blocks, _host_blocks(options, costs[0]))
 
     @classmethod
     def _measured(cls, options: HardwareOptions, path: Path) -> "SimulatedHardware":
@@ -220,16 +201,12 @@ class SimulatedHardware:
             raise UsageError("--profile has one layout: leave --prefill-parallel and --decode-parallel out")
         if options.changed("model", "hardware", "pp", "tp", "pp_split", "metadata"):
             raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
-        times = MeasuredTimes(read_profile(path))
-        model, device = times.profile.settings["model"], times.profile.device.name
-        return cls(
-            name="as measured",
-            layouts=[times],
-            predictors=[MeasuredPredictor(times.profile)],
-            kv_blocks=[_countable(options.num_blocks or times.memory.kv_blocks(options.block_size))],
-            host_blocks=_host_blocks(options, times.profile.step_costs()),
-            facts={"model": model, "hardware": device, "stages": 1, "tensor_parallel": 1},
-        )
+        profile = read_profile(path)
+        times = MeasuredTimes(profile)
+        blocks = _countable(options.num_blocks or times.memory.kv_blocks(options.block_size))
+        host_blocks = _host_blocks(options, profile.step_costs())
+        facts = {"model": profile.settings["model"], "hardware": profile.device.name, "stages": 1, "tensor_parallel": 1}
+        return cls("as measured", [times], [MeasuredPredictor(profile)], [blocks], host_blocks, facts)
 
 
 def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> int:
@@ -238,10 +215,9 @@ def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> 
     if options.num_blocks is None:
         return _countable(fitting)
     if options.num_blocks > fitting:
-        fit = (
-            f"only {fitting} blocks of {options.block_size} tokens fit beside the weights in layout {costs.layout.name}"
-        )
-        raise UsageError(f"--num-blocks {options.num_blocks}: {fit}; ask for fewer, or for more devices")
+        fit = f"only {fitting} blocks of {options.block_size} tokens fit beside the weights"
+        advice = "ask for fewer, or for more devices"
+        raise UsageError(f"--num-blocks {options.num_blocks}: {fit} in layout {costs.layout.name}; {advice}")
     return options.num_blocks
 
 
@@ -252,10 +228,9 @@ def _countable(blocks: int) -> int:
 
 
 def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
-    wanted, machine = options.host_kv_bytes(), costs.machine
+    wanted, machine, flag = options.host_kv_bytes, costs.machine, f"--host-kv-memory {options.host_kv_memory}"
     if wanted is None:
         return 0
-    flag = f"--host-kv-memory {options.host_kv_memory}"
     if 0 < machine.host_memory_bytes < wanted:
         gibibytes = f"{machine.host_memory_bytes / GIBI:g} GiB"
         raise UsageError(f"{flag} is more than the {gibibytes} that a node of {machine.name} has")
@@ -279,11 +254,8 @@ class SimulateOptions(
     slo: str | None = option(
         None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
     )
-    record: Path | None = option(
-        None,
-        "Write the stages' time for Perfetto or chrome://tracing; one policy only.",
-        metavar="FILE",
-        panel=RESULTS_PANEL,
+    record: Path | None = file_option(
+        "Write the stages' time for Perfetto or chrome://tracing; one policy only.", panel=RESULTS_PANEL
     )
 
 
@@ -313,8 +285,7 @@ def run(options: SimulateOptions) -> None:
     reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
     # All devices of a simulated stage are one worker, which is named by its stage if there is one layout.
     layouts = options.layouts() if len(hardware.layouts) > 1 else (ParallelLayout(),)
-    with reported as report, ExitStack() as files:
-        trace = None if options.record is None else files.enter_context(ChromeTraceFile(options.record))
+    with reported as report, ChromeTraceFile(options.record) if options.record else nullcontext() as trace:
         runs: list[PlottedRun] = []
         for name, policy in chosen.items():
             window = StepWindow(beside=runs[0].window if runs else None)
@@ -326,7 +297,7 @@ def run(options: SimulateOptions) -> None:
                 num_blocks=hardware.kv_blocks[0],
                 block_size=options.block_size,
                 max_num_seqs=options.max_num_seqs,
-                runtime=RUNTIMES[options.metadata],
+                runtime=_RUNTIMES[options.metadata],
                 observers=(window, *traces),
                 slo=slo,
                 replicas=options.replicas,
@@ -345,10 +316,9 @@ def run(options: SimulateOptions) -> None:
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:
     groups = (HardwareOptions, WorkloadOptions, FleetOptions)
     names = [declared.name for group in groups for declared in fields(group) if declared.name not in ("pp", "tp")]
-    host_bytes = options.host_kv_bytes()
     return {
         **msgspec.to_builtins({name: getattr(options, name) for name in names}, enc_hook=str),
-        "host_kv_memory": None if host_bytes is None else host_bytes / GIBI,
+        "host_kv_memory": options.host_kv_bytes and options.host_kv_bytes / GIBI,
         "stages": options.pp,
         "tensor_parallel": options.tp,
         **hardware.facts,

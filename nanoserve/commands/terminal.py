@@ -16,7 +16,6 @@ from nanoserve.errors import UsageError
 REDRAW_SECONDS = 0.1  # nobody sees more
 _LONGEST_MESSAGE = 1000
 _FIRST_COLUMN = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
-
 T = TypeVar("T")
 
 

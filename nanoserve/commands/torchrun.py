@@ -13,7 +13,6 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.processes.threads import prepare_threads
 from nanoserve.runtime.launch.rendezvous import SharedKeys, TorchrunProcess
-from nanoserve.runtime.workers.agent import WorkerAgent
 
 W = TypeVar("W", bound=WorkersOptions)
 
@@ -33,7 +32,16 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:
-            _keep_worker(process, options)
+            from nanoserve.runtime.workers.agent import WorkerAgent  # imports NumPy, which rank 0 does not need
+
+            prepare_threads(options.threads)
+
+            def resolve() -> ResolvedModel:
+                with show_progress() as progress:
+                    return resolve_model(options.model, offline=options.offline, progress=progress)
+
+            remark(f"worker {process.rank} of the engine on {process.master_address}")
+            WorkerAgent(process, SharedKeys.of_torchrun(process), resolve).keep()
             return None
         code: int | None = RuntimeFailure.exit_code
         try:
@@ -44,14 +52,3 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         return code
 
     return run
-
-
-def _keep_worker(process: TorchrunProcess, engine: WorkersOptions) -> None:
-    prepare_threads(engine.threads)
-
-    def resolve() -> ResolvedModel:
-        with show_progress() as progress:
-            return resolve_model(engine.model, offline=engine.offline, progress=progress)
-
-    remark(f"worker {process.rank} of the engine on {process.master_address}")
-    WorkerAgent(process, SharedKeys.of_torchrun(process), resolve).keep()

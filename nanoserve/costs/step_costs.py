@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache, lru_cache
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import STORED_BITS, ModelCounts, Operator, OperatorKind, Precision
@@ -124,9 +125,9 @@ class StepCosts:
         self._host = self._reached(machine.host_link)
         stages = [(tuple(self.counts.stages[stage].items()), self._group[stage]) for stage in range(self.num_stages)]
         self._first_alike = [stages.index(stage) for stage in stages]  # the first stage with the same layers and links
-        self._layers_seconds: dict[tuple[int, int], float] = {}  # by tokens and stage: many steps have as many tokens
-        self._newest: StepWork | None = None
-        self._layers_of_newest: dict[int, float] = {}  # layers and attention, by stage
+        self._inner_seconds = lru_cache(maxsize=self.num_stages)(self._inner)
+        self.layers_seconds = cache(self._layers)  # many steps have as many tokens
+        self._embedding_seconds, self._head_seconds = cache(self._embedding), cache(self._head)
 
     def work(
         self, decode_contexts: Sequence[int] = (), chunks: Iterable[Chunk] = (), sampled: int | None = None
@@ -137,37 +138,35 @@ class StepCosts:
         """Device time of one stage: operators, the gaps between kernels, all-reduces. 0 for an empty step."""
         if not work.tokens:
             return 0.0
-        if work is not self._newest:
-            self._newest, self._layers_of_newest = work, {}
-        first, known = self._first_alike[stage], self._layers_of_newest
-        if first not in known:
-            known[first] = self.layers_seconds(work.tokens, first) + self.attention_seconds(work, first)
-        return known[first] + self.ends_seconds(work, stage)
+        return self._inner_seconds(work, self._first_alike[stage]) + self.ends_seconds(work, stage)
 
-    def layers_seconds(self, tokens: int, stage: int) -> float:
+    def _inner(self, work: StepWork, stage: int) -> float:
+        return self.layers_seconds(work.tokens, stage) + self.attention_seconds(work, stage)
+
+    def _layers(self, tokens: int, stage: int) -> float:
         """A stage's layers without their attention: products, gaps between kernels, all-reduces. 0 for no tokens."""
         if not tokens:
             return 0.0
-        if (tokens, stage) not in self._layers_seconds:
-            factors, reduce = self.efficiency, self._all_reduce_seconds(tokens, stage)
-            beside = factors.kernels_per_layer * factors.kernel_seconds + _ALL_REDUCES_PER_LAYER * reduce
-            products = sum(map(self.operator_seconds, self.counts.products(StepWork(decodes=tokens), stage)))
-            self._layers_seconds[tokens, stage] = self.counts.layers(stage) * beside + products
-        return self._layers_seconds[tokens, stage]
+        factors, reduce = self.efficiency, self._all_reduce_seconds(tokens, stage)
+        beside = factors.kernels_per_layer * factors.kernel_seconds + _ALL_REDUCES_PER_LAYER * reduce
+        products = sum(map(self.operator_seconds, self.counts.products(StepWork(decodes=tokens), stage)))
+        return self.counts.layers(stage) * beside + products
 
     def attention_seconds(self, work: StepWork, stage: int) -> float:
         return sum([self.operator_seconds(operator) for operator in self.counts.attention(work, stage)])
 
     def ends_seconds(self, work: StepWork, stage: int) -> float:
         """What a stage computes outside its layers: the embedding before the first, the head behind the last."""
-        seconds, gap = 0.0, self.efficiency.kernel_seconds
-        if stage == 0 and work.tokens:
-            embedding = self.operator_seconds(self.counts.embedding(work.tokens))
-            seconds = embedding + gap + self._all_reduce_seconds(work.tokens, stage)
-        if stage == self.num_stages - 1 and work.sampled:
-            head = self.operator_seconds(self.counts.product(self.counts.head, work.sampled))
-            seconds += head + self._gather_seconds(work, stage) + _KERNELS_OF_HEAD * gap
-        return seconds
+        before = self._embedding_seconds(work.tokens) if stage == 0 and work.tokens else 0.0
+        return before + (self._head_seconds(work.sampled) if stage == self.num_stages - 1 and work.sampled else 0.0)
+
+    def _embedding(self, tokens: int) -> float:
+        embedding = self.operator_seconds(self.counts.embedding(tokens))
+        return embedding + self.efficiency.kernel_seconds + self._all_reduce_seconds(tokens, 0)
+
+    def _head(self, sampled: int) -> float:
+        head = self.operator_seconds(self.counts.product(self.counts.head, sampled))
+        return head + self._gather_seconds(sampled) + _KERNELS_OF_HEAD * self.efficiency.kernel_seconds
 
     def send_seconds(self, work: StepWork, stage: int) -> float:
         """Each device sends the hidden states whole to its peer in the next stage. 0 after the last stage."""
@@ -203,8 +202,8 @@ class StepCosts:
 
     def all_reduce_seconds(self, work: StepWork, stage: int) -> float:
         """All of a stage's all-reduces, and gathering the divided logits on the last one."""
-        one = self._all_reduce_seconds(work.tokens, stage)
-        return self.all_reduces(stage) * one + self._gather_seconds(work, stage)
+        gather = self._gather_seconds(work.sampled) if stage == self.num_stages - 1 else 0.0
+        return self.all_reduces(stage) * self._all_reduce_seconds(work.tokens, stage) + gather
 
     def swap_seconds(self, tokens: int, stage: int) -> float:
         """The KV of these tokens between device and host, one way; the devices of all stages work at once."""
@@ -238,12 +237,12 @@ class StepCosts:
         """One all-reduce; 0 without tensor parallelism."""
         return self._group[stage].all_reduce_seconds(self.counts.activation_bytes(tokens), self._degree)
 
-    def _gather_seconds(self, work: StepWork, stage: int) -> float:
+    def _gather_seconds(self, sampled: int) -> float:
         """The divided logits on the last stage: one device receives all the others' parts."""
-        if self._degree == 1 or stage < self.num_stages - 1 or not work.sampled:
+        if self._degree == 1 or not sampled:
             return 0.0
-        logits = work.sampled * self.counts.vocabulary * self.counts.precision.other_bytes
-        return self._group[stage].send_seconds(logits * (self._degree - 1))
+        logits = sampled * self.counts.vocabulary * self.counts.precision.other_bytes
+        return self._group[-1].send_seconds(logits * (self._degree - 1))
 
     def _joining(self, stage: int, stages: int) -> Link:
         """The link among the devices of this many stages, as programs reach it."""

@@ -62,22 +62,6 @@ class ChartCurve(msgspec.Struct, frozen=True):
     style: str = "o-"  # line style of matplotlib: "o-", "--", "," ...
 
 
-class Panel(msgspec.Struct, frozen=True, kw_only=True):
-    """Axes with curves."""
-
-    title: str
-    x: str
-    y: str  # what the axes are, with units
-    curves: Sequence[ChartCurve]
-    kind: Literal["line", "step", "bar", "stack", "area"] = "line"
-    """"step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on top of
-    one another, the first lowest; "area": steps on top of one another."""
-    log_x: bool = False
-    log_y: bool = False
-    from_zero: bool = True  # the vertical axis begins at zero
-    marks: tuple[float, ...] = ()  # values on the vertical axis that a dotted line marks
-
-
 class Band(msgspec.Struct, frozen=True):
     """A part of the horizontal axis with a colour of its own."""
 
@@ -97,9 +81,20 @@ class Note(msgspec.Struct, frozen=True):
     curve: int | None = None  # the curve whose colour it has; black without one
 
 
-class AnnotatedPanel(Panel, frozen=True, kw_only=True):
+class Panel(msgspec.Struct, frozen=True, kw_only=True):
     """Axes with curves, bands and texts."""
 
+    title: str
+    x: str
+    y: str  # what the axes are, with units
+    curves: Sequence[ChartCurve]
+    kind: Literal["line", "step", "bar", "stack", "area"] = "line"
+    """"step": lines that hold a value until the next point; "bar": groups beside one another; "stack": bars on top of
+    one another, the first lowest; "area": steps on top of one another."""
+    log_x: bool = False
+    log_y: bool = False
+    from_zero: bool = True  # the vertical axis begins at zero
+    marks: tuple[float, ...] = ()  # values on the vertical axis that a dotted line marks
     bands: Sequence[Band] = ()
     notes: Sequence[Note] = ()
     vertical_marks: Sequence[float] = ()  # values on the horizontal axis that a dotted line marks
@@ -137,7 +132,7 @@ class Gantt(msgspec.Struct, frozen=True, kw_only=True):
     end: float  # the axis goes from 0 to here
 
 
-AnyPanel = Panel | AnnotatedPanel | Bars | Gantt
+AnyPanel = Panel | Bars | Gantt
 
 
 class Chart(msgspec.Struct, frozen=True):
@@ -256,12 +251,10 @@ def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
     elif one.kind == "step":
         axes.margins(x=0)
     axes.grid(axis="y", alpha=0.3)
-    if isinstance(one, AnnotatedPanel):
-        handles |= _annotate(axes, one)
-    return handles
+    return handles | _annotate(axes, one)
 
 
-def _annotate(axes: "Axes", one: AnnotatedPanel) -> dict[str, Any]:
+def _annotate(axes: "Axes", one: Panel) -> dict[str, Any]:
     """Bands: in full colour at the top, pale below. Then texts and vertical marks."""
     handles: dict[str, Any] = {}
     for band in one.bands:
@@ -335,11 +328,12 @@ def _draw_bars(axes: "Axes", one: Panel) -> dict[str, Any]:
 
 
 def _draw_areas(axes: "Axes", one: Panel) -> dict[str, Any]:
-    handles, tops = {}, np.zeros(len(one.curves[0].xs))
+    """A value reaches from its place to the next; the last one is a unit wide."""
+    handles, tops = {}, np.zeros(len(one.curves[0].xs) + 1)
     for curve in one.curves:
-        below, tops = tops, tops + curve.ys
-        colour = COLOURS.get(curve.label)
-        handles[curve.label] = axes.fill_between(curve.xs, below, tops, step="post", color=colour, linewidth=0)
+        below, tops = tops, tops + np.append(curve.ys, curve.ys[-1])
+        edges, colour = np.append(curve.xs, float(curve.xs[-1]) + 1), COLOURS.get(curve.label)
+        handles[curve.label] = axes.fill_between(edges, below, tops, step="post", color=colour, linewidth=0)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.margins(x=0)
     return handles

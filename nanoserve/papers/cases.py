@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replace_field
-from itertools import islice
+from itertools import chain, islice
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import layout_predictors
 from nanoserve.measures.metrics import Distribution, Slo, Spread
@@ -99,6 +99,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Factor by which all-reduces, and what stages send, are faster: latency too, as Seesaw mutates a trace."""
     steady: tuple[float, float] | None = None
     """Between which shares of the first tokens the steady state is measured; None means not at all."""
+    ends_steady: bool = False
+    """Whether the run ends with its steady state, for runs of which nothing else is read."""
     logged_steps: int = 0
     """How many steps are kept from its beginning on."""
     slo: Slo | None = None
@@ -154,6 +156,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             host_blocks=host_blocks if is_tiered else 0,
             other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
             predictors=layout_predictors(layouts) if is_tiered else (),
+            is_over=lambda: self.ends_steady and window.is_over,
         )
         return Outcome(
             result=result,
@@ -231,6 +234,12 @@ def mean_of(latency: str, milliseconds: float = 1.0) -> Metric:
     return metric
 
 
+def _run_largest_first(run: Run, cases: Iterable[Case]) -> Outcomes:
+    """Large runs begin first, so that at the end no process computes one alone."""
+    ordered = sorted(cases, key=lambda case: -case.requests)
+    return run(ordered)
+
+
 class Runs(Generic[Key]):
     """Cases by key, one for each seed, and their outcomes: how every figure runs and compares.
 
@@ -239,7 +248,7 @@ class Runs(Generic[Key]):
 
     def __init__(self, run: Run, cases: Mapping[Key, Sequence[Case]]) -> None:
         self.cases = cases
-        self._outcomes: Outcomes = run(case for several in cases.values() for case in several)
+        self._outcomes = _run_largest_first(run, chain.from_iterable(cases.values()))
 
     def outcomes(self, key: Key) -> list[Outcome]:
         """Outcomes in the order of the seeds."""
@@ -273,8 +282,7 @@ def with_budget(case: Case, token_budget: int) -> Case:
 
 def tuned(cases: Sequence[Case], run: Run, score: Metric, budgets: Sequence[int] = TOKEN_BUDGETS) -> list[Case]:
     """Each case with the token budget of the list whose outcome scores highest, the first of equals."""
-    outcomes = run(with_budget(case, budget) for case in cases for budget in budgets)
-
+    outcomes = _run_largest_first(run, (with_budget(case, budget) for case in cases for budget in budgets))
     return [
         max((with_budget(case, budget) for budget in budgets), key=lambda one: score(outcomes[one])) for case in cases
     ]

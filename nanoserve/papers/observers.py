@@ -73,8 +73,12 @@ class SteadyWindow(StepObserver):
             self.samples.append(StepSample(planned.time, planned.plan.prompt_tokens, planned.plan.decodes, spans))
 
     @property
+    def is_over(self) -> bool:
+        return len(self._answered) >= self._last
+
+    @property
     def _is_open(self) -> bool:
-        return self._first <= len(self._answered) < self._last
+        return self._first <= len(self._answered) and not self.is_over
 
     def _gained(self, plan: StepPlan) -> int:
         """Output tokens of the step, and the prompts that are computed with it."""
@@ -144,7 +148,7 @@ class PhaseClock(StepObserver):
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         kind = "decode" if not planned.plan.prompt_tokens else "mixed" if planned.plan.decodes else "prefill"
-        seconds = fmean(times.computed - times.started for times in stages)
+        seconds = fmean([times.computed - times.started for times in stages])
         self._seconds[kind] += seconds
         if kind == "decode":
             self._decode_rows += planned.plan.decodes * seconds

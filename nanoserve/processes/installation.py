@@ -1,11 +1,13 @@
 """Where this package comes from: the checkout that holds it, a clone that it was installed from, or neither."""
 
-import json
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import msgspec
 
 PLACE = Path(__file__).resolve().parents[2]
 """The directory that holds the packages: a checkout, or site-packages."""
@@ -52,11 +54,8 @@ def _source(place: Path) -> Path | None:
 def _direct_url(place: Path) -> dict[str, Any]:
     """The source of the package as pip recorded it (PEP 610); empty for a package from an index."""
     for distribution in metadata.distributions(name="nanoserve", path=[str(place)]):
-        try:
-            found = json.loads(distribution.read_text("direct_url.json") or "{}")
-        except ValueError:
-            continue
-        return found if isinstance(found, dict) else {}
+        with suppress(msgspec.MsgspecError):
+            return msgspec.json.decode(distribution.read_text("direct_url.json") or "{}", type=dict[str, Any])
     return {}
 
 

@@ -2,30 +2,12 @@
 
 import secrets
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from nanoserve.errors import RuntimeFailure
-
-
-class SocketKeys(msgspec.Struct, frozen=True):
-    """The listening side's key pair for ZeroMQ's CURVE, as Z85 text. Other processes get the public key only.
-
-    Messages from senders without that key are ignored; messages cannot be read or changed on the way.
-    """
-
-    public: str
-    secret: str
-
-    @classmethod
-    def random(cls) -> "SocketKeys":
-        public, secret = zmq.curve_keypair()
-        return cls(public.decode(), secret.decode())
-
-    def __repr__(self) -> str:
-        return f"SocketKeys({self.public!r})"
 
 
 def local_address(directory: Path) -> str:
@@ -45,14 +27,21 @@ def local_address(directory: Path) -> str:
     return f"ipc://{path}"
 
 
-def listen(socket: "zmq.Socket[bytes]", address: str, keys: SocketKeys) -> None:
-    """Listen at an address for senders that know the public key. Raises RuntimeFailure if it cannot be used."""
-    socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        raise RuntimeFailure(f"cannot listen on {address}: {error.strerror}") from None
+def listen(sockets: "Mapping[str, zmq.Socket[bytes]]") -> str:
+    """Listen at each address with its socket; returns a new public key for ZeroMQ's CURVE, as Z85 text.
+
+    Messages from senders without that key are ignored; messages cannot be read or changed on the way. Raises
+    RuntimeFailure if an address cannot be used.
+    """
+    public_key, secret_key = zmq.curve_keypair()
+    for address, socket in sockets.items():
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = public_key, secret_key
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise RuntimeFailure(f"cannot listen on {address}: {error.strerror}") from None
+    return public_key.decode()
 
 
 def connect(socket: "zmq.Socket[bytes]", address: str, public_key: str) -> None:

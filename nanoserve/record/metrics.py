@@ -56,21 +56,19 @@ class LatencyMetrics:
     def __call__(self, event: Event) -> None:
         if not isinstance(event, Gained):
             return
-        now = event.time
-        previous = Counter[float]()  # how many waited since then; most of a step since the same moment
-        for update in event.updates:
-            last = self._last_update.get(update.request_id)
-            if last is None:
-                request = update.sequence.request
+        now, last_update = event.time, self._last_update
+        requests = [update.request_id for update in event.updates]
+        previous = Counter(map(last_update.get, requests))  # most of a step have waited since the same moment
+        if None in previous:
+            for request in [one.sequence.request for one in event.updates if one.request_id not in last_update]:
                 self.input_tokens += len(request.prompt)
                 self.ttft.add((now - request.arrival_time) * MILLISECONDS)
-            else:
-                previous[last] += 1
-            self._last_update[update.request_id] = now
-            if update.sequence.finish_reason is not None:
-                self._finish(update.sequence, now)
-        for time, times in previous.items():
-            self.itl.add((now - time) * MILLISECONDS, times)
+        last_update.update(dict.fromkeys(requests, now))
+        for sequence in [one.sequence for one in event.updates if one.sequence.finish_reason is not None]:
+            self._finish(sequence, now)
+        for last, times in previous.items():
+            if last is not None:
+                self.itl.add((now - last) * MILLISECONDS, times)
 
     def _finish(self, sequence: Sequence, now: float) -> None:
         del self._last_update[sequence.request.request_id]

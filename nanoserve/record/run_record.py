@@ -159,21 +159,14 @@ class RunRecord:
         return [replace(request, arrival_time=request.arrival_time - first) for request in self._requests]
 
     @property
-    def tiers(self) -> list[tuple[Tier, ...]]:
-        """For each request, the tier of the KV of each of its tokens."""
-        tiers = tiers_of_tokens(self.plans)
+    def tiers(self) -> list[list[Tier]]:
+        """For each request, the tier of the KV of each of its tokens: every sampled row begins one."""
+        tiers: dict[int, list[Tier]] = {}
+        for row in chain.from_iterable(plan.rows for plan in self.plans):
+            if row.sample and row.tokens:  # a row of no tokens finishes what an earlier one began
+                tiers.setdefault(row.sequence, []).append(row.tier)
         sequences = {update.request_id: update.sequence.sequence_id for update in self._updates}
         return [tiers[sequences[request.request_id]] for request in self._requests]
-
-
-def tiers_of_tokens(plans: Iterable[StepPlan]) -> dict[int, tuple[Tier, ...]]:
-    """For each sequence, the tier of the KV of each of its tokens: every sampled row begins one."""
-    found: dict[int, list[Tier]] = {}
-    for plan in plans:
-        for row in plan.rows:
-            if row.sample and row.tokens:  # a row of no tokens finishes what an earlier one began
-                found.setdefault(row.sequence, []).append(row.tier)
-    return {sequence: tuple(tiers) for sequence, tiers in found.items()}
 
 
 class StageShares(msgspec.Struct, frozen=True):
@@ -209,10 +202,8 @@ def stage_shares(record: RunRecord, tensor_parallel: int = 1) -> list[StageShare
         sending = sum(times.sent - times.computed for times in parts)
         metadata = _metadata_seconds(parts, given)
         busy = computing + sending + metadata
-        one = StageShares(
-            computing / working, sending / working, metadata / working, 1 - busy / working, metadata / busy
-        )
-        shares.append(one)
+        of_working = computing / working, sending / working, metadata / working
+        shares.append(StageShares(*of_working, waiting=1 - busy / working, metadata_of_step=metadata / busy))
         given = [times.sent for times in parts]
     return shares
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nanoserve.measures.charts import AnnotatedPanel, ChartCurve, Gantt, GanttSpan
+from nanoserve.measures.charts import ChartCurve, Gantt, GanttSpan, Panel
 from nanoserve.record.events import Planned, StepObserver
 from nanoserve.record.times import StageTimes
 
@@ -89,8 +89,8 @@ class StepWindow(StepObserver):
         return Gantt(title=title, x=x, rows=rows, spans=spans, end=(end - start) * per_second)
 
 
-def token_panels(titles: Sequence[str], x: str, counts: Sequence[Sequence[Sequence[int]]]) -> list[AnnotatedPanel]:
-    """Prompt tokens upon decodes of each step, a panel for each run, all with the same vertical axis.
+def token_panels(titles: Sequence[str], x: str, counts: Sequence[Sequence[Sequence[int]]]) -> list[Panel]:
+    """Prompt tokens stacked on decodes of each step, a panel for each run, all with the same vertical axis.
 
     The counts of each run are number, decodes and prompt tokens of each step; ``x`` names the horizontal axis.
     """
@@ -100,5 +100,5 @@ def token_panels(titles: Sequence[str], x: str, counts: Sequence[Sequence[Sequen
         steps, decodes, prompts = zip(*run, strict=True)
         curves = [ChartCurve("decodes", steps, decodes), ChartCurve("prompt tokens", steps, prompts)]
         y = "tokens of a step"
-        panels.append(AnnotatedPanel(title=title, x=x, y=y, curves=curves, kind="area", top=1.05 * most))
+        panels.append(Panel(title=title, x=x, y=y, curves=curves, kind="area", top=1.05 * most))
     return panels

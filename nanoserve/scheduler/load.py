@@ -72,9 +72,10 @@ class Cohort:
     """Keys that their attention reads in each layer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
-    """The engine's state when a step is to be decided.
+    """The engine's state when a step is to be decided. Nobody changes it; it is not frozen, because making it takes a
+    part of each step, and a frozen dataclass of this size takes four times as long to make.
 
     A sequence is ready if it may enter the next plan. If tokens are fed, it may be in flight then.
     """

@@ -39,6 +39,7 @@ class CompletionFormat(ABC):
         self._model = model
         self._text_of = text_of
         self._created = int(time.time())
+        self._offsets = Counter[int]()  # where the next text begins, by choice
 
     @abstractmethod
     def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
@@ -53,15 +54,11 @@ class CompletionFormat(ABC):
 class ChatFormat(CompletionFormat):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
-        super().__init__(model, text_of)
-        self._begun: set[int] = set()
-
     def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
         content = {"role": "assistant", "content": output.text}
-        if index in self._begun:  # the role comes with the first text: clients time the first chunk
+        if index in self._offsets:  # the role comes with the first text: clients time the first chunk
             content = {"content": output.text} if output.text else {}
-        self._begun.add(index)
+        self._offsets[index] += len(output.text)
         entries = [
             self._entry(one.token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
             for one in output.logprobs or ()
@@ -76,10 +73,6 @@ class ChatFormat(CompletionFormat):
 
 class TextFormat(CompletionFormat):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
-        super().__init__(model, text_of)
-        self._offsets = Counter[int]()  # where the next token's text begins, by choice
 
     def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
         logprobs = None if output.logprobs is None else self._logprobs(index, output.logprobs)

@@ -3,7 +3,7 @@
 import hmac
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -16,12 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoserve.errors import NanoserveError
 from nanoserve.server import endpoints
-from nanoserve.server.hosts import AllowedHosts
+from nanoserve.server.hosts import is_allowed
 from nanoserve.server.http_bodies import ApiError, as_api_error
 from nanoserve.server.service import Service
-
-OPEN_PATHS = frozenset({"/health"})
-"""Paths that are served without a key: a load balancer has none."""
 
 _LOG = logging.getLogger("nanoserve.server")
 
@@ -66,12 +63,12 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 class _Gate:
     """Refuses requests that are ambiguous, that address the server by a wrong name, or that show no valid key.
 
-    The open paths need no key. With ``hosts`` None, every name is allowed.
+    With ``hosts`` None, every name is allowed.
     """
 
     app: ASGIApp
     keys: Sequence[bytes]
-    hosts: AllowedHosts | None
+    hosts: Collection[str] | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope, dict(scope["headers"])) if scope["type"] == "http" else None
@@ -83,11 +80,11 @@ class _Gate:
             message = "the request has both Content-Length and Transfer-Encoding: send one of them"
             return ApiError(400, message, code="invalid_http", headers={"connection": "close"})
         host = headers.get(b"host")  # HTTP/1.0 may omit it; no browser does
-        if self.hosts is not None and host is not None and host not in self.hosts:
+        if self.hosts is not None and host is not None and not is_allowed(host, self.hosts):
             shown = host.decode("latin-1")
             message = f"the host {shown!r:.100} is none of this server's names: use localhost, or start it with "
             return ApiError(403, message + "--allowed-hosts NAME", code="host_not_allowed", param="Host")
-        if self.keys and scope["path"] not in OPEN_PATHS:
+        if self.keys and scope["path"] != "/health":  # a load balancer has no key
             key = scope["api_key"] = self._shown_key(headers.get(b"authorization", b""))
             if key is None:
                 message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 import zmq.asyncio
@@ -14,7 +14,7 @@ import zmq.asyncio
 from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
-from nanoserve.processes.sockets import SocketKeys, listen, local_address
+from nanoserve.processes.sockets import listen, local_address
 from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.record.counters import EngineStatus, RecentStep
@@ -28,7 +28,6 @@ LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 SILENCE_SECONDS = 10.0
 """Twenty missed heartbeats: the process is stopped, or its machine is."""
-ENGINE_PROGRAM = "from nanoserve.server.engine_process import main; main()"
 RETRY_SECONDS = 15.0
 """Time to the next attempt when engines keep dying."""
 
@@ -68,9 +67,9 @@ class EngineChild:
     async def start(self, start: messages.EngineStart) -> None:
         """Begin to load the model. Raises RuntimeFailure if the process does not come up."""
         make_directory(self._directory)
-        address, keys = local_address(self._directory), SocketKeys.random()
-        listen(self.mailbox.socket, address, keys)
-        self._process.tell(msgspec.json.encode(msgspec.structs.replace(start, address=address, key=keys.public)))
+        address = local_address(self._directory)
+        start = msgspec.structs.replace(start, address=address, key=listen({address: self.mailbox.socket}))
+        self._process.tell(msgspec.json.encode(start, enc_hook=str))
         try:
             if not await self._beats(START_SECONDS):
                 raise RuntimeFailure("the engine process died at once; its own words are above")
@@ -101,8 +100,7 @@ class EngineChild:
         readable, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(self._process.pulse, readable.set)
         try:
-            async with asyncio.timeout(seconds):
-                await readable.wait()
+            await asyncio.wait_for(readable.wait(), seconds)
         finally:
             loop.remove_reader(self._process.pulse)
         return self._process.beats()
@@ -122,7 +120,7 @@ class EngineClient:
         *,
         max_queue: int,
         on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-        program: str = ENGINE_PROGRAM,
+        program: str = "from nanoserve.server.engine_process import main; main()",
     ) -> None:
         self._start = start
         self._tokenizer = tokenizer
@@ -140,9 +138,8 @@ class EngineClient:
         self.facts: messages.EngineFacts | None = None  # None until then
         self.on_step: Callable[[RecentStep], None] = lambda step: None  # called with every step of an engine
         self.last = messages.StepReport()  # what the current engine said last
-        self.restarts = 0  # number of engines started after the first
         self.generated_tokens = 0  # tokens sampled by all engines
-        self._past: list[EngineStatus] = []  # what engines before the current one said last
+        self.past: list[EngineStatus] = []  # what engines before the current one said last
         self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
     @property
@@ -161,7 +158,7 @@ class EngineClient:
 
     def total(self, counter: str) -> int:
         """The sum of a counter of EngineStatus over all engines."""
-        return sum(getattr(status, counter) for status in (*self._past, self.last.status))
+        return sum(getattr(status, counter) for status in (*self.past, self.last.status))
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take all of the requests or none; one reader follows their streams.
@@ -204,7 +201,7 @@ class EngineClient:
 
     def describe_state(self) -> str:
         if self.state is EngineState.READY and not self.last.ready:
-            return "the engine's workers are stopped, or are being started anew"
+            return "the engine's workers are stopped, or are being restarted"
         return f"{self.state.value}: {self.reason}" if self.reason else self.state.value
 
     def _queue_length(self) -> int:
@@ -264,8 +261,7 @@ class EngineClient:
         if self._recent:
             _LOG.warning("its last steps: %s", "; ".join(map(str, self._recent)))
         self.state, self.reason = state, reason
-        self.restarts += 1
-        self._past.append(self.last.status)
+        self.past.append(self.last.status)
         self.last = messages.StepReport()
         self._recent.clear()
         self._sent = 0
@@ -274,27 +270,25 @@ class EngineClient:
 
     async def _run_engine(self) -> str:
         """Run one engine until it dies; returns how it died."""
-        child, tasks = EngineChild(self._program), list[asyncio.Task[Any]]()
+        child = EngineChild(self._program)
         try:
             await child.start(self._start)
             self._child = child
-            tasks = [asyncio.create_task(self._listen(child)), asyncio.create_task(child.death())]
-            listener, watcher = tasks
-            await asyncio.wait({listener, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if watcher.done():  # its last messages may still be on their way
+            listener, watcher = asyncio.create_task(self._listen(child)), asyncio.create_task(child.death())
+            try:
+                await asyncio.wait({listener, watcher}, return_when=asyncio.FIRST_COMPLETED)
+                # The listener only ends by an error. The last messages of a dead engine may still be on their way.
                 await asyncio.wait({listener}, timeout=_LAST_MESSAGES_SECONDS)
-            if listener.done():
-                await listener  # it only ends by an error
-            death: str = await watcher
-            return death
+                return (listener if listener.done() else watcher).result()
+            finally:
+                listener.cancel()
+                watcher.cancel()
+                await asyncio.gather(listener, watcher, return_exceptions=True)
         finally:
             self._child = None
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             await child.end()
 
-    async def _listen(self, child: EngineChild) -> None:
+    async def _listen(self, child: EngineChild) -> NoReturn:
         while True:
             for message in child.mailbox.decoded(await child.mailbox.socket.recv()):
                 self._take(message, child)

@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import zmq
@@ -114,12 +113,9 @@ class EngineLoop:
 def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[messages.Command]) -> Engine | Dispatcher:
     """Load the model, reporting progress, and report that the engine is ready."""
     from nanoserve.assembly import build_engine
-    from nanoserve.models.hub import ResolvedModel
 
-    directory = None if start.directory is None else Path(start.directory)
-    resolved = ResolvedModel(start.name, directory, Path(start.tokenizer_directory))
     try:
-        built = build_engine(resolved, start.config, lambda *progress: mailbox.send(messages.LoadProgress(*progress)))
+        built = build_engine(start.model, start.config, lambda *now: mailbox.send(messages.LoadProgress(*now)))
     except MemoryError as error:
         raise RuntimeFailure("out of memory: choose a smaller --kv-cache-memory or --max-model-len") from error
     mailbox.send(
@@ -141,7 +137,8 @@ def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[mess
 def main(build: Callable[..., Engine | Dispatcher] = build_from_model) -> None:
     """Entry point; ``build`` makes the engine. The first line of stdin is an EngineStart."""
     watchdog = ParentWatchdog.of_this_process()
-    start = msgspec.json.decode(watchdog.read_line(), type=messages.EngineStart)
+    line = watchdog.read_line()
+    start = msgspec.json.decode(line, type=messages.EngineStart, dec_hook=lambda kind, text: kind(text))
     mailbox: messages.Mailbox[messages.Command] = messages.Mailbox(zmq.Context(io_threads=1), messages.Command)
     connect(mailbox.socket, start.address, start.key)
     tempfile.gettempdir()  # remembered before TMPDIR changes: files of workers must outlive the directory

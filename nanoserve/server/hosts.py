@@ -6,7 +6,7 @@ the answers. The header Host holds that name, which is not a name of this server
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 
 _NAME_AND_PORT = re.compile(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?")
 
@@ -19,13 +19,8 @@ def is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-class AllowedHosts:
-    """Names that a request's Host may hold, with any port: the given ones, and those of the machine itself."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = frozenset(name.lower().strip("[]") for name in names)
-
-    def __contains__(self, host: bytes) -> bool:
-        found = _NAME_AND_PORT.fullmatch(host.decode("latin-1").lower())
-        name = (found[1] or found[2]) if found else ""
-        return name in self._names or is_loopback(name)
+def is_allowed(host: bytes, names: Collection[str]) -> bool:
+    """Whether a request's Host holds one of these lower-case names, or one of the machine itself, with any port."""
+    found = _NAME_AND_PORT.fullmatch(host.decode("latin-1").lower())
+    name = (found[1] or found[2]) if found else ""
+    return name in names or is_loopback(name)

@@ -12,6 +12,7 @@ import zmq
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError
+from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams, TokenLogprob
 
@@ -21,13 +22,9 @@ MAX_COMMAND_BYTES = 64 << 20
 
 
 class EngineStart(msgspec.Struct, frozen=True):
-    """The line of JSON on the engine process's stdin."""
+    """The line of JSON on the engine process's stdin, in which a path is a string."""
 
-    name: str
-    """The model's name for people; a dummy's name also contains its shape."""
-    directory: str | None
-    """The model's directory; None for a dummy."""
-    tokenizer_directory: str
+    model: ResolvedModel
     config: EngineConfig
     address: str = ""
     """ZeroMQ address at which the front end listens."""
@@ -36,7 +33,7 @@ class EngineStart(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
-    """A message that is told by its name."""
+    """A message with the name of its class as its tag."""
 
 
 class Add(_Message, frozen=True):

@@ -109,7 +109,7 @@ class Metrics(Collector):
             (counter, "nanoserve:worker_losses", "Times that workers died.", total("losses")),
             (counter, "nanoserve:host_losses", "Times that attention on the CPU was lost.", total("host_losses")),
             (counter, "nanoserve:engine_steps", "Steps.", total("steps")),
-            (counter, "nanoserve:engine_restarts", "Engines started after the first.", engine.restarts),
+            (counter, "nanoserve:engine_restarts", "Engines started after the first.", len(engine.past)),
             (counter, "nanoserve:dropped_messages", "Messages that made no sense.", engine.dropped),
         )
         for kind, name, text, value in rows:

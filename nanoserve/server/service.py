@@ -5,7 +5,7 @@ import hashlib
 import random
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass
 from functools import partial
@@ -18,7 +18,6 @@ from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
 from nanoserve.server.answers import token_texts
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
-from nanoserve.server.hosts import AllowedHosts
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
 from nanoserve.server.metrics import Metrics
@@ -60,7 +59,7 @@ class Service:
     limits: ClientLimits
     api_keys: Sequence[str] = ()
     """Every client must show one of them; empty if no key is needed."""
-    allowed_hosts: AllowedHosts | None = None
+    allowed_hosts: Collection[str] | None = None
     """Names by which clients may address the server; None allows every name."""
     seed: InitVar[int | None] = None
     """Makes repeatable the seeds of requests that come without one."""

@@ -115,8 +115,10 @@ def check_replicas(number: int) -> None:
         raise UsageError(f"a fleet has 1 to {MOST_REPLICAS} replicas, not {number}")
 
 
-def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Request]) -> None:
-    """Run requests to their ends; raises UsageError if one can never run.
+def drive_fleet(
+    fleet: Sequence[Replica], router: Router, requests: Iterable[Request], is_over: Callable[[], bool]
+) -> None:
+    """Run requests to their ends, or once all have arrived, until ``is_over``. Raises UsageError if one can never run.
 
     Between two arrivals the engines have nothing to do with each other, so each works until the next one on its own. An
     engine is only advanced when its next result is due; until then it would make the same decision again.
@@ -131,4 +133,5 @@ def drive_fleet(fleet: Sequence[Replica], router: Router, requests: Iterable[Req
         admit(fleet[chosen].engine, request)
         due[chosen] = now
     for replica in fleet:
-        drive(replica.engine, ())
+        while replica.engine.has_work and not is_over():
+            replica.engine.step(None)

@@ -107,13 +107,11 @@ class Pipeline:
         for stage in range(last + 1):
             computing = times.stage_seconds(work, stage)
             start = self._start(stage, arrived, now, preparation, computing)
-            end = start + computing
-            self._stage_free[stage] = end
+            end = self._stage_free[stage] = start + computing
             self.busy_seconds[stage] += computing
             passages.append(Passage(start, end))
             if stage < last:
-                arrived = max(end, self._link_free[stage]) + times.send_seconds(work, stage)
-                self._link_free[stage] = arrived
+                arrived = self._link_free[stage] = max(end, self._link_free[stage]) + times.send_seconds(work, stage)
         return passages
 
     def begin(self, work: StepWork, now: float) -> float:
@@ -135,6 +133,5 @@ class Pipeline:
         ready = max(arrived, self._stage_free[stage])
         if self._runtime.metadata == "coupled":
             return ready + preparation
-        prepared = max(submitted, self._host_free[stage]) + preparation
-        self._host_free[stage] = prepared
+        prepared = self._host_free[stage] = max(submitted, self._host_free[stage]) + preparation
         return max(ready, prepared)

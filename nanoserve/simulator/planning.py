@@ -97,7 +97,7 @@ class Candidate:
     """KV blocks of a replica in host memory; 0 with one layout."""
     replicas: int
     work: PlannedWork
-    """Of all replicas together."""
+    """The total of all replicas."""
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
 """simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, measured as they run."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -46,6 +46,7 @@ def simulate(
     host_blocks: int = 0,
     other_layouts: Sequence[OtherLayout] = (),
     predictors: Sequence[Predictor] = (),
+    is_over: Callable[[], bool] = lambda: False,
 ) -> SimulationResult:
     """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
 
@@ -60,6 +61,7 @@ def simulate(
         host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
         other_layouts: parallel layouts 1, 2, ... that the policy may change to.
         predictors: for the policy, one per layout.
+        is_over: whether to stop once all requests have arrived; the result is then of what was run.
 
     Raises UsageError for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
     attention on the host under a layout of several stages.
@@ -83,16 +85,14 @@ def simulate(
     )
     if (host_blocks or other_layouts) and not isinstance(times, TieredTimes):
         raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
-    layouts = [times, *(layout.times for layout in other_layouts)]
-    fleet = []
+    layouts, fleet = [times, *(layout.times for layout in other_layouts)], []
     for _ in range(replicas):
         steps = StepMetrics(block_size, 1 + len(other_layouts))
-        lives = LatencyMetrics((within, *request_observers))
         executor = SimulatedExecutor(*layouts, block_size=block_size, runtime=runtime)
-        fleet.append(Replica(make_scheduler(), executor, steps, lives))
+        fleet.append(Replica(make_scheduler(), executor, steps, LatencyMetrics((within, *request_observers))))
     fleet[0].engine.recorder.add(*observers)
-    drive_fleet(fleet, make_router(router), _fitting(requests, longest))
-    if not within.requests:
+    drive_fleet(fleet, make_router(router), _fitting(requests, longest), is_over)
+    if not any(replica.scheduler.steps for replica in fleet):
         raise UsageError("there are no requests to simulate")
     fleet[0].engine.recorder.finish()
     return _result(fleet, None if slo is None else within)
@@ -101,8 +101,7 @@ def simulate(
 def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
     """Refuse a request that would be cut off."""
     for request in requests:
-        length = len(request.prompt) + request.seed
-        if length > longest:
+        if (length := len(request.prompt) + request.seed) > longest:
             raise UsageError(
                 f"{request.request_id} takes {length} tokens, but all KV blocks together hold {longest}; "
                 "use more or larger devices, or shorter requests"

@@ -44,7 +44,7 @@ class SteadyProbe(BandwidthProbe):
 def run_undisturbed(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs ``nanoserve bench ARGUMENTS`` here, as on a machine that does nothing else."""
     # What else runs on the machine would tell rounds apart.
-    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.ForeignLoad.read", lambda self: 0.0)
+    monkeypatch.setattr("nanoserve.benchmarks.machine.ForeignLoad.read", lambda self: 0.0)
     monkeypatch.setattr("nanoserve.benchmarks.roofline.BandwidthProbe", SteadyProbe)
     return partial(run_command, "bench")
 

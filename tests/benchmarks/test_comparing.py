@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.comparing import Round, ratios, run_rounds, samples, summarize
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.rounds import in_states
+from nanoserve.commands.bench_compare import Round, ratios, run_rounds, samples, summarize
 from nanoserve.measures.workloads import BatchCase
 from tests.benchmarks.fakes import FakePeer
 

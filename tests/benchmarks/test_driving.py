@@ -3,6 +3,7 @@
 import pytest
 
 from nanoserve.benchmarks.driving import EngineDriver
+from nanoserve.benchmarks.floors import step_kind
 from nanoserve.errors import RuntimeFailure, UsageError
 from tests.benchmarks.fakes import VirtualExecutor, virtual_engine
 
@@ -13,7 +14,7 @@ def test_every_token_has_its_time() -> None:
     # four prompt tokens take two seconds, each decode half a second
     assert run.timings[0].token_times == (2.0, 2.5, 3.0)
     assert [step.executor_seconds for step in run.steps] == [2.0, 0.5, 0.5]
-    assert [step.shape.kind for step in run.steps] == ["prefill", "decode", "decode"]
+    assert [step_kind(step.work) for step in run.steps] == ["prefill", "decode", "decode"]
 
 
 def test_each_request_gets_its_own_number_of_tokens() -> None:

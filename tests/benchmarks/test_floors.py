@@ -2,21 +2,29 @@
 
 import pytest
 
-from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
+from nanoserve.benchmarks.floors import Limits, ModelCost, step_kind, step_work
+from nanoserve.costs.work import StepWork
 from nanoserve.models.hub import dummy_config
 from nanoserve.scheduler.plan import Row, StepPlan
 
 
-def test_the_shape_of_a_plan() -> None:
+def test_the_work_of_a_plan() -> None:
     rows = (
         Row(sequence=0, start=9, tokens=(1,), sample=True),
         Row(sequence=1, start=4, tokens=(1, 2, 3), sample=False),
     )
-    shape = StepShape.of(StepPlan(step=0, rows=rows))
-    assert shape == StepShape(sequences=2, tokens=4, decoding=1, sampled=1, context=10 + 7, attended=10 + (5 + 6 + 7))
-    assert shape.kind == "mixed"
-    assert StepShape.of(StepPlan(step=0, rows=rows[:1])).kind == "decode"
-    assert StepShape.of(StepPlan(step=0, rows=rows[1:])).kind == "prefill"
+    work = step_work(StepPlan(step=0, rows=rows))
+    assert work == StepWork(decodes=1, decode_context=10, chunks=((4, 3),), sampled=1)
+    assert step_kind(work) == "mixed"
+    assert step_kind(step_work(StepPlan(step=0, rows=rows[:1]))) == "decode"
+    assert step_kind(step_work(StepPlan(step=0, rows=rows[1:]))) == "prefill"
+    config = dummy_config("smollm2-135m")
+    cost, without_keys = ModelCost(config, 2), StepWork(decodes=4, sampled=1)
+    layers = config.num_layers * config.head_dim
+    read = cost.step_bytes(work) - cost.step_bytes(without_keys)
+    assert read == 2 * 2 * layers * config.num_kv_heads * (10 + 7)
+    computed = cost.step_operations(work) - cost.step_operations(without_keys)
+    assert computed == 4 * layers * config.num_heads * (10 + (5 + 6 + 7))
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "qwen2.5-7b"])
@@ -31,7 +39,7 @@ def test_a_decode_reads_every_matrix_once(name: str) -> None:
     matrices = sum(p.numel() for p in decoder.layers.parameters() if p.dim() == 2)
     head = config.vocab_size * config.hidden_size
     keys_and_values = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 100
-    step = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=100, attended=100)
+    step = StepWork.of([100])
     assert ModelCost(config, 2).step_bytes(step) == 2 * (matrices + head + keys_and_values + config.hidden_size)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * 100
     assert ModelCost(config, 2).step_operations(step) == 2 * (matrices + head) + attention
@@ -39,17 +47,13 @@ def test_a_decode_reads_every_matrix_once(name: str) -> None:
 
 def test_experts_are_read_as_far_as_tokens_reach_them() -> None:
     cost = ModelCost(dummy_config("mixtral-8x7b"), 1)
-    one, many = (
-        cost.step_bytes(StepShape(sequences=n, tokens=n, decoding=n, sampled=0, context=0, attended=0))
-        for n in (1, 1000)
-    )
+    one, many = (cost.step_bytes(StepWork(decodes=tokens)) for tokens in (1, 1000))
     assert 3.0 < many / one < 4.0  # two of eight experts, against all of them
 
 
 def test_the_floor_is_the_longer_of_reading_and_computing() -> None:
     cost = ModelCost(dummy_config("smollm2-135m"), 4)
-    decode = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=10, attended=10)
-    prefill = StepShape(sequences=1, tokens=1000, decoding=0, sampled=1, context=1000, attended=500_500)
+    decode, prefill = StepWork.of([10]), StepWork.of(chunks=[(0, 1000)])
     limits = Limits(bytes_per_second=1e9, operations_per_second=1e11)
     assert cost.floor_seconds(decode, limits) == cost.step_bytes(decode) / 1e9
     assert cost.floor_seconds(prefill, limits) == cost.step_operations(prefill) / 1e11

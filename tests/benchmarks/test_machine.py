@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from nanoserve.benchmarks import roofline
-from nanoserve.benchmarks.cpu_load import ForeignLoad
-from nanoserve.benchmarks.machine import command_line, installed_versions
+from nanoserve.benchmarks.machine import ForeignLoad, command_line, installed_versions
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
 from nanoserve.benchmarks.starting import STAGES, drop_from_page_cache, stage_lengths
 
@@ -32,7 +31,7 @@ def write_process(proc: Path, number: int, ticks: int, children: str = "") -> No
 def test_foreign_load_is_all_but_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     seconds = iter([10.0, 12.0])
-    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("nanoserve.benchmarks.machine.time.monotonic", lambda: next(seconds))
     write_counters(tmp_path, busy=0, own=0)
     load = ForeignLoad(proc=tmp_path)
     write_counters(tmp_path, busy=4 * ticks, own=1 * ticks)
@@ -42,7 +41,7 @@ def test_foreign_load_is_all_but_ours(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_work_of_descendants_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     seconds = iter([10.0, 12.0])
-    monkeypatch.setattr("nanoserve.benchmarks.cpu_load.time.monotonic", lambda: next(seconds))
+    monkeypatch.setattr("nanoserve.benchmarks.machine.time.monotonic", lambda: next(seconds))
     write_counters(tmp_path, busy=0, own=0)
     load = ForeignLoad(proc=tmp_path)
     write_counters(tmp_path, busy=4 * ticks, own=0)

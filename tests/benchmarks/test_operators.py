@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.benchmarks import operators
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.operators import OURS, OperatorCase, OperatorRound, Route, measure_case, samples, summarize
 
 

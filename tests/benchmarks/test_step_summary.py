@@ -3,18 +3,18 @@
 import pytest
 
 from nanoserve.benchmarks.driving import EngineDriver, StepRecord, summarize_steps
-from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
+from nanoserve.benchmarks.floors import Limits, ModelCost
+from nanoserve.costs.work import StepWork
 from nanoserve.models.hub import dummy_config
 from tests.benchmarks.fakes import VirtualExecutor, virtual_engine
 
 COST, LIMITS = ModelCost(dummy_config("smollm2-135m"), 2), Limits(1e9, 1e11)
-DECODE = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=10, attended=10)
-PREFILL = StepShape(sequences=1, tokens=1000, decoding=0, sampled=1, context=1000, attended=500_500)
+DECODE, PREFILL = StepWork.of([10]), StepWork.of(chunks=[(0, 1000)])
 
 
-def record(shape: StepShape, *, times_floor: float, in_executor: float) -> StepRecord:
-    seconds = times_floor * COST.floor_seconds(shape, LIMITS)
-    return StepRecord(shape, in_executor * seconds, seconds)
+def record(work: StepWork, *, times_floor: float, in_executor: float) -> StepRecord:
+    seconds = times_floor * COST.floor_seconds(work, LIMITS)
+    return StepRecord(work, in_executor * seconds, seconds)
 
 
 def test_each_kind_of_step_has_its_own_shares() -> None:

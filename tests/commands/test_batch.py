@@ -284,27 +284,37 @@ def test_a_terminal_shows_the_phase_while_no_row_finishes_and_ctrl_c_keeps_the_r
     assert [row["index"] for row in rows_of(target)] == [1]
 
 
+STORY = "Once upon a time there was a cat that lived in a boat. " * 8
+LONG_ROWS = [{"prompt": f"{number}. {STORY}", "temperature": 0, "max_tokens": 30} for number in range(40)]
+REAL = [sys.executable, "-m", "nanoserve", "generate", "--eager", "--dtype", "float32", "--threads", "2"]
+
+
+@pytest.fixture(scope="module")
+def texts_of_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What LONG_ROWS answer with the bundled model."""
+    source, target = (tmp_path_factory.mktemp("whole") / name for name in ("in.jsonl", "out.jsonl"))
+    source.write_text("".join(json.dumps(row) + "\n" for row in LONG_ROWS))
+    ended = subprocess.run([*REAL, "-f", str(source), "-o", str(target)], cwd=ROOT, capture_output=True, check=True)
+    assert ended.stderr.count(b"\n") == 1
+    return [row["text"] for row in by_index(target)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["prefill P2, host pool [^;]*, 2 transitions", "decode T2, host pool [^;]*, 3 tr"])
 def test_ctrl_c_in_each_phase_of_real_workers_keeps_the_rows_and_the_next_run_ends_them(
-    state: str, source: Path, target: Path, tmp_path: Path
+    state: str, source: Path, target: Path, tmp_path: Path, texts_of_one_process: list[str]
 ) -> None:
-    story = "Once upon a time there was a cat that lived in a boat. " * 8
-    rows = [{"prompt": f"{number}. {story}", "temperature": 0, "max_tokens": 30} for number in range(40)]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = ["generate", "-f", str(source), "--eager", "--dtype", "float32", "--threads", "2", "-o"]
+    source.write_text("".join(json.dumps(row) + "\n" for row in LONG_ROWS))
     pair = ["--prefill-parallel", "p2", "--decode-parallel", "t2", "--host-kv-memory", "6MiB"]
-    terminal = Terminal(*common, str(target), *pair, state=tmp_path, module="nanoserve", columns=500)
+    command = [*REAL, "-f", str(source), "-o", str(target), *pair]
+    terminal = Terminal(*command[3:], state=tmp_path, module="nanoserve", columns=500)
     terminal.wait_for_match(state)
     terminal.type("\x03")
     terminal.wait_for("rows are left; the same command goes on from here")
     assert terminal.exit_code() == 130
     written = rows_of(target)
-    assert 0 < len(written) < len(rows)
+    assert 0 < len(written) < len(LONG_ROWS)
 
-    whole = tmp_path / "one_process.jsonl"
-    for words in ([*common, str(target), *pair], [*common, str(whole)]):
-        ended = subprocess.run([sys.executable, "-m", "nanoserve", *words], cwd=ROOT, capture_output=True, check=True)
-    assert ended.stderr.count(b"\n") == 1
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     assert rows_of(target)[: len(written)] == written
-    assert [row["text"] for row in by_index(target)] == [row["text"] for row in by_index(whole)]
+    assert [row["text"] for row in by_index(target)] == texts_of_one_process

@@ -48,14 +48,16 @@ SHAPE = {
 class Batch:
     """A batch in a folder, and the process that answers it."""
 
-    def __init__(self, folder: Path, *options: str, layouts: Sequence[str] = PAIR, wrapped: str = "exec") -> None:
+    def __init__(
+        self, folder: Path, *options: str, rows: int = 24, layouts: Sequence[str] = PAIR, wrapped: str = "exec"
+    ) -> None:
         self.target = folder / "out.jsonl"
         self._temporary = folder / "temporary"
         self._temporary.mkdir(exist_ok=True)
         self._names: set[str] = set()
         self._mark = new_mark()
         self._shared_seen = False
-        command = [sys.executable, "-m", "nanoserve", "generate", "--file", str(_rows(folder))]
+        command = [sys.executable, "-m", "nanoserve", "generate", "--file", str(_rows(folder, rows))]
         command += ["--output", str(self.target), *layouts, *options]
         self.process = subprocess.Popen(
             ["sh", "-c", f'{wrapped} "$@"', "sh", *command],
@@ -111,12 +113,12 @@ class Batch:
         return [line for line in lines if not line.startswith(remarks) and not passing.search(line)]
 
 
-def _rows(folder: Path) -> Path:
+def _rows(folder: Path, count: int) -> Path:
     choice, path = random.Random(1), folder / "in.jsonl"
     rows = [
         {"id": number, "prompt": "Once upon a time. " * choice.randint(1, 12), "max_tokens": choice.randint(2, 40)}
         | {"temperature": number % 2}
-        for number in range(40)
+        for number in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -129,29 +131,29 @@ def answers(path: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["index"])
 
 
-MOMENTS: dict[str, Callable[[Batch], object]] = {
-    "workers start": lambda batch: list((batch.target.parent / "temporary").iterdir()),
-    "there is a pool": lambda batch: "blocks" in batch.shared,
-    "weights are written": lambda batch: "model.safetensors" in batch.shared,
-    "workers load": lambda batch: list((batch.target.parent / "temporary").glob("*/model/config.json")),
-    "all are ready": lambda batch: batch.started,
-}
-
-
 def rows_are_there(count: int) -> Callable[[Batch], object]:
     return lambda batch: batch.target.exists() and batch.target.read_bytes().count(b"\n") >= count
 
 
-@pytest.mark.parametrize("moment", [*MOMENTS.values(), rows_are_there(1)], ids=[*MOMENTS, "rows are answered"])
-def test_an_engine_that_is_killed_leaves_nothing_behind(tmp_path: Path, moment: Callable[[Batch], object]) -> None:
+MOMENTS: dict[str, Callable[[Batch], object]] = {
+    "workers start": lambda batch: list((batch.target.parent / "temporary").iterdir()),
+    "weights are written": lambda batch: {"blocks", "model.safetensors"} <= set(batch.shared),
+    "workers load": lambda batch: list((batch.target.parent / "temporary").glob("*/model/config.json")),
+    "all are ready": lambda batch: batch.started,
+    "rows are answered": rows_are_there(1),
+}
+
+
+@pytest.mark.parametrize("moment", ["workers start", "weights are written", "workers load", "rows are answered"])
+def test_an_engine_that_is_killed_leaves_nothing_behind(tmp_path: Path, moment: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     batch = Batch(tmp_path, "--model", f"dummy:{tmp_path / 'config.json'}", *TIGHT, *SMALL)
-    batch.wait_for(moment)
+    batch.wait_for(MOMENTS[moment])
     batch.process.kill()
     batch.end()
 
 
-@pytest.mark.parametrize("moment", ["there is a pool", "weights are written", "all are ready"])
+@pytest.mark.parametrize("moment", ["weights are written", "all are ready"])
 def test_when_all_processes_are_killed_at_once_the_next_start_removes_the_rest(tmp_path: Path, moment: str) -> None:
     """As a service manager does that stops a whole control group: nobody is left to clean up."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
@@ -164,7 +166,7 @@ def test_when_all_processes_are_killed_at_once_the_next_start_removes_the_rest(t
 
 
 def test_an_interrupted_batch_goes_on_and_says_the_same(tmp_path: Path) -> None:
-    """Interrupted while the workers start, when they are ready, and thrice in the phases behind."""
+    """Interrupted while the workers start, when they are ready, and between the layouts behind."""
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     for folder in (whole, torn):
         folder.mkdir()
@@ -173,8 +175,7 @@ def test_an_interrupted_batch_goes_on_and_says_the_same(tmp_path: Path) -> None:
     (line,) = lines
     transitions = re.search(r"(\d+) transitions", line)
     assert transitions is not None and int(transitions[1]) > 4, line
-    moments = [MOMENTS["workers start"], MOMENTS["all are ready"], *(rows_are_there(count) for count in (3, 13, 23))]
-    for moment in moments:
+    for moment in (MOMENTS["workers start"], MOMENTS["all are ready"], rows_are_there(8)):
         batch = Batch(torn, *TIGHT, *SMALL)
         batch.wait_for(moment)
         before = batch.target.read_bytes() if batch.target.exists() else b""
@@ -198,7 +199,7 @@ def test_the_file_system_of_shared_memory_is_not_needed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     mounted = "mount -t tmpfs -o size=4k,ro tmpfs /dev/shm && exec"
     options = ("--model", f"dummy:{tmp_path / 'config.json'}", *TIGHT, *SMALL)
-    batch = Batch(tmp_path, *options, wrapped=f"exec unshare --mount sh -c '{mounted} \"$@\"' sh")
+    batch = Batch(tmp_path, *options, rows=6, wrapped=f"exec unshare --mount sh -c '{mounted} \"$@\"' sh")
     lines = batch.end()
     assert batch.process.returncode == 0, lines
 
@@ -212,7 +213,15 @@ def test_workers_that_do_not_share_memory(tmp_path: Path) -> None:
         port = str(free.getsockname()[1])
     launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     launch += ["--master-addr", "127.0.0.1", "--master-port", port]
-    command = ["-m", "nanoserve", "generate", "--file", str(_rows(tmp_path)), "--output", str(tmp_path / "out.jsonl")]
+    command = [
+        "-m",
+        "nanoserve",
+        "generate",
+        "--file",
+        str(_rows(tmp_path, 6)),
+        "--output",
+        str(tmp_path / "out.jsonl"),
+    ]
     command += [*PAIR, *SMALL, "--max-model-len", "128", "--model", f"dummy:{tmp_path / 'config.json'}"]
     (temporary := tmp_path / "temporary").mkdir()
     elsewhere = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs {temporary} && exec "$@"', "sh"]

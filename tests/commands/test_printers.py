@@ -41,7 +41,7 @@ def blocks_of(text: str, cuts: list[int]) -> list[Block]:
     for cut in [*sorted(cuts), len(text)]:
         blocks += splitter.push(text[start:cut])
         start = cut
-    return blocks + splitter.finish()
+    return blocks + splitter.cut(ended=True)
 
 
 def test_blocks() -> None:

@@ -105,7 +105,6 @@ def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: 
         (["--lengths", "500000+5", "--num-blocks", "10"], "request-0 takes 500005 tokens, but all KV blocks together"),
         (["--hardware", "abacus"], "unknown hardware 'abacus'"),
         (["--model", "gpt-9"], "unknown model 'gpt-9'"),
-        (["--model", "llama-3.1-405b"], "the model does not fit"),
         (["--metadata", "telepathy"], "'telepathy' is not one of decoupled, coupled"),
         (["--policy", "sarathi,throttling", "--record", "x.json"], "--record takes one policy"),
         (["--trace", "missing.csv"], "cannot read the trace missing.csv"),

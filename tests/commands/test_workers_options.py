@@ -1,5 +1,6 @@
 """Layouts, the size of host memory and --record: on their way from the command line to the settings of the engine."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from nanoserve.commands.main import application
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.models.hub import ResolvedModel
 from nanoserve.runtime.workers.messages import WorkerStart
 from nanoserve.scheduler import POLICIES
 from nanoserve.server.messages import EngineStart
@@ -50,9 +52,10 @@ def test_a_server_that_bench_starts_is_told_the_layout() -> None:
 
 def test_the_engine_process_reads_the_layout_that_it_is_sent() -> None:
     config = EngineConfig(pipeline_parallel=2, tensor_parallel=2, pipeline_split=(4, 2), trace="run.json")
-    start = EngineStart("storyteller", None, "tokenizer", config)
+    start = EngineStart(ResolvedModel("storyteller", None, Path("tokenizer")), config)
 
-    assert msgspec.json.decode(msgspec.json.encode(start), type=EngineStart) == start
+    line = msgspec.json.encode(start, enc_hook=str)
+    assert msgspec.json.decode(line, type=EngineStart, dec_hook=lambda kind, text: kind(text)) == start
 
 
 PAIR = EngineConfig(

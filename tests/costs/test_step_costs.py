@@ -123,7 +123,7 @@ def stage_times(costs: StepCosts, work: StepWork) -> list[float]:
     return [costs.stage_seconds(work, stage) for stage in range(costs.num_stages)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(REAL)), contexts, chunks, st.integers(1, 4000), st.integers(0, 3000))
 def test_more_work_never_takes_less_time(
     name: str, decodes: list[int], parts: list[tuple[int, int]], more: int, later: int
@@ -142,7 +142,7 @@ def test_more_work_never_takes_less_time(
         assert costs.host_seconds(work) >= costs.efficiency.step_seconds
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(REAL)), contexts, chunks)
 def test_the_quick_sum_is_the_sum_over_operators(name: str, decodes: list[int], parts: list[tuple[int, int]]) -> None:
     costs = StepCosts(*REAL[name])
@@ -153,7 +153,7 @@ def test_the_quick_sum_is_the_sum_over_operators(name: str, decodes: list[int], 
         assert costs.stage_seconds(work, stage) == pytest.approx(operators + beside)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(["qwen2.5-14b", "mixtral-8x7b"]), contexts.filter(bool), chunks)
 def test_a_stage_of_all_layers_takes_as_long_as_its_parts_together(
     name: str, decodes: list[int], parts: list[tuple[int, int]]

@@ -91,7 +91,7 @@ def models(vocabularies: dict[str, Path]) -> dict[str, Model]:
 def test_every_text_meets_its_schema(models: dict[str, Model], kind: str) -> None:
     model = models[kind]
 
-    @settings(PATIENT, max_examples=40)
+    @settings(PATIENT, max_examples=25)
     @given(SCHEMAS, st.integers(0, 2**31), st.sampled_from([{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {}]))
     def check(schema: dict[str, Any], seed: int, choice: dict[str, Any]) -> None:
         params = SamplingParams(json_schema=json.dumps(schema), **choice)

@@ -1,8 +1,5 @@
 """Servers that are asked so much that the CPU attends for some."""
 
-import shutil
-import signal
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,17 +32,3 @@ def texts(readers: Sequence[Reader]) -> list[str]:
     for reader in readers:
         reader.join()
     return [reader.text for reader in readers]
-
-
-def tell_twice(*arguments: str, **environment: str) -> None:
-    """A busy server that is told to end, and told again, does not wait and leaves nothing."""
-    server = Server("--port", "0", *arguments, **environment)
-    server.wait_ready()
-    busy(server)
-    for _ in range(2):
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-    server.process.wait(20)
-    assert "Traceback" not in server.log, server.log
-    assert not server.left_behind(), server.left_behind()
-    shutil.rmtree(server.directory)

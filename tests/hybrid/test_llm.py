@@ -13,9 +13,9 @@ SCHEMA = (
     '"additionalProperties":false}'
 )
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=60, stop=(" and", " was a"), logprobs=1),
-    SamplingParams(temperature=1, max_tokens=40, seed=3, n=3, stop=(".",)),
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=40, stop=(" and", " was a"), logprobs=1),
+    SamplingParams(temperature=1, max_tokens=30, seed=3, n=3, stop=(".",)),
     SamplingParams(temperature=0.7, max_tokens=60, seed=4, json_schema=SCHEMA),
 ]
 PROMPTS = ["Once upon a time", "A little girl", "The dog and the cat", "One day, Tom"]

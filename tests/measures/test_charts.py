@@ -53,6 +53,12 @@ def test_parts_of_horizontal_bars_have_one_scale() -> None:
     assert axes.get_xlabel() == "time, s"
 
 
+def test_the_last_value_of_an_area_is_as_wide_as_the_others() -> None:
+    curves = (ChartCurve("decodes", (0, 1, 2), (4, 4, 1)), ChartCurve("prompt tokens", (0, 1, 2), (60, 0, 0)))
+    (axes,) = draw_figure(Chart("tokens", (Panel(title="", x="step", y="tokens", kind="area", curves=curves),))).axes
+    assert axes.get_xlim() == (0, 3)
+
+
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(RuntimeFailure, match="cannot write"):
         draw(Chart("both", (LINES,)), tmp_path / "missing" / "both.png")

@@ -71,15 +71,16 @@ def assert_goes_to_and_fro(
                 assert 0 < moved <= size <= weights.storage_bytes
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_every_layout_has_the_weights_of_its_shard(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "family"), list(enumerate(KINDS)))
+def test_every_layout_has_the_weights_of_its_shard(number: int, family: str, tmp_path: Path) -> None:
+    """Each family goes through two pairs of layouts, and each pair is gone through by several families."""
     write_checkpoint(family, tmp_path, **UNEVEN, **FOUR_LAYERS)
-    assert_goes_to_and_fro(tmp_path, PAIRS)
+    assert_goes_to_and_fro(tmp_path, PAIRS[number % 2 :: 2])
 
 
 def test_sizes_that_divide_need_no_padding(tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path, **FOUR_LAYERS)
-    assert_goes_to_and_fro(tmp_path, PAIRS, torch.bfloat16)
+    assert_goes_to_and_fro(tmp_path, PAIRS[::2], torch.bfloat16)
 
 
 def test_checkpoints_of_hugging_face_in_several_files(tmp_path: Path) -> None:

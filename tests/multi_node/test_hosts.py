@@ -13,7 +13,7 @@ def test_torch_distributed_gets_from_one_host_to_the_other(hosts: tuple[Host, Ho
     first, second = programs = torchrun(hosts, ["tests/multi_node/sum_of_ranks.py"])
     wait(programs, 600)
 
-    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
     assert "rank 0 over cable-a: 3" in first.output
     assert "rank 1 over cable-b: 3" in second.output
 
@@ -23,5 +23,5 @@ def test_nothing_is_left_of_the_hosts(hosts: tuple[Host, Host]) -> None:
         sleeper = first.start(["sleep", "600"])
         name = first.name
 
-    assert sleeper.process.wait(10) != 0
+    assert sleeper.wait(10) != 0
     assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout

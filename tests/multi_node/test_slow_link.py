@@ -24,7 +24,7 @@ def test_layouts_and_a_pair_of_them_are_compared_over_a_link(hosts: tuple[Host, 
     work = ["--lengths", "16+4", "--requests", "3", "--rounds", "1", "--json", str(report)]
     both = torchrun(hosts, [*command, *work, "-m", STORYTELLER, "--host-kv-memory", "16MiB", *ENGINE])
     wait(both, 240)
-    assert [one.code for one in both] == [0, 0], both[0].errors + both[1].errors
+    assert [one.returncode for one in both] == [0, 0], both[0].messages + both[1].messages
     (row, *_) = json.loads(report.read_text())["rows"]
     found = row["round"]["variants"]
     assert {name: run["transitions"] > 0 for name, run in found.items()} == {
@@ -43,5 +43,5 @@ def test_two_layouts_on_two_hosts_answer_what_one_process_answers(hosts: tuple[H
     wait([alone], 600)
     first, second = both = torchrun(hosts, [*command, "--prefill-parallel", "p2", "--decode-parallel", "t2"])
     wait(both, 180)
-    assert (alone.code, first.code, second.code) == (0, 0, 0), first.errors + second.errors
+    assert (alone.returncode, first.returncode, second.returncode) == (0, 0, 0), first.messages + second.messages
     assert first.output == alone.output

@@ -32,7 +32,7 @@ def expected(hosts: tuple[Host, Host], prompts: Path) -> list[str]:
     results = prompts.parent / "alone.jsonl"
     program = hosts[0].start([sys.executable, *generate(prompts, results)])
     wait([program], 600)
-    assert program.code == 0, program.errors
+    assert program.returncode == 0, program.messages
     return texts(results)
 
 
@@ -52,9 +52,9 @@ def test_the_tokens_of_two_machines_are_those_of_one_process(
     first, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2"))
     wait(programs, 180)
 
-    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
     assert texts(tmp_path / "results.jsonl") == expected
-    assert "worker 1 of the engine on 10.199" in second.errors
+    assert "worker 1 of the engine on 10.199" in second.messages
     assert not hosts[0].processes() and not hosts[1].processes()
 
 
@@ -65,15 +65,15 @@ def test_a_worker_that_is_killed_on_the_other_machine_is_replaced(
     first, second = programs = torchrun(hosts, command)
     end = time.monotonic() + 60
     while not first.output:  # the answer has begun, and goes on for hundreds of tokens
-        assert time.monotonic() < end, first.errors + second.errors
+        assert time.monotonic() < end, first.messages + second.messages
         time.sleep(0.05)
     (worker,) = hosts[1].processes(WORKER)
     os.kill(worker, signal.SIGKILL)
     wait(programs, 180)
 
-    assert (first.code, second.code) == (0, 0), first.errors + second.errors
+    assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
     assert first.output.rstrip("\n") == expected[0].rstrip("\n")
-    assert "worker 1 failed: its process was killed by SIGKILL on" in first.errors
+    assert "worker 1 failed: its process was killed by SIGKILL on" in first.messages
     assert not hosts[0].processes() and not hosts[1].processes()
 
 
@@ -86,10 +86,10 @@ def test_unequal_versions_are_one_clear_line_on_both_sides(
     wait(programs, 600)
 
     for program in programs:
-        (line,) = [line for line in program.errors.splitlines() if line.startswith("nanoserve: ")]
+        (line,) = [line for line in program.messages.splitlines() if line.startswith("nanoserve: ")]
         assert line.startswith("nanoserve: unequal versions: nanoserve ")
         assert "nanoserve 9.9.9" in line
-        assert program.code != 0
+        assert program.returncode != 0
 
 
 def test_when_the_first_machine_fails_nothing_is_left_on_the_other(
@@ -98,12 +98,12 @@ def test_when_the_first_machine_fails_nothing_is_left_on_the_other(
     _, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--pp", "2"))
     end = time.monotonic() + 60
     while not hosts[1].processes(WORKER):
-        assert time.monotonic() < end, second.errors
+        assert time.monotonic() < end, second.messages
         time.sleep(0.1)
     for process in hosts[0].processes():
         os.kill(process, signal.SIGKILL)
     wait(programs, 60)
 
-    assert second.code != 0
-    assert "nanoserve: torchrun's store is gone: the command has ended on the first machine" in second.errors
+    assert second.returncode != 0
+    assert "nanoserve: torchrun's store is gone: the command has ended on the first machine" in second.messages
     assert not hosts[1].processes()

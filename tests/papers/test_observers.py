@@ -1,6 +1,7 @@
 """The steady state counts what happens between two moments of progress, each prompt once."""
 
 import pytest
+from msgspec.structs import replace
 
 from nanoserve.costs import ParallelLayout
 from nanoserve.papers.cases import Case, System
@@ -53,6 +54,13 @@ def test_single_steps_are_kept_from_the_windows_beginning() -> None:
     assert all(sample.prefill_tokens + sample.decodes == 64 for sample in outcome.log)
     assert all(len(sample.passages) == 2 for sample in outcome.log)
     assert outcome.log[0].time > 0
+
+
+def test_a_run_that_ends_with_its_steady_state_measures_the_same_one() -> None:
+    case = _case(steady=(0.5, 0.9), logged_steps=7)
+    whole, ended = case.run(), replace(case, ends_steady=True).run()
+    assert (ended.window, ended.log) == (whole.window, whole.log)
+    assert ended.result.requests < whole.result.requests == case.requests
 
 
 def test_a_window_without_steps_is_refused() -> None:

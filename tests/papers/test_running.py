@@ -78,6 +78,6 @@ def _case() -> Case:
         machine="l4",
         layouts=(ParallelLayout(pipeline_parallel=2),),
         lengths="30+20",
-        requests=200,
+        requests=100,
         steady=(0.2, 0.8),
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.policies.baselines import PrefillPrioritizing
+from nanoserve.benchmarks.policies.variants import PrefillPrioritizing
 from nanoserve.engine import Engine
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile

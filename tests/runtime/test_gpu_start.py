@@ -151,9 +151,10 @@ def test_pieces_are_compiled_before_the_first_step_that_needs_them(
 
 def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: FakeRecorder) -> None:
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=12, block_size=4)
-    moe = MoeConfig(4, 2, 16, normalize_weights=True, sparse_layers=frozenset({1}))
+    moe = MoeConfig(4, 2, 16, normalize_weights=True, sparse_layers=frozenset({0}))
     for dtype, graphs in ((torch.float32, 0), (torch.bfloat16, 2)):
-        decoder = Decoder(replace(small_config(), moe=moe)).to(dtype).requires_grad_(False)
+        model = replace(small_config(), num_layers=1, sliding_windows=(0,), moe=moe)
+        decoder = Decoder(model).to(dtype).requires_grad_(False)
         start = GpuStart(decoder, config, CPU)  # which counts as a GPU of generation 9
         start.measure(128, None)
         assert start.capture(executor_of(decoder, start).runner, 20, None).graphs == graphs

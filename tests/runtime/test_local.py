@@ -1,6 +1,7 @@
 """LocalExecutor keeps the Executor's contract."""
 
 import threading
+from functools import cache
 from itertools import cycle
 
 import pytest
@@ -166,6 +167,7 @@ def run(
     return tokens, scheduler
 
 
+@cache
 def requests_and_tokens() -> tuple[list[Request], dict[tuple[str, int], tuple[int, ...]]]:
     """Greedy, seeded, penalized, forked ones; and what each gets alone in plenty of room."""
     config, decoder = small_config(), small_decoder()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from hypothesis import strategies as st
 
@@ -12,6 +12,29 @@ from tests.fakes.integrity import check_integrity
 from tests.fakes.reference import expected_tokens
 
 END_TOKEN = 0
+
+# Strategies are made once: Hypothesis checks each new one before it draws from it, which takes longer than drawing.
+SAMPLES = st.sampled_from([1, 1, 1, 2, 3])
+TEMPERATURES = st.sampled_from([0.0, 0.0, 1.0])
+PENALTIES = st.sampled_from([0.0, 0.5])
+STOP_TOKENS = st.sampled_from([(), (7,)])
+SALTS = st.sampled_from(["", "", "tenant"])
+BLOCK_SIZES = st.sampled_from([1, 2, 3, 4])
+ABORTS = st.one_of(st.none(), st.none(), st.integers(0, 15))
+ABORTED_SAMPLES = st.sampled_from([None, 0, 1])
+DEPTHS = st.sampled_from([1, 1, 1, 2, 3, 4])
+MOST_SEQUENCES = st.sampled_from([1, 2, 3, 256])
+TOKEN_BUDGETS = st.sampled_from([1, 3, 8, 64])
+
+
+@cache
+def _prompts(longest: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(1, 3), min_size=1, max_size=max(1, longest // 2))
+
+
+@cache
+def _limits(longest: int) -> st.SearchStrategy[int | None]:
+    return st.one_of(st.none(), st.integers(1, longest))
 
 
 @dataclass(frozen=True)
@@ -27,36 +50,36 @@ class Arrival:
 @st.composite
 def _requests(draw: st.DrawFn, name: str, longest: int) -> Request:
     shared = draw(st.integers(0, longest // 2))
-    own = draw(st.lists(st.integers(1, 3), min_size=1, max_size=max(1, longest // 2)))
+    own = draw(_prompts(longest))
     prompt = ([1] * shared + own)[: longest - 1]
-    max_tokens = draw(st.one_of(st.none(), st.integers(1, longest)))
+    max_tokens = draw(_limits(longest))
     adjusted = draw(st.booleans())  # what is not is fed, where tokens are
     params = SamplingParams(
-        n=draw(st.sampled_from([1, 1, 1, 2, 3])),
-        temperature=draw(st.sampled_from([0.0, 0.0, 1.0])),
-        presence_penalty=draw(st.sampled_from([0.0, 0.5])) if adjusted else 0.0,
+        n=draw(SAMPLES),
+        temperature=draw(TEMPERATURES),
+        presence_penalty=draw(PENALTIES) if adjusted else 0.0,
         max_tokens=max_tokens,
         min_tokens=draw(st.integers(0, min(3, max_tokens or 3, longest - len(prompt)))) if adjusted else 0,
         ignore_eos=draw(st.booleans()),
-        stop_token_ids=draw(st.sampled_from([(), (7,)])),
+        stop_token_ids=draw(STOP_TOKENS),
     )
-    salt = draw(st.sampled_from(["", "", "tenant"]))
+    salt = draw(SALTS)
     return Request(name, tuple(prompt), params, seed=draw(st.integers(0, 5)), end_tokens=(END_TOKEN,), cache_salt=salt)
 
 
 @st.composite
 def lives(draw: st.DrawFn) -> dict[str, object]:
-    block_size = draw(st.sampled_from([1, 2, 3, 4]))
+    block_size = draw(BLOCK_SIZES)
     num_blocks = draw(st.integers(3, 14))
     longest = draw(st.integers(3, num_blocks * block_size + 1))
     arrivals = []
     for number in range(draw(st.integers(1, 7))):
         request = draw(_requests(f"r{number}", longest))
         step = draw(st.integers(0, 12))
-        abort = draw(st.one_of(st.none(), st.none(), st.integers(0, 15)))
-        index = draw(st.sampled_from([None, 0, 1]))
+        abort = draw(ABORTS)
+        index = draw(ABORTED_SAMPLES)
         arrivals.append(Arrival(step, request, None if abort is None else step + abort, index))
-    depth = draw(st.sampled_from([1, 1, 1, 2, 3, 4]))
+    depth = draw(DEPTHS)
     return {
         "block_size": block_size,
         "num_blocks": num_blocks,
@@ -65,8 +88,8 @@ def lives(draw: st.DrawFn) -> dict[str, object]:
         "prefix_caching": draw(st.booleans()),
         "depth": depth,
         "feeds_tokens": depth == 1 and draw(st.booleans()),
-        "max_num_seqs": draw(st.sampled_from([1, 2, 3, 256])),
-        "token_budget": draw(st.sampled_from([1, 3, 8, 64])),
+        "max_num_seqs": draw(MOST_SEQUENCES),
+        "token_budget": draw(TOKEN_BUDGETS),
     }
 
 

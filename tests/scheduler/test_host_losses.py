@@ -12,7 +12,7 @@ from nanoserve.scheduler.plan import StepResult
 from nanoserve.scheduler.scheduler import MOST_HOST_LOSSES
 from tests.fakes.integrity import check_integrity
 from tests.scheduler.lives import lives
-from tests.scheduler.tier_lives import AlsoUsingTheHost, AtRandom, check, decisions, tiers
+from tests.scheduler.tier_lives import DECIDED, TIERS, AlsoUsingTheHost, AtRandom, check
 from tests.scheduler.tiered import Bench
 
 CALLS = st.one_of(st.integers(1, 12), st.integers(1, 60))
@@ -22,19 +22,19 @@ OVERLAP = Decision(64, 64, strategy="overlap", host_decodes=(1, 0))
 # ---------------------------------------------------------------------------------------------- random lives
 
 
-@settings(max_examples=100, deadline=None)
-@given(life=lives(), memory=tiers(), decided=st.lists(decisions(), min_size=1, max_size=6), losses=LOSSES)
+@settings(max_examples=50, deadline=None)
+@given(life=lives(), memory=TIERS, decided=DECIDED, losses=LOSSES)
 def test_whatever_is_decided_every_request_gets_its_tokens(
     life: dict, memory: dict, decided: list[Decision], losses: frozenset[int]
 ) -> None:
     check(AtRandom(decided), life, memory, host_losses=losses)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     life=lives(),
-    memory=tiers(),
-    decided=st.lists(decisions(), min_size=1, max_size=6),
+    memory=TIERS,
+    decided=DECIDED,
     losses=LOSSES,
     deaths=st.frozensets(CALLS, min_size=1, max_size=3),
 )
@@ -46,7 +46,7 @@ def test_the_host_and_whole_workers_may_be_lost_in_turn(
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].attends_on_host] + ["seesaw", "sarathi"])
 @settings(max_examples=10, deadline=None)
-@given(life=lives(), memory=tiers(), losses=LOSSES)
+@given(life=lives(), memory=TIERS, losses=LOSSES)
 def test_every_policy_with_host_decodes_beside_it(name: str, life: dict, memory: dict, losses: frozenset[int]) -> None:
     check(AlsoUsingTheHost(make_policy(name, life["token_budget"])), life, memory, host_losses=losses)
 

@@ -20,7 +20,7 @@ from tests.fakes.integrity import check_integrity
 from tests.fakes.reference import expected_tokens
 from tests.scheduler import tiered
 from tests.scheduler.lives import check_outputs, live, lives
-from tests.scheduler.tier_lives import AlsoUsingTheHost, AtRandom, check, decisions, tiers
+from tests.scheduler.tier_lives import DECIDED, TIERS, AlsoUsingTheHost, AtRandom, check
 
 DEATHS = st.frozensets(st.one_of(st.integers(1, 12), st.integers(1, 60)), min_size=1, max_size=6)
 NUM_BLOCKS, BLOCK_SIZE, CONTEXT = 16, 4, 40
@@ -29,7 +29,7 @@ NUM_BLOCKS, BLOCK_SIZE, CONTEXT = 16, 4, 40
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(life=lives(), deaths=DEATHS)
 def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dict, deaths: frozenset[int]) -> None:
     executor = DyingExecutor(
@@ -51,8 +51,8 @@ def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dic
     assert not scheduler.waiting
 
 
-@settings(max_examples=80, deadline=None)
-@given(life=lives(), memory=tiers(), decided=st.lists(decisions(), min_size=1, max_size=6), deaths=DEATHS)
+@settings(max_examples=50, deadline=None)
+@given(life=lives(), memory=TIERS, decided=DECIDED, deaths=DEATHS)
 def test_host_memory_and_layouts_are_lost_too(
     life: dict, memory: dict, decided: list[Decision], deaths: frozenset[int]
 ) -> None:
@@ -61,7 +61,7 @@ def test_host_memory_and_layouts_are_lost_too(
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=10, deadline=None)
-@given(life=lives(), memory=tiers(), deaths=DEATHS)
+@given(life=lives(), memory=TIERS, deaths=DEATHS)
 def test_every_policy_with_host_decodes_beside_it(name: str, life: dict, memory: dict, deaths: frozenset[int]) -> None:
     check(AlsoUsingTheHost(make_policy(name, life["token_budget"])), life, memory, deaths)
 

@@ -12,7 +12,7 @@ from nanoserve.scheduler.policies.placement import PreemptingBySwap
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.lives import lives
 from tests.scheduler.loads import IDLE
-from tests.scheduler.tier_lives import SECONDS, Times, check, tiers
+from tests.scheduler.tier_lives import SECONDS, TIERS, Times, check
 from tests.scheduler.tiered import Bench
 
 ORDINARY = [name for name, entry in POLICIES.items() if not entry.attends_on_host]
@@ -104,7 +104,7 @@ def test_what_gave_way_comes_back_before_a_new_prompt_begins(
 @st.composite
 def _memory(draw: st.DrawFn) -> dict:
     """As ever, but with a predictor more often than not: it is what the swaps hang on."""
-    memory = draw(tiers())
+    memory = draw(TIERS)
     cheap = Times(linear=1.0, attention=1.0, host_attention=1.0, moving=draw(SECONDS))
     return memory | {"times": draw(st.sampled_from([memory["times"], cheap])), "other_layouts": []}
 

@@ -22,7 +22,7 @@ CASES["throttling, half of the pool kept free"] = lambda budget: TokenThrottling
 
 
 @pytest.mark.parametrize("policy", CASES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(life=lives())
 def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dict) -> None:
     executor = MemoryCheckingExecutor(

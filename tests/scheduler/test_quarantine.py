@@ -32,7 +32,7 @@ def kills_at(position: int) -> Any:
     return kills
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     life=lives(),

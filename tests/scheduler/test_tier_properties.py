@@ -7,24 +7,20 @@ from hypothesis import strategies as st
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Decision
 from tests.scheduler.lives import lives
-from tests.scheduler.tier_lives import AlsoUsingTheHost, AtRandom, check, decisions, tiers
+from tests.scheduler.tier_lives import DECIDED, TIERS, AlsoUsingTheHost, AtRandom, check
 
 
-@settings(max_examples=200, deadline=None)
-@given(life=lives(), memory=tiers(), decided=st.lists(decisions(), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None)
+@given(life=lives(), memory=TIERS, decided=DECIDED)
 def test_whatever_is_decided_every_request_gets_its_tokens(life: dict, memory: dict, decided: list[Decision]) -> None:
     check(AtRandom(decided), life, memory)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=20, deadline=None)
-@given(life=lives(), memory=tiers())
-def test_every_policy_with_two_tiers_and_several_layouts(name: str, life: dict, memory: dict) -> None:
-    check(make_policy(name, life["token_budget"]), life, memory)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=20, deadline=None)
-@given(life=lives(), memory=tiers())
-def test_every_policy_with_host_decodes_beside_it(name: str, life: dict, memory: dict) -> None:
-    check(AlsoUsingTheHost(make_policy(name, life["token_budget"])), life, memory)
+@settings(max_examples=30, deadline=None)
+@given(life=lives(), memory=TIERS, data=st.data())
+def test_every_policy_with_two_tiers_and_several_layouts(
+    name: str, life: dict, memory: dict, data: st.DataObject
+) -> None:
+    policy = make_policy(name, life["token_budget"])
+    check(AlsoUsingTheHost(policy) if data.draw(st.booleans(), label="uses the host") else policy, life, memory)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
 from tests.fakes.linear_predictor import LinearPredictor
@@ -23,30 +23,31 @@ def _policy(name: str, budget: int) -> Policy:
     return RESHARDING[name](budget) if name in RESHARDING else make_policy(name, budget)
 
 
-@st.composite
-def _predictors(draw: st.DrawFn) -> LinearPredictor:
-    seconds = st.floats(1e-6, 1e-2)
-    return LinearPredictor(
-        num_layers=draw(st.integers(1, 80)),
-        linear=draw(seconds),
-        row=draw(st.sampled_from([0.0, 1e-6])),
-        key=draw(seconds),
-        prompt_token=draw(seconds),
-        host_key=draw(seconds),
-        exchange=draw(st.sampled_from([0.0, 1e-4])),
-        overhead=draw(st.sampled_from([0.0, 1e-3])),
-        swap_token=draw(seconds),
-        transition=draw(st.floats(0, 3)),
-    )
+SECONDS = st.floats(1e-6, 1e-2)
+PREDICTORS = st.builds(
+    LinearPredictor,
+    num_layers=st.integers(1, 80),
+    linear=SECONDS,
+    row=st.sampled_from([0.0, 1e-6]),
+    key=SECONDS,
+    prompt_token=SECONDS,
+    host_key=SECONDS,
+    exchange=st.sampled_from([0.0, 1e-4]),
+    overhead=st.sampled_from([0.0, 1e-3]),
+    swap_token=SECONDS,
+    transition=st.floats(0, 3),
+)
+PREDICTOR_OR_NONE = st.one_of(st.none(), PREDICTORS)
+HOST_BLOCKS = st.sampled_from([0, 1, 50, 2000])
+COHORTS = st.lists(st.builds(Cohort, *[st.integers(1, 99)] * 3), max_size=3)
 
 
 @st.composite
 def _loads(draw: st.DrawFn) -> Load:
-    total, host_blocks = draw(st.integers(1, 1000)), draw(st.sampled_from([0, 1, 50, 2000]))
+    total, host_blocks = draw(st.integers(1, 1000)), draw(HOST_BLOCKS)
     running = draw(st.integers(0, 300))
     first = draw(st.integers(0, 3000))
-    cohorts = [Cohort(*draw(st.tuples(*[st.integers(1, 99)] * 3))) for _ in range(draw(st.integers(0, 3)))]
-    cohorts = cohorts if host_blocks else []
+    cohorts = draw(COHORTS) if host_blocks else []
     under_way = sum(cohort.sequences for cohort in cohorts)
     ready_host = draw(st.integers(0, 300)) if host_blocks else 0
     layouts = draw(st.integers(1, 2))
@@ -75,12 +76,12 @@ def _loads(draw: st.DrawFn) -> Load:
         host_blocks=host_blocks,
         cohorts=tuple(cohorts),
         longest_remaining=draw(st.integers(0, 1000)),
-        predictor=draw(st.one_of(st.none(), _predictors())),
+        predictor=draw(PREDICTOR_OR_NONE),
     )
 
 
 @pytest.mark.parametrize("name", TWO_TIERED)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(load=_loads(), budget=st.integers(1, 4096))
 def test_no_policy_asks_for_what_is_not_there(name: str, load: Load, budget: int) -> None:
     policy = _policy(name, budget)
@@ -106,7 +107,7 @@ def test_no_policy_asks_for_what_is_not_there(name: str, load: Load, budget: int
 
 
 @pytest.mark.parametrize("name", TWO_TIERED)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(load=_loads(), hosted=st.integers(1, 300))
 def test_an_idle_device_is_given_something_to_do(name: str, load: Load, hosted: int) -> None:
     """Host sequences come back to an idle device, or go on where they are, whatever is predicted."""

@@ -16,20 +16,20 @@ from tests.scheduler.lives import check_outputs, live
 COUNTS = st.sampled_from([0, 0, 1, 1, 2, 9])
 
 
-@st.composite
-def decisions(draw: st.DrawFn) -> Decision:
-    return Decision(
-        prefill_tokens=draw(st.sampled_from([0, 1, 3, 8, 64])),
-        decodes=draw(COUNTS),
-        whole_prompts=draw(st.booleans()),
-        strategy=draw(st.sampled_from(["device", "asymmetric", "overlap"])),
-        host_decodes=(draw(COUNTS), draw(COUNTS)),
-        swap_out=draw(COUNTS),
-        swap_in=draw(COUNTS),
-        park=draw(st.booleans()),
-        preempt_to_host=draw(st.booleans()),
-        layout=draw(st.sampled_from([0, 0, 0, 1, 2])),
-    )
+DECISIONS = st.builds(
+    Decision,
+    prefill_tokens=st.sampled_from([0, 1, 3, 8, 64]),
+    decodes=COUNTS,
+    whole_prompts=st.booleans(),
+    strategy=st.sampled_from(["device", "asymmetric", "overlap"]),
+    host_decodes=st.tuples(COUNTS, COUNTS),
+    swap_out=COUNTS,
+    swap_in=COUNTS,
+    park=st.booleans(),
+    preempt_to_host=st.booleans(),
+    layout=st.sampled_from([0, 0, 0, 1, 2]),
+)
+DECIDED = st.lists(DECISIONS, min_size=1, max_size=6)
 
 
 @dataclass
@@ -101,16 +101,16 @@ class Times:
 SECONDS = st.sampled_from([0.01, 1.0, 30.0])
 
 
-@st.composite
-def tiers(draw: st.DrawFn) -> dict:
-    return {
-        "host_blocks": draw(st.sampled_from([0, 1, 3, 8, 40])),
-        "other_layouts": draw(st.lists(st.builds(LayoutCapacity, st.integers(3, 14), st.integers(1, 3)), max_size=2)),
-        "swap_delay": draw(st.integers(0, 3)),
-        "num_layers": draw(st.integers(1, 3)),
-        "cpu_is_done": [True, *draw(st.lists(st.booleans(), max_size=4))],
-        "times": draw(st.one_of(st.none(), st.builds(Times, SECONDS, SECONDS, SECONDS, SECONDS))),
+TIERS = st.fixed_dictionaries(
+    {
+        "host_blocks": st.sampled_from([0, 1, 3, 8, 40]),
+        "other_layouts": st.lists(st.builds(LayoutCapacity, st.integers(3, 14), st.integers(1, 3)), max_size=2),
+        "swap_delay": st.integers(0, 3),
+        "num_layers": st.integers(1, 3),
+        "cpu_is_done": st.lists(st.booleans(), max_size=4).map(lambda later: [True, *later]),
+        "times": st.one_of(st.none(), st.builds(Times, SECONDS, SECONDS, SECONDS, SECONDS)),
     }
+)
 
 
 def check(

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from nanoserve.engine import Engine
 from nanoserve.errors import ModelError, WorkersFailed
@@ -15,7 +14,6 @@ from nanoserve.server.messages import Command, EngineFacts, EngineStart, Mailbox
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
 from tests.fakes.memory_checking_executor import next_token
 
-PROGRAM = "from tests.server.fake_engine import main; main()"
 BROKEN = "broken"
 """A file of this name in the model's directory keeps the engine from starting."""
 POISON_TOKEN = 4094
@@ -69,7 +67,7 @@ class PacedExecutor(DyingExecutor):
 
 
 def build(start: EngineStart, mailbox: Mailbox[Command]) -> Engine:
-    if start.directory is not None and (Path(start.directory) / BROKEN).exists():
+    if start.model.directory is not None and (start.model.directory / BROKEN).exists():
         raise ModelError("the weights are broken")
     config = start.config
     num_blocks = (config.kv_cache_memory or 256 * BLOCK_SIZE) // BLOCK_SIZE  # a token counts as a byte

@@ -6,7 +6,9 @@ import sys
 from nanoserve.commands.main import main
 from nanoserve.processes import quarantine
 from nanoserve.server import engine_client
-from tests.server.fake_engine import PROGRAM
+
+PROGRAM = "from tests.server.fake_engine import main; main()"
+"""The engine's process; this one imports nothing of it."""
 
 if __name__ == "__main__":
     engine_client.SILENCE_SECONDS = 2.0  # a stopped engine is given up sooner

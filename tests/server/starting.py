@@ -29,8 +29,9 @@ class Server:
         words = [sys.executable, "-m", module, *arguments]
         if module == "nanoserve":
             words.insert(3, "serve")
-        # Its own place for temporary files, so that what is left of them can be seen.
-        self.directory = Path(tempfile.mkdtemp(prefix="ns"))
+        # Its own place for temporary files, so that what is left of them can be seen. A socket's path would not fit
+        # below it.
+        self.directory = Path(tempfile.mkdtemp(prefix="ns" + 90 * "x"))
         variables = os.environ | {"TMPDIR": str(self.directory)} | environment
         self.process = subprocess.Popen(
             words, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

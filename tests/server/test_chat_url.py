@@ -13,9 +13,22 @@ from nanoserve.client.connection import ApiClient
 from nanoserve.commands.answers import RemoteModel
 from nanoserve.commands.chat_session import ChatSession
 from nanoserve.commands.main import main
-from tests.server.starting import Server, running_fake, wait_until
+from tests.server.starting import Server, wait_until
 
 QUESTION = "Tell me a story about a fox and a boat."
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[Server]:
+    """A server with the fake engine, whose key comes from a variable."""
+    server = Server("--port", "0", module="tests.server.fake_serve", NANOSERVE_API_KEY="secret")
+    server.key = "secret"
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.end()
+        shutil.rmtree(server.directory)
 
 
 def session_with(server: Server, **settings: Any) -> ChatSession:
@@ -53,31 +66,25 @@ def test_a_conversation_is_counted_and_regenerated(server: Server) -> None:
     assert session.model.count_tokens([{"role": "user", "content": QUESTION}]) == prompt
 
 
-def test_an_answer_that_is_stopped_is_aborted_on_the_server() -> None:
+def test_an_answer_that_is_stopped_is_aborted_on_the_server(keyed: Server) -> None:
     def after_three(stream: Iterator[Any]) -> Iterator[Any]:
         for _ in range(3):
             yield next(stream)
-        assert server.metric("vllm:num_requests_running") == 1
+        assert keyed.metric("vllm:num_requests_running") == 1
 
-    with running_fake() as server:
-        session = session_with(server)
-        text = "".join(text for _, text in session.ask("hi", after_three))
-        assert text and session.turns[-1].interrupted
-        wait_until(lambda: server.metric("vllm:num_requests_running") == 0)
-        assert session.context_used()
+    session = session_with(keyed)
+    text = "".join(text for _, text in session.ask("hi", after_three))
+    assert text and session.turns[-1].interrupted
+    wait_until(lambda: keyed.metric("vllm:num_requests_running") == 0)
+    assert session.context_used()
 
 
-def test_a_server_with_a_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_a_key(
+    keyed: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", None)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    server = Server("--port", "0", module="tests.server.fake_serve", NANOSERVE_API_KEY="secret")
-    server.key = "secret"
-    try:
-        server.wait_ready()
-        words = ["chat", "hi", "--url", server.url, "--max-tokens", "2", "--plain"]
-        assert main(words) == 1
-        assert "answered 401: the API key is missing or wrong" in capsys.readouterr().err
-        assert main([*words, "--api-key", "secret"]) == 0
-    finally:
-        server.end()
-        shutil.rmtree(server.directory)
+    words = ["chat", "hi", "--url", keyed.url, "--max-tokens", "2", "--plain"]
+    assert main(words) == 1
+    assert "answered 401: the API key is missing or wrong" in capsys.readouterr().err
+    assert main([*words, "--api-key", "secret"]) == 0

@@ -10,6 +10,7 @@ import pytest
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
+from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.server import endpoints
@@ -49,7 +50,7 @@ class Front:
     """An engine client without a process."""
 
     def __init__(self) -> None:
-        start = EngineStart("none", None, str(Path()), EngineConfig())
+        start = EngineStart(ResolvedModel("none", None, Path()), EngineConfig())
         self.client = EngineClient(start, Letters(), max_queue=10)
         self.begin()
 
@@ -102,7 +103,7 @@ def front() -> Iterator[Front]:
 def test_ready_says_no_while_workers_are_gone(front: Front) -> None:
     assert front.ready() == "200"
     front.hear(ready=False)
-    assert front.ready() == "503: the engine's workers are stopped, or are being started anew"
+    assert front.ready() == "503: the engine's workers are stopped, or are being restarted"
     assert 'engine_ready{model_name="m"} 0.0' in Metrics("m", front.client).text().decode()
     front.hear()
     assert front.ready() == "200"

@@ -11,7 +11,7 @@ import zmq
 
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
-from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
+from nanoserve.processes.sockets import connect, listen, local_address
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.plan import Executor, StepResult
@@ -42,10 +42,10 @@ class Wire:
     def __init__(self, directory: Path) -> None:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.PAIR)
-        address, keys = local_address(directory), SocketKeys.random()
-        listen(self.socket, address, keys)
+        address = local_address(directory)
+        key = listen({address: self.socket})
         self.mailbox: Mailbox[Command] = Mailbox(zmq.Context(), Command)
-        connect(self.mailbox.socket, address, keys.public)
+        connect(self.mailbox.socket, address, key)
         self.run(MemoryCheckingExecutor(32, 4))
 
     def run(self, executor: Executor, vocab_size: int = 1000) -> None:
@@ -201,7 +201,7 @@ def test_the_last_word_is_why_the_engine_runs_nothing_any_more(wire: Wire) -> No
 
 
 class _Reloading(MemoryCheckingExecutor):
-    """Its workers are started anew until a test says otherwise."""
+    """Its workers are restarted until a test says otherwise."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)

@@ -23,11 +23,12 @@ import zmq
 
 import nanoserve
 from nanoserve.commands.main import main
-from nanoserve.processes.sockets import SocketKeys, connect
+from nanoserve.processes.sockets import connect
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.messages import Stop
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import BROKEN, POISON_TOKEN, PROGRAM, WORKER_POISON_TOKEN
+from tests.server.fake_engine import BROKEN, POISON_TOKEN, WORKER_POISON_TOKEN
+from tests.server.fake_serve import PROGRAM
 from tests.server.starting import (
     NO_TLS,
     PATIENCE_SECONDS,
@@ -46,6 +47,15 @@ from tests.server.test_engine_process import RUBBISH
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 BUNDLED = Path(nanoserve.__file__).parent / "assets" / "storyteller"
 COMPILERS = ("g++", "c++", "clang++")
+LOOPS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+DOUBLES = "{% set ns = namespace(x='a' * 1000) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
+BREAKING = {
+    "refuse": "{{ raise_exception('roles must alternate') }}",
+    "loop": LOOPS,
+    "double": DOUBLES,
+    "fail": "{{ 1 + [] }}",
+}
+"""What a template does with a message that holds a word."""
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
 
@@ -79,6 +89,13 @@ class Reader(threading.Thread):
         wait_until(lambda: self.data.count("data:") > 20)
 
 
+def _model_with_template(directory: Path, template: str) -> Path:
+    shutil.copytree(BUNDLED, directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return directory
+
+
 def whole_text(server: Server, body: dict[str, Any]) -> str:
     """What is answered in one piece."""
     answer = server.post(COMPLETION, body)
@@ -88,9 +105,17 @@ def whole_text(server: Server, body: dict[str, Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def fake() -> Iterator[Server]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the model of `fake`, with a template that some messages break."""
+    branches = "".join(f"{{% if '{word}' in m.content %}}{do}{{% endif %}}" for word, do in BREAKING.items())
+    template = "{% for m in messages %}{{ m.content }}" + branches + "{% endfor %}"
+    return _model_with_template(tmp_path_factory.mktemp("fake") / "model", template)
+
+
+@pytest.fixture(scope="module")
+def fake(model: Path) -> Iterator[Server]:
     """For all that leaves a front end alive."""
-    with running_fake("--kv-cache-memory", "8192") as server:
+    with running_fake("--kv-cache-memory", "8192", "--model", str(model)) as server:
         yield server
 
 
@@ -103,7 +128,7 @@ def whole(fake: Server) -> str:
 # ------------------------------------------------------------------------------------- the front end dies
 
 
-@pytest.mark.parametrize("state", ["idle", "busy", "with a stopped engine"])
+@pytest.mark.parametrize("state", [pytest.param("idle", marks=pytest.mark.slow), "busy", "with a stopped engine"])
 def test_nothing_is_left_of_a_front_end_that_was_killed(state: str) -> None:
     server = Server("--port", "0", module="tests.server.fake_serve")
     server.wait_ready()
@@ -127,7 +152,9 @@ def test_nothing_is_left_of_a_front_end_that_was_killed(state: str) -> None:
     shutil.rmtree(server.directory)
 
 
-@pytest.mark.parametrize("moment", [0.2, 0.6, 1.0, 1.6, 2.5])
+@pytest.mark.parametrize(
+    "moment", [0.6, 2.5, *(pytest.param(moment, marks=pytest.mark.slow) for moment in (0.2, 1.0, 1.6))]
+)
 def test_nothing_is_left_of_a_start_that_was_ended(moment: float) -> None:
     def end_by(number: signal.Signals) -> None:
         server = Server("--port", "0", *MODEL)  # the real engine, whose start takes a while
@@ -219,24 +246,21 @@ def test_a_request_that_kills_engines_is_given_up_and_the_others_go_on(fake: Ser
     assert fake.get("/health").status_code == 200
 
 
-def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(BUNDLED, model)
-    with running_fake("--model", str(model)) as server:
-        reader = Reader(server, LONG | {"max_tokens": 480})
-        reader.wait_begun()
-        (model / BROKEN).touch()
-        os.kill(server.engine_process_id(), signal.SIGKILL)
-        wait_until(lambda: server.get("/health").status_code == 503)
-        refused = server.post(COMPLETION, LONG)
-        assert refused.status_code == 503 and "retry-after" in refused.headers
-        assert "the weights are broken" in refused.json()["error"]["message"]
-        assert server.get("/ready").status_code == 503
-        reader.join()
-        assert '"error"' in reader.data and reader.data.endswith("data: [DONE]\n\n")
-        (model / BROKEN).unlink()
-        wait_until(lambda: server.get("/ready").status_code == 200)
-        assert whole_text(server, LONG)
+def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(fake: Server, whole: str, model: Path) -> None:
+    reader = Reader(fake, LONG | {"max_tokens": 480})
+    reader.wait_begun()
+    (model / BROKEN).touch()
+    os.kill(fake.engine_process_id(), signal.SIGKILL)
+    wait_until(lambda: fake.get("/health").status_code == 503)
+    refused = fake.post(COMPLETION, LONG)
+    assert refused.status_code == 503 and "retry-after" in refused.headers
+    assert "the weights are broken" in refused.json()["error"]["message"]
+    assert fake.get("/ready").status_code == 503
+    reader.join()
+    assert '"error"' in reader.data and reader.data.endswith("data: [DONE]\n\n")
+    (model / BROKEN).unlink()
+    wait_until(lambda: fake.get("/ready").status_code == 200)
+    assert whole_text(fake, LONG) == whole
 
 
 # ------------------------------------------------------------------------------------- its workers die
@@ -279,36 +303,17 @@ def test_when_no_workers_come_any_more_the_server_stays_up_and_says_so() -> None
 
 # ------------------------------------------------------------------------------------- templates
 
-LOOPS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
-DOUBLES = "{% set ns = namespace(x='a' * 1000) %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
 
-
-def _model_with_template(directory: Path, template: str) -> str:
-    shutil.copytree(BUNDLED, directory)
-    path = directory / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    return str(directory)
-
-
-def test_messages_that_break_the_template_are_refused(tmp_path: Path, whole: str) -> None:
-    cases = {
-        "refuse": "{{ raise_exception('roles must alternate') }}",
-        "loop": LOOPS,
-        "double": DOUBLES,
-        "fail": "{{ 1 + [] }}",
-    }
-    branches = "".join(f"{{% if '{word}' in m.content %}}{do}{{% endif %}}" for word, do in cases.items())
-    template = "{% for m in messages %}{{ m.content }}" + branches + "{% endfor %}"
-    with running_fake("--model", _model_with_template(tmp_path / "model", template)) as server:
-        reader = Reader(server, LONG)
-        for word in cases:
-            refused = server.post(CHAT, {"messages": [{"role": "user", "content": word}]})
-            assert refused.status_code == 400 and refused.json()["error"]["message"], refused.text
-            plain = server.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
-            assert plain.status_code == 200
-        assert "roles must alternate" in server.post(CHAT, {"messages": [{"role": "user", "content": "refuse"}]}).text
-        reader.join()
-        assert reader.text == whole
+def test_messages_that_break_the_template_are_refused(fake: Server, whole: str) -> None:
+    reader = Reader(fake, LONG)
+    for word in BREAKING:
+        refused = fake.post(CHAT, {"messages": [{"role": "user", "content": word}]})
+        assert refused.status_code == 400 and refused.json()["error"]["message"], refused.text
+        plain = fake.post(CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
+        assert plain.status_code == 200
+    assert "roles must alternate" in fake.post(CHAT, {"messages": [{"role": "user", "content": "refuse"}]}).text
+    reader.join()
+    assert reader.text == whole
 
 
 # ------------------------------------------------------------------------------ someone else at the socket
@@ -324,7 +329,7 @@ def test_nobody_else_is_heard_at_the_socket(fake: Server, whole: str) -> None:
             with socket.socket(socket.AF_UNIX) as raw, suppress(BrokenPipeError):
                 raw.connect(name.replace("@", "\0"))
                 raw.sendall(pickle.dumps({"not": "even ZeroMQ"}) * 1000)
-            for key in (None, SocketKeys.random().public):
+            for key in (None, zmq.curve_keypair()[0].decode()):
                 push = context.socket(zmq.PAIR)
                 if key is None:
                     push.connect(f"ipc://{name}")
@@ -374,23 +379,29 @@ def test_a_second_signal_or_the_end_of_the_time_does_not_wait(second: bool) -> N
 # ----------------------------------------------------------------------------------------- the queue
 
 
-def test_more_than_may_wait_are_turned_away() -> None:
-    with running_fake("--max-num-seqs", "2", "--max-queue", "3") as server:
-        readers = [Reader(server, LONG | {"seed": number}) for number in range(2)]
-        wait_until(lambda: server.metric("vllm:num_requests_running") == 2)
-        readers += [Reader(server, LONG | {"seed": number}) for number in range(3)]
-        wait_until(lambda: server.metric("vllm:num_requests_waiting") == 3)
-        refused = server.post(COMPLETION, LONG)
-        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-        assert refused.json()["error"]["code"] == "queue_full"
-        streamed = server.post(COMPLETION, LONG | {"stream": True})
-        assert streamed.status_code == 429
-        assert server.post(COMPLETION, LONG | {"prompt": ["a"] * 4}).status_code == 429
-        for reader in readers:
-            reader.join()
-        assert {reader.text for reader in readers} == {readers[0].text}
-        assert server.metric("vllm:admission_rejections_total") == 3
-        server.wait_idle()
+@pytest.fixture(scope="module")
+def small() -> Iterator[Server]:
+    """Two requests may run and three may wait. Of its 40 blocks, LONG needs 20."""
+    with running_fake("--max-num-seqs", "2", "--max-queue", "3", "--kv-cache-memory", "640") as server:
+        yield server
+
+
+def test_more_than_may_wait_are_turned_away(small: Server) -> None:
+    readers = [Reader(small, LONG | {"seed": number}) for number in range(2)]
+    wait_until(lambda: small.metric("vllm:num_requests_running") == 2)
+    readers += [Reader(small, LONG | {"seed": number}) for number in range(3)]
+    wait_until(lambda: small.metric("vllm:num_requests_waiting") == 3)
+    refused = small.post(COMPLETION, LONG)
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+    streamed = small.post(COMPLETION, LONG | {"stream": True})
+    assert streamed.status_code == 429
+    assert small.post(COMPLETION, LONG | {"prompt": ["a"] * 4}).status_code == 429
+    for reader in readers:
+        reader.join()
+    assert {reader.text for reader in readers} == {readers[0].text}
+    assert small.metric("vllm:admission_rejections_total") == 3
+    small.wait_idle()
 
 
 def test_an_answer_that_takes_too_long_is_ended() -> None:
@@ -401,16 +412,16 @@ def test_an_answer_that_takes_too_long_is_ended() -> None:
         server.wait_idle()
 
 
-def test_streams_that_do_not_fit_together_take_turns() -> None:
-    bodies = [LONG | {"prompt": [10 + number] * 64, "max_tokens": 120} for number in range(3)]
-    with running_fake("--kv-cache-memory", "320") as server:  # 20 blocks; each of them needs 12
-        alone = [whole_text(server, body) for body in bodies]
-        readers = [Reader(server, body) for body in bodies]
-        for reader in readers:
-            reader.join()
-        assert [reader.text for reader in readers] == alone
-        assert server.metric("vllm:num_preemptions_total") > 0
-        server.wait_idle()
+def test_streams_that_do_not_fit_together_take_turns(small: Server) -> None:
+    bodies = [LONG | {"prompt": [10 + number] * 300, "max_tokens": 120} for number in range(3)]  # each needs 27 blocks
+    alone = [whole_text(small, body) for body in bodies]
+    preemptions = small.metric("vllm:num_preemptions_total")
+    readers = [Reader(small, body) for body in bodies]
+    for reader in readers:
+        reader.join()
+    assert [reader.text for reader in readers] == alone
+    assert small.metric("vllm:num_preemptions_total") > preemptions
+    small.wait_idle()
 
 
 # ------------------------------------------------------------------------------------------- keys
@@ -473,22 +484,13 @@ def test_mistakes_on_the_command_line_are_one_line(
         (("--port", "0", "--max-body-size", "much"), 2, "is not a size"),
         (("--port", "0", "--model", "/no/such/place"), 3, "no such directory"),
         (("--port", "0", "--model", str(broken)), 3, "the weights are broken"),
-        (("--port", "0", "--model", _model_with_template(tmp_path / "loops", LOOPS)), 3, "template"),
+        (("--port", "0", "--model", str(_model_with_template(tmp_path / "loops", LOOPS))), 3, "template"),
     ):
         capfd.readouterr()
         assert main(["serve", *words]) == code, words
         told = capfd.readouterr().err
         lines = [line for line in told.splitlines() if "listening on" not in line]
         assert len(lines) == 1 and said in lines[0], told
-
-
-def test_a_directory_with_a_long_name_is_no_worse_than_another(tmp_path: Path) -> None:
-    """No path of a socket's file lies in it."""
-    long = tmp_path / ("x" * 90)
-    long.mkdir()
-    with running_fake(TMPDIR=str(long)) as server:
-        assert server.post(COMPLETION, {"prompt": [5], "max_tokens": 1}).status_code == 200
-    assert list(long.iterdir()) == []
 
 
 def test_a_log_that_is_full_is_no_reason_to_stop() -> None:

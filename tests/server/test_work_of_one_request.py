@@ -15,7 +15,7 @@ import zmq
 
 from nanoserve import outputs
 from nanoserve.outputs import StopStrings
-from nanoserve.processes.sockets import SocketKeys, connect, listen, local_address
+from nanoserve.processes.sockets import connect, listen, local_address
 from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
@@ -82,10 +82,10 @@ def test_samples_and_prompts_share_stop_tokens_and_stop_strings(monkeypatch: pyt
 
 def test_the_engine_takes_commands_in_slices(tmp_path: Path) -> None:
     context = zmq.Context()
-    address, keys = local_address(tmp_path), SocketKeys.random()
-    listen(commands := context.socket(zmq.PAIR), address, keys)
+    address, commands = local_address(tmp_path), context.socket(zmq.PAIR)
+    key = listen({address: commands})
     mailbox: Mailbox[Command] = Mailbox(zmq.Context(), Command)
-    connect(mailbox.socket, address, keys.public)
+    connect(mailbox.socket, address, key)
     params = completion_params(_asked(**LARGEST), FACTS, [1])[0]
     sent = [msgspec.msgpack.encode(Add(Request(str(number), (5,), params, 0))) for number in range(128)]
     for command in sent:

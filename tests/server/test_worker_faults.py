@@ -1,4 +1,8 @@
-"""A server whose engine has two worker processes, and what is done to these."""
+"""A server whose engine has two worker processes, and what is done to these.
+
+The quick tests do the same to the parts: `test_faults` to a server whose fake engine loses workers, and
+`tests/runtime/test_worker_faults` and `tests/runtime/workers/test_group` to real workers.
+"""
 
 import time
 from collections.abc import Iterator
@@ -13,6 +17,7 @@ from tests.server.starting import NO_TLS, Server, running, shared_memory, wait_u
 from tests.server.test_faults import COMPLETION, LONG, Reader, whole_text
 
 SAMPLED = LONG | {"temperature": 1, "seed": 4, "max_tokens": 200}
+pytestmark = pytest.mark.slow
 REASON = "the workers died 3 times within"
 
 
@@ -61,7 +66,7 @@ def test_streams_go_on_when_a_worker_is_killed(two_stages: Server, mark: str, wh
     restarts = two_stages.metric("nanoserve:engine_restarts_total")
     kill(first[1])
     killed = time.monotonic()
-    wait_until(lambda: "worker 1 was killed by SIGKILL; all workers are started anew" in two_stages.log)
+    wait_until(lambda: "worker 1 was killed by SIGKILL; all workers are restarted" in two_stages.log)
     print(f"told on stderr {1000 * (time.monotonic() - killed):.0f} ms after the kill")
     wait_until(lambda: two_stages.get("/ready").status_code == 503)
     _hang_up(two_stages)  # while new workers are being started
@@ -74,7 +79,6 @@ def test_streams_go_on_when_a_worker_is_killed(two_stages: Server, mark: str, wh
     two_stages.wait_idle()
 
 
-@pytest.mark.slow
 def test_workers_that_die_while_there_is_nothing_to_do_are_replaced(two_stages: Server, mark: str) -> None:
     losses = two_stages.metric("nanoserve:worker_losses_total")
     kill(workers(mark)[0])
@@ -83,7 +87,6 @@ def test_workers_that_die_while_there_is_nothing_to_do_are_replaced(two_stages: 
     assert two_stages.metric("nanoserve:worker_losses_total") == losses + 1
 
 
-@pytest.mark.slow
 def test_workers_end_with_their_engine_and_streams_go_on_in_the_next(
     two_stages: Server, mark: str, whole: dict[str, str]
 ) -> None:
@@ -100,7 +103,6 @@ def test_workers_end_with_their_engine_and_streams_go_on_in_the_next(
     assert two_stages.metric("nanoserve:worker_losses_total") == losses, "also those of the engine before"
 
 
-@pytest.mark.slow
 def test_after_three_deaths_within_a_minute_the_server_says_why_and_tries_again_later(
     two_stages: Server, mark: str, whole: dict[str, str]
 ) -> None:

@@ -16,7 +16,7 @@ from tests.simulator.linear_times import LinearTimes
 TIMES = LinearTimes(num_stages=3, step=0.01, decode=0.0003, prompt_token=0.0002)
 
 
-def _requests(number: int = 90, rate: float = 12.0) -> list[Request]:
+def _requests(number: int = 45, rate: float = 12.0) -> list[Request]:
     return list(Workload(poisson_arrivals(rate, seed=3), lognormal_lengths(120, 40, 1.0, 1.0, seed=4), number))
 
 
@@ -30,7 +30,7 @@ def test_each_replica_does_what_it_would_do_alone_with_its_share(policy: str) ->
     fleet = _run(requests, policy, replicas=3)
     for number, replica in enumerate(fleet.replicas):
         alone = _run(requests[number::3], policy)
-        assert replica.requests == alone.requests == 30
+        assert replica.requests == alone.requests == 15
         assert replica.output_tokens == alone.output_tokens
         assert (replica.seconds, replica.kv_peak) == (alone.seconds, alone.kv_peak)
         assert replica.bubble_share == pytest.approx(alone.bubble_share)
@@ -42,12 +42,12 @@ def test_each_replica_does_what_it_would_do_alone_with_its_share(policy: str) ->
 def test_the_figures_of_a_fleet_are_those_of_its_replicas_together() -> None:
     fleet = _run(_requests(), replicas=3, router="least-tokens")
     replicas = fleet.replicas
-    assert fleet.requests == sum(one.requests for one in replicas) == 90
+    assert fleet.requests == sum(one.requests for one in replicas) == 45
     assert fleet.output_tokens == sum(one.output_tokens for one in replicas)
     assert fleet.seconds == max(one.seconds for one in replicas)
     assert fleet.kv_occupancy == pytest.approx(sum(one.kv_occupancy for one in replicas) / 3)
-    assert fleet.e2el_ms is not None and fleet.e2el_ms.n == 90
-    assert fleet.e2el_ms.mean == pytest.approx(sum((one.e2el_ms or 0) * one.requests for one in replicas) / 90)
+    assert fleet.e2el_ms is not None and fleet.e2el_ms.n == 45
+    assert fleet.e2el_ms.mean == pytest.approx(sum((one.e2el_ms or 0) * one.requests for one in replicas) / 45)
     assert len(replicas) == 3
     assert max(share for _, share in fleet.kv_series) <= fleet.kv_peak
 
@@ -81,7 +81,7 @@ def test_tokens_of_answers_count_and_of_finished_requests_do_not() -> None:
 
 
 def test_least_tokens_shortens_the_wait_for_lengths_that_differ() -> None:
-    requests = list(Workload(poisson_arrivals(40.0, seed=1), lognormal_lengths(300, 60, 1.5, 1.0, seed=2), 300))
+    requests = list(Workload(poisson_arrivals(40.0, seed=1), lognormal_lengths(300, 60, 1.5, 1.0, seed=2), 200))
     waits = {}
     for router in ROUTERS:
         result = _run(requests, replicas=4, router=router, num_blocks=2000)

@@ -4,8 +4,7 @@ from itertools import product
 
 import pytest
 
-from nanoserve.benchmarks.policies.cases import KvCase, KvCases
-from nanoserve.benchmarks.policies.variants import make_requests, run_requests
+from nanoserve.benchmarks.policies.variants import KvCase, KvCases, make_requests, run_requests
 from nanoserve.costs.predictor import Predictor
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
@@ -47,6 +46,7 @@ def test_hybrid_is_hardly_ever_slower_than_the_device_alone(output: int, share: 
     """The device holds three of the sequences, or four; times are about the bundled model's, in milliseconds."""
     work = KvCases(input_tokens=PROMPT, outputs=(output,), requests=REQUESTS, shares=(share,), block_size=BLOCK_SIZE)
     case = next(work.cases())
+    alone: dict[tuple[float, float], float] = {}  # the same whatever the host does
     for layer, ends, host, slowdown in product(LAYER, ENDS, HOST, SLOWDOWN):
         times = TierTimes(
             num_layers=LAYERS,
@@ -66,6 +66,7 @@ def test_hybrid_is_hardly_ever_slower_than_the_device_alone(output: int, share: 
             swap_token=SWAPPED_TOKEN,
             host_key=host * KEY,
         )
-        alone = run("sarathi", case, times, predictor).makespan
+        if (layer, ends) not in alone:
+            alone[layer, ends] = run("sarathi", case, times, predictor).makespan
         beside = run("hybrid", case, times, DistortedPredictor(predictor, hybrid=slowdown)).makespan
-        assert alone / beside > 0.98, f"{layer=} {ends=} {host=} {slowdown=}"
+        assert alone[layer, ends] / beside > 0.98, f"{layer=} {ends=} {host=} {slowdown=}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams
@@ -61,7 +61,7 @@ def _arriving(now: float, gaps: Sequence[float]) -> list[Request]:
     return requests
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     policy=st.sampled_from(["sarathi", "throttling", "adaptive", "prefill-first"]),
     stages=st.integers(1, 4),
@@ -93,7 +93,7 @@ class JitteryMoves(JitteryTimes):
         return self._some()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     policy=st.sampled_from([TransitionMinimizing, PrefillPrioritizing, DecodePrioritizing]),
     stages=st.sampled_from([(2, 1), (1, 2), (4, 2)]),

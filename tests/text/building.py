@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 # Property tests run beside whatever else the machine does, so only their outcome counts, never their speed.
 PATIENT = settings(
-    max_examples=100,
+    max_examples=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -2,9 +2,11 @@ import json
 import resource
 import signal
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 import pytest
+from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanoserve.errors import ModelError, UsageError
@@ -63,7 +65,8 @@ class Refused(Exception):
     pass
 
 
-def render_with_jinja2(template: str, messages, *, add_generation_prompt: bool, arguments) -> str:
+@cache
+def jinja2_template(template: str) -> Template:
     """What transformers does: the same environment, filters and functions."""
 
     def refuse(message):
@@ -78,10 +81,12 @@ def render_with_jinja2(template: str, messages, *, add_generation_prompt: bool, 
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    return environment.from_string(template)
+
+
+def render_with_jinja2(template: str, messages, *, add_generation_prompt: bool, arguments) -> str:
     context = {"tools": None, "documents": None, **SPECIAL, **arguments}
-    return environment.from_string(template).render(
-        messages=messages, add_generation_prompt=add_generation_prompt, **context
-    )
+    return jinja2_template(template).render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +136,13 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+MUCH_ALIKE = {"fairly long string", "doubling lists", "doubling without loop", "growing replacements"}
+"""They hit the same limits as the others do, each of which takes half a second to hit."""
+
+
+@pytest.mark.parametrize(
+    "bomb", [pytest.param(bomb, marks=pytest.mark.slow) if bomb in MUCH_ALIKE else bomb for bomb in BOMBS]
+)
 def test_a_template_bomb_is_a_load_error_within_a_second(bomb, tmp_path: Path):
     make_byte_level(tmp_path, chat_template=BOMBS[bomb])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -173,7 +184,7 @@ def test_a_bomb_that_waits_for_its_moment_harms_only_that_conversation(tmp_path:
     bomb = BOMBS["doubling"]
     template = "{% if messages[0].content == 'now' %}" + bomb + "{% endif %}{{ messages[0].content }}"
     tokenizer = load_tokenizer(make_byte_level(tmp_path, chat_template=template))
-    with pytest.raises(ModelError, match="memory or time"):
+    with pytest.raises(ModelError, match=r"memory or time|out of fuel"):  # newer versions of the library count bytes
         tokenizer.encode_chat([{"role": "user", "content": "now"}])
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "later"}])) == "later"
     tokenizer.close()

@@ -31,7 +31,7 @@ def ragged_rows(draw: st.DrawFn) -> list[Row]:
     return [Row(1 if decode else queries, (1 if decode else queries) + computed) for queries, computed, decode in rows]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     rows=ragged_rows(),
     heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),

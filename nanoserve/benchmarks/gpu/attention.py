@@ -1,7 +1,6 @@
 """Attention over a paged cache: its least bytes and operations, batches to call it with, and when results agree.
 
-The benchmarks, the checks on a GPU and the tests of the operator share these batches. They lie on shuffled blocks, and
-what must not be read can be poisoned.
+The benchmarks, the checks on a GPU and the tests of the operator share these batches.
 """
 
 import math
@@ -34,8 +33,7 @@ def decode_rows(batch: int, context: int) -> tuple[AttentionRow, ...]:
     return (AttentionRow(1, context),) * batch
 
 
-NO_SUCH_BLOCK = 10**6
-"""The entries of a block table behind its row's last block."""
+NO_SUCH_BLOCK = 10**6  # the entries of a block table behind its row's last block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +58,11 @@ class AttentionCall:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The operator's tensors, in its order."""
         caches = self.key_cache, self.value_cache
         return self.out, self.query, *caches, self.block_tables, self.query_starts, self.context_lengths
 
     @property
     def is_ragged(self) -> bool:
-        """Whether rows differ."""
         return len(set(self.rows)) > 1
 
     @property
@@ -109,12 +105,9 @@ def make_batch(
     shared_blocks: int = 0,
     seed: int = 0,
 ) -> AttentionCall:
-    """Random numbers of unit variance, drawn on the device; block tables as wide as the longest row needs.
-
-    With `poisoned`, slots that no row uses are NaN, and the tables name blocks that do not exist behind each row's last
-    one: a wrong read shows. Results are NaN before they are written. `shared_blocks` leading blocks are the same ones
-    in all rows that fill them.
-    """
+    """Random numbers of unit variance, drawn on the device; `out` is NaN. Block tables are as wide as the longest row
+    needs. With `poisoned`, unused slots are NaN too, and tables name blocks that do not exist behind each row's last
+    one, so a wrong read shows. `shared_blocks` leading blocks are the same ones in all rows that fill them."""
     generator = torch.Generator(device).manual_seed(seed)
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     integers = partial(torch.tensor, dtype=torch.int32, device=device)
@@ -154,11 +147,9 @@ TOLERANCES = {torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float32: 1e-4}
 
 
 def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> dict[str, Any]:
-    """The fields of a check: NaN agrees with NaN, and nothing else with it.
-
-    A number may differ by `tolerance` times the sum of its own size and the root mean square of its row (the last
-    dimension): results over many keys are small, and leaving out one of a thousand shall show.
-    """
+    """The fields of a check: NaN agrees with NaN, and nothing else with it. A number may differ by `tolerance` times
+    the sum of its own size and the root mean square of its row (the last dimension): results over many keys are small,
+    and leaving out one of a thousand shall show."""
     here, there = found.detach().cpu().double(), expected.detach().cpu().double()
     unwanted = int((here.isfinite() != there.isfinite()).sum())
     difference, size = (here - there).abs().nan_to_num(0.0), there.abs().nan_to_num(0.0)

@@ -1,10 +1,9 @@
 """The checks of the correctness part: operators, sampling and models on the device against the CPU, and engines.
 
 An operator is held against its plain implementation in float64, or bit for bit where it only moves numbers. Sampling
-draws the same tokens from the same logits and seeds: random numbers and sums are integers on both devices. Exponentials
-and logarithms may differ in their last bit, which hardly ever decides between two tokens. Small random models of every
-family are compared by their logits, step by step from a paged cache. Engines are compared by tokens: captured graphs
-against eager steps, overlapped steps against plain ones.
+draws the same tokens from the same logits and seeds: random numbers and sums are integers on both devices, and the last
+bit of a logarithm hardly ever decides between two tokens. Small random models are compared by their logits, engines by
+tokens: captured graphs against eager steps, overlapped steps against plain ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,8 +42,7 @@ from triton_ops import (
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_DIMS = (128, 64, 256, 80)
-HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))
-"""Query and key-value heads: groups of 4, 8, 1 and 7."""
+HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))  # query and key-value heads: groups of 4, 8, 1 and 7
 BLOCK_SIZES = (16, 32)
 WINDOWS = (0, 48)
 
@@ -53,8 +51,7 @@ ROWS = {
     "mixed": [AttentionRow(*row) for row in ((1, 1), (1, 200), (5, 37), (64, 64), (33, 300), (1, 16))],
     "prefill": [AttentionRow(length, length) for length in (17, 64, 130)],
 }
-DRY_CONTEXT = 37
-"""The longest context of a dry run, in which there is one head size."""
+DRY_CONTEXT = 37  # the longest context of a dry run, in which there is one head size
 
 
 def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
@@ -67,31 +64,31 @@ def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
         yield from engine_cases(shelf, () if bench.dry_run else CHECKED[1:])
 
 
-Inputs = Callable[[torch.dtype, torch.Generator], Sequence[Tensor]]
-"""Makes an operator's inputs on the CPU."""
+Inputs = Callable[[torch.dtype, torch.Generator], Sequence[Tensor]]  # makes an operator's inputs on the CPU
 
 
 def _check_operator(
-    bench: GpuBench, name: str, dtype: torch.dtype, make: Inputs, call: Callable[..., Tensor], roundings: int
+    bench: GpuBench, name: str, dtype: torch.dtype, make: Inputs, call: Callable[..., Tensor | None], roundings: int
 ) -> Row:
-    """Compare what an operator gives back for copies of the same inputs, on the CPU and on the device.
-
-    `roundings`: products one after the other, each of which rounds its results; with none, numbers are only moved.
-    """
+    """Compare what an operator gives back for copies of the same inputs, on the CPU and on the device. `roundings`:
+    products one after the other, each of which rounds its results; with none, numbers are only moved."""
     inputs, exact = make(dtype, torch.Generator().manual_seed(0)), torch.float64 if roundings else dtype
     with reference_operators():
-        expected = call(*(one.to(exact if one.is_floating_point() else one.dtype, copy=True) for one in inputs))
-    found = call(*(one.to(bench.device, copy=True) for one in inputs))
+        expected = _result(call, [one.to(exact if one.is_floating_point() else one.dtype, copy=True) for one in inputs])
+    found = _result(call, [one.to(bench.device, copy=True) for one in inputs])
     return compared(name, found, expected, roundings * TOLERANCES[dtype])
 
 
-def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
-    """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the products.
+def _result(call: Callable[..., Tensor | None], inputs: Sequence[Tensor]) -> Tensor:
+    """What an operator returns, or its first input, which it fills if it returns nothing."""
+    returned = call(*inputs)
+    return inputs[0] if returned is None else returned
 
-    Attention takes the commonest head size and format with all heads, then each head size and format, each time with
-    every kind of batch; blocks and windows take turns. Every further combination would cost the time to compile three
-    programs.
-    """
+
+def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
+    """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the products. Attention
+    takes the commonest head size and format with all heads, then each head size and format, each time with every kind
+    of batch; blocks and windows take turns. Every further combination would cost the time to compile three programs."""
     head_dims = (64,) if bench.dry_run else HEAD_DIMS
     cuts = zip(BLOCK_SIZES, WINDOWS, strict=True)
     chosen = [(head_dims[0], DTYPES[0], heads, *cut) for heads, cut in product(HEADS, cuts)]
@@ -105,7 +102,7 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
             f"blocks of {block_size}" + (f", window {window}" if window else "")
         )
         inputs = _attention_inputs(rows, *heads, head_dim, block_size)
-        attend = partial(_attend, scale=head_dim**-0.5, sliding_window=window)
+        attend = partial(paged_attention, scale=head_dim**-0.5, sliding_window=window)
         yield GpuCase(name, partial(_check_operator, bench, "paged_attention", dtype, inputs, attend, 1))
     if not bench.dry_run:  # the plain implementation has no rows to pad with
         yield GpuCase("paged_attention, padding rows", partial(_check_padding, bench))
@@ -116,11 +113,6 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
 def _attention_inputs(rows: Sequence[AttentionRow], *sizes: int) -> Inputs:
     *shape, block_size = sizes
     return lambda dtype, _: make_batch(rows, *shape, block_size=block_size, dtype=dtype, poisoned=True).tensors
-
-
-def _attend(out: Tensor, *others: Tensor, scale: float, sliding_window: int) -> Tensor:
-    paged_attention(out, *others, scale=scale, sliding_window=sliding_window)
-    return out
 
 
 def _check_padding(bench: GpuBench) -> Row:
@@ -138,22 +130,12 @@ def _cache_write_inputs(dtype: torch.dtype, generator: torch.Generator) -> Seque
     fused = torch.randn(tokens, 3, heads, head_dim, generator=generator).to(dtype)
     slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
     slots[::5] = -1
-    return fused, torch.full((2, blocks, heads, block_size, head_dim), torch.nan).to(dtype), slots
-
-
-def _write_cache(fused: Tensor, caches: Tensor, slots: Tensor) -> Tensor:
-    cache_write(fused[:, 1], fused[:, 2], caches[0], caches[1], slots)
-    return caches
+    return torch.full((2, blocks, heads, block_size, head_dim), torch.nan).to(dtype), fused, slots
 
 
 def _copy_blocks_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
     """A block that is copied from and to, as all sources are read before any is written."""
     return torch.randn(2, 7, 2, 16, 64, generator=generator).to(dtype), torch.tensor([(0, 3), (3, 5), (1, 6)])
-
-
-def _copy_blocks(caches: Tensor, pairs: Tensor) -> Tensor:
-    copy_blocks(caches[0], caches[1], pairs)
-    return caches
 
 
 def _staging_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
@@ -165,7 +147,6 @@ def _staging_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[
 
 
 def _stage_and_restore(caches: Tensor, buffer: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
-    """There, and back to other blocks."""
     keys, values = list(caches[0].unbind()), list(caches[1].unbind())
     gather_blocks(buffer, keys, values, sources, 1)
     scatter_blocks(keys, values, buffer, targets, 1)
@@ -186,9 +167,13 @@ def _experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[
     return hidden, weights, picked, gate_up, down
 
 
-OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor], int]] = {
-    "cache_write": (_cache_write_inputs, _write_cache, 0),
-    "copy_blocks": (_copy_blocks_inputs, _copy_blocks, 0),
+OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
+    "cache_write": (
+        _cache_write_inputs,
+        lambda caches, fused, slots: cache_write(fused[:, 1], fused[:, 2], caches[0], caches[1], slots),
+        0,
+    ),
+    "copy_blocks": (_copy_blocks_inputs, lambda caches, pairs: copy_blocks(caches[0], caches[1], pairs), 0),
     "gather_blocks and scatter_blocks": (_staging_inputs, _stage_and_restore, 0),
     "linear": (_linear_inputs, linear, 1),
     "sparse_experts": (_experts_inputs, sparse_experts, 2),
@@ -196,14 +181,11 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor], int]] = {
 """The other operators: inputs, call and roundings, as `_check_operator` takes them."""
 
 
-SAMPLED_VOCABULARY = 32003
-"""A prime number, as large as a small model's vocabulary."""
-SAMPLED_ROWS = 16
-"""Requests of each setting."""
+SAMPLED_VOCABULARY = 32003  # a prime number, as large as a small model's vocabulary
+SAMPLED_ROWS = 16  # requests of each setting
 _PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
 _PROMPT_LENGTH = 4
-_LIKELIEST = 8
-"""A row's likeliest tokens are what penalties and biases are about: anything else would hardly show."""
+_LIKELIEST = 8  # a row's likeliest tokens are what penalties and biases are about: anything else would hardly show
 
 SETTINGS: Mapping[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0.0),
@@ -261,12 +243,10 @@ def draw(logits: Tensor, batch: Sequence[SamplingParams]) -> Sampled:
 
 WEIGHT_STANDARD_DEVIATION = 0.15
 """Wider than at initialization, so that attention, norms and biases all leave their mark on the logits."""
-FLOAT32_TOLERANCE = 2e-3
-"""Largest difference of a logit, in standard deviations of the logits."""
+FLOAT32_TOLERANCE = 2e-3  # largest difference of a logit, in standard deviations of the logits
 BFLOAT16_TOLERANCE = 0.05
 """Median difference: a rounding may send a token to another expert, and then some logits are quite different."""
-CHUNKS = (17, 17, 11, 1, 1, 1, 1)
-"""Tokens of each step: a prompt in three pieces, then single tokens."""
+CHUNKS = (17, 17, 11, 1, 1, 1, 1)  # tokens of each step: a prompt in three pieces, then single tokens
 
 
 def model_cases(bench: GpuBench) -> Iterator[GpuCase]:
@@ -327,8 +307,7 @@ def stepwise_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
 
 
 SPARSE = ("mixtral", "qwen3_moe")
-CHECKED = ("qwen3", "mistral", "qwen3_moe")
-"""One with norms of queries and keys, one with windows, one with experts."""
+CHECKED = ("qwen3", "mistral", "qwen3_moe")  # one with norms of queries and keys, one with windows, one with experts
 PROMPT_LENGTHS = tuple(5 + 9 * place % 83 for place in range(20))
 OUTPUT_LENGTHS = tuple(3 + 7 * place % 29 for place in range(20))
 """Requests come and go in the midst of others, so that batches grow, shrink, and mix prompts with single tokens."""

@@ -13,21 +13,18 @@ import torch
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.rounds import rotated
-from nanoserve.runtime.launch.model_loading import check_cuda, usable_gpu, use_writable_triton_cache
+from nanoserve.runtime.launch.model_loading import usable_gpu, use_writable_triton_cache
 
-FLUSH_BYTES = 2**30
-"""Read before every timed call, once or more: many times the largest level-2 cache."""
-MOST_FLUSHES = 16
-"""A call that waits for the device itself needs no more."""
-_LEAD = 2.0
-"""The device is kept busy for this many times the time that the host takes to launch the call."""
+FLUSH_BYTES = 2**30  # read before every timed call, once or more: many times the largest level-2 cache
+MOST_FLUSHES = 16  # a call that waits for the device itself needs no more
+_LEAD = 2.0  # the device is kept busy for this many times the time that the host takes to launch the call
 _WARM_UP_CALLS = 2
 _SECONDS = 1.0
 _FEWEST_TURNS, _MOST_TURNS = 5, 30
 _DRY_TURNS = 2
 COPY_BYTES, PRODUCT_SIZE = 2**31, 8192
 _DRY_COPY_BYTES, _DRY_PRODUCT_SIZE = 2**20, 64
-_INSTEAD = "try it on the CPU with --dry-run"
+INSTEAD = "try it on the CPU with --dry-run"
 
 Call = Callable[[], object]
 Clock = Callable[[Call, float], Callable[[], float]]
@@ -58,11 +55,9 @@ def time_on_host(call: Call, launch_seconds: float) -> Callable[[], float]:
 
 
 class EventClock:
-    """CUDA events around a call whose inputs no cache holds, and which the host has launched by then.
-
-    A call of many small kernels (blocks of several layers, one after another) takes the host longer than the device:
-    timed from an idle device it would show the host. So the device first reads for longer than the launching takes.
-    """
+    """CUDA events around a call whose inputs no cache holds, and which the host has launched by then. A call of many
+    small kernels (blocks of several layers, one after another) takes the host longer than the device: timed from an
+    idle device it would show the host. So the device first reads for longer than the launching takes."""
 
     def __init__(self, device: torch.device) -> None:
         self._numbers = torch.zeros(FLUSH_BYTES // 4, device=device)
@@ -128,12 +123,11 @@ class GpuBench:
         """The GPU of this process, or the CPU. Raises UsageError if there is no GPU that the kernels run on."""
         if dry_run:
             return cls(torch.device("cpu"), dry_run=True)
-        device = usable_gpu(None, asked="bench gpu", instead=_INSTEAD)
+        device = usable_gpu(None, asked="bench gpu", instead=INSTEAD)
         use_writable_triton_cache()
         return cls(device, dry_run=False)
 
     def facts(self) -> dict[str, Any]:
-        """What the device is, for the head of a report."""
         if self.dry_run:
             return {"name": "no GPU (dry run on the CPU)"}
         properties: Any = torch.cuda.get_device_properties(self.device)
@@ -178,8 +172,3 @@ class GpuBench:
         factor = torch.randn(size, size, device=self.device).to(self.dtype)
         times = self.times({"copy": lambda: target.copy_(source), "product": lambda: factor @ factor})
         return Limits(2 * copied / (times["copy"].low / 1e6), 2 * size**3 / (times["product"].low / 1e6))
-
-
-def check_gpu() -> None:
-    """Raise UsageError if there is no GPU; its memory is left free for the measurements."""
-    check_cuda(asked="bench gpu", instead=_INSTEAD)

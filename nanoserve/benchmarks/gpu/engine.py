@@ -1,7 +1,6 @@
 """The engine with random weights of real shapes, against the floor of the same run and against transformers.
 
-Decode steps are also run under torch's profiler, whose trace is JSON with times in microseconds: it tells how many
-kernels a step ran, how long they took, and when the device waited.
+Decode steps also run under torch's profiler, whose trace is JSON with times in microseconds.
 """
 
 import dataclasses
@@ -17,10 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nanoserve.benchmarks.floors import ModelCost, StepShape
+from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.gpu.device import GpuBench, TimeSpread
 from nanoserve.benchmarks.gpu.models import EngineShelf, TimedEngine
 from nanoserve.benchmarks.gpu.running import CannotRun, GpuCase, Row
+from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import BatchRates
@@ -64,10 +64,8 @@ class EngineBench:
     def model_cases(self, model: str, max_num_seqs: int) -> Iterator[GpuCase]:
         """What is measured of every model, and what of the small one alone."""
         middle, length = self._prompt + self._output // 2, self._long_prompt
-        pairs = length * (length + 1) // 2
         # A step in the middle of an answer, and one that is a whole prompt.
-        decode = StepShape(sequences=1, tokens=1, decoding=1, sampled=1, context=middle, attended=middle)
-        prefill = StepShape(sequences=1, tokens=length, decoding=0, sampled=1, context=length, attended=pairs)
+        decode, prefill = StepWork.of([middle]), StepWork.of(chunks=[(0, length)])
         measures: dict[str, Callable[..., Row]] = {
             "opening": self._measure_opening,
             "decode, batch 1": partial(self._measure_alone, "tpot", decode, self._prompt, self._output),
@@ -106,11 +104,9 @@ class EngineBench:
         memory = {"free_gib": round(free / 2**30, 1), "total_gib": round(total / 2**30, 1)}
         return fields | memory | dataclasses.asdict(engine.llm.gpu)
 
-    def _measure_alone(self, metric: str, step: StepShape, prompt: int, output: int, open_engine: OpenEngine) -> Row:
+    def _measure_alone(self, metric: str, step: StepWork, prompt: int, output: int, open_engine: OpenEngine) -> Row:
         """One request after another, the first of which warms up and is left out, against the floor of a step.
-
-        `metric`: "tpot", or "ttft" for a prompt in one step, from its issue to its first token.
-        """
+        `metric`: "tpot", or "ttft" for a prompt in one step, from its issue to its first token."""
         engine = open_engine()
         config, cost = engine.llm.config, ModelCost(engine.llm.config, self._bench.dtype.itemsize)
         prompts = [random_prompts([prompt], config.vocab_size, seed) for seed in range(_REPEATS + 1)]
@@ -128,7 +124,18 @@ class EngineBench:
         }
 
     def _trace(self, batch: int, open_engine: OpenEngine) -> Row:
-        return trace_decode(self._bench, open_engine(), batch=batch, context=self._prompt)
+        """`step_us` without the profiler, the trace's summary, and what is idle when the work that the trace saw is
+        held against steps without the profiler, whose own cost lies on the host."""
+        engine = open_engine()
+        with _decoding(engine, batch, self._prompt) as inner:
+            _take(inner, _SETTLING_STEPS)
+            unprofiled = TimeSpread.of(_take(inner, _TIMED_STEPS))
+            found = summarize_trace(_trace_events(self._bench, inner))
+        fields: Row = {"batch": batch, "unprofiled_step_us": unprofiled, "overlaps": engine.in_flight > 1}
+        if found is None:
+            return fields
+        idle = max(0.0, 1 - found["busy"] * found["step_us"] / unprofiled.us)
+        return {**fields, **found, "idle_without_profiler": idle}
 
     def _preset_work(self, vocab_size: int) -> tuple[list[tuple[int, ...]], list[int]]:
         """Prompts of the preset, and tokens of their answers."""
@@ -152,11 +159,9 @@ class EngineBench:
         }
 
     def measure_transformers(self) -> Row:
-        """The preset by transformers' continuous batching, on a random model of this shape, warmed up.
-
-        What is left after `_TRANSFORMERS_SECONDS` is given up: the rate is then that of the requests that ended until
-        then, too low by what others had begun, and `cut` is true.
-        """
+        """The preset by transformers' continuous batching, on a random model of this shape, warmed up. What is left
+        after `_TRANSFORMERS_SECONDS` is given up: the rate is then that of the requests that ended until then, too low
+        by what others had begun, and `cut` is true."""
         self._shelf.close()  # both engines take what memory there is
         if self._bench.dry_run:
             raise CannotRun("needs a GPU")
@@ -212,8 +217,7 @@ def _collect(manager: Any, prompts: Sequence[tuple[int, ...]], lengths: Sequence
     return done
 
 
-STEP_MARK = "nanoserve step"
-"""What the host's share of every step is called in the trace."""
+STEP_MARK = "nanoserve step"  # what the host's share of every step is called in the trace
 _DEVICE_KINDS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_KINDS = ("cuda_runtime", "cuda_driver")
 _SETTLING_STEPS = 8
@@ -222,8 +226,6 @@ _TRACED_STEPS = 16
 
 
 class _Work(NamedTuple):
-    """Something the device did, from when to when."""
-
     start: float
     end: float
     is_kernel: bool
@@ -233,13 +235,9 @@ def summarize_trace(events: Iterable[Mapping[str, Any]]) -> dict[str, float] | N
     """Summarize the events of a trace; None unless at least two of its steps launched kernels, as on a CPU.
 
     A kernel belongs to the step whose mark its launch lies in, by the correlation that the profiler gives both; those
-    of a CUDA graph have the one of the graph's launch. The last step is left out: nothing says when it ended.
-
-    Returns:
-        Steps traced, kernels of a step and microseconds of one on average, the median time from the first kernel of a
-        step to the first of the next ("step_us"), and shares of all time: in which the device did anything ("busy"),
-        nothing between the last work of a step and the first kernel of the next one ("idle_between_steps"), and
-        nothing between the kernels of a step ("idle_within_steps").
+    of a CUDA graph have the one of the graph's launch. The last step is left out: nothing says when it ended. "step_us"
+    is the median time from the first kernel of a step to the first of the next. Shares are of all time: "busy" with any
+    work, "idle_between_steps" from the last work of a step to the next one's first kernel, "idle_within_steps" else.
     """
     steps = [step for step in _work_of_steps(list(events)) if any(work.is_kernel for work in step)]
     if len(steps) < 2:
@@ -287,20 +285,6 @@ def _idle(work: Sequence[_Work], start: float, end: float) -> float:
         idle += max(0.0, min(one.start, end) - known)
         known = max(known, one.end)
     return idle + max(0.0, end - known)
-
-
-def trace_decode(bench: GpuBench, engine: TimedEngine, *, batch: int, context: int) -> Row:
-    """The fields of a row: `step_us` without the profiler, the trace's summary, and what is idle when the
-    work that the trace saw is held against steps without the profiler, whose own cost lies on the host."""
-    with _decoding(engine, batch, context) as inner:
-        _take(inner, _SETTLING_STEPS)
-        unprofiled = TimeSpread.of(_take(inner, _TIMED_STEPS))
-        found = summarize_trace(_trace_events(bench, inner))
-    fields: Row = {"batch": batch, "unprofiled_step_us": unprofiled, "overlaps": engine.in_flight > 1}
-    if found is None:
-        return fields
-    idle = max(0.0, 1 - found["busy"] * found["step_us"] / unprofiled.us)
-    return {**fields, **found, "idle_without_profiler": idle}
 
 
 @contextmanager

@@ -1,8 +1,7 @@
 """The kernels against the floor of the same run and against their peers, in turns.
 
-Peers are others that compute the same attention. torch's attention knows no paged cache: it is given keys and values
-that lie gathered in one piece, and the gathering is timed apart. That flatters it; FlashInfer reads the same paged
-cache as our kernels.
+torch's attention knows no paged cache: it is given keys and values in one piece, and gathering them is timed apart.
+That flatters it; FlashInfer reads the same paged cache as our kernels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +24,8 @@ OURS = "nanoserve"
 BLOCK_SIZE = 16
 HEAD_DIM = 128
 KV_HEADS = 8
-GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}
-"""Query heads of one key-value head: how many heads of each kind there are."""
+GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}  # query heads of one key-value head: how many heads of each kind there are
+_MIXED = [*decode_rows(32, 2048), AttentionRow(512, 2048), AttentionRow(1024, 1024)]
 BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
     ("prefill 8192", 4, [AttentionRow(8192, 8192)]),
     ("prefill 2048", 4, [AttentionRow(2048, 2048)]),
@@ -35,24 +34,17 @@ BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
     ("decode 1 x 32768", 4, decode_rows(1, 32768)),
     ("decode 1 x 2048", 4, decode_rows(1, 2048)),
     ("decode 16 x 2048", 4, decode_rows(16, 2048)),
-    (
-        "mixed 32 x 2048 + 512 of 2048 + 1024",
-        4,
-        [*decode_rows(32, 2048), AttentionRow(512, 2048), AttentionRow(1024, 1024)],
-    ),
+    ("mixed 32 x 2048 + 512 of 2048 + 1024", 4, _MIXED),
 )
 """Name, group and rows of each."""
 STAGED_LAYERS = 8
-_SMALLER_BY = 64
-"""Sizes are divided by this in a dry run."""
+_SMALLER_BY = 64  # sizes are divided by this in a dry run
 
 
 def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
-    """The moves, then attention as in prompts, in decoding, and mixed.
-
-    The moves take a moment. For each shape of prompts and of decoding torch recompiles a peer (flex_attention),
-    which may use up the budget, so what has a target comes before what has none.
-    """
+    """The moves, then attention as in prompts, in decoding, and mixed. The moves take a moment. For each shape of
+    prompts and of decoding torch recompiles a peer (flex_attention), which may use up the budget, so what has a target
+    comes before what has none."""
     scale = _SMALLER_BY if bench.dry_run else 1
     staged = f"256 blocks of {STAGED_LAYERS} layers"
     yield GpuCase("cache_write 8192 tokens", partial(_measure_cache_write, bench, 8192 // scale))
@@ -88,10 +80,8 @@ def _difference(found: Tensor, expected: Tensor) -> float | None:
 
 def measured_fields(times: Mapping[str, TimeSpread], limits: Limits, num_bytes: int, operations: int) -> Row:
     """A row: each route's times, ours against the limits, and how many times as long the others take.
-
-    `of_copy_bandwidth` and `of_matmul_peak` are the rates that our time makes of the counted bytes and operations,
-    over the measured limits; `of_floor` is the larger of the two: the least possible time over ours.
-    """
+    `of_copy_bandwidth` and `of_matmul_peak` are the rates that our time makes of the counted bytes and operations, over
+    the measured limits; `of_floor` is the larger of the two: the least possible time over ours."""
     ours = times[OURS].us
     seconds = ours / 1e6
     return {
@@ -222,10 +212,6 @@ def _sdpa(backend: SDPBackend, batch: AttentionCall) -> Callable[[], Tensor]:
     return attend
 
 
-def _is_seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return key <= query
-
-
 def _flex(batch: AttentionCall) -> Callable[[], Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -233,7 +219,7 @@ def _flex(batch: AttentionCall) -> Callable[[], Tensor]:
     if not query.is_cuda:
         raise CannotRun("is compiled for GPUs only")
     sizes = (None, None, query.shape[2], key.shape[2])
-    mask = None if batch.is_decode else create_block_mask(_is_seen, *sizes, device=str(query.device))
+    mask = None if batch.is_decode else create_block_mask(lambda _b, _h, q, k: k <= q, *sizes, device=str(query.device))
     attend: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: _flat(attend(query, key, value, block_mask=mask, enable_gqa=True))
 

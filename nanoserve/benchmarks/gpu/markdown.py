@@ -1,7 +1,4 @@
-"""The results of a run as the tables of docs/benchmarks.md, held against what is aimed at on an H200.
-
-Targets are ratios to what the same run measures. They are never asserted.
-"""
+"""The results of a run as the tables of docs/benchmarks.md, with targets for an H200, which are never asserted."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,31 +17,20 @@ class Target(msgspec.Struct, frozen=True):
 
     name: str
     case: str
-    field: str
-    """Path of the figure within the row."""
-    bound: float
-    """The least that is wanted, or the most if `most`."""
+    field: str  # path of the figure within the row
+    bound: float  # the least that is wanted, or the most if `most`
     most: bool = False
     aim: float | None = None
-    over: str | None = None
-    """Case whose figure of that name this one is divided by."""
-    beside: tuple[str, str] | None = None
-    """A case, and what to tell of its row beside the verdict."""
+    over: str | None = None  # case whose figure of that name this one is divided by
+    beside: tuple[str, str] | None = None  # a case, and what to tell of its row beside the verdict
 
     def outcome(self, rows: Mapping[str, Row]) -> dict[str, Any]:
-        """The row of the target, from the rows of all parts by the name of their case.
-
-        `share` is measured over wanted, or wanted over measured where less is better.
-        """
+        """The row of the target, from the rows of all parts by the name of their case. `share` is measured over wanted,
+        or wanted over measured where less is better."""
         wanted = f"at {'most' if self.most else 'least'} {self.bound:g}"
         wanted += f" (aim {self.aim:g})" if self.aim is not None else ""
-        found: dict[str, Any] = {
-            "target": self.name,
-            "wanted": wanted,
-            "measured": None,
-            "share": None,
-            "verdict": "not measured",
-        }
+        nothing = {"measured": None, "share": None, "verdict": "not measured"}
+        found: dict[str, Any] = {"target": self.name, "wanted": wanted, **nothing}
         figures = [Column("", self.field).value(rows.get(case, {})) for case in (self.case, self.over) if case]
         if None in figures:  # a row is missing, or its case failed
             return found
@@ -116,12 +102,9 @@ _DIFFERENCES = (
     *("different_requests", "different_rows"),
 )
 """What a row of a failed check may tell."""
-_CHECK_COLUMNS = columns(
-    ("", "check", "right", "wrong", "not_run"), (".2f", ("largest share of the tolerance", "share"))
-)
+_CHECKS = columns(("", "check", "right", "wrong", "not_run"), (".2f", ("largest share of the tolerance", "share")))
 _KERNEL_COLUMNS = columns(
-    ("", ("kernel", "case"), ("us (low-high)", "spread")),
-    (".0%", "of_copy_bandwidth", "of_matmul_peak", "of_floor"),
+    ("", ("kernel", "case"), ("us (low-high)", "spread")), (".0%", "of_copy_bandwidth", "of_matmul_peak", "of_floor")
 )
 _ENGINE_COLUMNS = {
     "decode, batch 1": columns(
@@ -197,9 +180,8 @@ def _correctness(part: Row) -> Iterator[str]:
         for kind, some in kinds.items()
     ]
     yield "Correctness"
-    yield markdown_table(_CHECK_COLUMNS, table)
-    told = [row for row in part["rows"] if not row.get("ok") and row.get("skipped") != BUDGET_SPENT]
-    if told:
+    yield markdown_table(_CHECKS, table)
+    if told := [row for row in part["rows"] if not row.get("ok") and row.get("skipped") != BUDGET_SPENT]:
         yield "\n".join(f"* {row['case']}: {_complaint(row)}" for row in told)
 
 
@@ -217,8 +199,7 @@ def _kernels(part: Row) -> Iterator[str]:
             row["spread"] = f"{row['us']:,.1f} ({ours['low']:,.1f}-{ours['high']:,.1f})"
     yield f"Kernels{_limits(part)}; times of others over ours"
     yield markdown_table([*_KERNEL_COLUMNS, *(Column(peer, f"slower.{peer}", ".2f") for peer in peers)], rows)
-    absent = {f"* {name}: {why}" for row in rows for name, why in row.get("absent", {}).items()}
-    if absent:
+    if absent := {f"* {name}: {why}" for row in rows for name, why in row.get("absent", {}).items()}:
         yield "Not compared with:\n\n" + "\n".join(sorted(absent))
 
 
@@ -231,11 +212,10 @@ def _engine(part: Row) -> Iterator[str]:
 
 
 def _with_failures(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    failures = [[f"{word}: {row[word]}" for word in ("error", "skipped") if word in row] for row in rows]
-    return [{**row, "failed": failed[0] if failed else None} for row, failed in zip(rows, failures, strict=True)]
+    words = ("error", "skipped")
+    return [{**row, "failed": next((f"{word}: {row[word]}" for word in words if word in row), None)} for row in rows]
 
 
 def _limits(part: Row) -> str:
-    if not (limits := part.get("limits")):
-        return ""
-    return f" (measured: copy {limits['copy_gb_per_s']:,.0f} GB/s, matmul {limits['matmul_tflops']:,.1f} TFLOP/s)"
+    form = " (measured: copy {copy_gb_per_s:,.0f} GB/s, matmul {matmul_tflops:,.1f} TFLOP/s)"
+    return form.format(**part["limits"]) if part.get("limits") else ""

@@ -1,7 +1,6 @@
 """The parts of ``bench gpu``, each measured by child processes: a case that hangs or dies costs one row.
 
-A child sends its rows through a pipe, and the parent writes each one at once. Where a child ends early, another one
-goes on. In the end the rows of all parts go to one file.
+A child sends its rows through a pipe, and the parent writes each at once. Where a child ends early, another goes on.
 """
 
 import json
@@ -11,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -25,16 +24,14 @@ from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import replace_file
 
 PARTS = ("correctness", "kernels", "engine")
-TUNING = "tuning"
-"""A part that is run alone, and whose rows are no results."""
+TUNING = "tuning"  # a part that is run alone, and whose rows are no results
 SCHEMA = "nanoserve-gpu/1"
 
 BUDGETS: Mapping[str, float] = {"correctness": 130.0, "kernels": 70.0, "engine": 230.0, TUNING: 480.0}
 """Seconds of each part; without tuning, and with every part's overtime, together less than eight minutes."""
 CASE_SECONDS = 200.0
 """The longest that one case may take before its process is ended: compilers and other engines need most of it."""
-OVERTIME_SECONDS = 15.0
-"""The longest that a case may go on after the end of its part's budget."""
+OVERTIME_SECONDS = 15.0  # the longest that a case may go on after the end of its part's budget
 BUDGET_SPENT = "the time budget was spent"
 _POLL_SECONDS = 0.2
 _FAREWELL_SECONDS = 20.0
@@ -45,10 +42,8 @@ Document = Mapping[str, Any]
 
 
 def open_part(directory: Path, part: str, *, dry_run: bool) -> Report:
-    """The report of a part, which goes on where an earlier run ended: what was skipped there is not done.
-
-    Raises UsageError if the directory holds the part of another commit or of other settings, as those would not mix.
-    """
+    """The report of a part, which goes on where an earlier run ended: what was skipped there is not done. Raises
+    UsageError if the directory holds the part of another commit or of other settings, as those would not mix."""
     path = directory / f"{part}.json"
     report = Report(f"gpu {part}", {"dry_run": dry_run}, None)
     if path.exists():
@@ -110,21 +105,16 @@ class PartRun:
 
     part: str
     dry_run: bool
-    deadline: float
-    """The end of the part's budget, as time.monotonic tells it in every process."""
-    rows: list[Row]
-    """What is known, also from earlier children."""
+    deadline: float  # the end of the part's budget, as time.monotonic tells it in every process
+    rows: list[Row]  # what is known, also from earlier children
     pipe: Connection
 
     def put(self, name: str, value: Any) -> None:
-        """Tell the parent."""
         self.pipe.send((name, value))
 
     def measure(self, cases: Iterable[GpuCase], device_works: Callable[[], bool]) -> bool:
-        """Measure what has no row yet. False means that the device works no more, and that a new process can go on.
-
-        A case that fails has the reason as its row's `error`; once the budget is spent, the others are `skipped`.
-        """
+        """Measure what has no row yet. False means that the device works no more, and that a new process can go on. A
+        case that fails has the reason as its row's `error`; once the budget is spent, the others are `skipped`."""
         known = {row["case"] for row in self.rows}
         for case in cases:
             if case.name in known:
@@ -135,7 +125,12 @@ class PartRun:
                 print(f"{self.part}: {case.name}", file=sys.stderr, flush=True)
                 self.put("running", case.name)
                 began = time.monotonic()
-                fields = _measured(case)
+                try:
+                    fields = case.measure()
+                except CannotRun as absence:
+                    fields = {"skipped": str(absence)}
+                except Exception as error:  # a failing kernel, compiler or peer costs this case alone
+                    fields = {"error": reason(error)}
                 fields = {"seconds": round(time.monotonic() - began, 2), **fields}
             self.rows.append(msgspec.to_builtins({"case": case.name, **fields}))
             self.put("row", self.rows[-1])
@@ -144,27 +139,14 @@ class PartRun:
         return True
 
 
-def _measured(case: GpuCase) -> Row:
-    try:
-        return case.measure()
-    except CannotRun as absence:
-        return {"skipped": str(absence)}
-    except Exception as error:  # whatever a kernel, a compiler or a peer fails with belongs to this case alone
-        return {"error": reason(error)}
-
-
 def reason(error: BaseException) -> str:
-    """One line for a row."""
-    text = " ".join(str(error).split())
     name = "" if isinstance(error, NanoserveError) else f"{type(error).__name__}: "
-    return (name + text)[:_LONGEST_REASON]
+    return (name + " ".join(str(error).split()))[:_LONGEST_REASON]
 
 
 def measure_part(run: PartRun) -> bool:
-    """Measure a part in this process; False if the device failed. Raises UsageError without a GPU.
-
-    Each part has a module of its own, so that kernels can be timed where the engine's packages are missing.
-    """
+    """Measure a part in this process; False if the device failed. Raises UsageError without a GPU. Each part has a
+    module of its own, so that kernels can be timed where the engine's packages are missing."""
     from nanoserve.benchmarks.gpu.device import GpuBench  # imports torch, which the parent does without
 
     bench = GpuBench.open(dry_run=run.dry_run)
@@ -202,12 +184,9 @@ def run_parts(
     dry_run: bool,
     measure: Measure = measure_part,
 ) -> Path:
-    """Run the parts one after another, each by `measure` in child processes.
-
-    Returns the file in which the results of all parts were put together, or the table that was tuned. Raises UsageError
-    if the directory holds results of another run, before anything is measured, or if a child refuses to begin; and
-    RuntimeFailure if a part can begin no case, after the other parts were run.
-    """
+    """Run the parts one after another, each by `measure` in child processes; returns the file of all results, or the
+    table that was tuned. Raises UsageError if the directory holds results of another run, before anything is measured,
+    or if a child refuses to begin; RuntimeFailure, after the other parts, if a part can begin no case."""
     reports = {part: open_part(directory, part, dry_run=dry_run) for part in parts}
     failures = []
     try:
@@ -270,6 +249,11 @@ def _go_on(report: Report, part: str, deadline: float, measure: Measure, *, dry_
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGINT)
         process.join(_FAREWELL_SECONDS)
+        with suppress(EOFError):  # keep the rows that it has sent
+            while pipe.poll():
+                name, value = pipe.recv()
+                if name == "row":
+                    report.add(value)
         raise
     finally:
         process.kill()  # without effect on one that ended; and a kernel that hangs hears nothing gentler

@@ -25,22 +25,15 @@ from triton_ops.gpu.attention import attend
 from triton_ops.gpu.configurations import ATTENTION, DecodeConfiguration, PrefillConfiguration
 from triton_ops.gpu.devices import gpu_of
 
-HEAD_DIMS = (128, 64, 256, 80)
-"""The commonest first, in case time runs out."""
-WIDTH = 2
-"""Bytes of the numbers that are tuned for."""
+HEAD_DIMS = (128, 64, 256, 80)  # the commonest first, in case time runs out
+WIDTH = 2  # bytes of the numbers that are tuned for
 DECODE, PREFILL = "decode", "prefill"
 WORK: Mapping[str, Mapping[str, tuple[AttentionRow, ...]]] = {
-    DECODE: {
-        "64 x 4096": decode_rows(64, 4096),
-        "16 x 2048": decode_rows(16, 2048),
-        "1 x 32768": decode_rows(1, 32768),
-    },
+    DECODE: {f"{batch} x {keys}": decode_rows(batch, keys) for batch, keys in ((64, 4096), (16, 2048), (1, 32768))},
     PREFILL: {"8192": (AttentionRow(8192, 8192),), "512 of 4096": (AttentionRow(512, 4096),) * 4},
 }
 
-Key = tuple[int, int, int]
-"""Generation, bytes of a number, head_dim."""
+Key = tuple[int, int, int]  # generation, bytes of a number, head_dim
 Configuration = DecodeConfiguration | PrefillConfiguration
 
 
@@ -72,9 +65,7 @@ def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
 
 def part_cases(bench: GpuBench, rows: Sequence[Row]) -> Iterator[GpuCase]:
     """Every candidate, for each head_dim. What is tried later may depend on the rows that were measured until then.
-
-    Raises UsageError for a GPU that takes the lines of another generation.
-    """
+    Raises UsageError for a GPU that takes the lines of another generation."""
     generation = gpu_of(bench.device).generation
     known = sorted({generation for generation, _, _ in ATTENTION})
     if generation not in known:

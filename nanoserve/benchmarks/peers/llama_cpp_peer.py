@@ -80,7 +80,6 @@ class LlamaCppPeer:
         return [self._put(sequence, place, token, logits=place == last) for place, token in enumerate(prompt)][-1]
 
     def _put(self, sequence: int, position: int, token: int, *, logits: bool) -> int:
-        """Append a token to the batch; returns its row."""
         batch, row = self._batch, self._batch.n_tokens
         batch.token[row] = token
         batch.pos[row] = position

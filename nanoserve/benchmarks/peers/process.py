@@ -1,7 +1,6 @@
 """The engines that are compared, each in a process of its own, so that threads, libraries and crashes stay apart.
 
-A peer is a class that takes an Opening, tells what runs in its `description`, and runs a batch of equal requests with
-`run(prompts, output_tokens)`. No torch.
+A peer is made from an Opening, and has a `description` and `run(prompts, output_tokens)`. No torch.
 """
 
 import multiprocessing
@@ -20,40 +19,30 @@ from nanoserve.processes.installation import install_command
 from nanoserve.processes.watchdog import LoggedChild
 
 _LONGEST_COMPLAINT = 300
-Prompts = tuple[tuple[int, ...], ...]
-"""Token ids of requests that are issued together, all of one length."""
+Prompts = tuple[tuple[int, ...], ...]  # token ids of requests that are issued together, all of one length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
     """How a peer is opened."""
 
-    engine: str
-    """Nanoserve, or a name in PEERS."""
-    model: str
-    """What the engine reads: a directory, a GGUF file, or a name as ``--model`` takes it."""
-    dtype: str
-    """Number format of weights and KV cache, as torch calls it."""
+    engine: str  # nanoserve, or a name in PEERS
+    model: str  # what the engine reads: a directory, a GGUF file, or a name as ``--model`` takes it
+    dtype: str  # number format of weights and KV cache, as torch calls it
     threads: int
-    max_batch: int
-    max_length: int
-    """The most sequences at a time, and their longest total length in tokens."""
-    policy: str = "sarathi"
-    eager: bool = False
-    """Nanoserve's scheduling policy, and whether its layers run uncompiled."""
+    max_batch: int  # the most sequences at a time
+    max_length: int  # of a sequence, in tokens, with its answer
+    policy: str = "sarathi"  # of nanoserve
+    eager: bool = False  # whether nanoserve's layers run uncompiled
 
 
 class PeerKind(NamedTuple):
-    """A peer that may be compared with."""
-
-    place: str
-    modules: tuple[str, ...]
-    install: str
-    """Its module and class below this package, what must be importable, and the command that makes it so."""
+    place: str  # its module and class below this package
+    modules: tuple[str, ...]  # that must be importable
+    install: str  # the command that installs them
 
     @property
     def missing(self) -> list[str]:
-        """Modules that are not installed."""
         return [module for module in self.modules if find_spec(module) is None]
 
 
@@ -67,10 +56,8 @@ PEERS: Mapping[str, PeerKind] = {
 
 
 class PeerProcess:
-    """A peer whose engine runs in a child process, which it tells what to run over a pipe of pickled objects.
-
-    Raises RuntimeFailure if the child cannot open the engine, fails, or dies.
-    """
+    """A peer whose engine runs in a child process, which it tells what to run over a pipe of pickled objects. Raises
+    RuntimeFailure if the child cannot open the engine, fails, or dies."""
 
     def __init__(self, opening: Opening, program: str = f"from {__name__} import main; main()") -> None:
         self.name = opening.engine
@@ -107,7 +94,6 @@ class PeerProcess:
 
 
 def open_engine(opening: Opening) -> Any:
-    """The engine of that name, in this process."""
     place = PEERS[opening.engine].place if opening.engine in PEERS else "engine_peers.NanoservePeer"
     module, _, kind = place.partition(".")
     return getattr(import_module(f"nanoserve.benchmarks.peers.{module}"), kind)(opening)

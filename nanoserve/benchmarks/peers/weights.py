@@ -22,8 +22,7 @@ from nanoserve.models.loading import load_model
 from nanoserve.models.weights import tensor_parts
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
-_FILES = 2
-"""Version of the file format in the cache's names; raise it to make peers' files be rewritten."""
+_FILES = 2  # version of the file format in the cache's names; raise it to make peers' files be rewritten
 _ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 """The gguf package's names of families, and below of number formats: of a matrix, and of a file of such."""
 _STORAGE = {
@@ -34,20 +33,16 @@ _STORAGE = {
 
 
 def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:
-    """A directory that transformers reads: the model's own, or for a dummy one that is written here.
-
-    Raises RuntimeFailure if it cannot be written.
-    """
+    """A directory that transformers reads: the model's own, or for a dummy one that is written here. Raises
+    RuntimeFailure if it cannot be written."""
     if model.directory is not None:
         return model.directory
     return _kept(_dummy_key(model.name, dtype), lambda target: save_dummy_checkpoint(model.name, DTYPES[dtype], target))
 
 
 def gguf_file(model: ResolvedModel, dtype: str) -> Path:
-    """A GGUF file of the model's weights in this number format.
-
-    Raises UsageError for a family that has no place in a GGUF file here, RuntimeFailure if it cannot be written.
-    """
+    """A GGUF file of the model's weights in this number format. Raises UsageError for a family that has no place in a
+    GGUF file here, RuntimeFailure if it cannot be written."""
     directory, name, shape = model.directory, model.name, model_config(model)
     if shape.family not in _ARCHITECTURES or shape.rope.kind != "default" or any(shape.sliding_windows):
         raise UsageError(
@@ -102,10 +97,8 @@ def dtype_name(dtype: str, config: ModelConfig) -> str:
 
 
 def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
-    """Matrices in the decoder's number format, norms and biases in float32.
-
-    The file has no vocabulary: token ids go in and come out.
-    """
+    """Matrices in the decoder's number format, norms and biases in float32. The file has no vocabulary: token ids go in
+    and come out."""
     import gguf
 
     architecture = gguf.MODEL_ARCH[_ARCHITECTURES[config.family]]
@@ -146,8 +139,6 @@ def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
 
 def _interleaved(tensor: Tensor, head_dim: int) -> Tensor:
     """Rows in the order of rotation by neighbouring pairs, which llama.cpp's Llama uses, not by halves of a head.
-
-    tensor: [heads * head_dim, ...], the same shape comes back.
-    """
+    tensor: [heads * head_dim, ...], the same shape comes back."""
     halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

@@ -7,8 +7,7 @@ from typing import Literal
 import torch
 
 from nanoserve.assembly import make_predictors
-from nanoserve.benchmarks.policies.cases import KvCases
-from nanoserve.benchmarks.policies.variants import OpenEngine
+from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine
 from nanoserve.config import ModelConfig
 from nanoserve.costs.predictor import MeasuredPredictor
 from nanoserve.costs.profile import MeasuredTimes
@@ -67,7 +66,7 @@ def open_one_process(
 ) -> OpenEngine:
     """Open the model undivided in this process, with all of its threads."""
     alone = replace(config, pipeline_parallel=1, tensor_parallel=1, pipeline_split=None, trace=None)
-    return _of_llm(name, _open_llm(opened, resolved, alone, progress), simulated=False)
+    return _of_llm(name, _open(opened, resolved, alone, progress), simulated=False)
 
 
 def open_with_host(
@@ -84,7 +83,7 @@ def open_with_host(
     size = kv_bytes_per_block(model, config.block_size, dtype)
     host_bytes = config.host_kv_memory or work.host_blocks(work.longest) * size
     sized = replace(config, kv_cache_memory=work.device_blocks(work.longest) * size, host_kv_memory=host_bytes)
-    llm = _open_llm(opened, resolved, sized, progress)
+    llm = _open(opened, resolved, sized, progress)
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
     processor = executor.stage.processor
@@ -118,10 +117,7 @@ def open_with_host(
     )
 
 
-def _open_llm(
-    opened: ExitStack, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None
-) -> LLM:
-    """An LLM whose layers are compiled."""
+def _open(opened: ExitStack, resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None) -> LLM:
     source = resolved.name if resolved.directory is None else resolved.directory  # found once, not looked up again
     llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
     opened.callback(llm.close)

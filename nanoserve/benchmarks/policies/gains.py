@@ -10,8 +10,7 @@ from nanoserve.costs.work import Strategy
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.plan import HostWork
 
-HYBRID: tuple[Strategy, ...] = ("asymmetric", "overlap")
-"""Strategies of steps in which the CPU computes attention."""
+HYBRID: tuple[Strategy, ...] = ("asymmetric", "overlap")  # strategies of steps in which the CPU computes attention
 Gains = dict[Strategy, dict[str, float | None] | None]
 """Gains in the steps of each hybrid strategy that hold decodes on the device and no prompts; None without such steps.
 
@@ -21,8 +20,6 @@ Gains = dict[Strategy, dict[str, float | None] | None]
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """A step without prompts."""
-
     strategy: Strategy
     seconds: float  # time on the device, in seconds
     decodes: int
@@ -83,10 +80,8 @@ def host_rate(work: Sequence[HostWork]) -> float | None:
 
 
 def gains(steps: Sequence[DecodeStep], predictor: Predictor, *, slowness: float, rate: float | None) -> Gains:
-    """Gains over the device alone, which takes longer than predicted by ``slowness`` in the same minutes.
-
-    ``rate`` is NC in this run; None gives no gains. Means over time keep the bound of each step a bound of the mean.
-    """
+    """Gains over the device alone, which takes longer than predicted by ``slowness`` in the same minutes. ``rate`` is
+    NC in this run; None gives no gains. Means over time keep the bound of each step a bound of the mean."""
     found: Gains = dict.fromkeys(HYBRID)
     if rate is None:
         return found
@@ -111,7 +106,6 @@ def gains_of_run(record: RunRecord, alone: RunRecord, predictor: Predictor) -> G
 
 
 def _alone(step: DecodeStep, predictor: Predictor) -> float:
-    """Predicted seconds of the step's device rows alone."""
     return predictor.num_layers * sum(_layer(step, predictor))
 
 

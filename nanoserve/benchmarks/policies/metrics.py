@@ -13,12 +13,12 @@ from typing import get_args
 import numpy as np
 from msgspec.structs import replace
 
-from nanoserve.benchmarks.floors import Limits, ModelCost, StepShape
+from nanoserve.benchmarks.floors import Limits, ModelCost, step_work
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import compare_with_simulator, rerun
 from nanoserve.costs.work import Strategy
-from nanoserve.measures.charts import AnnotatedPanel, AnyPanel, Band, ChartCurve
+from nanoserve.measures.charts import AnyPanel, Band, ChartCurve, Panel
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
 from nanoserve.record.forecasts import Forecast
 from nanoserve.record.phases import Phase, PhaseTurn
@@ -63,20 +63,20 @@ def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> M
     """Latencies, micro-batches, and where the time of a pipeline's stages went; the floor is that of ``cost`` and
     ``limits``. Raises ValueError if a replay of the run makes other plans."""
     record = run.record
-    shapes, engine = [StepShape.of(plan) for plan in record.plans], engine_seconds(record)
-    tokens = [shape.tokens for shape in shapes]
+    steps, engine = [step_work(plan) for plan in record.plans], engine_seconds(record)
+    tokens = [step.tokens for step in steps]
     return {
         **_request_metrics(record),
         **request_distributions(record.timings),
-        "steps": len(shapes),  # micro-batches, and how tokens are distributed over them
+        "steps": len(steps),  # micro-batches, and how tokens are distributed over them
         "tokens": Distribution.of(tokens),
-        "prompt_tokens": Distribution.of(shape.tokens - shape.decoding for shape in shapes),
-        "decodes": Distribution.of(shape.decoding for shape in shapes),
+        "prompt_tokens": Distribution.of(step.tokens - step.decodes for step in steps),
+        "decodes": Distribution.of(step.decodes for step in steps),
         "variation": statistics.pstdev(tokens) / statistics.fmean(tokens),
         "stages": stage_shares(record, run.variant.layouts[0].tensor_parallel),  # empty for a single process
         "engine_ms": statistics.median(engine) * MILLISECONDS,  # to make a plan
         "engine_share": sum(engine) / working_seconds(record),
-        "floor_seconds": sum(cost.floor_seconds(shape, limits) for shape in shapes),  # on the whole machine
+        "floor_seconds": sum(cost.floor_seconds(step, limits) for step in steps),  # on the whole machine
         "simulated": _simulated(run),
     }
 
@@ -244,7 +244,7 @@ def phases_picture(benches: Sequence[Bench]) -> Picture:
     return [_phases_panel(name, record, end) for name, record in drawn.items()], 1, (13.0, 2.7)
 
 
-def _phases_panel(name: str, record: RunRecord, end: float) -> AnnotatedPanel:
+def _phases_panel(name: str, record: RunRecord, end: float) -> Panel:
     start = record.arrivals[0].arrival_time
     times = [moment - start for moment, _ in record.blocks]
     device = [100 * blocks.used_device / blocks.device for _, blocks in record.blocks]
@@ -252,7 +252,7 @@ def _phases_panel(name: str, record: RunRecord, end: float) -> AnnotatedPanel:
     begins = [(phase, phase.began - start) for phase in record.phases]
     transitions = sum(phase.kind == "reshard" for phase in record.phases)
     many = "1 transition" if transitions == 1 else f"{transitions} transitions"
-    return AnnotatedPanel(
+    return Panel(
         title=f"{name}: {record.makespan:,.1f} s, {many}",
         x="time from the first arrival on, s",
         y="% of the blocks",
@@ -278,14 +278,14 @@ def throughputs_picture(benches: Sequence[Bench]) -> Picture:
     return [replace(panel, top=top) for panel in panels], 4, (4.4, 4.4)
 
 
-def _throughputs(share: float, cases: Sequence[Bench]) -> AnnotatedPanel:
+def _throughputs(share: float, cases: Sequence[Bench]) -> Panel:
     outputs = [case.facts["output"] for case in cases]
     curves = []
     for variant, marker in zip(cases[0].variants, cycle(_MARKERS), strict=False):
         rounds = [[done.variants[variant.name]["output_tokens_per_s"] for done in case.done] for case in cases]
         middle, lows, highs = ([which(values) for values in rounds] for which in (statistics.median, min, max))
         curves.append(ChartCurve(variant.name, outputs, middle, lows, highs, style=f"{marker}-"))
-    return AnnotatedPanel(
+    return Panel(
         title="KV memory for everything" if share >= 1 else f"KV memory for {share:.0%} of everything",
         x="output tokens of a request",
         y="output tokens per second",

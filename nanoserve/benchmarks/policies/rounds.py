@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.policies.variants import PolicyVariant, make_requests
 from nanoserve.benchmarks.rounds import Bracketed, Key, bracket, grouped, most_known, rotated
 from nanoserve.benchmarks.serving.requests import poisson_arrivals

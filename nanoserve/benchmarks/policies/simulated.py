@@ -26,11 +26,8 @@ def compare_with_simulator(
     layouts: Sequence[ParallelLayout] = (ParallelLayout(),),
 ) -> dict[str, Any] | None:
     """Replay a record of workers that reported their times, and simulate its requests in the times of steps and moves.
-
     Returns simulated metrics over the real ones, the simulated values, and the numbers of plans; None if one of the
-    ``layouts`` computed nothing. TPOT is None where no request has a second token. Raises ValueError if the replay
-    makes other plans.
-    """
+    ``layouts`` computed nothing. Raises ValueError if the replay makes other plans."""
     replayed = replay(record, make_scheduler, vocab_size=vocab_size)
     block_size = make_scheduler().pool.block_size
     times = [_measured(record, number, layout, block_size) for number, layout in enumerate(layouts)]
@@ -72,7 +69,6 @@ def _answers(plan: StepPlan) -> tuple[Answer, ...]:
 
 
 def _means(record: RunRecord) -> tuple[float, float | None]:
-    """TTFT and TPOT."""
     tpots = [timing.tpot for timing in record.timings if timing.tpot is not None]
     return fmean(timing.ttft for timing in record.timings), fmean(tpots) if tpots else None
 
@@ -90,11 +86,9 @@ def _measured(record: RunRecord, number: int, layout: ParallelLayout, block_size
 
 
 def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> float:
-    """Seconds per token, from plan to answer, of swaps that began in this layout; each direction is a queue.
-
-    A swap that follows its row begins when the step does. If it is answered with the step, it may have ended sooner:
-    its tokens are then added to those of the next swap of the same plan that took longer.
-    """
+    """Seconds per token, from plan to answer, of swaps that began in this layout; each direction is a queue. A swap
+    that follows its row begins when the step does. If it is answered with the step, it may have ended sooner: its
+    tokens are then added to those of the next swap of the same plan that took longer."""
     answered = {swap: moment for moment, done in record.collected.items() for result in done for swap in result.swapped}
     computing: dict[int, float] = {}  # when the first worker began to compute, by step
     for times in record.stage_times:
@@ -119,11 +113,9 @@ def _swap_token_seconds(record: RunRecord, layout: int, block_size: int) -> floa
 
 
 def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_parallel: int) -> list[MeasuredStep]:
-    """What each of these plans of one layout took on each stage and on each link, and the host's part in it.
-
-    A stage's time is the simulator's: it begins when the plan before was computed, its own inputs were prepared and its
-    activations were there, whichever came last. It includes what the worker does between two plans.
-    """
+    """What each of these plans of one layout took on each stage and on each link, and the host's part in it. A stage's
+    time is the simulator's: it begins when the plan before was computed, its own inputs were prepared and its
+    activations were there, whichever came last. It includes what the worker does between two plans."""
     of_plans = {plan.step for plan in plans}
     parts_of = ([times for times in stage if times.step in of_plans] for stage in record.stages(tensor_parallel))
     stages = [stage for stage in parts_of if stage]
@@ -141,11 +133,9 @@ def _measured_steps(record: RunRecord, plans: Sequence[StepPlan], tensor_paralle
 
 
 def _send_seconds(before: Sequence[StageTimes], after: Sequence[StageTimes]) -> list[float]:
-    """How long each plan's activations were on their way from one stage to the next.
-
-    That is seen where the next stage waited for them from the beginning. Elsewhere the way took at least the rest of
-    the wait, and most likely the median of the ways that were seen.
-    """
+    """How long each plan's activations were on their way from one stage to the next. That is seen where the next stage
+    waited for them from the beginning. Elsewhere the way took at least the rest of the wait, and most likely the median
+    of the ways that were seen."""
     both = list(zip(before, after, strict=True))
     seen = [late.arrived - early.computed for early, late in both if late.began <= early.computed]
     likely = median(seen) if seen else 0.0
@@ -153,11 +143,9 @@ def _send_seconds(before: Sequence[StageTimes], after: Sequence[StageTimes]) -> 
 
 
 def _could_be_made(record: RunRecord, last_stage: list[StageTimes]) -> dict[int, float]:
-    """For each plan, when the simulator could make it: as soon as the last stage had computed another one.
-
-    What the real engine does from then on counts as the host's part. A plan that waited for no result could be made
-    when a request came.
-    """
+    """For each plan, when the simulator could make it: as soon as the last stage had computed another one. What the
+    real engine does from then on counts as the host's part. A plan that waited for no result could be made when a
+    request came."""
     ended_at: dict[float, float] = {}
     for times in last_stage:
         known = record.known[times.step]

@@ -1,26 +1,27 @@
-"""What is compared: policies on open engines, and how requests run under them. No torch."""
+"""What is compared: policies on open engines, the cases of KV memory, and how requests run. No torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 
-from nanoserve.benchmarks.policies.baselines import RESHARDING
 from nanoserve.benchmarks.policy_names import named_policy
 from nanoserve.config import ModelConfig
 from nanoserve.costs.predictor import Predictor
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
-from nanoserve.errors import RuntimeFailure
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape, random_prompts
 from nanoserve.record.events import Worked
 from nanoserve.record.recorder import Telling
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Executor, LayoutCapacity, StepPlan
+from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing, device_fits_pool
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import TieredTimes
 from nanoserve.simulator.replay import record_run
@@ -28,6 +29,37 @@ from nanoserve.simulator.replay import record_run
 _PATIENCE, _LOOK = 5.0, 0.01
 """Seconds within which workers report what they did for the last plan (they need milliseconds), and between looks."""
 _EXECUTOR = ("max_in_flight", "feeds_tokens", "ready", "collect", "now", "close", "take_times")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePrioritizing(TransitionMinimizing):
+    """Seesaw's figure 2 (b): as many prompts as the device holds, and the next ones when the last answer has ended.
+    Transitions are few, and batches shrink."""
+
+    def _pool_room(self, load: Load) -> int:
+        """Blocks left for further prompts once the device holds all parked sequences, each with a block to grow."""
+        held = load.host_blocks - load.host_free_blocks + load.host_decodes + load.moving
+        return min(load.host_free_blocks, load.total_blocks - held)
+
+    def _turns_back(self, load: Load) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPrioritizing(DecodePrioritizing):
+    """Seesaw's figure 2 (a): the same room, but re-sharding as soon as a prompt fits the device; decodes pass through
+    the pool twice. Batches are full, and every few answers that end cost a transition."""
+
+    def _turns_back(self, load: Load) -> bool:
+        return load.first_waiting_blocks + load.running_decodes <= load.free_blocks and device_fits_pool(load)
+
+
+RESHARDING: dict[str, type[TransitionMinimizing]] = {
+    "prefill-prioritizing": PrefillPrioritizing,
+    "decode-prioritizing": DecodePrioritizing,
+    "transition-minimizing": TransitionMinimizing,
+}
+"""Ways of changing between two layouts (Seesaw, figures 2 and 6); the first two have no tiered buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +84,6 @@ class OpenEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVariant:
-    """A policy on an engine."""
-
     policy: str  # name, perhaps with parameters
     place: str = ""  # name of the engine or the layouts; empty if all variants share them
     engine: OpenEngine
@@ -62,8 +92,7 @@ class PolicyVariant:
     capacities: Sequence[LayoutCapacity]  # of the layouts that the scheduler knows, the engine's from ``first`` on
     first: int = 0  # the engine's number of the layout in which runs begin
     host_blocks: int = 0
-    predictors: Sequence[Predictor] = ()
-    """Of the real scheduler; the simulator's has the engine's, which never learn."""
+    predictors: Sequence[Predictor] = ()  # of the real scheduler; the simulator's has the engine's, which never learn
 
     @property
     def name(self) -> str:
@@ -111,10 +140,8 @@ def fitted(config: EngineConfig, model: ModelConfig, engines: Sequence[OpenEngin
 def make_requests(
     shapes: Sequence[RequestShape], arrivals: Sequence[float], vocab_size: int, seed: int
 ) -> list[Request]:
-    """Random prompts with greedy answers of exactly the wanted lengths; equal for equal seeds.
-
-    ``arrivals`` are seconds from the beginning of the run, ascending.
-    """
+    """Random prompts with greedy answers of exactly the wanted lengths; equal for equal seeds. ``arrivals`` are seconds
+    from the beginning of the run, ascending."""
     prompts = random_prompts([shape.input_tokens for shape in shapes], vocab_size, seed)
     params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=shape.output_tokens) for shape in shapes]
     return [
@@ -131,11 +158,9 @@ def run_requests(
     vocab_size: int,
     workers: int = 0,
 ) -> RunRecord:
-    """Run requests to their ends under a new scheduler; the record has the times that the ``workers`` report.
-
-    Arrival times are from the beginning of the run on, in order. Raises UsageError if a request can never run, and
-    RuntimeFailure if one fails, workers die, attention on the CPU is lost, or a worker does not report its times.
-    """
+    """Run requests to their ends under a new scheduler; the record has the times that the ``workers`` report. Arrival
+    times are from the beginning of the run on, in order. Raises UsageError if a request can never run, and
+    RuntimeFailure if one fails, workers die, attention on the CPU is lost, or a worker does not report its times."""
     if isinstance(executor, Telling):
         executor.take_times()  # discard the times of earlier runs
     began = executor.now()
@@ -153,10 +178,8 @@ def run_requests(
 
 
 def enter_layout(executor: Executor, layout: int) -> Executor:
-    """Have idle workers in that layout, whatever layout the run before has left them in.
-
-    Returns an executor whose plans run there: the scheduler knows no other layout. Raises RuntimeFailure if one dies.
-    """
+    """Have idle workers in that layout, whatever layout the run before has left them in. Returns an executor whose
+    plans run there: the scheduler knows no other layout. Raises RuntimeFailure if one dies."""
     current: int = getattr(executor, "layout", 0)  # only workers may have several
     if current != layout:
         executor.submit(StepPlan(0, layout=current, transition=layout))
@@ -172,3 +195,56 @@ def enter_layout(executor: Executor, layout: int) -> Executor:
 
     same = {name: getattr(executor, name) for name in _EXECUTOR if hasattr(executor, name)}
     return cast(Executor, SimpleNamespace(**same, submit=submit))
+
+
+class KvCase(NamedTuple):
+    """Equal requests, the KV blocks that the device has for them, and their share of those that hold everything."""
+
+    shape: RequestShape
+    share: float
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCases:
+    """The grid of cases: every length of answers with every share of the KV memory."""
+
+    input_tokens: int
+    outputs: Sequence[int]  # the lengths of the answers, ascending
+    requests: int  # number of requests in each case, which arrive all at once
+    shares: Sequence[float]  # shares of the blocks that would hold everything, ascending
+    block_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.requests} requests of {self.input_tokens}+{','.join(map(str, self.outputs))}"
+
+    @property
+    def longest(self) -> RequestShape:
+        return RequestShape(self.input_tokens, max(self.outputs))
+
+    def sequence_blocks(self, shape: RequestShape) -> int:
+        return -(-shape.total_tokens // self.block_size)
+
+    def host_blocks(self, shape: RequestShape) -> int:
+        """Blocks of host memory that hold every sequence to its end."""
+        return self.requests * self.sequence_blocks(shape)
+
+    def device_blocks(self, shape: RequestShape) -> int:
+        """Blocks with which no KV has to leave the device: they hold every sequence to its end. Policies keep more free
+        than is ever filled: a block for each sequence to grow into, and room for a prompt on its way to host memory."""
+        return self.host_blocks(shape) + self.requests - (-self.input_tokens // self.block_size)
+
+    def cases(self) -> Iterator[KvCase]:
+        """Yield the cases by output length, then by share. Raises UsageError for a share that holds no request."""
+        for output in self.outputs:
+            shape = RequestShape(self.input_tokens, output)
+            everything, needed = self.device_blocks(shape), self.sequence_blocks(shape)
+            for share in self.shares:
+                blocks = int(share * everything)
+                if blocks < needed:
+                    raise UsageError(
+                        f"--kv-limits {share:g}: {blocks} of {everything} KV blocks do not hold one request of "
+                        f"{shape.input_tokens}+{shape.output_tokens}; give at least {needed / everything:.3f}"
+                    )
+                yield KvCase(shape, share, blocks)

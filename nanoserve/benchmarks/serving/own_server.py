@@ -21,10 +21,8 @@ _FOR_OTHERS = ("NANOSERVE_API_KEY", "NANOSERVE_SERVED_MODEL_NAME")
 
 
 class OwnServer:
-    """A server on a free port of this machine, with these flags of ``nanoserve serve`` beside host and port.
-
-    Raises RuntimeFailure in its own words, if it does not come up.
-    """
+    """A server on a free port of this machine, with these flags of ``nanoserve serve`` beside host and port. Raises
+    RuntimeFailure in its own words, if it does not come up."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         words = ("serve", "--host", "127.0.0.1", "--port", "0", *flags)

@@ -1,7 +1,4 @@
-"""What is kept of each request, the metrics that follow from it, and what a reader should know before believing them.
-
-Pure functions, no clock.
-"""
+"""What is kept of each request, the metrics that follow from it, and warnings about what weakens them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,22 +21,16 @@ from nanoserve.measures.metrics import (
 class RequestRecord(msgspec.Struct, kw_only=True):
     """What became of one request, filled in as its answer comes; times are seconds since the beginning of the run."""
 
-    scheduled: float
-    """When it was to be sent; latencies count from here, however late the client was."""
-    started: float
-    """When it was sent."""
-    ended: float = 0.0
-    """When its last token came, or when it failed."""
-    text_times: list[float] = []
-    """When the pieces of its answer came; pieces without text are none."""
-    input_tokens: int = 0
+    scheduled: float  # when it was to be sent; latencies count from here, however late the client was
+    started: float  # when it was sent
+    ended: float = 0.0  # when its last token came, or when it failed
+    text_times: list[float] = []  # when the pieces of its answer came; pieces without text are none
+    input_tokens: int = 0  # this count and the next two are as the server reported them
     output_tokens: int = 0
     cached_tokens: int = 0
-    """Token counts as the server reported them."""
     counted: bool = True
     """Whether the server did count; if not, output_tokens are pieces and input_tokens what was sent."""
-    wanted_tokens: int = 0
-    """How many output tokens were asked for."""
+    wanted_tokens: int = 0  # how many output tokens were asked for
     failure: str | None = None
     """What went wrong, named so that equal failures can be counted; None for a complete answer."""
 
@@ -57,7 +48,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def e2el(self) -> float:
-        """End-to-end latency: to the last token."""
         return self.ended - self.scheduled
 
     @property
@@ -67,7 +57,6 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def itls(self) -> tuple[float, ...]:
-        """The gaps between the pieces of the answer."""
         return tuple(after - before for before, after in pairwise(self.text_times))
 
 
@@ -75,10 +64,8 @@ class LoadRun(msgspec.Struct):
     """The requests of one run of a load, filled in as they end."""
 
     records: list[RequestRecord] = []
-    seconds: float = 0.0
-    """Time from the start of the schedule until the last request, or the run, ended."""
-    unfinished: int = 0
-    """Requests that were on their way, or had not yet come, when the run was ended."""
+    seconds: float = 0.0  # time from the start of the schedule until the last request, or the run, ended
+    unfinished: int = 0  # requests that were on their way, or had not yet come, when the run was ended
 
     @property
     def complete(self) -> list[RequestRecord]:
@@ -101,11 +88,9 @@ class LoadRun(msgspec.Struct):
 
 
 def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
-    """A report's row: latencies over the requests of all runs, rates as means over the runs.
-
-    Failed requests have no latencies; they are counted by their names. Nothing is left out of the attainment. The
-    samples, for ``bench diff``, are the metrics of each whole run in which an answer came.
-    """
+    """A report's row: latencies over the requests of all runs, rates as means over the runs. Failed requests have no
+    latencies; they are counted by their names. Nothing is left out of the attainment. The samples, for ``bench diff``,
+    are the metrics of each whole run in which an answer came."""
     records = [record for run in runs for record in run.records]
     complete = [record for run in runs for record in run.complete]
     failures = Counter(record.failure for record in records if record.failure is not None)

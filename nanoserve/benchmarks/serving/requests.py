@@ -13,8 +13,7 @@ from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import DUMMY_PREFIX
 
-_TOKENS = range(300, 4000)
-"""Ids that nearly every vocabulary has, and that are text there, not control tokens."""
+_TOKENS = range(300, 4000)  # ids that nearly every vocabulary has, and that are text there, not control tokens
 _WORDS = (
     *("the", "and", "that", "have", "for", "not", "with", "you", "this", "but", "his", "from", "they", "say", "her"),
     *("will", "one", "all", "would", "there", "their", "what", "out", "about", "who", "get", "which", "when", "make"),
@@ -29,21 +28,14 @@ class Work(NamedTuple):
     """What is asked in every run."""
 
     name: str
-    shapes: Sequence[RequestShape]
-    """The lengths of the requests."""
-    times: Sequence[float] | None = None
-    """When the requests of a trace came, one for each."""
+    shapes: Sequence[RequestShape]  # the lengths of the requests
+    times: Sequence[float] | None = None  # when the requests of a trace came, one for each
 
 
 class Point(msgspec.Struct, frozen=True):
-    """How requests come."""
-
-    concurrency: int | None = None
-    """Number of clients of a closed loop; None means an open loop."""
-    rate: float | None = None
-    """Requests per second of an open loop; None takes the times of a trace as they are."""
-    traced: bool = False
-    """Whether the open loop follows a trace, and not a Poisson process."""
+    concurrency: int | None = None  # number of clients of a closed loop; None means an open loop
+    rate: float | None = None  # requests per second of an open loop; None takes the times of a trace as they are
+    traced: bool = False  # whether the open loop follows a trace, and not a Poisson process
 
     @property
     def name(self) -> str:
@@ -55,7 +47,6 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def tick(self) -> str:
-        """Under a chart."""
         return str(self.concurrency) if self.concurrency else "trace" if self.rate is None else f"{self.rate:g}"
 
     def arrivals(self, work: Work, seed: int) -> list[float]:
@@ -66,8 +57,6 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class PreparedRequest(NamedTuple):
-    """A request that only has to be sent."""
-
     body: bytes
     shape: RequestShape
 
@@ -75,16 +64,12 @@ class PreparedRequest(NamedTuple):
 class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
     """How requests are put."""
 
-    model: str
-    """Name of the model on the server."""
-    endpoint: str = "completions"
-    """Completions sends token ids; chat sends words, about as many as tokens are wanted."""
-    ignore_eos: bool = True
-    """Answers have the whole length that is asked for; an extra which not every server takes."""
+    model: str  # name of the model on the server
+    endpoint: str = "completions"  # completions sends token ids; chat sends words, about as many as tokens are wanted
+    ignore_eos: bool = True  # answers have the whole length that is asked for; an extra which not every server takes
 
     @property
     def path(self) -> str:
-        """Below /v1."""
         return "/chat/completions" if self.endpoint == "chat" else "/completions"
 
     def prepare(self, shapes: Sequence[RequestShape], salt: str) -> list[PreparedRequest]:
@@ -127,10 +112,8 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 def trace_arrivals(times: Sequence[float], rate: float | None = None) -> list[float]:
-    """The times of a trace from its first arrival on, evenly stretched to a mean rate if one is given.
-
-    The mean rate of n arrivals is n - 1 over the time from the first to the last. Raises UsageError if that is zero.
-    """
+    """The times of a trace from its first arrival on, evenly stretched to a mean rate if one is given. The mean rate of
+    n arrivals is n - 1 over the time from the first to the last. Raises UsageError if that is zero."""
     first = min(times)
     offsets = [time - first for time in times]
     if rate is None:

@@ -1,8 +1,7 @@
 """Streamed requests on asyncio and h11: little work for each piece, as client and server share the machine.
 
 Every request has a connection of its own; opening it counts. A request that goes wrong becomes a record with a failure,
-never an exception: a benchmark that drops its failures reports only the good requests. In an open loop, requests are
-sent at their arrival times; in a closed loop, each waits for the answer to another.
+never an exception: a benchmark that drops its failures reports only the good requests.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ from typing import Any
 
 import h11
 
-from nanoserve.benchmarks.cpu_load import ForeignLoad
+from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord, figures
 from nanoserve.benchmarks.serving.requests import Point, PreparedRequest, RequestStyle, Work, offered_rate
 from nanoserve.client.connection import ApiClient
@@ -36,12 +35,10 @@ from nanoserve.measures.workloads import RequestShape
 
 _READ_BYTES = 1 << 16
 _LONGEST_ERROR = 1 << 16
-_SHOWN = 120
-"""Characters of a server's own words in the name of a failure."""
+_SHOWN = 120  # characters of a server's own words in the name of a failure
 _WARM_UP_TOKENS = 16
 
-Clock = Callable[[], float]
-"""Seconds since the beginning of the run."""
+Clock = Callable[[], float]  # seconds since the beginning of the run
 
 
 class _Failed(Exception):
@@ -147,11 +144,9 @@ async def send_all(
     clients: int | None = None,
     answered: Callable[[], None] = lambda: None,
 ) -> None:
-    """Send each request when its time has come, in seconds from now, whatever became of those before it.
-
-    With ``clients``, a closed loop: no more requests are on their way, and the next one's time comes when one ends.
-    ``run`` gets every record as soon as it is complete, and keeps what it has if this is cancelled.
-    """
+    """Send each request when its time has come, in seconds from now, whatever became of those before it. With
+    ``clients``, a closed loop: no more requests are on their way, and the next one's time comes when one ends. ``run``
+    gets every record as soon as it is complete, and keeps what it has if this is cancelled."""
     began, run.unfinished = time.perf_counter(), len(requests)
     free = asyncio.Semaphore(len(requests) if clients is None else clients)
 
@@ -186,24 +181,17 @@ def send_at_once(sender: Sender, requests: Sequence[PreparedRequest], name: str)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeBench:
-    """Measures one server with one kind of work."""
-
     sender: Sender
     style: RequestStyle
     work: Work
-    seed: int
-    """Seed of the Poisson arrivals. Prompts are never repeated, whatever the seed."""
-    slo: Slo | None
-    """What a good answer keeps to."""
-    foreign: ForeignLoad | None
-    """Measures the load of other processes; None if the server's own process is unknown."""
+    seed: int  # seed of the Poisson arrivals. Prompts are never repeated, whatever the seed
+    slo: Slo | None  # what a good answer keeps to
+    foreign: ForeignLoad | None  # measures the load of other processes; None if the server's own process is unknown
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def warm_up(self, count: int) -> None:
-        """Send the first requests at once, with short answers, and forget the times.
-
-        Raises RuntimeFailure if one of them fails: measuring would be in vain.
-        """
+        """Send the first requests at once, with short answers, and forget the times. Raises RuntimeFailure if one of
+        them fails: measuring would be in vain."""
         first = self.work.shapes[:count]
         shapes = [RequestShape(one.input_tokens, min(one.output_tokens, _WARM_UP_TOKENS)) for one in first]
         send_at_once(self.sender, self.style.prepare(shapes, f"{self.salt}/warm-up"), "requests of the warm-up")
@@ -212,9 +200,7 @@ class ServeBench:
         self, point: Point, repeats: int, keep: Callable[[dict[str, Any]], None], answered: Callable[[], None]
     ) -> None:
         """Run the work at this load, ``repeats`` times; ``keep`` gets the row, also of a run that is interrupted.
-
-        ``answered`` is called after every request. Every repetition has its own prompts and Poisson arrivals.
-        """
+        ``answered`` is called after every request. Every repetition has its own prompts and Poisson arrivals."""
         runs: list[LoadRun] = []
         schedules = [point.arrivals(self.work, self.seed * 1000 + repeat) for repeat in range(1, repeats + 1)]
         if self.foreign is not None:

@@ -136,6 +136,8 @@ def _set(cases: Sequence[Case], name: str, value: float) -> list[Case]:
     """The cases with that parameter; at its default they are the cases that other figures run too."""
     if name == "MaxP":
         return [with_budget(case, int(value)) for case in cases]
+    if (name, value) == ("T", 1):  # all waiting tokens at once is what WT prevents
+        return [replace(case, system=WITHOUT_WT) for case in cases]
     parameter = _PARAMETERS[name]
     changed = {} if value == POLICIES["throttling"].defaults[parameter] else {parameter: value}
     return [replace(case, system=case.system.with_(case.system.label, **changed)) for case in cases]

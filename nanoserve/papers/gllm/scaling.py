@@ -1,14 +1,17 @@
 """gLLM, section 4.3: maximum throughput on one, two and four devices, within a node and across nodes (figure 12)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
 
 from nanoserve.benchmarks.tables import columns
 from nanoserve.measures.charts import Chart, panel
-from nanoserve.papers.cases import TOKEN_BUDGETS, Case, Runs, System, over_seeds, tuned, with_budget
+from nanoserve.papers.cases import TOKEN_BUDGETS, Case, Runs, System, over_seeds, tuned
 from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.gllm.systems import A100, GLLM, L20, QWEN_14B, QWEN_32B, SGLANG, VLLM, on_devices, throughput
 
+_Key = tuple[str, str, str, int]
 _PLACES = {L20: "within a node, L20", A100: "across nodes, A100"}
 _REQUESTS_PER_DEVICE = 1000
 """More devices hold more running answers, and it takes more requests until these fill the memory."""
@@ -20,13 +23,22 @@ _CLAIMED = [(L20, GLLM, 2), (L20, GLLM, 4), (A100, GLLM, 2), (A100, GLLM, 4), *_
 def scaling(scale: Scale, run: Run) -> Finding:
     """Figure 12."""
     systems = scale.pick((GLLM, SGLANG), (VLLM, SGLANG, GLLM))
-    jobs = {
-        (model, machine, system.label, devices): _cases(scale, run, model, machine, system, devices)
+    cases = {
+        (model, machine, system.label, devices): on_devices(
+            system,
+            model=model,
+            machine=machine,
+            devices=devices,
+            requests=_REQUESTS_PER_DEVICE * devices,
+            steady=(0.6, 0.95),
+            ends_steady=True,
+        )
         for model in scale.pick((QWEN_14B,), (QWEN_14B, QWEN_32B))
         for machine in _PLACES
         for system in systems
         for devices in _counts(model, system, scale)
     }
+    jobs = {key: over_seeds(case, scale.seeds) for key, case in _tuned(cases, scale, run).items()}
     runs = Runs(run, jobs)
     rows = [
         {
@@ -76,12 +88,8 @@ def _counts(model: str, system: System, scale: Scale) -> Sequence[int]:
     return (1, 4) if system is SGLANG and not scale.full else (1, 2, 4)
 
 
-def _cases(scale: Scale, run: Run, model: str, machine: str, system: System, devices: int) -> list[Case]:
-    """One for each seed, with the budget that is best for the first seed; throttling keeps the paper's MaxP."""
-    requests = _REQUESTS_PER_DEVICE * devices
-    case = on_devices(system, model=model, machine=machine, devices=devices, requests=requests, steady=(0.6, 0.95))
-    if system is not GLLM:
-        budgets = scale.pick((512, 1024, 2048, 4096), TOKEN_BUDGETS)
-        (found,) = tuned(over_seeds(case, scale.first_seed.seeds), run, throughput, budgets)
-        case = with_budget(case, found.system.token_budget)
-    return over_seeds(case, scale.seeds)
+def _tuned(cases: Mapping[_Key, Case], scale: Scale, run: Run) -> dict[_Key, Case]:
+    """With the budget that is best for the first seed; throttling keeps the paper's MaxP."""
+    searched = {key: replace(case, seed=scale.seeds[0]) for key, case in cases.items() if case.system is not GLLM}
+    found = tuned(list(searched.values()), run, throughput, scale.pick((512, 1024, 2048, 4096), TOKEN_BUDGETS))
+    return {**cases, **dict(zip(searched, found, strict=True))}

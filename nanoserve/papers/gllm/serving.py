@@ -150,7 +150,8 @@ def _over_rates(
 def intra_node(scale: Scale, run: Run) -> Finding:
     """Figure 10: 4 x L20 in one node."""
     sweeps = scale.pick(INTRA_NODE[:1], INTRA_NODE)
-    backlogs = {(_DEEP, system.label, 0.0): deep_backlog(scale, system) for system in (GLLM, WITH_CK, VLLM, SGLANG)}
+    backlogs = {(_DEEP, system.label, 0.0): deep_backlog(scale, system) for system in (GLLM, WITH_CK, VLLM)}
+    backlogs[_DEEP, SGLANG.label, 0.0] = deep_backlog(scale, SGLANG, ends_steady=True)  # no other figure has it
     runs = Runs(run, _jobs(sweeps, SYSTEMS, scale) | backlogs)
     first = sweeps[0]
     ours = _turning_points(first, runs)

@@ -23,15 +23,16 @@ QWEN_14B, QWEN_32B, LLAMA_100B = "qwen2.5-14b", "qwen2.5-32b", "llama-3.1-100b"
 L20, A100, A800 = "gllm-l20", "gllm-a100", "gllm-a800"
 
 
-def deep_backlog(scale: Scale, system: System, *, max_num_seqs: int = 4096) -> list[Case]:
+def deep_backlog(scale: Scale, system: System, **fields: Any) -> list[Case]:
     """32B on 4 x L20, more requests at once than memory can hold at a time: the highest throughput of a system.
 
     Memory is full of running answers only when their long tail has gathered, after some 2,500 requests; the steady
-    state is looked at from there until all but 5 % of the requests have their first tokens.
+    state is looked at from there until all but 5 % of the requests have their first tokens. ``fields`` are other fields
+    of Case.
     """
     requests = scale.pick(5000, 10000)
     steady = (scale.pick(0.6, 0.4), 0.95)
-    case = on_devices(system, requests=requests, steady=steady, max_num_seqs=max_num_seqs, logged_steps=200)
+    case = on_devices(system, requests=requests, steady=steady, logged_steps=200, **fields)
     return over_seeds(case, scale.seeds)
 
 

@@ -95,7 +95,7 @@ def output_length(scale: Scale, run: Run) -> Finding:
         "13 one token": rates[0]["pp8"] / rates[0]["tp4pp2"],
     }
     curves = panel(
-        f"input {_INPUT:,}",
+        f"prompts of {_INPUT:,} tokens",
         "D:P, output tokens over input tokens",
         "throughput (normalized)",
         [output / _INPUT for output in outputs],

@@ -105,7 +105,7 @@ def use_writable_triton_cache(environment: MutableMapping[str, str] = os.environ
     atexit.register(remove_directory, instead)
     environment[_CACHE_VARIABLE] = str(instead)
     logging.getLogger("nanoserve").warning(
-        "nanoserve: kernels are compiled anew in every process: the Triton cache folder %s cannot be written (%s); set"
+        "nanoserve: kernels are compiled again in every process: the Triton cache folder %s cannot be written (%s); set"
         " %s to one of your own",
         wanted,
         reason,

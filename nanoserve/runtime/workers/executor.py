@@ -227,7 +227,7 @@ class WorkersExecutor:
             # The first ones did not meet it: the model's files are gone, say. The next ones would.
             self._failure = WorkersFailed(f"the workers died and cannot be started again: {death.error}")
             raise self._failure
-        logging.getLogger("nanoserve").warning("nanoserve: %s; all workers are started anew", death)
+        logging.getLogger("nanoserve").warning("nanoserve: %s; all workers are restarted", death)
         self._forget_life()
         self._ended_by = death
         return StepResult(None, lost=str(death), ran=ran)

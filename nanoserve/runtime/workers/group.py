@@ -16,7 +16,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint
-from nanoserve.processes.sockets import SocketKeys, listen
+from nanoserve.processes.sockets import listen
 from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.processes.threads import threads_of_each
 from nanoserve.processes.watchdog import TiedChild, end_children
@@ -111,11 +111,11 @@ class WorkerGroup:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
         make_directory(directory)
         start = self._share(start, model, host_blocks, directory)
-        addresses, keys = rendezvous.addresses(directory), SocketKeys.random()
-        for socket, address in ((self._plans, addresses.plans), (self._reports, addresses.reports)):
+        addresses = rendezvous.addresses(directory)
+        for socket in (self._plans, self._reports):
             prepare_socket(socket)
-            listen(socket, address, keys)
             self._poller.register(socket, zmq.POLLIN)
+        key = listen({addresses.plans: self._plans, addresses.reports: self._reports})
         # For a worker of this machine; another machine puts the places of its own files in.
         starts = [
             replace(
@@ -124,7 +124,7 @@ class WorkerGroup:
                 local_rank=start.local_rank + rank,
                 plans=addresses.plans,
                 reports=addresses.reports,
-                engine_key=keys.public,
+                engine_key=key,
                 init_method=addresses.init_method,
             )
             for rank in range(config.num_workers)

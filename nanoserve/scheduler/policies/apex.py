@@ -21,7 +21,7 @@ class AsymmetricPipelining(HybridPolicy):
         CPU attention of the host sequences in sub-batch 0  <=  Tlin of sub-batch 1
 
     The linear layers run twice, so the step must advance more sequences per second than the device alone, a prompt
-    counting as one. Without prompts it seldom does.
+    counting as one. Without prompts it rarely does.
     """
 
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:

@@ -133,6 +133,7 @@ def test_attention_that_sees_one_key_too_few_is_found(longest: int, monkeypatch:
     case = next(operator_cases(GpuBench.open(dry_run=True)))
     assert case.measure()["ok"]
     monkeypatch.setattr("nanoserve.benchmarks.gpu.correctness.paged_attention", forgetful)
+    case = next(operator_cases(GpuBench.open(dry_run=True)))
     assert not case.measure()["ok"]
 
 

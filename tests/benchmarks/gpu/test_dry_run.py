@@ -1,15 +1,20 @@
-"""The whole command on the CPU, with tiny shapes: every case of every part runs and gives what its table needs."""
+"""The command on the CPU, with tiny shapes: every case of every part runs and gives what its table needs.
+
+The correctness part runs as the command does it, in a process of its own; the other parts are measured here.
+"""
 
 import json
+import math
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from nanoserve.benchmarks.gpu import engine
 from nanoserve.benchmarks.gpu.device import GpuBench
 from nanoserve.benchmarks.gpu.kernels import part_cases
 from nanoserve.benchmarks.gpu.markdown import to_markdown
-from nanoserve.benchmarks.gpu.running import read_results, run_parts
-from nanoserve.benchmarks.report import read_report
+from nanoserve.benchmarks.gpu.running import PartRun, measure_part, read_results
 from nanoserve.commands.main import main
 from nanoserve.errors import UsageError
 from tests.runtime.test_devices import pretend
@@ -18,16 +23,20 @@ EXPECTED_ABSENT = {"qwen3-0.6b: preset, transformers"}
 
 
 @pytest.mark.parametrize("part", ["kernels", "engine"])
-def test_every_case_of_a_part_runs(tmp_path: Path, part: str) -> None:
-    run_parts(tmp_path, [part], {part: 300.0}, dry_run=True)
-    document = read_report(tmp_path / f"{part}.json")
-    assert document["complete"]
-    assert document["settings"] == {"dry_run": True}
-    assert "dry run" in document["device"]["name"]
-    assert document["limits"].keys() == {"copy_gb_per_s", "matmul_tflops"}
-    problems = {row["case"]: row for row in document["rows"] if "error" in row or "skipped" in row}
+def test_every_case_of_a_part_runs(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for steps in ("_SETTLING_STEPS", "_TIMED_STEPS", "_TRACED_STEPS"):
+        monkeypatch.setattr(engine, steps, 3)
+    pipe = Mock()
+    run = PartRun(part, dry_run=True, deadline=math.inf, rows=[], pipe=pipe)
+    assert measure_part(run)
+    sent = [call.args[0] for call in pipe.send.call_args_list]
+    assert [value for name, value in sent if name == "row"] == run.rows
+    told = dict(sent)
+    assert "dry run" in told["device"]["name"]
+    assert told["limits"].keys() == {"copy_gb_per_s", "matmul_tflops"}
+    problems = {row["case"]: row for row in run.rows if "error" in row or "skipped" in row}
     assert problems.keys() <= EXPECTED_ABSENT, problems
-    for row in document["rows"]:
+    for row in run.rows:
         for name, difference in row.get("differences", {}).items():
             assert difference < 1e-5, (row["case"], name)
 
@@ -41,6 +50,8 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
     results = json.loads(together.read_text())
     assert results["dry_run"] is True
     assert list(results["parts"]) == ["correctness"]
+    assert results["parts"]["correctness"]["complete"]
+    assert results["parts"]["correctness"]["settings"] == {"dry_run": True}
     rows = results["parts"]["correctness"]["rows"]
     assert all(row["ok"] for row in rows)
     assert rows[0]["check"] == "graph against eager"  # ahead of what may use up the budget

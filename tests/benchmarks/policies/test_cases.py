@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanoserve.benchmarks.policies.cases import KvCases, parse_shares
-from nanoserve.commands.bench_hybrid import parse_contenders
+from nanoserve.benchmarks.policies.variants import KvCases
+from nanoserve.commands.bench_hybrid import parse_contenders, parse_shares
 from nanoserve.errors import UsageError
 
 

@@ -5,8 +5,9 @@ import pytest
 from nanoserve.benchmarks.policies.gains import DecodeStep, decode_steps, device_slowness, gains, host_rate
 from nanoserve.benchmarks.policies.metrics import step_counts
 from nanoserve.costs.work import Strategy
-from nanoserve.record.events import Collected
-from nanoserve.record.run_record import RunRecord, tiers_of_tokens
+from nanoserve.record.events import Arrived, Collected, Gained
+from nanoserve.record.run_record import RunRecord
+from nanoserve.request import Request, SamplingParams, Sequence, SequenceUpdate
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult, Swap
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.record.planned import planned
@@ -52,7 +53,12 @@ def _run() -> RunRecord:
 
 
 def test_every_sampled_row_begins_a_token() -> None:
-    assert tiers_of_tokens(PLANS) == {0: ("device",) * 7, 1: ("device", "host", "host", "host")}
+    record = _run()
+    for number in (0, 1):
+        request = Request(str(number), (0,), SamplingParams(), seed=0)
+        update = SequenceUpdate(request.request_id, 0, (0,), Sequence(number, request, 0, [0]))
+        record.events += [Arrived(0.0, request), Gained(0.0, (update,))]
+    assert record.tiers == [["device"] * 7, ["device", "host", "host", "host"]]
 
 
 def test_steps_by_strategy_without_those_of_swaps_alone() -> None:

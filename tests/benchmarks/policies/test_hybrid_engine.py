@@ -6,11 +6,10 @@ from functools import partial
 
 import pytest
 
-from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.engines import open_with_host
 from nanoserve.benchmarks.policies.gains import HYBRID
 from nanoserve.benchmarks.policies.rounds import Bench
-from nanoserve.benchmarks.policies.variants import fitted
+from nanoserve.benchmarks.policies.variants import KvCases, fitted
 from nanoserve.commands.bench_hybrid import hybrid_benches
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig

@@ -6,11 +6,10 @@ from functools import partial
 import msgspec
 import pytest
 
-from nanoserve.benchmarks.policies.cases import KvCases
 from nanoserve.benchmarks.policies.gains import HYBRID
 from nanoserve.benchmarks.policies.metrics import findings
 from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound
-from nanoserve.benchmarks.policies.variants import OpenEngine
+from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine
 from nanoserve.commands.bench_hybrid import hybrid_benches
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure

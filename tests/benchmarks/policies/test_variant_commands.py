@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.policies.cases import KvCases
-from nanoserve.benchmarks.policies.variants import OpenEngine
+from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -117,7 +116,8 @@ def test_everything_at_once_hybrid(bench: Run, closed: list[Any], tmp_path: Path
 def test_everything_at_once_pipeline(bench: Run, closed: list[Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, chart, trace = (tmp_path / name for name in ("report.json", "chart.png", "trace.json"))
-    work = ("--requests", 6, "--rate", 8, "--rounds", 2, "--metadata", "both", "--against-one-process")
+    work = ("--requests", 6, "--rate", 8, "--lengths", "60+20", "--rounds", 2)
+    work += ("--metadata", "both", "--against-one-process")
     code, out, err = bench("pipeline", *work, "--json", report, "--plot", chart, "--record", trace)
     assert code == 0, err
     engines = ["pp=2", "pp=2 coupled", "one process"]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from nanoserve.benchmarks.policies.baselines import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.grammar.compiler import GrammarCompiler

@@ -4,6 +4,7 @@ Two processes at a time. Larger layouts, families and compiled layers are in `te
 """
 
 from contextlib import closing
+from itertools import cycle
 
 import pytest
 
@@ -13,15 +14,20 @@ from tests.runtime.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Refere
 
 ABLATIONS = ("without_wt", "without_ut", "without_decode_throttling")
 EVERY_POLICY = (*POLICIES, *(f"throttling {ablation}" for ablation in ABLATIONS))
-CHOSEN = pairwise(
-    policy=EVERY_POLICY,
-    token_budget=(7, 24),
-    num_blocks=(TIGHT_BLOCKS, ROOMY_BLOCKS),
-    max_num_seqs=(3, 256),
-    prefix_caching=(True, False),
-    depth=(2, 1),
-)
-CASES = [Case(**chosen, seed=seed) for seed, chosen in enumerate(CHOSEN)]
+SIZES = {
+    "token_budget": (7, 24),
+    "num_blocks": (TIGHT_BLOCKS, ROOMY_BLOCKS),
+    "max_num_seqs": (3, 256),
+    "prefix_caching": (True, False),
+    "depth": (2, 1),
+}
+ONCE = [
+    Case(policy, **sizes, seed=seed)
+    for seed, (policy, sizes) in enumerate(zip(EVERY_POLICY, cycle(pairwise(**SIZES)), strict=False))
+]
+"""Each policy once, and each size with each of the others."""
+CASES = [Case(**chosen, seed=seed) for seed, chosen in enumerate(pairwise(policy=EVERY_POLICY, **SIZES))]
+"""Each policy with each size."""
 CASES_OF_RANKS = [
     case for case in CASES if case.depth == 1 and case.policy in ("sarathi", "throttling", "prefill-first")
 ]
@@ -34,13 +40,17 @@ def everything_happened(seen: Seen) -> bool:
     return min(seen.cached_tokens, seen.copies, seen.aborted, seen.chunks) > 0
 
 
-def test_every_policy_on_two_stages(two_stages: WorkersExecutor, reference: Reference) -> None:
-    """Pairwise with the sizes of steps and of the pool, prefix caching, and plans in flight."""
-    seen = reference.check(two_stages, CASES)
+@pytest.mark.parametrize(
+    "cases", [pytest.param(ONCE, id="once"), pytest.param(CASES, id="with each size", marks=pytest.mark.slow)]
+)
+def test_every_policy_on_two_stages(two_stages: WorkersExecutor, reference: Reference, cases: list[Case]) -> None:
+    """With the sizes of steps and of the pool, prefix caching, and plans in flight."""
+    seen = reference.check(two_stages, cases)
     assert everything_happened(seen), seen
     assert seen.together == 2
 
 
+@pytest.mark.slow
 def test_two_ranks_of_one_stage(two_ranks: WorkersExecutor, reference: Reference) -> None:
     seen = reference.check(two_ranks, CASES_OF_RANKS)
     assert everything_happened(seen), seen

@@ -44,15 +44,13 @@ def check_workers(reference: Reference, workers: WorkersExecutor, stages: object
 @pytest.mark.parametrize(
     "layout",
     [
-        {"pipeline_parallel": 4},
         {"pipeline_parallel": 3, "pipeline_split": (1, 2, 1)},
         {"tensor_parallel": 4},  # two ranks of four have the same key-value head
-        {"tensor_parallel": 2},
-        {"pipeline_parallel": 2, "pipeline_split": (3, 1)},
     ],
     ids=str,
 )
-def test_every_layout_of_one_family(layout: dict[str, object], tmp_path: Path) -> None:
+def test_layouts_of_one_family(layout: dict[str, object], tmp_path: Path) -> None:
+    """Four stages, and two of two ranks, are in `test_resharding`; two workers in `test_equality`."""
     reference = reference_of("llama", tmp_path, num_hidden_layers=4, vocab_size=155, intermediate_size=93)
     check(reference, **layout)
 

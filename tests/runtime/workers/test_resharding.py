@@ -1,6 +1,5 @@
 """Prompts computed in one parallel layout, answers decoded in another: every request answers what it does alone."""
 
-import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,13 +10,9 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.record.times import ReshardTimes
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import StepPlan
-from tests.runtime.workers.disturbances import Pair
 from tests.runtime.workers.loads import ROOMY_BLOCKS, TIGHT_BLOCKS, Case, Reference, start_workers
 from tests.runtime.workers.test_layouts import check_workers, reference_of
 
-FAMILIES = ["llama-tied-biased", "glm4", "qwen3_moe"]
-"""The reference of the other tests has windows. `tests/models/test_shards` and `tests/models/test_resharding` cut every
-family into shards."""
 HOST_BLOCKS = 24  # one sequence of full length fits, and hardly a second one
 CASES = [
     Case("minimizing", token_budget=24, num_blocks=TIGHT_BLOCKS, host_blocks=HOST_BLOCKS, seed=1),
@@ -51,7 +46,11 @@ def two_layouts(reference: Reference) -> Iterator[WorkersExecutor]:
         yield workers
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.policy} {case.num_blocks}")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case.policy == "minimizing" else pytest.mark.slow) for case in CASES],
+    ids=lambda case: f"{case.policy} {case.num_blocks}",
+)
 def test_answers_are_those_of_one_process(reference: Reference, two_layouts: WorkersExecutor, case: Case) -> None:
     seen = reference.check(two_layouts, [case])
     assert seen.transitions >= 5 and seen.swaps > 0, seen
@@ -69,31 +68,28 @@ def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> Non
 
 
 @pytest.mark.slow
-def test_a_worker_dies_in_the_middle_of_a_transition(reference: Reference, two_layouts: WorkersExecutor) -> None:
-    pair = Pair(two_layouts, reference)
-    pair.live_while("to decode", lambda: pair.send(1, signal.SIGKILL))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(family: str, tmp_path: Path) -> None:
-    """Under two layouts, and under policies that stay in the first: two stages of two ranks."""
-    reference = reference_of(family, tmp_path)
-    with closing(start_pair(reference, "T2P2", "T4")) as workers:
-        check(reference, workers, CASES)
-        check_workers(reference, workers, stages=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("prefill", "decode"), [("P4", "T4"), ("T2P2", "P4"), ("T2", "P2")])
-def test_every_pair_of_layouts(prefill: str, decode: str, tmp_path: Path) -> None:
-    """Two of four tensor-parallel ranks have the same key-value head. Layouts change in both directions."""
-    reference = reference_of("llama", tmp_path, num_hidden_layers=4, vocab_size=155, intermediate_size=93)
+@pytest.mark.parametrize(
+    ("family", "sizes", "prefill", "decode"),
+    [
+        ("qwen3_moe", {}, "T2P2", "T4"),
+        ("glm4", {"num_hidden_layers": 4}, "P4", "T4"),
+        ("llama", {"num_hidden_layers": 4, "vocab_size": 155, "intermediate_size": 93}, "T2P2", "P4"),
+        ("llama-tied-biased", {}, "T2", "P2"),
+    ],
+)
+def test_layouts_with_other_families(
+    family: str, sizes: dict[str, int], prefill: str, decode: str, tmp_path: Path
+) -> None:
+    """Two of four tensor-parallel ranks have the same key-value head. Layouts change in both directions, and ordinary
+    policies stay in the first one. `tests/models/test_shards` and `tests/models/test_resharding` cut every family."""
+    reference = reference_of(family, tmp_path, **sizes)
     with closing(start_pair(reference, prefill, decode)) as workers:
         check(reference, workers, CASES[::2])
+        if decode == "T4":
+            check_workers(reference, workers, workers.capacities[0].pipeline_depth)
 
 
-@pytest.mark.parametrize("policy", ["sarathi", "throttling"])
+@pytest.mark.parametrize("policy", [pytest.param("sarathi", marks=pytest.mark.slow), "throttling"])
 def test_ordinary_policies_preempt_by_swaps(reference: Reference, two_layouts: WorkersExecutor, policy: str) -> None:
     """In the first layout alone, a pipeline: what moves does so beside the steps of others."""
     case = Case(policy, token_budget=24, num_blocks=TIGHT_BLOCKS, host_blocks=3 * HOST_BLOCKS, seed=5)
