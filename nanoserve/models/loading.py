@@ -22,7 +22,7 @@ from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.gguf_file import BLOCK_TYPES
-from nanoserve.models.packed import MatrixForm, pack_matrices, region_of
+from nanoserve.models.packed import MatrixForm, pack_decoder, region_of
 from nanoserve.models.quantized_tensors import INTEGERS, decode, matrices
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
@@ -87,7 +87,7 @@ class Checkpoint:
     def prepare(self, decoder: Decoder) -> None:
         """Give the decoder packed layers for the matrices that are stored as integers."""
         forms = {name: found.form for name, found in self.stored.items() if found.form is not None}
-        pack_matrices(decoder, shard_parts(self.parts, decoder.model_config, decoder.shard), forms)
+        pack_decoder(decoder, shard_parts(self.parts, decoder.model_config, decoder.shard), forms)
 
 
 def load_model(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.errors import UsageError
-from nanoserve.models.decoder import Decoder, DecoderLayer, SparseExperts, VocabularyEmbedding, VocabularyPart, route
+from nanoserve.models.decoder import Decoder, SparseExperts, VocabularyEmbedding, VocabularyPart, route
 from nanoserve.models.weights import TensorPart
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS
@@ -23,39 +23,62 @@ class MatrixForm(NamedTuple):
     """As in `GroupQuantized`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows of a matrix that have one form."""
+class Segment(NamedTuple):
+    """Rows of a matrix that are packed together."""
 
     first_row: int
     rows: int
-    form: MatrixForm
+    format: PackedFormat
+    has_order: bool
+    """Whether its columns are in an order of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedShape:
+    """A matrix of a module that is packed: by its path, "layers.0.qkv" or "layers.0.feed_forward.gate_up"."""
+
+    path: str
+    segments: tuple[Segment, ...]
+    columns: int
+    experts: int = 0
+    """Number of matrices; 0 for a layer that is no mixture of experts."""
 
 
 class PackedMatrix(nn.Module):
-    """A matrix [N, K] in segments of rows, each packed by itself."""
+    """A matrix [N, K], or one for each expert, in segments of rows."""
 
-    def __init__(self, segments: Iterable[Segment], columns: int) -> None:
+    def __init__(self, shape: PackedShape) -> None:
         super().__init__()
-        self.segments = tuple(segments)
-        self.packed = nn.ParameterList(
-            nn.Parameter(
-                torch.zeros(-(-segment.rows // ROWS), segment.form.format.row_bytes(columns), dtype=torch.uint8),
-                requires_grad=False,
-            )
-            for segment in self.segments
-        )
-        for number, segment in enumerate(self.segments):
-            self.register_buffer(f"order_{number}", segment.form.order, persistent=False)
+        self.shape = shape
+        experts = (shape.experts,) if shape.experts else ()
+        sizes = [(-(-one.rows // ROWS), one.format.row_bytes(shape.columns)) for one in shape.segments]
+        self.packed = _frozen(torch.zeros(*experts, *size, dtype=torch.uint8) for size in sizes)
+        ordered = (torch.arange(shape.columns) for one in shape.segments if one.has_order)
+        self.orders = _frozen(ordered)
+        """The order of columns of each segment that has one, int64 [K]."""
 
     def region(self, part: TensorPart) -> Tensor:
         """The view that the part fills: whole blocks of rows of one segment."""
         count = part.shape[0] if part.rows is None else len(part.rows)
-        for segment, packed in zip(self.segments, self.packed, strict=True):
+        for segment, packed in zip(self.shape.segments, self.packed, strict=True):
             first = part.first_row - segment.first_row
             if 0 <= first < segment.rows:
-                return packed[first // ROWS : -(-(first + count) // ROWS)]
+                rows = packed if part.expert is None else packed[part.expert]
+                return rows[first // ROWS : -(-(first + count) // ROWS)]
         raise ValueError(f"no segment has row {part.first_row}")
+
+    def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """input [..., K] -> [..., N]"""
+        parts, orders = [], iter(self.orders)
+        for segment, packed in zip(self.shape.segments, self.packed, strict=True):
+            own_bias = None if bias is None else bias[segment.first_row : segment.first_row + segment.rows]
+            ordered = input[..., next(orders)] if segment.has_order else input
+            parts.append(packed_linear(ordered, packed, own_bias, segment.rows, segment.format))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _frozen(tensors: Iterable[Tensor]) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in tensors)
 
 
 class PackedLinear(nn.Module):
@@ -67,13 +90,7 @@ class PackedLinear(nn.Module):
         self.bias = bias
 
     def forward(self, input: Tensor) -> Tensor:
-        parts = []
-        for number, (segment, packed) in enumerate(zip(self.weight.segments, self.weight.packed, strict=True)):
-            bias = None if self.bias is None else self.bias[segment.first_row : segment.first_row + segment.rows]
-            order = getattr(self.weight, f"order_{number}")
-            ordered = input if order is None else input[..., order]
-            parts.append(packed_linear(ordered, packed, bias, segment.rows, segment.form.format))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return self.weight.multiply(input, self.bias)
 
 
 class PackedEmbedding(VocabularyPart):
@@ -86,102 +103,92 @@ class PackedEmbedding(VocabularyPart):
         self.dtype = replaced.weight.dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        (segment,) = self.weight.segments
-        return packed_rows(self.weight.packed[0], token_ids, segment.form.format).to(self.dtype)
-
-
-class PackedExpertMatrices(nn.Module):
-    """A matrix [N, K] of each expert, all of one format."""
-
-    def __init__(self, experts: int, rows: int, columns: int, format: PackedFormat) -> None:
-        super().__init__()
-        self.format = format
-        shape = (experts, -(-rows // ROWS), format.row_bytes(columns))
-        self.packed = nn.Parameter(torch.zeros(shape, dtype=torch.uint8), requires_grad=False)
-
-    def region(self, part: TensorPart) -> Tensor:
-        """The view that the part fills: whole blocks of rows of one expert."""
-        assert part.expert is not None
-        count = part.shape[0] if part.rows is None else len(part.rows)
-        return self.packed[part.expert, part.first_row // ROWS : -(-(part.first_row + count) // ROWS)]
+        (segment,) = self.weight.shape.segments
+        return packed_rows(self.weight.packed[0], token_ids, segment.format).to(self.dtype)
 
 
 class PackedExperts(nn.Module):
     """A mixture of experts whose matrices are packed."""
 
-    def __init__(self, replaced: SparseExperts, gate_up: PackedExpertMatrices, down: PackedExpertMatrices) -> None:
+    def __init__(self, gate_up: PackedMatrix, down: PackedMatrix, replaced: SparseExperts) -> None:
         super().__init__()
         self.moe, self.router = replaced.moe, replaced.router
-        self.inner = replaced.down.shape[2]
         self.gate_up, self.down = gate_up, down
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
         weights, experts = route(self.router(hidden), self.moe)
-        forms = self.gate_up.format, self.down.format
-        return sparse_packed_experts(hidden, weights, experts, self.gate_up.packed, self.down.packed, self.inner, forms)
+        forms = self.gate_up.shape.segments[0].format, self.down.shape.segments[0].format
+        gate_up, down = self.gate_up.packed[0], self.down.packed[0]
+        return sparse_packed_experts(hidden, weights, experts, gate_up, down, self.down.shape.columns, forms)
 
 
 def region_of(decoder: Decoder, part: TensorPart) -> Tensor:
     """The view of a parameter, or of a packed matrix, that the part fills."""
     place, _, name = part.parameter.rpartition(".")
     found = getattr(decoder.get_submodule(place), name)
-    return part.region(found) if isinstance(found, nn.Parameter) else found.region(part)
+    return found.region(part) if isinstance(found, PackedMatrix) else part.region(found)
 
 
-def pack_matrices(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm]) -> None:
+def pack_decoder(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm]) -> None:
     """Put packed layers, which are zero, in the place of those whose parts all have a form, by the name of the part.
     Raises UsageError if the ranks of a stage cannot divide a matrix into whole groups of columns."""
     matrices: dict[str, list[TensorPart]] = defaultdict(list)
     for part in parts:
         if len(part.shape) == 2:
             matrices[part.parameter].append(part)
-    for name, filling in matrices.items():
-        if not all(part.name in forms for part in filling):
+    packed = {name: found for name, found in matrices.items() if all(part.name in forms for part in found)}
+    for part in (part for found in packed.values() for part in found):
+        _check_columns(part, forms[part.name], decoder.shard.degree)
+    found = [_shape(name, filling, forms, decoder) for name, filling in packed.items()]
+    pack_layers(decoder, [shape for shape in found if shape is not None])
+    for name, filling in packed.items():
+        place, _, attribute = name.rpartition(".")
+        matrix = getattr(decoder.get_submodule(place), attribute)
+        if isinstance(matrix, PackedMatrix):
+            orders = [forms[part.name].order for part in sorted(filling, key=lambda part: part.first_row)]
+            for own, order in zip(matrix.orders, (one for one in orders if one is not None), strict=True):
+                own.copy_(order)
+
+
+def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
+    """Put packed layers in the place of those at the shapes' paths below the module."""
+    experts: dict[str, dict[str, PackedMatrix]] = defaultdict(dict)
+    for shape in shapes:
+        parent, _, attribute = shape.path.rpartition(".")
+        if shape.experts:
+            experts[parent][attribute] = PackedMatrix(shape)
             continue
-        for part in filling:
-            _check_columns(part, forms[part.name], decoder.shard.degree)
-        if filling[0].expert is not None:
-            continue
-        path = name.removesuffix(".weight")
-        parent, _, attribute = path.rpartition(".")
-        layer = decoder.get_submodule(path)
-        columns = filling[0].shape[1] if filling[0].columns is None else len(filling[0].columns)
-        weight = PackedMatrix(_segments(filling, forms, layer.weight.shape[0]), columns)
-        if name == "embedding.weight":
-            tied = decoder.is_last and decoder.lm_head.weight is layer.weight
-            decoder.embedding = PackedEmbedding(weight, layer)
-            if tied:
-                decoder.lm_head = PackedLinear(weight, None)
+        holder, layer, weight = module.get_submodule(parent), module.get_submodule(shape.path), PackedMatrix(shape)
+        if isinstance(layer, VocabularyEmbedding):
+            if isinstance(module, Decoder) and module.is_last and module.lm_head.weight is layer.weight:
+                module.lm_head = PackedLinear(weight, None)
+            setattr(holder, attribute, PackedEmbedding(weight, layer))
         else:
-            setattr(decoder.get_submodule(parent), attribute, PackedLinear(weight, layer.bias))
-    for layer in decoder.layers:
-        if isinstance(layer.feed_forward, SparseExperts):
-            _pack_experts(layer, matrices, forms)
+            setattr(holder, attribute, PackedLinear(weight, cast(nn.Linear, layer).bias))
+    for path, matrices in experts.items():
+        parent, _, attribute = path.rpartition(".")
+        replaced = cast(SparseExperts, module.get_submodule(path))
+        if len(matrices) == 2:
+            setattr(module.get_submodule(parent), attribute, PackedExperts(**matrices, replaced=replaced))
 
 
-def _pack_experts(
-    layer: DecoderLayer, matrices: Mapping[str, Sequence[TensorPart]], forms: Mapping[str, MatrixForm]
-) -> None:
-    """Pack the experts of a layer if their matrices have one format each, and each one's rows fill whole blocks."""
-    replaced = cast(SparseExperts, layer.feed_forward)
-    packed = []
-    for name, parameter in (("gate_up", replaced.gate_up), ("down", replaced.down)):
-        parts = matrices[f"layers.{layer.index}.feed_forward.{name}"]
-        found = {forms[part.name].format for part in parts if part.name in forms and forms[part.name].order is None}
-        if len(found) != 1 or any(part.name not in forms or part.first_row % ROWS for part in parts):
-            return
-        packed.append(PackedExpertMatrices(*parameter.shape, found.pop()))
-    layer.feed_forward = PackedExperts(replaced, *packed)
+def packed_shapes(module: nn.Module) -> tuple[PackedShape, ...]:
+    """The packed matrices below a module, by their paths from it."""
+    found = []
+    for path, one in module.named_modules():
+        if isinstance(one, PackedMatrix):
+            shape = one.shape
+            own = path.removesuffix(".weight")
+            found.append(PackedShape(own, shape.segments, shape.columns, shape.experts))
+    return tuple(found)
 
 
 def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:
     if part.columns is None:
         return
     if form.order is not None:
-        raise UsageError(
-            f"--tp {degree} would cut {part.name}, whose columns are in an order of their own; leave it out"
-        )
+        raise UsageError(f"--tp {degree} would cut {part.name}, whose columns have an order of their own; leave it out")
     span = form.format.span
     if part.columns.start % span or part.columns.stop % span:
         raise UsageError(
@@ -190,16 +197,34 @@ def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:
         )
 
 
+def _shape(
+    name: str, parts: Sequence[TensorPart], forms: Mapping[str, MatrixForm], decoder: Decoder
+) -> PackedShape | None:
+    """The packed shape of a matrix that these parts fill; None for experts of several formats."""
+    columns = parts[0].shape[1] if parts[0].columns is None else len(parts[0].columns)
+    if parts[0].expert is None:
+        path = name.removesuffix(".weight")
+        rows = cast(Tensor, decoder.get_submodule(path).weight).shape[0]
+        return PackedShape(path, tuple(_segments(parts, forms, rows)), columns)
+    experts, rows, _ = decoder.get_parameter(name).shape
+    found = {(forms[part.name].format, forms[part.name].order is None) for part in parts}
+    (form, is_plain), *others = found
+    if others or not is_plain or any(part.first_row % ROWS for part in parts):
+        return None
+    return PackedShape(name, (Segment(0, rows, form, has_order=False),), columns, experts)
+
+
 def _segments(parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm], rows: int) -> list[Segment]:
     """The segments of a matrix with that many rows; rows that no part fills belong to the part before them."""
     ordered = sorted(parts, key=lambda part: part.first_row)
     ends = [part.first_row for part in ordered[1:]] + [rows]
     segments: list[Segment] = []
     for part, end in zip(ordered, ends, strict=True):
-        last, form = segments[-1] if segments else None, forms[part.name]
-        plain = form.order is None and last is not None and last.form.order is None
-        if last is not None and plain and last.form.format == form.format and last.rows % ROWS == 0:
-            segments[-1] = Segment(last.first_row, end - last.first_row, last.form)
+        form = forms[part.name]
+        segment = Segment(part.first_row, end - part.first_row, form.format, form.order is not None)
+        last = segments[-1] if segments else None
+        if last is not None and last[2:] == segment[2:] == (form.format, False) and last.rows % ROWS == 0:
+            segments[-1] = last._replace(rows=end - last.first_row)
         else:
-            segments.append(Segment(part.first_row, end - part.first_row, form))
+            segments.append(segment)
     return segments

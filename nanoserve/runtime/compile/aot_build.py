@@ -19,6 +19,7 @@ from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
 from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
 from nanoserve.models.decoder import DecoderLayer
+from nanoserve.models.packed import PackedShape, pack_layers
 from triton_ops.cpu import CannotBuild, Shelf
 
 LayerPart = Literal["layer", "pre_attention", "post_attention"]
@@ -33,10 +34,12 @@ class CompiledKind:
     part: LayerPart
     config: ModelConfig
     """A model with this layer alone. Fields that the part does not depend on have fixed values."""
+    packed: tuple[PackedShape, ...] = ()
+    """Its packed matrices."""
 
 
-def layer_kind(part: LayerPart, config: ModelConfig, index: int) -> CompiledKind:
-    """The kind of layer `index` of a model. The pieces do not depend on the layer's sliding window."""
+def layer_kind(part: LayerPart, config: ModelConfig, index: int, packed: tuple[PackedShape, ...] = ()) -> CompiledKind:
+    """The kind of layer `index` of a model, with these packed matrices. The pieces do not depend on the layer's sliding window."""
     moe = config.moe
     if moe is not None:
         moe = replace(moe, sparse_layers=frozenset({0})) if config.is_sparse(index) else None
@@ -55,8 +58,9 @@ def layer_kind(part: LayerPart, config: ModelConfig, index: int) -> CompiledKind
         eos_token_ids=(),
         sampling_defaults=SamplingDefaults(),
         renamed_as_chatglm=False,
+        quantization=None,
     )
-    return CompiledKind(part, alone)
+    return CompiledKind(part, alone, packed)
 
 
 def step_arguments(
@@ -121,6 +125,7 @@ def compile_layer(job: LayerJob, temporary: Path) -> Path:
     dtype: torch.dtype = getattr(torch, job.dtype)
     with torch.device("meta"):
         layer = DecoderLayer(job.kind.config, 0).to(dtype)
+        pack_layers(layer, job.kind.packed)
     layer = layer.to_empty(device="cpu").requires_grad_(False).eval()  # memory that is never touched costs nothing
     function = FunctionalLayer(layer, job.kind.part)
     weights: list[Tensor] = list(layer.parameters())

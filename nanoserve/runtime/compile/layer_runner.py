@@ -23,6 +23,7 @@ import triton_ops
 from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.packed import packed_shapes
 from nanoserve.runtime.compile.aot_build import (
     CompiledKind,
     FunctionalLayer,
@@ -96,7 +97,8 @@ class LayerRunner:
     ) -> "LayerRunner":
         """Make one compiled part for each kind of layer and piece, and share it between the layers of the kind."""
         config = decoder.config
-        kinds = {part: [layer_kind(part, config, index) for index in range(config.num_layers)] for part in parts}
+        packed = [packed_shapes(layer) for layer in decoder.layers]
+        kinds = {part: [layer_kind(part, config, index, own) for index, own in enumerate(packed)] for part in parts}
         made = {kind: compiled(kind) for kind in dict.fromkeys(chain.from_iterable(kinds.values()))}
         shared = {part: [made[kind] for kind in of_part] for part, of_part in kinds.items()}
         return cls(shared, [list(layer.parameters()) for layer in decoder.layers])
