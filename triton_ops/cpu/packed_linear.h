@@ -119,17 +119,23 @@ void round_inputs(const Number* source, int64_t rows, int64_t depth, RoundedInpu
   rounded.scales.resize(rows * depth / kPackedColumns);
   rounded.sums.resize(rows * depth / kHalf);
   for (int64_t first = 0; first < rows * depth; first += kPackedColumns) {
-    float numbers[kPackedColumns], largest = 0.0f;
-    convert_scaled(source + first, numbers, kPackedColumns, 1.0f);
-    for (const float number : numbers) largest = std::max(largest, std::abs(number));
-    const float scale = largest / 127.0f, inverse = largest > 0.0f ? 127.0f / largest : 0.0f;
+    Vec numbers[kPackedColumns / kLanes];
+    Vec largest(0.0f);
+    for (int64_t i = 0; i < kPackedColumns / kLanes; ++i) {
+      numbers[i] = floats_at(source + first + i * kLanes);
+      largest = at::vec::maximum(largest, numbers[i].abs());
+    }
+    const float most = largest_lane(largest), scale = most / 127.0f;
+    const Vec inverse(most > 0.0f ? 127.0f / most : 0.0f);
     rounded.scales[first / kPackedColumns] = scale;
+    int32_t integers[kPackedColumns];
+    for (int64_t i = 0; i < kPackedColumns / kLanes; ++i)
+      at::vec::convert_to_int_of_same_size((numbers[i] * inverse).round()).store(integers + i * kLanes);
     for (int64_t half = 0; half < 2; ++half) {
       int32_t sum = 0;
       for (int64_t k = half * kHalf; k < (half + 1) * kHalf; ++k) {
-        const auto value = static_cast<int8_t>(std::nearbyint(numbers[k] * inverse));
-        rounded.values[first + k] = value;
-        sum += value;
+        rounded.values[first + k] = static_cast<int8_t>(integers[k]);
+        sum += integers[k];
       }
       rounded.sums[first / kHalf + half] = static_cast<float>(sum) * scale;
     }
