@@ -15,6 +15,11 @@
 
 namespace nanoserve {
 
+// Bytes of weights between those that are multiplied and those that are fetched meanwhile.
+constexpr int64_t kAhead = 3072;
+// Blocks of 16 rows that a thread takes at a time.
+constexpr int64_t kBlocksTogether = 4;
+
 enum ScaleKind : int64_t { kHalfScales, kBFloat16Scales, kFloatScales, kSuperScales };
 enum OffsetKind : int64_t { kOneZero, kZeros, kMinimums, kSuperMinimums };
 
@@ -151,6 +156,8 @@ inline void multiply_rounded(
   for (auto& total : totals)
     for (auto& vector : total) vector = Vec(0.0f);
   const auto add = [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, int64_t first, int64_t last) {
+    if (first == 0)
+      for (int64_t line = 0; line < code_bytes(Bits) + kLine; line += kLine) __builtin_prefetch(codes + kAhead + line);
     for (int64_t part = 0; part < kParts; ++part) {
       Ints sums[Inputs];
       for (int64_t half = first; half <= last; ++half) {
@@ -235,19 +242,22 @@ void multiply_packed_rounded(
   round_inputs(input.const_data_ptr<Number>(), rows, depth, inputs);
   const RoundedInputs& shared = inputs;
   Number* outputs = out.mutable_data_ptr<Number>();
-  share_out(packed.size(0), rows * columns * depth / 4, [&](int64_t item) {
+  const int64_t blocks = packed.size(0);
+  share_out(divide_up(blocks, kBlocksTogether), rows * columns * depth / 4, [&](int64_t item) {
     static thread_local std::vector<float> memory;
     float* products = Scratch(memory).take(rows * kPackedRows);
-    with_bits(format.bits, [&]<int64_t Bits>() {
-      multiply_all_rounded<Bits>(
-          format, packed.const_data_ptr<uint8_t>() + item * stride, shared, rows, depth, products);
-    });
-    const int64_t first = item * kPackedRows, count = std::min(kPackedRows, columns - first);
-    for (int64_t m = 0; m < rows; ++m)
-      for (int64_t n = 0; n < count; ++n) {
-        const float added = biases ? static_cast<float>(biases[first + n]) : 0.0f;
-        outputs[m * columns + first + n] = static_cast<Number>(products[m * kPackedRows + n] + added);
-      }
+    for (int64_t block = item * kBlocksTogether; block < std::min(blocks, (item + 1) * kBlocksTogether); ++block) {
+      with_bits(format.bits, [&]<int64_t Bits>() {
+        multiply_all_rounded<Bits>(
+            format, packed.const_data_ptr<uint8_t>() + block * stride, shared, rows, depth, products);
+      });
+      const int64_t first = block * kPackedRows, count = std::min(kPackedRows, columns - first);
+      for (int64_t m = 0; m < rows; ++m)
+        for (int64_t n = 0; n < count; ++n) {
+          const float added = biases ? static_cast<float>(biases[first + n]) : 0.0f;
+          outputs[m * columns + first + n] = static_cast<Number>(products[m * kPackedRows + n] + added);
+        }
+    }
   });
 }
 
