@@ -69,3 +69,9 @@ def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return module == pattern or module.startswith(f"{pattern}.") or f".{pattern}." in f".{module}."
+
+
+ROUNDING_BITS: Mapping[str, int] = {"int4": 4, "int8": 8}
+"""Bits of the weights of each choice of ``--quantization``, which rounds them to nearest while they load."""
+ROUNDING_GROUP = 32
+"""Columns that share a scale then, on a CPU."""

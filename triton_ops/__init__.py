@@ -11,7 +11,7 @@ from triton_ops.cache import cache_write, copy_blocks, gather_blocks, scatter_bl
 from triton_ops.experts import sparse_experts, sparse_packed_experts
 from triton_ops.gpu import on_first_call
 from triton_ops.linear import linear, project
-from triton_ops.packed import GroupQuantized, PackedFormat, pack, packed_linear, packed_rows, unpack
+from triton_ops.packed import GroupQuantized, PackedFormat, pack, packed_linear, packed_rows, round_to_nearest, unpack
 from triton_ops.registration import OPERATORS
 
 reference_operators = OPERATORS.plain
@@ -36,6 +36,7 @@ __all__ = [
     "paged_attention",
     "project",
     "reference_operators",
+    "round_to_nearest",
     "scatter_blocks",
     "sparse_experts",
     "sparse_packed_experts",

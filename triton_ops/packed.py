@@ -132,6 +132,22 @@ def _multiplied(numbers: Tensor, supers: Tensor | None) -> Tensor:
     return each.view(numbers.shape)
 
 
+def round_to_nearest(weight: Tensor, bits: int, group: int) -> GroupQuantized:
+    """weight [N, K], any float dtype, as codes of 4 or 8 bits with a float16 scale for each group of columns. Of 4 bits,
+    the value of the largest size gets the lowest code, which no other sign has."""
+    groups = weight.float().view(len(weight), -1, group)
+    if bits == 8:
+        scales = (groups.abs().amax(-1) / 127).half()
+    else:
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+        scales = (largest / -8).half()
+    divisors = scales.float().where(scales != 0, 1.0)[:, :, None]
+    codes = (groups / divisors).round().view(weight.shape)
+    if bits == 8:
+        return GroupQuantized(codes.clamp(-127, 127).to(torch.int8), 8, scales)
+    return GroupQuantized((codes + 8).clamp(0, 15).to(torch.uint8), 4, scales, zero=8)
+
+
 def pack(matrix: GroupQuantized) -> Tensor:
     """uint8 [ceil(N / 16), bytes of 16 rows]; rows beyond N are zero."""
     span, missing = matrix.format.span, -len(matrix.codes) % ROWS

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder, Tensor
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.hub import dummy_config, dummy_shape
 from nanoserve.models.loading import INDEX_NAME, SINGLE_NAME, empty_decoder
+from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
 from nanoserve.processes.sizes import format_size
+from triton_ops import pack, round_to_nearest
 
 DUMMY_SEED = 1
 """Identifies the weights of dummy models, also in caches. Change it when they are drawn in another way."""
@@ -41,6 +44,7 @@ def make_dummy_model(
     *,
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
+    quantization: str | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """A decoder with random weights, ready for inference, and the whole model's config.
 
@@ -49,9 +53,20 @@ def make_dummy_model(
     """
     config, device = dummy_config(spec), torch.device(device)
     decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
-    parameters, generator = dict(decoder.named_parameters()), torch.Generator(device)
-    for part in shard_parts(tensor_parts(config), config, decoder.shard):
-        _draw(part, part.region(parameters[part.parameter]), generator)
+    parts = list(shard_parts(tensor_parts(config), config, decoder.shard))
+    if quantization is not None:
+        formats = rounded_forms(parts, quantization)
+        pack_decoder(decoder, parts, {name: MatrixForm(format, None) for name, format in formats.items()})
+    generator = torch.Generator(device)
+    for part in parts:
+        region = region_of(decoder, part)
+        if region.is_floating_point():
+            _draw(part, region, generator)
+            continue
+        numbers = torch.empty(part.shape, dtype=decoder.dtype, device=device)
+        _draw(replace(part, rows=None, columns=None), numbers, generator)
+        format = formats[part.name]
+        region.copy_(pack(round_to_nearest(numbers[part.source], format.bits, format.group)))
     return decoder, config
 
 

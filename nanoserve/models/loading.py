@@ -16,19 +16,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, UsageError
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.gguf_file import BLOCK_TYPES
-from nanoserve.models.packed import MatrixForm, pack_decoder, region_of
+from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.quantized_tensors import INTEGERS, decode, matrices
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
 from nanoserve.quantization import Quantization
-from triton_ops import GroupQuantized, pack
+from triton_ops import GroupQuantized, pack, round_to_nearest
 from triton_ops.packed import ROWS
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -98,6 +98,7 @@ def load_model(
     *,
     shard: Shard | None = None,
     group: TensorParallelGroup | None = None,
+    quantization: str | None = None,
 ) -> tuple[Decoder, ModelConfig]:
     """The decoder of a model directory with its weights, ready for inference, and the whole model's config.
 
@@ -107,7 +108,7 @@ def load_model(
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
-    with open_checkpoint(path, config) as checkpoint:
+    with open_checkpoint(path, config, quantization) as checkpoint:
         decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
         checkpoint.prepare(decoder)
     _fill(decoder, list(shard_parts(checkpoint.parts, config, decoder.shard)), checkpoint.stored, progress)
@@ -115,8 +116,9 @@ def load_model(
 
 
 @contextmanager
-def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """The checkpoint of a model directory, whose files are closed afterwards. Raises ModelError if a file or tensor is
+def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | None = None) -> Iterator[Checkpoint]:
+    """The checkpoint of a model directory, whose files are closed afterwards; with `quantization` its matrices are
+    rounded while they are read. Raises ModelError if a file or tensor is
     missing, damaged or of another model; one line that names it."""
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
@@ -125,6 +127,17 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
             stored = _with_matrices(stored, config.quantization, files.__getitem__)
         checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
         _check_tied(checkpoint, config)
+        if quantization is not None:
+            if any(found.decode is not None for found in stored.values()):
+                raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
+            rounding = rounded_forms(checkpoint.parts, quantization)
+            forms = {name: MatrixForm(format, None) for name, format in rounding.items()}
+            rounded = {
+                name: replace(found, decode=partial(_decode_rounded, found.path, name, forms[name]), form=forms[name])
+                for name, found in stored.items()
+                if name in forms
+            }
+            checkpoint = replace(checkpoint, stored={**stored, **rounded})
         yield checkpoint
 
 
@@ -233,6 +246,10 @@ def _with_matrices(
             del left[name]
         left[f"{module}.weight"] = StoredTensor(path, shape, INTEGERS, read_rows, found)
     return left
+
+
+def _decode_rounded(path: Path, name: str, form: MatrixForm, open_file: OpenFile, rows: slice) -> GroupQuantized:
+    return round_to_nearest(open_file(path).get_slice(name)[rows], form.format.bits, form.format.group)
 
 
 def _decode_module(

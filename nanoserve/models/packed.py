@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder, SparseExperts, VocabularyEmbedding, VocabularyPart, route
 from nanoserve.models.weights import TensorPart
+from nanoserve.quantization import ROUNDING_BITS, ROUNDING_GROUP
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS
 
@@ -171,6 +172,22 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
         replaced = cast(SparseExperts, module.get_submodule(path))
         if len(matrices) == 2:
             setattr(module.get_submodule(parent), attribute, PackedExperts(**matrices, replaced=replaced))
+
+
+def rounded_forms(parts: Iterable[TensorPart], quantization: str) -> dict[str, PackedFormat]:
+    """The format of each part of a model that `--quantization` rounds: all matrices but routers, the vocabulary's in 8
+    bits."""
+    found = {}
+    for part in parts:
+        if (
+            len(part.shape) == 2
+            and part.shape[1] % ROUNDING_GROUP == 0
+            and not part.parameter.endswith("router.weight")
+        ):
+            vocabulary = part.parameter in ("embedding.weight", "lm_head.weight")
+            bits = 8 if vocabulary else ROUNDING_BITS[quantization]
+            found[part.name] = PackedFormat(bits, ROUNDING_GROUP, scale=0, offset=0, zero=0 if bits == 8 else 8)
+    return found
 
 
 def packed_shapes(module: nn.Module) -> tuple[PackedShape, ...]:

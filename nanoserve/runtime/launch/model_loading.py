@@ -154,9 +154,13 @@ def load_decoder(
     cannot be used; UsageError if a setting makes no sense for it; RuntimeFailure if the memory does not suffice."""
     with _loading(resolved, config, device):
         if resolved.directory is None:
-            return make_dummy_model(resolved.name, config.dtype, device, shard=shard, group=group)
+            return make_dummy_model(
+                resolved.name, config.dtype, device, shard=shard, group=group, quantization=config.quantization
+            )
         told = None if progress is None else partial(progress, "load")
-        return load_model(resolved.directory, config.dtype, device, told, shard=shard, group=group)
+        return load_model(
+            resolved.directory, config.dtype, device, told, shard=shard, group=group, quantization=config.quantization
+        )
 
 
 def load_layouts(
@@ -176,7 +180,14 @@ def load_layouts(
     with _loading(resolved, config, device):
         dtype = resolve_dtype(config.dtype, device, model.dtype)
         return ReshardableWeights(
-            directory, model, dtype=dtype, device=device, shards=shards, groups=groups, progress=told
+            directory,
+            model,
+            dtype=dtype,
+            device=device,
+            shards=shards,
+            groups=groups,
+            progress=told,
+            quantization=config.quantization,
         )
 
 
