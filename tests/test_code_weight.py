@@ -2,7 +2,7 @@
 
 from scripts.code_weight import repeated_class_names, rooms, visits
 
-MOST_LINES = 40_250
+MOST_LINES = 41_700
 MOST_REPEATED_NAMES = 0
 MOST_FILES_OF_THE_FIRST_TOKEN = 28
 MOST_FILES_OF_A_LATER_TOKEN = 24

@@ -32,8 +32,8 @@ def sparse_packed_experts(
     inner: int,
     forms: tuple[PackedFormat, PackedFormat],
 ) -> Tensor:
-    """The same with packed matrices, uint8 [num_experts, blocks of 16 rows, bytes], of these two formats; `inner` is the
-    intermediate size."""
+    """The same with packed matrices, uint8 [num_experts, blocks of 16 rows, bytes], of these two formats; `inner`
+    is the intermediate size."""
     return _sparse_packed_experts(hidden, weights, experts, gate_up, down, inner, list(forms[0]), list(forms[1]))
 
 

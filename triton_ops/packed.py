@@ -12,8 +12,8 @@ lines of 64 bytes: byte ``4 * row + i`` of line j has column ``4 * j + i`` in it
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,9 +120,8 @@ class GroupQuantized:
 
     def _parts(self, change: Callable[[Tensor], Tensor]) -> "GroupQuantized":
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return GroupQuantized(
-            **{name: change(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
-        )
+        changed: dict[str, Any] = {name: change(part) for name, part in parts.items() if isinstance(part, Tensor)}
+        return replace(self, **changed)
 
 
 def _multiplied(numbers: Tensor, supers: Tensor | None) -> Tensor:
@@ -133,8 +132,8 @@ def _multiplied(numbers: Tensor, supers: Tensor | None) -> Tensor:
 
 
 def round_to_nearest(weight: Tensor, bits: int, group: int) -> GroupQuantized:
-    """weight [N, K], any float dtype, as codes of 4 or 8 bits with a float16 scale for each group of columns. Of 4 bits,
-    the value of the largest size gets the lowest code, which no other sign has."""
+    """weight [N, K], any float dtype, as codes of 4 or 8 bits with a float16 scale for each group of columns. Of 4
+    bits, the value of the largest size gets the lowest code, which no other sign has."""
     groups = weight.float().view(len(weight), -1, group)
     if bits == 8:
         scales = (groups.abs().amax(-1) / 127).half()
@@ -176,7 +175,7 @@ def _lines(quads: Tensor, bits: int) -> Tensor:
     """uint8 [..., 8, 64], codes of 8 times 4 columns -> [..., lines, 64]"""
     if bits == 8:
         return quads
-    first, last = quads.split(4, dim=-2)
+    first, last = torch.split(quads, 4, dim=-2)
     lines = [first & 15 | last << 4]
     if bits == 5:
         shifts = torch.arange(8, dtype=torch.uint8)[:, None]
@@ -187,10 +186,10 @@ def _lines(quads: Tensor, bits: int) -> Tensor:
     return torch.cat(lines, dim=-2)
 
 
-def unpack(packed: Tensor, rows: int, format: PackedFormat) -> GroupQuantized:
+def unpack(packed: Tensor, rows: int, form: PackedFormat) -> GroupQuantized:
     """The matrix that `pack` packed, without its padding."""
-    bits, group, scale, offset, zero = format
-    span, groups = format.span, format.span // group
+    bits, group, scale, offset, zero = form
+    span, groups = form.span, form.span // group
     # Bytes of a row's numbers in a cell, in their order.
     widths = {
         "super_scales": (torch.float16, 1 if scale == _SUPER_SCALES else 0),
@@ -227,14 +226,14 @@ def _codes(lines: Tensor, bits: int) -> Tensor:
         return low | (lines[..., 4:, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1) << 4
     if bits == 6:
         shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-        high = [line >> shifts & 3 for line in lines[..., 4:, :].split(1, dim=-2)]
+        high = [line >> shifts & 3 for line in torch.split(lines[..., 4:, :], 1, dim=-2)]
         return low | torch.cat(high, dim=-2) << 4
     return low
 
 
-def packed_linear(input: Tensor, packed: Tensor, bias: Tensor | None, columns: int, format: PackedFormat) -> Tensor:
+def packed_linear(input: Tensor, packed: Tensor, bias: Tensor | None, columns: int, form: PackedFormat) -> Tensor:
     """input [..., K] times a packed matrix [columns, K] transposed, plus bias [columns] -> [..., columns]."""
-    out = _packed_linear(input.reshape(-1, input.shape[-1]), packed, bias, columns, *format)
+    out = _packed_linear(input.reshape(-1, input.shape[-1]), packed, bias, columns, *form)
     return out.view(*input.shape[:-1], columns)
 
 
@@ -269,7 +268,7 @@ def _packed_linear(
     return functional.linear(rows, weight.to(rows.dtype), bias)
 
 
-def packed_rows(packed: Tensor, indices: Tensor, format: PackedFormat) -> Tensor:
+def packed_rows(packed: Tensor, indices: Tensor, form: PackedFormat) -> Tensor:
     """Some rows of a packed matrix: int64 [n] -> float32 [n, K]."""
-    blocks = unpack(packed[indices // ROWS], len(indices) * ROWS, format)
+    blocks = unpack(packed[indices // ROWS], len(indices) * ROWS, form)
     return blocks.rows(torch.arange(len(indices), device=indices.device) * ROWS + indices % ROWS).dequantize()

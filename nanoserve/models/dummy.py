@@ -56,7 +56,7 @@ def make_dummy_model(
     parts = list(shard_parts(tensor_parts(config), config, decoder.shard))
     if quantization is not None:
         formats = rounded_forms(parts, quantization)
-        pack_decoder(decoder, parts, {name: MatrixForm(format, None) for name, format in formats.items()})
+        pack_decoder(decoder, parts, {name: MatrixForm(found, None) for name, found in formats.items()})
     generator = torch.Generator(device)
     for part in parts:
         region = region_of(decoder, part)
@@ -65,8 +65,8 @@ def make_dummy_model(
             continue
         numbers = torch.empty(part.shape, dtype=decoder.dtype, device=device)
         _draw(replace(part, rows=None, columns=None), numbers, generator)
-        format = formats[part.name]
-        region.copy_(pack(round_to_nearest(numbers[part.source], format.bits, format.group)))
+        form = formats[part.name]
+        region.copy_(pack(round_to_nearest(numbers[part.source], form.bits, form.group)))
     return decoder, config
 
 

@@ -52,7 +52,7 @@ def _q5_0(blocks: Tensor) -> Decoded:
 def _k_numbers(blocks: Tensor) -> Decoded:
     """Scales and minimums of the eight groups of a block of Q4_K or Q5_K: integers of 6 bits, which lie in 12 bytes and
     are multiplied by the two numbers of the block."""
-    low, middle, high = blocks[:, 4:16].split(4, dim=1)
+    low, middle, high = torch.split(blocks[:, 4:16], 4, dim=1)
     return {
         "super_scales": _half(blocks, 0),
         "scales": torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), dim=1).to(torch.int8),

@@ -143,6 +143,6 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
             known = _SPARSE_NAMES[architecture][0]
         elif architecture == "glm4" and matrix == "ffn_up":
             known = "mlp.gate_up_proj"
-        paired = architecture == "llama" and matrix in heads
-        rows = tensor.shape[0] // heads[matrix] if paired and heads[matrix] else 0
+        count = heads.get(matrix) if architecture == "llama" else None
+        rows = tensor.shape[0] // count if count else 0
         yield f"{prefix}{known}.{ending}", GgufSlice(file, tensor, halves=rows)

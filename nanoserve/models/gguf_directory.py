@@ -7,7 +7,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoserve.config import ModelConfig
 from nanoserve.models.gguf_file import GgufFile
@@ -15,6 +15,8 @@ from nanoserve.processes.files import replace_file
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
 LINK_NAME = "model.gguf"
+
+Item = TypeVar("Item")
 
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "glm4": "glm4"}
 _CONFIG_KEYS = {
@@ -39,7 +41,10 @@ _CONFIG_KEYS = {
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
 _GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _WORDS = {
     "gpt-2": _GPT2_WORDS,
     "smollm": _GPT2_WORDS,
@@ -118,10 +123,10 @@ def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
 
 def _write_tokenizer(file: GgufFile, directory: Path) -> None:
     metadata = file.metadata
-    kind, tokens = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.tokens")
-    types = metadata.get("tokenizer.ggml.token_type")
-    if not _is_list(tokens, str) or not _is_list(types, int) or len(types) != len(tokens):
-        raise file.fail("the tokenizer's tokens and their types are missing or of different numbers")
+    kind, tokens = metadata.get("tokenizer.ggml.model"), _listed(file, "tokens", str)
+    types = _listed(file, "token_type", int)
+    if len(types) != len(tokens):
+        raise file.fail(f"the tokenizer has {len(tokens)} tokens, but types of {len(types)}")
     named = {f"{name}_token": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
     settings: dict[str, Any] = {
         name: tokens[number] for name, number in named.items() if isinstance(number, int) and 0 <= number < len(tokens)
@@ -139,9 +144,9 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
     if kind == "gpt2":
         replace_file(directory / "tokenizer.json", _byte_level_tokenizer(file, tokens, settings))
     elif kind == "llama":
-        scores = metadata.get("tokenizer.ggml.scores")
-        if not _is_list(scores, float) or len(scores) != len(tokens):
-            raise file.fail("the tokenizer's scores are missing or not as many as its tokens")
+        scores = _listed(file, "scores", float)
+        if len(scores) != len(tokens):
+            raise file.fail(f"the tokenizer has {len(tokens)} tokens, but scores of {len(scores)}")
         prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
         replace_file(directory / "tokenizer.model", _sentencepiece_model(tokens, scores, types, prefix))
     else:
@@ -152,20 +157,22 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+def _listed(file: GgufFile, name: str, kind: type[Item]) -> list[Item]:
+    """The tokenizer's list of that name, whose items are of one kind."""
+    value = file.metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+        raise file.fail(f"tokenizer.ggml.{name} is missing or not a list of {kind.__name__}")
+    return value
 
 
 def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[str, Any]) -> str:
     """tokenizer.json of a byte-level BPE vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    words, merges = file.metadata.get("tokenizer.ggml.pre", "gpt-2"), file.metadata.get("tokenizer.ggml.merges")
+    words = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
     if words not in _WORDS:
         raise file.fail(f"pre-tokenizer {words!r:.80} is not supported; supported: {', '.join(_WORDS)}")
-    if not _is_list(merges, str):
-        raise file.fail("the tokenizer's merges are missing")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in _listed(file, "merges", str))]
     try:
         model = models.BPE(
             {token: number for number, token in enumerate(tokens)}, pairs, ignore_merges=words == "llama-bpe"
@@ -173,7 +180,7 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     except Exception as error:  # the library raises nothing more specific
         raise file.fail(f"the tokenizer's merges do not fit its tokens ({error})") from error
     tokenizer = Tokenizer(model)
-    before = [pre_tokenizers.Digits(individual_digits=True)] if words == "smollm" else []
+    before: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if words == "smollm" else []
     before.append(pre_tokenizers.Split(Regex(_WORDS[words]), "isolated"))
     before.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)

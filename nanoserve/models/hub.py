@@ -45,8 +45,8 @@ class ResolvedModel:
 def resolve_model(
     name: str | None, *, offline: bool = False, progress: ProgressCallback | None = None
 ) -> ResolvedModel:
-    """The model that `--model` names: a dummy, a directory, a .gguf file, `smollm2`, an alias or a hub id; None is the bundled
-    model.
+    """The model that `--model` names: a dummy, a directory, a .gguf file, `smollm2`, an alias or a hub id. None is the
+    bundled model.
 
     Aliases are the names in nanoserve/aliases.json of the user's configuration directory: {"short": "model"}. A hub id
     is downloaded at one commit into the hub's own cache, or found there if `offline` (or HF_HUB_OFFLINE) is set. A

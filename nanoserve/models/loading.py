@@ -131,7 +131,7 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
             if any(found.decode is not None for found in stored.values()):
                 raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
             rounding = rounded_forms(checkpoint.parts, quantization)
-            forms = {name: MatrixForm(format, None) for name, format in rounding.items()}
+            forms = {name: MatrixForm(found, None) for name, found in rounding.items()}
             rounded = {
                 name: replace(found, decode=partial(_decode_rounded, found.path, name, forms[name]), form=forms[name])
                 for name, found in stored.items()

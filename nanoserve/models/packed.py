@@ -64,7 +64,7 @@ class PackedMatrix(nn.Module):
         for segment, packed in zip(self.shape.segments, self.packed, strict=True):
             first = part.first_row - segment.first_row
             if 0 <= first < segment.rows:
-                rows = packed if part.expert is None else packed[part.expert]
+                rows: Tensor = packed if part.expert is None else packed[part.expert]
                 return rows[first // ROWS : -(-(first + count) // ROWS)]
         raise ValueError(f"no segment has row {part.first_row}")
 
@@ -163,7 +163,7 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
         holder, layer, weight = module.get_submodule(parent), module.get_submodule(shape.path), PackedMatrix(shape)
         if isinstance(layer, VocabularyEmbedding):
             if isinstance(module, Decoder) and module.is_last and module.lm_head.weight is layer.weight:
-                module.lm_head = PackedLinear(weight, None)
+                setattr(module, "lm_head", PackedLinear(weight, None))  # noqa: B010  (its type is another)
             setattr(holder, attribute, PackedEmbedding(weight, layer))
         else:
             setattr(holder, attribute, PackedLinear(weight, cast(nn.Linear, layer).bias))

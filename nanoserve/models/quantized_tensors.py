@@ -85,7 +85,8 @@ def _decode_compressed(read: Read, module: str, rows: slice, quantization: Quant
         stored, scale = read(f"{module}.weight")[rows], scales[rows] if len(scales.get_shape()) == 2 else scales[:]
         if stored.dtype == torch.int8:
             return GroupQuantized(stored, 8, scale.view(-1, 1).expand(len(stored), 1).contiguous())
-        return stored.float() * scale.float()
+        values: Tensor = stored.float() * scale.float()
+        return values
     shape, bits = read(f"{module}.weight_shape")[:].tolist(), quantization.bits
     zeros = None
     if zero_points := read(f"{module}.weight_zero_point"):
@@ -122,7 +123,8 @@ def _decode_fp8(read: Read, module: str, rows: slice, quantization: Quantization
     height, width = (-(-size // count) for size, count in zip(stored.get_shape(), scales.shape, strict=True))
     taken = torch.arange(stored.get_shape()[0])[rows] // height
     each = scales[taken].repeat_interleave(width, dim=1)[:, : stored.get_shape()[1]]
-    return stored[rows].float() * each
+    values: Tensor = stored[rows].float() * each
+    return values
 
 
 def _integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, groups: Any) -> GroupQuantized:

@@ -39,7 +39,8 @@ class CompiledKind:
 
 
 def layer_kind(part: LayerPart, config: ModelConfig, index: int, packed: tuple[PackedShape, ...] = ()) -> CompiledKind:
-    """The kind of layer `index` of a model, with these packed matrices. The pieces do not depend on the layer's sliding window."""
+    """The kind of layer `index` of a model, with these packed matrices. The pieces do not depend on
+    the layer's sliding window."""
     moe = config.moe
     if moe is not None:
         moe = replace(moe, sparse_layers=frozenset({0})) if config.is_sparse(index) else None
