@@ -73,7 +73,7 @@ def test_shards_compute_what_the_whole_model_does(
 def test_ranks_may_not_cut_a_group(tmp_path: Path) -> None:
     _, directory = make_model("glm4", "Q6_K", tmp_path)
     shard = make_shards(ModelConfig.from_directory(directory), pipeline_parallel=1, tensor_parallel=2)[0]
-    with pytest.raises(UsageError, match="--tp 2 would cut groups of 256 columns in model.layers.0.self_attn.o_proj"):
+    with pytest.raises(UsageError, match=r"--tp 2 would cut groups of 256 columns in model.layers.0.self_attn.o_proj"):
         load_model(directory, "float32", shard=shard, group=ThreadGroup.alone())
 
 
