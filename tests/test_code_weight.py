@@ -1,6 +1,9 @@
 """The code stays as light as it is: ceilings of `python -m scripts.code_weight`, to be lowered as its figures fall."""
 
+import pytest
+
 from scripts.code_weight import repeated_class_names, rooms, visits
+from triton_ops.cpu import cpu_operators
 
 MOST_LINES = 41_700
 MOST_REPEATED_NAMES = 0
@@ -17,6 +20,8 @@ def test_no_more_class_names_are_used_twice() -> None:
 
 
 def test_a_token_visits_no_more_files() -> None:
+    if not cpu_operators().wait():  # plain torch stands in their place, in files of its own
+        pytest.skip(f"nothing can be built: {cpu_operators().problem}")
     first, later, _ = visits()
     assert len(first.files) <= MOST_FILES_OF_THE_FIRST_TOKEN, first.files
     assert len(later.files) <= MOST_FILES_OF_A_LATER_TOKEN, later.files

@@ -13,7 +13,7 @@ import msgspec
 from nanoserve.commands.answers import ChatAnswer, ChatModel, ContextFull
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.processes.files import read_bytes, replace_file
+from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 from nanoserve.request import SamplingParams
 from nanoserve.text.reasoning import Part, Piece, ReasoningSplitter
 
@@ -138,11 +138,13 @@ class ChatSession:
 
     def save(self, path: Path) -> None:
         """Write messages and settings as JSON: the whole file or, with RuntimeFailure, nothing."""
-        # A new file would take the place of a device or pipe, which others use, and of a link.
-        if path.exists() and not path.is_file():
-            raise RuntimeFailure(f"cannot write {path}: it is no regular file")
         saved = msgspec.to_builtins(SavedChat(self.messages(), self.settings))
-        replace_file(path.resolve(), json.dumps(saved, indent=2, ensure_ascii=False) + "\n", mode=0o600)
+        with unwritable_as_failure(path):
+            # A new file would take the place of a device or pipe, which others use, and of a link.
+            if path.exists() and not path.is_file():
+                raise RuntimeFailure(f"cannot write {path}: it is no regular file")
+            target = path.resolve()
+        replace_file(target, json.dumps(saved, indent=2, ensure_ascii=False) + "\n", mode=0o600)
 
     def load(self, path: Path) -> None:
         """Take over a saved conversation and its settings. Raises UsageError, and stays as it was, for other files."""

@@ -81,7 +81,8 @@ def option(
         "help": f"{help} One of {', '.join(choices)}." if choices else help,
         "metavar": "NAME" if choices else metavar,
         "min": minimum,
-        "callback": check,
+        # Older typers fail at the callback of a list that is not given.
+        "callback": check if choices or maximum is not None else None,
         "autocompletion": complete if choices else None,
         "rich_help_panel": panel,
         "envvar": variables,

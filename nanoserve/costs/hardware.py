@@ -79,6 +79,9 @@ class Link:
     measured: bool
 
     def scaled(self, factor: float) -> "Link":
+        """With so many times the bandwidth. Raises UsageError for a factor that is not above 0."""
+        if not factor > 0:
+            raise UsageError(f"a link's bandwidth is scaled by a factor above 0, not {factor}")
         return replace(self, bandwidth=self.bandwidth * factor)
 
     def send_seconds(self, num_bytes: float) -> float:

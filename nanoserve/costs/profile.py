@@ -58,7 +58,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times of a model on a machine. Raises ValueError for a missing setting, or wrong numbers of bits or layers."""
+    """Times of a model on a machine. Raises ValueError for a missing setting, wrong numbers of bits or layers, or a
+    device without memory."""
 
     schema: Literal["nanoserve-profile/2"]
     about: dict[str, Any]
@@ -87,6 +88,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if missing := [name for name in _SETTINGS if name not in self.settings]:
             raise ValueError(f"settings must have {', '.join(missing)}")
         Precision.of(self.bits)
+        if any(one.measured or not one.memory_bytes for one in (self.device, self.host)):
+            raise ValueError("device and host must have memory_bytes, and no measured")
         if not 1 <= self.model.num_layers <= _MOST_LAYERS:
             raise ValueError(f"num_layers must be 1 to {_MOST_LAYERS}, not {str(self.model.num_layers)[:20]}")
 

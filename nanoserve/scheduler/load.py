@@ -193,4 +193,5 @@ class Policy(ABC):
                 raise UsageError(f"{one.name} must be at least {low}{upper}, not {value}")
 
     @abstractmethod
-    def decide(self, load: Load) -> Decision: ...
+    def decide(self, load: Load) -> Decision:
+        """What the next step should hold: a pure function of the snapshot, which it does not change."""

@@ -4,7 +4,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -67,7 +67,7 @@ class _Gate:
     """
 
     app: ASGIApp
-    keys: Sequence[bytes]
+    keys: Sequence[bytes] = field(repr=False)
     hosts: Collection[str] | None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -59,9 +59,9 @@ class EngineChild:
 
     def __init__(self, program: str) -> None:
         self._directory = choose_directory()
-        self._process = TiedChild(program, directory=self._directory)
         context = zmq.asyncio.Context(io_threads=1)
         self.mailbox: messages.Mailbox[messages.EngineMessage] = messages.Mailbox(context, messages.EngineMessage)
+        self._process = TiedChild(program, directory=self._directory)
         self.ready = False  # set by the owner when the engine is ready; from then on less silence is tolerated
 
     async def start(self, start: messages.EngineStart) -> None:

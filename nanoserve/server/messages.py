@@ -136,7 +136,7 @@ class Mailbox(Generic[M]):
         self.dropped = 0  # messages that could not be decoded
 
     def send(self, message: Command | EngineMessage) -> None:
-        """Queue a message; never waits."""
+        """Queue a message. It is dropped if the other side is gone, which the process that ends or beats tells."""
         self.socket.send(msgspec.msgpack.encode(message))
 
     def decoded(self, data: bytes) -> Iterator[M]:

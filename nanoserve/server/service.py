@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ class Service:
     engine: EngineClient
     grammars: GrammarChecker
     limits: ClientLimits
-    api_keys: Sequence[str] = ()
+    api_keys: Sequence[str] = field(default=(), repr=False)
     """Every client must show one of them; empty if no key is needed."""
     allowed_hosts: Collection[str] | None = None
     """Names by which clients may address the server; None allows every name."""

@@ -207,6 +207,12 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyte
         session.save(tmp_path / "nowhere" / "chat.json")
 
 
+def test_a_name_that_no_file_can_have_is_one_line(tmp_path: Path) -> None:
+    session, _ = make_session()
+    with pytest.raises(RuntimeFailure, match=r"cannot write .*: File name too long"):
+        session.save(tmp_path / ("x" * 300))
+
+
 def test_only_regular_files_are_saved_to_and_loaded(tmp_path: Path) -> None:
     session, _ = make_session()
     pipe, link, path = tmp_path / "pipe", tmp_path / "link", tmp_path / "chat.json"

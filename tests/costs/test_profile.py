@@ -79,6 +79,8 @@ Change = Callable[[dict[str, Any]], Any]
         (lambda found: found["linear"].update(sizes=[10, 1]), "ascending, not [10, 1] - at `$.linear`"),
         (lambda found: found["host_attention"]["seconds"].pop(), "$.host_attention"),
         (lambda found: found["device"].update(memory_bytes=0), "Expected `float` > 0.0 - at `$.device.memory_bytes`"),
+        (lambda found: found["host"].pop("memory_bytes"), "must have memory_bytes, and no measured"),
+        (lambda found: found["device"].update(measured=True), "must have memory_bytes, and no measured"),
         (lambda found: found["efficiency"].update(matrix=2), "Expected `float` <= 1.0 - at `$.efficiency.matrix`"),
         (lambda found: found["model"].update(num_layers="many"), "$.model.num_layers"),
     ],

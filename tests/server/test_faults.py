@@ -250,15 +250,17 @@ def test_when_restarts_keep_failing_the_server_stays_up_and_says_so(fake: Server
     reader = Reader(fake, LONG | {"max_tokens": 480})
     reader.wait_begun()
     (model / BROKEN).touch()
-    os.kill(fake.engine_process_id(), signal.SIGKILL)
-    wait_until(lambda: fake.get("/health").status_code == 503)
-    refused = fake.post(COMPLETION, LONG)
-    assert refused.status_code == 503 and "retry-after" in refused.headers
-    assert "the weights are broken" in refused.json()["error"]["message"]
-    assert fake.get("/ready").status_code == 503
-    reader.join()
-    assert '"error"' in reader.data and reader.data.endswith("data: [DONE]\n\n")
-    (model / BROKEN).unlink()
+    try:
+        os.kill(fake.engine_process_id(), signal.SIGKILL)
+        wait_until(lambda: fake.get("/health").status_code == 503)
+        refused = fake.post(COMPLETION, LONG)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert "the weights are broken" in refused.json()["error"]["message"]
+        assert fake.get("/ready").status_code == 503
+        reader.join()
+        assert '"error"' in reader.data and reader.data.endswith("data: [DONE]\n\n")
+    finally:
+        (model / BROKEN).unlink()  # other tests share the server
     wait_until(lambda: fake.get("/ready").status_code == 200)
     assert whole_text(fake, LONG) == whole
 

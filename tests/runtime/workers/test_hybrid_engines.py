@@ -104,8 +104,9 @@ def test_a_server_whose_stage_is_killed_and_that_is_told_to_end(mark: str) -> No
         assert server.process.wait(60) == 0, server.log
 
 
-def test_a_server_that_is_told_twice_does_not_wait(mark: str) -> None:
-    server = Server("--port", "0", *STAGES, *MODEL, **{MARK: mark})
+@pytest.mark.parametrize("engine", [STAGES, HYBRID], ids=["two stages", "one process"])
+def test_a_server_that_is_told_twice_does_not_wait(engine: tuple[str, ...], mark: str) -> None:
+    server = Server("--port", "0", *engine, *MODEL, **{MARK: mark})
     server.wait_ready()
     busy(server)
     for _ in range(2):

@@ -62,7 +62,7 @@ def test_a_worker_dies_in_any_phase(pair: Pair, phase: str, rank: int) -> None:
 
 
 def test_a_stopped_worker_is_treated_like_a_dead_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoserve.runtime.workers.group.SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr("nanoserve.runtime.workers.group.SILENCE_SECONDS", 5.0)
     pair.live_while("to decode", lambda: pair.send(0, signal.SIGCONT))
 
 
