@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from triton_ops import linear
+from triton_ops.cpu.toolchain import processor
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
@@ -23,6 +24,20 @@ def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: i
         found = linear(row, weight, added)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1.01 * ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("depth", "columns"), [(64, 200), (544, 101), (200, 70), (7, 1)])
+def test_few_rows_do_not_depend_on_one_another(
+    implementation: str, dtype: torch.dtype, depth: int, columns: int
+) -> None:
+    if implementation == "plain":
+        pytest.skip("torch's product promises nothing")
+    torch_goes_first = dtype == torch.bfloat16 and "bf16" in processor()
+    rows, weight = torch.randn(48, depth).to(dtype), torch.randn(columns, depth).to(dtype)
+    alone = torch.cat([linear(row[None], weight) for row in rows])
+    for count in (2, 3, 4) if torch_goes_first else (2, 3, 4, 5, 7, 8, 9, 16, 31, 48):
+        assert torch.equal(linear(rows[:count], weight), alone[:count]), count
 
 
 def test_leading_dimensions_and_strides_are_kept() -> None:

@@ -21,8 +21,8 @@ constexpr int64_t kLanes = Vec::size();
 // Below this many multiplications it takes longer to wake the other threads than to do all of it alone.
 constexpr int64_t kWorthSharing = 1 << 17;
 
-inline int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
-inline int64_t round_up(int64_t value, int64_t to) { return divide_up(value, to) * to; }
+constexpr int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+constexpr int64_t round_up(int64_t value, int64_t to) { return divide_up(value, to) * to; }
 
 inline Vec floats_at(const float* source) { return Vec::loadu(source); }
 
@@ -46,20 +46,24 @@ struct Pair {
   Vec first, second;
 };
 
-template <typename Number>
-inline Pair pair_at(const Number* source) {
-  return {floats_at(source), floats_at(source + kLanes)};
+// Either vector of a pair.
+template <int64_t Which, typename Number>
+inline Vec half_of_pair(const Number* source) {
+  return floats_at(source + Which * kLanes);
 }
 
 // A bfloat16 is the upper half of a float. Of two in a word of 32 bits, the first is shifted there, and the second lies
 // there already.
-template <>
-inline Pair pair_at(const at::BFloat16* source) {
+template <int64_t Which>
+inline Vec half_of_pair(const at::BFloat16* source) {
   using Words = at::vec::Vectorized<int32_t>;
   const Words words = Words::loadu(source);
-  return {
-      at::vec::cast<float, int32_t>(words << Words(16)),
-      at::vec::cast<float, int32_t>(words & Words(static_cast<int32_t>(0xffff0000)))};
+  return at::vec::cast<float, int32_t>(Which == 0 ? words << Words(16) : words & Words(static_cast<int32_t>(0xffff0000)));
+}
+
+template <typename Number>
+inline Pair pair_at(const Number* source) {
+  return {half_of_pair<0>(source), half_of_pair<1>(source)};
 }
 
 // What came of numbers of that format by `pair_at`.
