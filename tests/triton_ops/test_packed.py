@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_ops import GroupQuantized, pack, packed_linear, reference_operators, unpack
+from triton_ops import GroupQuantized, pack, packed_linear, packed_rows, reference_operators, unpack
 from triton_ops.cpu import cpu_operators
+from triton_ops.packed import multiply_unpacked
 
 COLUMNS = 512
 
@@ -86,3 +87,19 @@ def test_products_in_16_bits_round_their_inputs_to_8(quantized: GroupQuantized, 
     found = packed_linear(inputs, pack(quantized), None, 40, quantized.format)
     wanted = rounded(inputs) @ quantized.dequantize().double().T
     assert (found - wanted).abs().max() <= 0.01 * wanted.abs().max()
+
+
+def test_rows_are_those_of_the_matrix(quantized: GroupQuantized) -> None:
+    indices = torch.tensor([39, 0, 17, 17, 15, 16])
+    assert torch.equal(packed_rows(pack(quantized), indices, quantized.format), quantized.dequantize()[indices])
+
+
+@pytest.mark.parametrize("name", ["Q5_0", "Q6_K", "int4 g128"])
+def test_everything_stays_on_the_device_of_its_inputs(name: str) -> None:
+    """The meta device computes nothing, but it refuses tensors of another device, as a GPU does."""
+    quantized = matrix(*CASES[name], rows=40)
+    packed = pack(quantized).to("meta")
+    assert pack(unpack(packed, 40, quantized.format)).device.type == "meta"
+    assert packed_rows(packed, torch.arange(3, device="meta"), quantized.format).device.type == "meta"
+    rows = torch.empty(3, COLUMNS, device="meta")
+    assert multiply_unpacked(rows, packed, None, 40, *quantized.format).device.type == "meta"
