@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,30 @@ def _matches(pattern: str, module: str) -> bool:
     return module == pattern or module.startswith(f"{pattern}.") or f".{pattern}." in f".{module}."
 
 
-ROUNDING_BITS: Mapping[str, int] = {"int4": 4, "int8": 8}
-"""Bits of the weights of each choice of ``--quantization``, which rounds them to nearest while they load."""
-ROUNDING_GROUP = 32
-"""Columns that share a scale then, on a CPU."""
+_CPU_GROUPS, _GPU_GROUPS = (32,), (128, 64, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """A choice of ``--quantization``, which rounds weights to nearest while they load."""
+
+    bits: int
+    group: int | None
+    """Columns that share a scale, if the user named them."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Rounding":
+        """int4 or int8, perhaps with a group, as int4:64. Raises UsageError."""
+        named = re.fullmatch(r"(int4|int8)(?::(\d{1,6}))?", str(text), re.ASCII)
+        if named is None:
+            raise UsageError(f"quantization must be int4 or int8, perhaps with a group as in int4:64, not {text!r:.40}")
+        bits, group = int(named[1].removeprefix("int")), named[2] and int(named[2])
+        if group is not None and (group == 0 or group % 32):
+            raise UsageError(f"quantization {text}: a group is a multiple of 32 columns")
+        return cls(bits, group)
+
+    def group_of(self, columns: int, *, on_gpu: bool) -> int | None:
+        """The group for runs of that many columns: the user's, else 32 on a CPU and the largest of 128, 64 and 32 on a
+        GPU. None if it does not divide them."""
+        groups = (self.group,) if self.group else _GPU_GROUPS if on_gpu else _CPU_GROUPS
+        return next((group for group in groups if columns % group == 0), None)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
 from nanoserve.quantization import Quantization
-from triton_ops import GroupQuantized, pack, round_to_nearest
+from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest
 from triton_ops.packed import ROWS
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -84,10 +84,28 @@ class Checkpoint:
             return lambda: view
         return partial(_read, part, stored, self._files.__getitem__, packed=packed)
 
+    def rounded(self, quantization: str | None, decoders: Iterable[Decoder], device: torch.device) -> "Checkpoint":
+        """The same with matrices that are rounded while they are read, in groups for all of these decoders on the
+        device. None rounds nothing."""
+        if quantization is None:
+            return self
+        if any(found.decode is not None for found in self.stored.values()):
+            raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
+        shards = [shard_parts(self.parts, decoder.model_config, decoder.shard) for decoder in decoders]
+        forms = rounded_forms(chain.from_iterable(shards), quantization, device)
+        stored = dict(self.stored)
+        for name, form in forms.items():
+            found, decode = stored[name], partial(_decode_rounded, stored[name].path, name, form)
+            stored[name] = replace(found, decode=decode, form=MatrixForm(form, None))
+        return replace(self, stored=stored)
+
     def prepare(self, decoder: Decoder) -> None:
         """Give the decoder packed layers for the matrices that are stored as integers."""
         forms = {name: found.form for name, found in self.stored.items() if found.form is not None}
         pack_decoder(decoder, shard_parts(self.parts, decoder.model_config, decoder.shard), forms)
+
+
+CPU = torch.device("cpu")
 
 
 def load_model(
@@ -108,17 +126,18 @@ def load_model(
     """
     path, device = Path(directory), torch.device(device)
     config = ModelConfig.from_directory(path)
-    with open_checkpoint(path, config, quantization) as checkpoint:
-        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
+    with open_checkpoint(path, config) as opened:
+        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), CPU, shard=shard, group=group)
+        checkpoint = opened.rounded(quantization, [decoder], device)
         checkpoint.prepare(decoder)
+        place(decoder, device)
     _fill(decoder, list(shard_parts(checkpoint.parts, config, decoder.shard)), checkpoint.stored, progress)
     return decoder, config
 
 
 @contextmanager
-def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | None = None) -> Iterator[Checkpoint]:
-    """The checkpoint of a model directory, whose files are closed afterwards; with `quantization` its matrices are
-    rounded while they are read. Raises ModelError if a file or tensor is
+def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint]:
+    """The checkpoint of a model directory, whose files are closed afterwards. Raises ModelError if a file or tensor is
     missing, damaged or of another model; one line that names it."""
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
@@ -127,17 +146,6 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
             stored = _with_matrices(stored, config.quantization, files.__getitem__)
         checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
         _check_tied(checkpoint, config)
-        if quantization is not None:
-            if any(found.decode is not None for found in stored.values()):
-                raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
-            rounding = rounded_forms(checkpoint.parts, quantization)
-            forms = {name: MatrixForm(found, None) for name, found in rounding.items()}
-            rounded = {
-                name: replace(found, decode=partial(_decode_rounded, found.path, name, forms[name]), form=forms[name])
-                for name, found in stored.items()
-                if name in forms
-            }
-            checkpoint = replace(checkpoint, stored={**stored, **rounded})
         yield checkpoint
 
 
@@ -166,6 +174,16 @@ def empty_decoder(
         for parameter in decoder.parameters():
             parameter.zero_()
     return decoder.eval()
+
+
+def place(decoder: Decoder, device: torch.device) -> None:
+    """Move a decoder from the CPU before it has weights: they are zero then. A GPU never holds a matrix that is packed
+    in 16 bits."""
+    if device.type != "cpu":
+        for parameter in decoder.parameters():
+            is_order = parameter.dtype == torch.int64
+            parameter.data = parameter.to(device) if is_order else torch.zeros_like(parameter, device=device)
+        decoder.rotary.to(device)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -248,8 +266,8 @@ def _with_matrices(
     return left
 
 
-def _decode_rounded(path: Path, name: str, form: MatrixForm, open_file: OpenFile, rows: slice) -> GroupQuantized:
-    return round_to_nearest(open_file(path).get_slice(name)[rows], form.format.bits, form.format.group)
+def _decode_rounded(path: Path, name: str, form: PackedFormat, open_file: OpenFile, rows: slice) -> GroupQuantized:
+    return round_to_nearest(open_file(path).get_slice(name)[rows], form.bits, form.group)
 
 
 def _decode_module(

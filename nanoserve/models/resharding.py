@@ -79,7 +79,8 @@ class ReshardableWeights:
         ]
         # One decoder per layout, ready for inference while its layout is in place. They share their memory.
         self.decoders = tuple(unset)
-        with open_checkpoint(directory, config, quantization) as checkpoint:
+        with open_checkpoint(directory, config) as opened:
+            checkpoint = opened.rounded(quantization, unset, device)
             for decoder in unset:
                 checkpoint.prepare(decoder)
             self._storage = torch.empty(

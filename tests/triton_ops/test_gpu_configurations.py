@@ -15,9 +15,8 @@ from triton_ops.gpu.configurations import (
     num_splits,
 )
 from triton_ops.gpu.kernels import attention, packed
-from triton_ops.gpu.packed_constants import TILES, num_parts, product_constants
+from triton_ops.gpu.packed_constants import num_parts
 from triton_ops.gpu.variants import attention_variants, packed_variants
-from triton_ops.packed import PackedFormat
 
 GENERATIONS = (8, 9, 10)
 USUAL = ProgramShape(head_dim=128, block_size=16, group=4)
@@ -87,15 +86,6 @@ def test_variants_of_packed_products_name_every_parameter_of_their_program_once(
         parameters = getattr(packed, variant.program).arg_names
         assert sorted(parameters) == sorted([*variant.types, *variant.constants])
         assert variant.divisible <= variant.types.keys()
-
-
-@pytest.mark.parametrize(
-    "form", [(4, 128, 0, 0, 8), (8, 32, 2, 1, 0), (4, 96, 0, 2, 0), (5, 32, 3, 3, 0), (6, 16, 3, 0, 32)]
-)
-def test_the_cells_that_programs_read_are_those_of_the_format(form: tuple[int, int, int, int, int]) -> None:
-    constants, packed_format = product_constants(form, TILES[0]), PackedFormat(*form)
-    assert constants["CELL_BYTES"] == packed_format.row_bytes(packed_format.span)
-    assert constants["STEPS_PER_CELL"] * constants["STEP"] == packed_format.span
 
 
 @pytest.mark.parametrize(

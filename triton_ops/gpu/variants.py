@@ -147,9 +147,9 @@ _FORMATS = {
     "Q5_K": (5, 32, 3, 3, 0),
     "Q6_K": (6, 16, 3, 0, 32),
 }
-"""The numbers of PackedFormats with codes of every width, in groups of every length, with scales and offsets of every
-kind."""
+"""Numbers of PackedFormats: codes of every width, in groups of every length, with scales and offsets of every kind."""
 _NUMBERS = ("num_rows", "num_outputs", "row_stride", "block_bytes", "num_steps", "steps_per_part")
+_COUNTS = ("num_elements", "num_outputs", "num_parts")
 
 
 def packed_variants() -> Iterator[Variant]:
@@ -169,19 +169,13 @@ def packed_variants() -> Iterator[Variant]:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
-    for dtype in ("bf16", "fp16"):
-        yield Variant(
-            module="packed",
-            program="add_up_parts",
-            label=dtype,
-            types={
-                "out": f"*{dtype}",
-                "parts": "*fp32",
-                "bias": f"*{dtype}",
-                **dict.fromkeys(("num_elements", "num_outputs", "num_parts"), "i32"),
-            },
-            divisible=frozenset({"out", "parts", "bias", "num_elements", "num_outputs"}),
-            constants={"ELEMENTS": packed_constants.ELEMENTS_PER_PROGRAM, "HAS_BIAS": True},
-            num_warps=packed_constants.REDUCTION_WARPS,
-            num_stages=1,
-        )
+    yield Variant(
+        module="packed",
+        program="add_up_parts",
+        label="bf16",
+        types={"out": "*bf16", "parts": "*fp32", "bias": "*bf16", **dict.fromkeys(_COUNTS, "i32")},
+        divisible=frozenset({"out", "parts", "bias", "num_elements", "num_outputs"}),
+        constants={"ELEMENTS": packed_constants.ELEMENTS_PER_PROGRAM, "HAS_BIAS": True},
+        num_warps=packed_constants.REDUCTION_WARPS,
+        num_stages=1,
+    )

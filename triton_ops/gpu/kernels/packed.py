@@ -48,12 +48,7 @@ def multiply_packed(
     GROUP: tl.constexpr,
     ZERO: tl.constexpr,
     OFFSET: tl.constexpr,
-    SUPER: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
-    CELL_BYTES: tl.constexpr,
-    OFFSETS_AT: tl.constexpr,
-    CODES_AT: tl.constexpr,
-    STEPS_PER_CELL: tl.constexpr,
     STEP: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
@@ -70,37 +65,42 @@ def multiply_packed(
     taken = tl.minimum(output, num_outputs - 1)
     block, lane = (taken // ROWS).to(tl.int64) * block_bytes, taken % ROWS
 
+    is_super: tl.constexpr = SCALE_BYTES == 1  # int8 times a float16 of a cell of 256 columns
+    groups: tl.constexpr = 256 // GROUP if is_super else 1
+    offsets_at: tl.constexpr = ROWS * (2 * is_super + groups * SCALE_BYTES)
+    codes_at: tl.constexpr = offsets_at + ROWS * (groups * (OFFSET > 0) + (OFFSET == 2) + 2 * (OFFSET == 3))
+    steps_per_cell: tl.constexpr = groups * GROUP // STEP
+    step_bytes: tl.constexpr = STEP * BITS // 8 * ROWS
+
     place = tl.arange(0, STEP if BITS == 8 else STEP // 2)
-    lines = place // 4 * LINE
+    codes = packed + block[:, None] + codes_at + lane[:, None] * 4 + (place // 4 * LINE + place % 4)[None, :]
     column = place
     if BITS != 8:
         column += place // 16 * 16
-        lines += place // 16 * ((BITS - 4) * LINE)
+        codes += (place // 16 * ((BITS - 4) * LINE))[None, :]
         quad = (place % 16 // 4)[None, :]
-        lane_bytes = place // 16 * (BITS * LINE) + place % 4
-        high = packed + block[:, None] + CODES_AT + 4 * LINE + lane[:, None] * 4 + lane_bytes[None, :]
-    codes = packed + block[:, None] + CODES_AT + lane[:, None] * 4 + (lines + place % 4)[None, :]
+        high = codes + (4 - quad) * LINE
     inputs = rows + tl.minimum(row, num_rows - 1).to(tl.int64)[None, :] * row_stride + column[:, None]
 
     sums = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
     for step in range(part * steps_per_part, tl.minimum((part + 1) * steps_per_part, num_steps)):
-        cell = step // STEPS_PER_CELL * CELL_BYTES
-        group = step % STEPS_PER_CELL * (STEP // GROUP) * ROWS + lane
-        at = cell + step % STEPS_PER_CELL * (STEP // 32 * BITS * LINE)
+        cell = step // steps_per_cell * (codes_at + steps_per_cell * step_bytes)
+        group = step % steps_per_cell * (STEP // GROUP) * ROWS + lane
+        at = cell + step % steps_per_cell * step_bytes
         encoded = tl.load(codes + at).to(tl.int32)
         first = tl.load(inputs + step * STEP)
-        scale = tl.load(scales + (block + cell + SUPER * 2 * ROWS) // SCALE_BYTES + group).to(tl.float32)
-        if SUPER:
+        scale = tl.load(scales + (block + cell + is_super * 2 * ROWS) // SCALE_BYTES + group).to(tl.float32)
+        if is_super:
             super_scale = tl.load(halves + (block + cell) // 2 + lane).to(tl.float32)
             scale *= super_scale
         minimum = scale
         if OFFSET >= 2:
-            minimum = tl.load(halves + (block + cell + OFFSETS_AT) // 2 + lane).to(tl.float32)
+            minimum = tl.load(halves + (block + cell + offsets_at) // 2 + lane).to(tl.float32)
         if OFFSET == 3:
-            minimum *= tl.load(packed + block + cell + OFFSETS_AT + 2 * ROWS + group).to(tl.float32)
+            minimum *= tl.load(packed + block + cell + offsets_at + 2 * ROWS + group).to(tl.float32)
         zero = ZERO + (128.0 if BITS == 8 else 0.0)
         if OFFSET == 1:
-            zero = tl.load(packed + block + cell + OFFSETS_AT + group).to(tl.float32)[:, None]
+            zero = tl.load(packed + block + cell + offsets_at + group).to(tl.float32)[:, None]
         if BITS == 8:
             sums = _add(sums, _number(encoded ^ 128) - (zero + _BASE), first, scale, minimum, OFFSET)
         else:
@@ -127,14 +127,7 @@ def multiply_packed(
 
 @triton.jit
 def add_up_parts(
-    out,
-    parts,
-    bias,
-    num_elements,
-    num_outputs,
-    num_parts,
-    ELEMENTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    out, parts, bias, num_elements, num_outputs, num_parts, ELEMENTS: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
     """Program e: the sums of all parts for ELEMENTS elements of the output."""
     element = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
