@@ -90,10 +90,10 @@ class Rounding:
         named = re.fullmatch(r"(int4|int8)(?::(\d{1,6}))?", str(text), re.ASCII)
         if named is None:
             raise UsageError(f"quantization must be int4 or int8, perhaps with a group as in int4:64, not {text!r:.40}")
-        bits, group = int(named[1].removeprefix("int")), named[2] and int(named[2])
+        group = None if named[2] is None else int(named[2])
         if group is not None and (group == 0 or group % 32):
             raise UsageError(f"quantization {text}: a group is a multiple of 32 columns")
-        return cls(bits, group)
+        return cls(int(named[1].removeprefix("int")), group)
 
     def group_of(self, columns: int, *, on_gpu: bool) -> int | None:
         """The group for runs of that many columns: the user's, else 32 on a CPU and the largest of 128, 64 and 32 on a

@@ -213,12 +213,12 @@ def _views(packed: Tensor, form: PackedFormat) -> dict[str, Tensor]:
     }
     used = sum(dtype.itemsize * count for dtype, count in widths.values()) * ROWS
     cells = packed.view(len(packed), -1, used + form.span * bits * ROWS // 8)
-    views = {"lines": cells[:, :, used:].unflatten(2, (-1, ROWS, _QUAD))}
+    views = {"lines": cells[:, :, used:].view(*cells.shape[:2], -1, ROWS, _QUAD)}
     first = 0
     for name, (dtype, count) in widths.items():
         after = first + dtype.itemsize * count * ROWS
         if count:
-            views[name] = cells[:, :, first:after].view(dtype).unflatten(2, (count, ROWS, 1))
+            views[name] = cells[:, :, first:after].view(dtype).view(*cells.shape[:2], count, ROWS, 1)
         first = after
     return views
 
@@ -226,7 +226,8 @@ def _views(packed: Tensor, form: PackedFormat) -> dict[str, Tensor]:
 def _matrix(views: dict[str, Tensor], form: PackedFormat) -> GroupQuantized:
     """The matrix of views whose rows are in order, [N, C, n, 1] and [N, C, lines, 4]."""
     lines = views.pop("lines")
-    codes = _codes(lines.unflatten(2, (form.span // _COLUMNS, -1)), form.bits).flatten(1)
+    each = lines.shape[2] * _COLUMNS // form.span
+    codes = _codes(lines.view(*lines.shape[:2], form.span // _COLUMNS, each, _QUAD), form.bits).flatten(1)
     parts = {name: view.flatten(1) for name, view in views.items()}
     return GroupQuantized(codes.view(torch.int8) if form.bits == 8 else codes, form.bits, zero=form.zero, **parts)
 
