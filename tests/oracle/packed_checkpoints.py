@@ -45,8 +45,8 @@ def words(numbers: Tensor, bits: int) -> Tensor:
 def write_packed(model: PreTrainedModel, directory: Path, method: str, **settings: Any) -> None:
     """Write a checkpoint whose linear layers are quantized, and give the model the values that they have there.
 
-    Methods are compressed-tensors, int8 (compressed-tensors without packing), gptq, gptq_v2, awq, fp8 and mxfp4; settings are
-    bits, group, symmetric and, for a shuffled order of columns, act_order.
+    Methods are compressed-tensors, int8 (compressed-tensors without packing), gptq, gptq_v2, awq, fp8 and mxfp4;
+    settings are bits, group, symmetric and, for a shuffled order of columns, act_order.
     """
     tensors: dict[str, Tensor] = {}
     with torch.no_grad():
