@@ -173,8 +173,8 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / name for name in sorted(set(_weight_map(index).values()))]
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
-    if (directory / LINK_NAME).is_file():
-        return [directory / LINK_NAME]
+    if (link := directory / LINK_NAME).is_symlink():
+        return [link.readlink()]
     if any(directory.glob("*.bin")):
         raise ModelError(f"{directory}: only .bin weights found, which are not read; convert them to safetensors")
     raise ModelError(f"{directory}: no weights found ({SINGLE_NAME} or {INDEX_NAME})")
@@ -194,7 +194,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _open(path: Path) -> Any:
-    if path.name == LINK_NAME:
+    if path.suffix == ".gguf":
         return GgufCheckpoint(path)
     try:
         return safe_open(path, framework="pt", device="cpu")
@@ -279,6 +279,8 @@ def _check(
             raise ModelError(
                 f"{found.path}: tensor {part.name} is stored as {found.dtype}; only {', '.join(_STORED_BYTES)} are read"
             )
+        if found.decode is not None and len(part.shape) != 2:
+            raise ModelError(f"{found.path}: tensor {part.name} is stored as {found.dtype}; only matrices may be")
         parts.append(part)
     known = {part.name for part in parts}
     for name, found in stored.items():

@@ -25,6 +25,7 @@ from tests.oracle.gguf_files import write_gguf
 CASES = [
     ("llama-tied-biased", "Q4_0"),
     ("llama-linear", "Q4_1"),
+    ("llama-llama3", "Q4_0"),
     ("llama-yarn", "Q5_0"),
     ("mistral", "Q8_0"),
     ("qwen2", "F16"),
