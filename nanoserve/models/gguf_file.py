@@ -105,10 +105,9 @@ class GgufFile:
     def _add_other_files(self, count: Any) -> None:
         first = _FIRST_OF_SEVERAL.fullmatch(self.path.name)
         if first is None or int(first[2]) != count:
-            wanted = (
-                f"give the first, whose name ends in -00001-of-{count!s:0>5.9}.gguf; llama-gguf-split --merge joins them"
-            )
-            raise self.fail(f"one of several files of a model; {wanted}")
+            name = f"-00001-of-{count!s:0>5.9}.gguf"
+            instead = f"give the first, whose name ends in {name}; llama-gguf-split --merge joins them"
+            raise self.fail(f"one of several files of a model; {instead}")
         for number in range(2, count + 1):
             other = GgufFile(self.path.with_name(f"{first[1]}-{number:05}-of-{first[2]}.gguf"), is_first=False)
             if known := self.tensors.keys() & other.tensors.keys():

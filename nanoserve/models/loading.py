@@ -5,7 +5,7 @@ Other formats are not read: a `.bin` checkpoint is a pickle, and unpickling can 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -68,6 +68,8 @@ class Checkpoint:
     """Every tensor of the whole model."""
     stored: Mapping[str, StoredTensor]
     _files: Mapping[Path, Any]
+    _kept: dict[Path, Any] = field(default_factory=dict)
+    """The files once more, for readers that outlive the checkpoint."""
 
     def view(self, part: TensorPart) -> Tensor:
         """A part in its stored format, in the mapped memory of its file, which is read when the part is used. The
@@ -81,7 +83,8 @@ class Checkpoint:
         if stored.decode is None:
             view = self.view(part)
             return lambda: view
-        return partial(_read, part, stored, self._files.__getitem__, packed=packed)
+        self._kept.update((path, _open(path)) for path in self._files if path not in self._kept)
+        return partial(_read, part, stored, self._kept.__getitem__, packed=packed)
 
     def prepare(self, decoder: Decoder) -> None:
         """Give the decoder packed layers for the matrices that are stored as integers."""
