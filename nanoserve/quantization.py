@@ -13,7 +13,7 @@ class Quantization:
     """The `quantization_config` of a config.json, as far as tensors are read by it."""
 
     method: str
-    """compressed-tensors, gptq, awq or fp8."""
+    """compressed-tensors, gptq, awq or fp8; gguf; rounding, by --quantization."""
     bits: int = 8
     group: int = -1
     """Columns that share a scale; -1 means all of a row."""
@@ -21,6 +21,10 @@ class Quantization:
     """GPTQ version 1 stores zero points less one."""
     ignored: tuple[str, ...] = ()
     """Modules that are not quantized: names, beginnings of names, or `re:` and a regular expression."""
+    symmetric: bool = True
+    """Whether groups have no zero points."""
+    tensor_types: tuple[tuple[str, str], ...] = ()
+    """The matrices of a GGUF file, each with its type."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
@@ -32,6 +36,8 @@ class Quantization:
             return cls("fp8", ignored=_names(config.get("modules_to_not_convert")))
         if method == "compressed-tensors":
             return cls._of_compressed_tensors(config, source)
+        if method == "gguf" and isinstance(types := config.get("tensor_types"), dict):
+            return cls("gguf", tensor_types=tuple((name, str(kind)) for name, kind in types.items()))
         instead = "choose a checkpoint of compressed-tensors, GPTQ, AWQ or GGUF, or the one in 16 bits"
         raise ModelError(f"{source}: quantization method {method!r:.40} is not read; {instead}")
 
@@ -43,7 +49,7 @@ class Quantization:
         if method == "awq" and config.get("version", "gemm").lower() != "gemm":
             raise ModelError(f"{source}: AWQ of version {config['version']!r:.20} is not read; only gemm is")
         older = method == "gptq" and config.get("checkpoint_format", "gptq") != "gptq_v2"
-        return cls(method, bits, group, older, _names(config.get("modules_to_not_convert")))
+        return cls(method, bits, group, older, _names(config.get("modules_to_not_convert")), symmetric=False)
 
     @classmethod
     def _of_compressed_tensors(cls, config: Mapping[str, Any], source: str) -> "Quantization":
@@ -56,7 +62,11 @@ class Quantization:
         if (kind, bits) not in (("int", 3), ("int", 4), ("int", 8), ("float", 8)):
             raise ModelError(f"{source}: weights of type {kind!r:.20} in {bits!r:.20} bits are not read")
         return cls(
-            "compressed-tensors", int(bits or 0), weights.get("group_size") or -1, ignored=_names(config.get("ignore"))
+            "compressed-tensors",
+            int(bits or 0),
+            weights.get("group_size") or -1,
+            ignored=_names(config.get("ignore")),
+            symmetric=bool(weights.get("symmetric", True)),
         )
 
     def leaves_alone(self, module: str) -> bool:

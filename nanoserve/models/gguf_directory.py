@@ -56,6 +56,11 @@ _WORDS = {
 """Regular expressions that divide text into words before pairs are merged, by `tokenizer.ggml.pre`."""
 
 
+def gguf_config(path: Path) -> ModelConfig:
+    """The shape of the model in the file. Raises ModelError as `gguf_directory` does."""
+    return ModelConfig.from_hf(_config(GgufFile(path)), source=str(path))
+
+
 @cache
 def gguf_directory(path: Path) -> Path:
     """A model directory for the file, which is removed with this process. Raises ModelError, one line that names the
@@ -85,6 +90,11 @@ def _config(file: GgufFile) -> dict[str, Any]:
         raise file.fail("tensor token_embd.weight is missing")
     if config["head_dim"] is None:
         del config["head_dim"]
+    types = {
+        name.removesuffix(".weight"): tensor.type.name for name, tensor in file.tensors.items() if len(tensor.shape) > 1
+    }
+    if any(tensor.type.size > 1 for tensor in file.tensors.values()):
+        config["quantization_config"] = {"quant_method": "gguf", "tensor_types": types}
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     return config | {
         "model_type": family,

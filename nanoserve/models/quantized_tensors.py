@@ -45,6 +45,8 @@ def matrices(
     stored: Mapping[str, Any], quantization: Quantization, read: Read
 ) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
     """Each quantized module of a checkpoint, the names of its tensors, and the shape of its matrix."""
+    if quantization.method not in _NEEDED:  # a matrix is one tensor
+        return
     needed = f".{_NEEDED[quantization.method]}"
     for name in stored:
         if not name.endswith(needed):

@@ -64,6 +64,7 @@ def write_packed(model: PreTrainedModel, directory: Path, method: str, **setting
 def _section(method: str, bits: int = 8, group: int = -1, **settings: Any) -> dict[str, Any]:
     if method in ("compressed-tensors", "int8"):
         weights = {"num_bits": bits, "type": "int", "group_size": group if group > 0 else None}
+        weights["symmetric"] = settings.get("symmetric", True)
         groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
         return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
     if method == "fp8":
