@@ -61,13 +61,9 @@ class Quantization:
         bits, kind = weights.get("num_bits"), weights.get("type")
         if (kind, bits) not in (("int", 3), ("int", 4), ("int", 8), ("float", 8)):
             raise ModelError(f"{source}: weights of type {kind!r:.20} in {bits!r:.20} bits are not read")
-        return cls(
-            "compressed-tensors",
-            int(bits or 0),
-            weights.get("group_size") or -1,
-            ignored=_names(config.get("ignore")),
-            symmetric=bool(weights.get("symmetric", True)),
-        )
+        group, symmetric = weights.get("group_size") or -1, bool(weights.get("symmetric", True))
+        ignored = _names(config.get("ignore"))
+        return cls("compressed-tensors", int(bits or 0), group, ignored=ignored, symmetric=symmetric)
 
     def leaves_alone(self, module: str) -> bool:
         return any(_matches(pattern, module) for pattern in self.ignored)

@@ -27,7 +27,7 @@ FLOORS: dict[str, set[str]] = {
     "checkpoint_names": {"config"},
     "measures": {"errors", "processes"},
     "kv": {"errors", "request", "config"},
-    "costs": {"errors", "processes", "layout", "config", "checkpoint_names", "request"},
+    "costs": {"errors", "processes", "layout", "quantization", "config", "checkpoint_names", "request"},
     "scheduler": {"errors", "processes", "request", "kv", "costs"},
     "engine_config": {"errors", "processes", "layout", "quantization", "scheduler"},
     "record": {"errors", "layout", "request", "measures", "costs", "scheduler"},

@@ -60,7 +60,7 @@ class AnalyzeOptions(
     )
     model: str = option(
         "qwen3-8b",
-        "Published model, config.json, directory with one, or .gguf file.",
+        "Published model, config.json or its directory, .gguf file.",
         "-m",
         metavar="MODEL",
         panel=MODEL_PANEL,

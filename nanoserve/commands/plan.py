@@ -19,18 +19,7 @@ from nanoserve.simulator.planning import PlannedWork, find_candidates
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
 _PAIR_POLICY = "seesaw"
-_REPORTED = (
-    "model",
-    "quantization",
-    "hardware",
-    "gpus",
-    "requests",
-    "rate",
-    "seed",
-    "top",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-)
+_REPORTED = ("model", "hardware", "gpus", "requests", "rate", "seed", "top", "max_num_batched_tokens", "max_num_seqs")
 
 
 class PlanOptions(
@@ -42,9 +31,7 @@ class PlanOptions(
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
     policy: str = option("sarathi,throttling", "For one layout; see nanoserve policies.", metavar="NAME,NAME,...")
     top: int = option(3, "Layouts to simulate, and pairs, best estimates first.", minimum=1)
-    model: str = option(
-        "qwen3-32b", "A model's name, config.json or .gguf file.", "-m", metavar="MODEL", panel=HARDWARE_PANEL
-    )
+    model: str = option("qwen3-32b", "A model's name or file.", "-m", metavar="MODEL", panel=HARDWARE_PANEL)
     quantization: str | None = quantization_option(panel=HARDWARE_PANEL)
     hardware: str = option("l4", "A machine or device, or a TOML file.", metavar="NAME", panel=HARDWARE_PANEL)
     gpus: int = option(8, "Devices to use, all of them.", minimum=1, panel=HARDWARE_PANEL)
@@ -69,7 +56,7 @@ def run(options: PlanOptions) -> None:
     work = PlannedWork(tuple(shapes), options.rate, options.seed)
     shape, machine = find_shape(options.model, options.quantization), load_machine(options.hardware)
     candidates = find_candidates(shape, machine, options.gpus, work, step_tokens=budget).best(options.top)
-    settings = {name: getattr(options, name) for name in _REPORTED}
+    settings = {name: getattr(options, name) for name in ("quantization", *_REPORTED)}
     settings |= {"workload": options.lengths, "policies": list(policies)}
     with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
         report.put("left_out", [one._asdict() for one in candidates.left_out])

@@ -176,15 +176,16 @@ class ModelCounts:
         """Attention of a stage's layers. Prompts and single rows are apart: they run in different kernels."""
         if len(work.windowed_decode_context) != len(self.windows):
             raise UsageError(f"sum the work up for this model's sliding windows {self.windows}: StepWork.of(windows=)")
-        windows: Counter[int] = Counter()
-        for kind, layers in self.stages[stage].items():
-            windows[kind.window] += layers
-        return [one for window, layers in windows.items() for one in self._windowed_attention(work, window, layers)]
-
-    def layer(self, kind: LayerKind, work: StepWork) -> list[Operator]:
-        """One layer of a kind, everything that it computes."""
-        products = [self.product(matrix, work.tokens) for matrix in self._matrices[kind]]
-        return [*products, *self._windowed_attention(work, kind.window, 1)]
+        found = []
+        for (window, *_), layers in self.stages[stage].items():
+            if work.chunks:
+                keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
+                pairs = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
+                found.append(self._attention("prefill attention", work.tokens - work.decodes, keys, pairs, layers))
+            if work.decodes:
+                keys = work.windowed_decode_context[self.windows.index(window)] if window else work.decode_context
+                found.append(self._attention("decode attention", work.decodes, keys, keys, layers))
+        return found
 
     def embedding(self, tokens: int) -> Operator:
         """Each device holds a part of the vocabulary, and writes all rows."""
@@ -258,15 +259,6 @@ class ModelCounts:
             experts * sum(part.bytes for part in parts),
             reached=chosen / experts,
         )
-
-    def _windowed_attention(self, work: StepWork, window: int, layers: int) -> Iterator[Operator]:
-        if work.chunks:
-            keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
-            pairs = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
-            yield self._attention("prefill attention", work.tokens - work.decodes, keys, pairs, layers)
-        if work.decodes:
-            keys = work.windowed_decode_context[self.windows.index(window)] if window else work.decode_context
-            yield self._attention("decode attention", work.decodes, keys, keys, layers)
 
     def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: int, layers: int) -> Operator:
         query = self.heads * self.model.head_dim * self.precision.other_bytes  # is read, and as much is written
@@ -349,9 +341,9 @@ def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "
     def cost(operators: Iterable[Operator]) -> float:
         return sum(operator.bytes if measure == "bytes" else operator.flops for operator in operators)
 
-    counts, kinds = ModelCounts(model), _layer_kinds(model, range(model.num_layers))
+    layers = range(model.num_layers)  # each a stage
+    counts = ModelCounts(model, ParallelLayout(pipeline_parallel=len(layers)), pipeline_split=[1] * len(layers))
     work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=counts.windows)
-    costs = {kind: cost(counts.layer(kind, work)) for kind in dict.fromkeys(kinds)}
-    embedding = cost([counts.embedding(_DECODES + sum(length for _, length in chunks))])
-    parts = [embedding, *(costs[kind] for kind in kinds), cost([counts.product(counts.head, _DECODES)])]
+    costs = [cost([*counts.products(work, layer), *counts.attention(work, layer)]) for layer in layers]
+    parts = [cost([counts.embedding(work.tokens)]), *costs, cost([counts.product(counts.head, _DECODES)])]
     return [part / sum(parts) for part in parts]

@@ -90,16 +90,13 @@ def _config(file: GgufFile) -> dict[str, Any]:
         raise file.fail("tensor token_embd.weight is missing")
     if config["head_dim"] is None:
         del config["head_dim"]
-    types = {
-        name.removesuffix(".weight"): tensor.type.name for name, tensor in file.tensors.items() if len(tensor.shape) > 1
-    }
-    if any(tensor.type.size > 1 for tensor in file.tensors.values()):
-        config["quantization_config"] = {"quant_method": "gguf", "tensor_types": types}
+    types = {name.removesuffix(".weight"): one.type.name for name, one in file.tensors.items() if one.type.size > 1}
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     return config | {
         "model_type": family,
         "vocab_size": embedding.shape[0],
         "dtype": "float16",
+        "quantization_config": {"quant_method": "gguf", "tensor_types": types} if types else None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "norm_topk_prob": True,

@@ -30,7 +30,7 @@ def matrix_bytes(decoder: Decoder) -> int:
     return sum(
         parameter.nbytes
         for parameter in decoder.parameters()
-        if parameter.dtype == torch.uint8 or parameter.is_floating_point() and parameter.dim() > 1
+        if parameter.dtype == torch.uint8 or (parameter.is_floating_point() and parameter.dim() > 1)
     )
 
 

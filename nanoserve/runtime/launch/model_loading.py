@@ -133,7 +133,7 @@ def compiler_errors(device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def read_config(resolved: ResolvedModel, quantization: str | None) -> ModelConfig:
+def read_config(resolved: ResolvedModel, quantization: str | None = None) -> ModelConfig:
     """The model's shape, with its weights rounded if that is asked for; nothing else of it is read. Raises ModelError
     if it cannot be used, UsageError if it is quantized already."""
     with unreadable_as_model_error():
