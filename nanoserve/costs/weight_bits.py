@@ -1,6 +1,6 @@
 """Bits that a weight takes in memory, with its share of scales, in each matrix of a quantized model.
 
-Codes of 3 bits take 4, a scale takes 16, a zero point 8. Matrices of fp8 are loaded as numbers.
+Codes of 3 bits take 4, those of MXFP4 5; a scale takes 16, a zero point 8. Matrices of fp8 are loaded as numbers.
 """
 
 from collections.abc import Iterable
@@ -60,11 +60,12 @@ def _bits(quantization: Quantization, matrix: str, columns: int, stored: Iterabl
     method, types = quantization.method, dict(quantization.tensor_types)
     if method == "gguf":
         found: Bits = tuple(GGUF_BITS.get(types.get(tensor, "")) for _, tensor in stored)
-    elif method == "fp8" or matrix in _KEPT.get(method, (*_ENDS, "router")):
+    elif quantization.is_float or matrix in _KEPT.get(method, (*_ENDS, "router")):
         return (None,)
     else:
         group = quantization.group if quantization.group > 0 else columns
-        bits = 8 if method == "rounding" and matrix in _ENDS else max(quantization.bits, 4)
-        each = bits + (16 if quantization.symmetric else 24) / group if columns % group == 0 else None
+        bits = 8 if method == "rounding" and matrix in _ENDS else max(quantization.bits, 5 if method == "mxfp4" else 4)
+        beside = 24 if quantization.has_zeros or method in ("gptq", "awq") else 16
+        each = bits + beside / group if columns % group == 0 else None
         found = tuple(None if quantization.leaves_alone(module) else each for module, _ in stored)
     return (None,) if None in found else found  # blocks are packed together, or none is

@@ -23,11 +23,10 @@ from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.gguf_file import BLOCK_TYPES
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
-from nanoserve.models.quantized_tensors import INTEGERS, decode, matrices
+from nanoserve.models.quantized_tensors import INTEGERS, Matrix, matrices
 from nanoserve.models.shards import Shard
-from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
+from nanoserve.models.weights import TensorPart, checkpoint_names, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
-from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized, pack, round_to_nearest
 from triton_ops.packed import ROWS
 
@@ -124,7 +123,7 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
         stored = _stored_tensors(directory, files)
         if config.quantization is not None:
-            stored = _with_matrices(stored, config.quantization, files.__getitem__)
+            stored = _with_matrices(stored, config, files.__getitem__)
         checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
         _check_tied(checkpoint, config)
         if quantization is not None:
@@ -226,23 +225,21 @@ def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> G
 
 
 def _with_matrices(
-    stored: dict[str, StoredTensor], quantization: Quantization, open_file: OpenFile
+    stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
 ) -> dict[str, StoredTensor]:
     """The tensors with each quantized matrix in the place of those that make it."""
+    assert config.quantization is not None
     places = {name: found.path for name, found in stored.items()}
     left = dict(stored)
-
-    def read(name: str) -> Any:
-        return open_file(places[name]).get_slice(name)
-
-    for module, parts, shape in matrices(stored, quantization, read):
-        read_rows: Decode = partial(_decode_module, places, module, quantization)
+    for matrix in matrices(stored, config.quantization, checkpoint_names(config).layer, _reader(places, open_file)):
+        read_rows: Decode = partial(_decode_matrix, places, matrix)
         first = read_rows(open_file, slice(0, ROWS))
-        found = MatrixForm(first.format, first.order) if isinstance(first, GroupQuantized) else None
-        path = places[parts[0]]
-        for name in parts:
-            del left[name]
-        left[f"{module}.weight"] = StoredTensor(path, shape, INTEGERS, read_rows, found)
+        form = None  # of a matrix that becomes floats
+        if isinstance(first, GroupQuantized) and first.format.can_be_packed:
+            form = MatrixForm(first.format, first.order)
+        for name in matrix.parts:
+            left.pop(name, None)
+        left[matrix.name] = StoredTensor(places[matrix.parts[0]], matrix.shape, INTEGERS, read_rows, form)
     return left
 
 
@@ -250,13 +247,14 @@ def _decode_rounded(path: Path, name: str, form: MatrixForm, open_file: OpenFile
     return round_to_nearest(open_file(path).get_slice(name)[rows], form.format.bits, form.format.group)
 
 
-def _decode_module(
-    places: Mapping[str, Path], module: str, quantization: Quantization, open_file: OpenFile, rows: slice
+def _decode_matrix(
+    places: Mapping[str, Path], matrix: Matrix, open_file: OpenFile, rows: slice
 ) -> GroupQuantized | Tensor:
-    def read(name: str) -> Any:
-        return open_file(places[name]).get_slice(name) if name in places else None
+    return matrix.decode(_reader(places, open_file), rows)
 
-    return decode(read, module, rows, quantization)
+
+def _reader(places: Mapping[str, Path], open_file: OpenFile) -> Callable[[str], Any]:
+    return lambda name: open_file(places[name]).get_slice(name) if name in places else None
 
 
 def _check(
@@ -350,6 +348,8 @@ def _read(part: TensorPart, stored: StoredTensor, open_file: OpenFile, *, packed
         return _view(part, open_file(stored.path), stored.path)
     rows, columns = part.rows or range(part.shape[0]), part.columns
     found = stored.decode(open_file, slice(rows.start, rows.stop))
+    if isinstance(found, GroupQuantized) and not found.is_finite():
+        raise ModelError(f"{stored.path}: tensor {part.name} has scales that are NaN or infinite; the file is damaged")
     if isinstance(found, GroupQuantized) and packed:
         return pack(found if columns is None else found.columns(columns))
     values = found.dequantize() if isinstance(found, GroupQuantized) else found

@@ -25,6 +25,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2", "gptq", {"bits": 4, "group": 32, "act_order": True}),
     ("mistral", "awq", {"bits": 4, "group": 64}),
     ("qwen3", "fp8", {}),
+    ("glm4", "mxfp4", {}),
 ]
 
 

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+MXFP4 = gguf.GGMLQuantizationType.MXFP4
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column that lies in each nibble of a word, the lowest first."""
 
@@ -43,8 +45,8 @@ def words(numbers: Tensor, bits: int) -> Tensor:
 def write_packed(model: PreTrainedModel, directory: Path, method: str, **settings: Any) -> None:
     """Write a checkpoint whose linear layers are quantized, and give the model the values that they have there.
 
-    Methods are compressed-tensors, int8 (compressed-tensors without packing), gptq, gptq_v2, awq and fp8; settings are
-    bits, group, symmetric and, for a shuffled order of columns, act_order.
+    Methods are compressed-tensors, int8 (compressed-tensors without packing), gptq, gptq_v2, awq, fp8 and mxfp4;
+    settings are bits, group, symmetric and, for a shuffled order of columns, act_order.
     """
     tensors: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -69,6 +71,8 @@ def _section(method: str, bits: int = 8, group: int = -1, **settings: Any) -> di
         return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
     if method == "fp8":
         return {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if method == "mxfp4":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
     name = "awq" if method == "awq" else "gptq"
     return {"quant_method": name, "bits": bits, "group_size": group, "checkpoint_format": method}
 
@@ -128,6 +132,15 @@ def _fp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": stored, "weight_scale_inv": scales}, stored.float() * each
 
 
+def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As gguf rounds; its blocks hold the first 16 numbers in the low halves of their bytes, those of Hugging Face the
+    numbers at even places."""
+    blocks = torch.from_numpy(gguf.quants.quantize(weight.numpy(), MXFP4)).view(len(weight), -1, 17)
+    numbers = torch.cat((blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4), dim=2)
+    packed = {"weight_blocks": numbers[:, :, ::2] | numbers[:, :, 1::2] << 4, "weight_scales": blocks[:, :, 0]}
+    return packed, torch.from_numpy(gguf.quants.dequantize(blocks.flatten(1).numpy(), MXFP4))
+
+
 _PACKERS: dict[str, Any] = {
     "compressed-tensors": _compressed,
     "int8": _int8,
@@ -135,4 +148,5 @@ _PACKERS: dict[str, Any] = {
     "gptq_v2": _gptq_v2,
     "awq": _awq,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }
