@@ -23,9 +23,9 @@ from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.gguf_file import BLOCK_TYPES
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
-from nanoserve.models.quantized_tensors import INTEGERS, Matrix, matrices
+from nanoserve.models.quantized_tensors import INTEGERS, Matrix, find_matrix
 from nanoserve.models.shards import Shard
-from nanoserve.models.weights import TensorPart, checkpoint_names, may_be_ignored, shard_parts, tensor_parts, tied_parts
+from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
 from triton_ops import GroupQuantized, pack, round_to_nearest
 from triton_ops.packed import ROWS
@@ -228,18 +228,21 @@ def _with_matrices(
     stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
 ) -> dict[str, StoredTensor]:
     """The tensors with each quantized matrix in the place of those that make it."""
-    assert config.quantization is not None
     places = {name: found.path for name, found in stored.items()}
     left = dict(stored)
-    for matrix in matrices(stored, config.quantization, checkpoint_names(config).layer, _reader(places, open_file)):
+    for part in tensor_parts(config):
+        matrix = find_matrix(part, stored, config, _reader(places, open_file))
+        if matrix is None and part.name not in stored:
+            break  # a config may name any number of experts; the check of all parts names the missing one
+        if matrix is None:
+            continue
         read_rows: Decode = partial(_decode_matrix, places, matrix)
-        first = read_rows(open_file, slice(0, ROWS))
-        form = None  # of a matrix that becomes floats
+        first, form = read_rows(open_file, slice(0, ROWS)), None
         if isinstance(first, GroupQuantized) and first.format.can_be_packed:
             form = MatrixForm(first.format, first.order)
         for name in matrix.parts:
             left.pop(name, None)
-        left[matrix.name] = StoredTensor(places[matrix.parts[0]], matrix.shape, INTEGERS, read_rows, form)
+        left[part.name] = StoredTensor(places[matrix.parts[0]], part.shape, INTEGERS, read_rows, form)
     return left
 
 

@@ -4,22 +4,23 @@ Methods: compressed-tensors (packed integers, int8, fp8), GPTQ (versions 1 and 2
 that are left alone are known by their tensors, whatever config.json says of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
-from nanoserve.models.weights import LayerNames
+from nanoserve.models.weights import TensorPart
 from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized
 
 Read = Callable[[str], Any]
 """Finds a stored tensor by its name: an object that is sliced like one; None if there is none."""
+DecodeRows = Callable[[Read, slice], GroupQuantized | Tensor]
+"""Reads some rows of a matrix, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of its eight columns."""
@@ -28,189 +29,119 @@ _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the sizes of MXFP4's numbers of 4 bits, whose highest bit is their sign (OCP Microscaling 1.0, 5.3.3)."""
 
 
-class Header(Protocol):
-    """A tensor of the checkpoint, as the header of its file describes it."""
+INTEGERS = "integers"
+"""The stored format of a quantized matrix."""
+_WORDS, _INDICES, _FLOATS = ("I32",), ("I32", "I64"), ("F16", "BF16", "F32")
+_OPTIONAL = ("weight_zero_point", "g_idx")
+_UNUSED = ("input_scale", "input_zero_point", "output_scale")
 
-    @property
-    def path(self) -> Path: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
+_Known = tuple[tuple[str, ...], list[tuple[int, ...]]]
+"""The dtypes and the shapes that a tensor may have."""
 
 
 class Matrix(NamedTuple):
     """A quantized matrix of a checkpoint."""
 
-    name: str
-    """The tensor's name in a checkpoint that is not quantized."""
     parts: list[str]
-    """The stored tensors that make it, the one with the numbers first."""
-    shape: tuple[int, ...]
-    decode: Callable[[Read, slice], GroupQuantized | Tensor]
-    """Reads some rows, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
+    """The tensors that make it, the one with the numbers first."""
+    decode: DecodeRows
 
 
-INTEGERS = "integers"
-"""The stored format of a quantized matrix."""
-_SUFFIXES = {
-    "compressed-tensors": ("weight_packed", "weight_shape", "weight", "weight_scale"),
-    "gptq": ("qweight", "qzeros", "scales"),
-    "awq": ("qweight", "qzeros", "scales"),
-    "fp8": ("weight", "weight_scale_inv", "weight_scale"),
-}
-"""Names of tensors of a module that show that its matrix is quantized; `weight` does if it is narrow."""
-_UNUSED = ("input_scale", "input_zero_point", "output_scale")
-_WORDS, _INDICES, _FLOATS = ("I32",), ("I32", "I64"), ("F16", "BF16", "F32")
-_NARROW = ("I8", "F8_E4M3")
-
-
-def matrices(
-    stored: Mapping[str, Header], quantization: Quantization, layer: LayerNames, read: Read
-) -> Iterator[Matrix]:
-    """Each quantized matrix of a checkpoint. Raises ModelError, one line that names the file and the tensor, if one is
-    missing or does not fit the others."""
+def find_matrix(part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, read: Read) -> Matrix | None:
+    """How a part of the model is stored, if it is quantized. `stored` has the path, shape and dtype of every tensor.
+    Raises ModelError, one line that names the file and the tensor, if one is missing or does not fit the part."""
+    plain, module, quantization = stored.get(part.name), part.name.removesuffix(".weight"), config.quantization
+    assert quantization is not None
+    if len(part.shape) != 2 or (plain is not None and plain.dtype not in ("I8", "F8_E4M3")):
+        return None
     if quantization.method == "mxfp4":
-        yield from _mxfp4_matrices(stored, layer)
-        return
-    paths: dict[str, Path] = {}
-    for name, header in stored.items():
-        module, _, suffix = name.rpartition(".")
-        if suffix in _SUFFIXES.get(quantization.method, ()) and (suffix != "weight" or header.dtype in _NARROW):
-            paths.setdefault(module, header.path)
-    for module, path in paths.items():
-        found = _Module(module, path, stored, quantization, read)
-        shape = found.check_words() if quantization.method in ("gptq", "awq") else found.check_compressed()
-        found.parts += [name for suffix in _UNUSED if (name := f"{module}.{suffix}") in stored]
+        wanted, decode = _mxfp4(part, config)
+    else:
+        suffixes = _wanted(*part.shape, None if plain is None else plain.dtype, quantization)
+        wanted = {f"{module}.{suffix}": known for suffix, known in suffixes.items()}
         decode = partial(_DECODERS[quantization.method], module, quantization)
-        yield Matrix(f"{module}.weight", found.parts, shape, decode)
+    names = [name for name in wanted if name in stored]
+    for name, known in wanted.items() if names else ():
+        if name in stored:
+            problem = _problem(stored[name], known, part, quantization) or _wrong_values(name, part, quantization, read)
+        else:
+            may_be_missing = name.endswith(_OPTIONAL) and not (name.endswith("point") and quantization.has_zeros)
+            problem = None if may_be_missing else "is missing"
+        if problem:
+            path = stored[name if name in stored else names[0]].path
+            raise ModelError(f"{path}: tensor {name} {problem}; the file is damaged, or not of its config.json")
+    unused = [f"{module}.{suffix}" for suffix in _UNUSED if names]
+    return Matrix(names + unused, decode) if names else None
 
 
-@dataclass(slots=True)
-class _Module:
-    """A module whose matrix is quantized. Its tensors are checked to fit each other, and noted as its parts."""
-
-    name: str
-    path: Path
-    stored: Mapping[str, Header]
-    quantization: Quantization
-    read: Read
-    parts: list[str] = field(default_factory=list)
-
-    def check_words(self) -> tuple[int, int]:
-        """The shape of a matrix of GPTQ or AWQ."""
-        per_word = _WORD_BITS // self.quantization.bits
-        first, second = self._check("qweight", _WORDS)
-        is_gptq = self.quantization.method == "gptq"
-        rows, columns = (second, first * per_word) if is_gptq else (second * per_word, first)
-        groups = self._groups(columns)
-        self._check("qzeros", _WORDS, (groups, self._words(rows)))
-        self._check("scales", _FLOATS, (groups, rows))
-        if is_gptq:
-            self._check_order("g_idx", columns, groups)
-        return rows, columns
-
-    def check_compressed(self) -> tuple[int, int]:
-        """The shape of a matrix of compressed-tensors or fp8."""
-        method, group, height = self.quantization.method, self.quantization.group, self.quantization.rows
-        is_packed = method == "compressed-tensors" and self._has("weight_packed")
-        main = "weight_packed" if is_packed else "weight"
-        dtypes = _WORDS if is_packed else _NARROW[1:] if method == "fp8" else _NARROW
-        rows, columns = self._check(main, dtypes)
-        if self.stored[self.parts[0]].dtype == "F8_E4M3":
-            scales = -(-rows // height), 1 if group < 0 else -(-columns // group)
-            inverse = "_inv" if method == "fp8" and group > 0 else ""
-            whole = [(1,), ()] if (height, group) == (1, -1) else []
-            self._check(f"weight_scale{inverse}", (*_FLOATS, "F8_E8M0"), scales, *whole)
-            return rows, columns
-        if is_packed:
-            self._check("weight_shape", _INDICES, (2,))
-            rows, columns = self.read(f"{self.name}.weight_shape")[:].tolist()
-            self._check(main, dtypes, (rows, self._words(columns)))
-        groups = self._groups(columns)
-        scales, whole = (rows, groups), [(1,), ()] if group < 0 else []
-        self._check("weight_scale", _FLOATS, scales, *whole)
-        if self.quantization.has_zeros or self._has("weight_zero_point"):
-            zeros = [(self._words(rows), groups)] if is_packed else [scales, *whole]
-            self._check("weight_zero_point", _WORDS if is_packed else ("I8",), *zeros)
-        self._check_order("weight_g_idx", columns, groups)
-        return rows, columns
-
-    def _has(self, suffix: str) -> bool:
-        return f"{self.name}.{suffix}" in self.stored
-
-    def _check(self, suffix: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of a tensor: one of these, or of any matrix that is not empty."""
-        name = f"{self.name}.{suffix}"
-        if name not in self.parts:
-            self.parts.append(name)
-        return _checked(self.stored, name, self.path, dtypes, *shapes)
-
-    def _check_order(self, suffix: str, columns: int, groups: int) -> None:
-        """Check the tensor that names the group of each column, if there is one."""
-        if self._has(suffix):
-            self._check(suffix, _INDICES, (columns,))
-            ordered = self.read(self.parts[-1])[:].long().sort().values
-            if not torch.equal(ordered, torch.arange(columns) // (columns // groups)):
-                raise _fail(self.path, self.parts[-1], f"does not give each of {groups} groups as many columns")
-
-    def _groups(self, columns: int) -> int:
-        group = columns if self.quantization.group < 0 else self.quantization.group
-        if columns % group:
-            raise _fail(self.path, self.parts[0], f"has rows of {columns}, which groups of {group} do not divide")
-        return columns // group
-
-    def _words(self, count: int) -> int:
-        return -(-count * self.quantization.bits // _WORD_BITS)
+def _problem(found: Any, known: _Known, part: TensorPart, quantization: Quantization) -> str | None:
+    """What is wrong with the header of a tensor of a matrix."""
+    dtypes, shapes = known
+    if found.dtype in ("I32", "I8", "U8") and part.shape[1] % max(quantization.group, 1):
+        return f"has rows of {part.shape[1]}, which groups of {quantization.group} do not divide"
+    if found.dtype not in dtypes or found.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        return f"is {found.dtype} of shape {list(found.shape)}, not {' or '.join(dtypes)} of {wanted}"
+    return None
 
 
-def _checked(
-    stored: Mapping[str, Header], name: str, path: Path, dtypes: tuple[str, ...], *shapes: tuple[int, ...]
-) -> tuple[int, ...]:
-    found = stored.get(name)
-    if found is None:
-        raise _fail(path, name, "is missing")
-    known = found.shape in shapes if shapes else len(found.shape) == 2
-    if found.dtype not in dtypes or not known or 0 in found.shape:
-        wanted = " or ".join(str(list(shape)) for shape in shapes) or "two sizes"
-        what = f"is {found.dtype} of shape {list(found.shape)}, not {' or '.join(dtypes)} of {wanted}"
-        raise _fail(found.path, name, what)
-    return found.shape
+def _wrong_values(name: str, part: TensorPart, quantization: Quantization, read: Read) -> str | None:
+    """What is wrong with the numbers of a tensor that tells of a matrix's form."""
+    if name.endswith("weight_shape") and (shape := read(name)[:].tolist()) != list(part.shape):
+        return f"is {shape}, but config.json says {list(part.shape)}"
+    if name.endswith("g_idx"):
+        columns, group = part.shape[1], quantization.group if quantization.group > 0 else part.shape[1]
+        if not torch.equal(read(name)[:].long().sort().values, torch.arange(columns) // group):
+            return f"does not give {group} columns to each of {columns // group} groups"
+    return None
 
 
-def _fail(path: Path, name: str, problem: str) -> ModelError:
-    return ModelError(f"{path}: tensor {name} {problem}; the file is damaged, or not of its quantization_config")
+def _wanted(rows: int, columns: int, dtype: str | None, quantization: Quantization) -> dict[str, _Known]:
+    """The tensors of a module by the ends of their names, the one with the numbers first; `dtype` is that of the tensor
+    `weight`."""
+
+    def words(count: int) -> int:
+        return -(-count * quantization.bits // _WORD_BITS)
+
+    method, group, height = quantization.method, quantization.group, quantization.rows
+    groups = 1 if group < 0 else -(-columns // group)
+    found: dict[str, _Known]
+    if method in ("gptq", "awq"):
+        codes = (words(columns), rows) if method == "gptq" else (columns, words(rows))
+        found = {"qweight": (_WORDS, [codes]), "qzeros": (_WORDS, [(groups, words(rows))])}
+        found["scales"] = _FLOATS, [(groups, rows)]
+        return found | ({"g_idx": (_INDICES, [(columns,)])} if method == "gptq" else {})
+    whole: list[tuple[int, ...]] = [(1,), ()] if (height, group) == (1, -1) else []
+    if method == "fp8" or dtype == "F8_E4M3":
+        scale = "weight_scale_inv" if method == "fp8" and group > 0 else "weight_scale"
+        found = {"weight": (("F8_E4M3",), [(rows, columns)])}
+        return found | {scale: ((*_FLOATS, "F8_E8M0"), [(-(-rows // height), groups), *whole])}
+    found = {"weight_scale": (_FLOATS, [(rows, groups), *whole]), "weight_g_idx": (_INDICES, [(columns,)])}
+    if dtype == "I8":
+        zeros = (("I8",), [(rows, groups), *whole])
+        return {"weight": (("I8",), [(rows, columns)]), "weight_zero_point": zeros} | found
+    codes, zeros = (rows, words(columns)), (_WORDS, [(words(rows), groups)])
+    return {"weight_packed": (_WORDS, [codes]), "weight_shape": (_INDICES, [(2,)]), "weight_zero_point": zeros} | found
 
 
-def _mxfp4_matrices(stored: Mapping[str, Header], layer: LayerNames) -> Iterator[Matrix]:
-    """Linear layers, and the experts of a layer in one tensor: those of gate and up one after another."""
-    fused = {"gate_up_proj": layer.expert_gate_up, "down_proj": (layer.expert_down,)}
-    stems = {name[:-7]: found.path for name, found in stored.items() if name.endswith(("_blocks", "_scales"))}
-    for stem, path in stems.items():
-        parts = [f"{stem}_blocks", f"{stem}_scales"]
-        shape = stored[parts[0]].shape if parts[0] in stored else ()
-        experts, rows, groups = shape[:-3], *(shape[-3:-1] if len(shape) in (3, 4) else (1, 1))
-        _checked(stored, parts[0], path, ("U8",), (*experts, rows, groups, 16))
-        _checked(stored, parts[1], path, ("U8",), (*experts, rows, groups))
-        if not experts:
-            yield Matrix(stem, parts, (rows, groups * 32), partial(_decode_mxfp4, stem, None, 0))
-            continue
-        prefix, _, matrix = stem.rpartition(".")
-        names = fused.get(matrix, ())
-        if not names or rows % len(names):
-            raise _fail(path, parts[0], f"of shape {list(shape)} is no matrix of experts that is known")
-        for expert in range(experts[0]):
-            for place, name in enumerate(names):
-                decode = partial(_decode_mxfp4, stem, expert, place * rows // len(names))
-                yield Matrix(f"{prefix}.{expert}.{name}.weight", parts, (rows // len(names), groups * 32), decode)
+def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], DecodeRows]:
+    """The tensors and the decoder of a matrix. All experts of a layer have theirs in one tensor, gate before up."""
+    (rows, columns), stem, leading = part.shape, part.name, ()
+    decode = partial(_decode_mxfp4, stem, None, 0)
+    if part.expert is not None and config.moe is not None:
+        matrix = part.parameter.rpartition(".")[2]
+        stem, leading = f"{part.name.rsplit('.', 3)[0]}.{matrix}_proj", (config.moe.num_experts,)
+        rows *= 2 if matrix == "gate_up" else 1
+        decode = partial(_decode_mxfp4, stem, part.expert, part.first_row)
+    shape = (*leading, rows, columns // 32)
+    return {f"{stem}_blocks": (("U8",), [(*shape, 16)]), f"{stem}_scales": (("U8",), [shape])}, decode
 
 
 def _decode_mxfp4(stem: str, expert: int | None, first: int, read: Read, rows: slice) -> GroupQuantized:
     """Codes of 5 bits, which hold twice the numbers, with half of the scale: both are exact."""
-    taken = slice(first + rows.start, first + rows.stop)
-    blocks, exponents = (
-        read(f"{stem}_{name}")[taken if expert is None else (expert, taken)] for name in ("blocks", "scales")
-    )
+    taken: Any = slice(first + rows.start, first + rows.stop)
+    taken = taken if expert is None else (expert, taken)
+    blocks, exponents = read(f"{stem}_blocks")[taken], read(f"{stem}_scales")[taken]
     table = torch.tensor([16 + size for size in _E2M1] + [16 - size for size in _E2M1], dtype=torch.uint8)
     codes = table[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1).int()]
     scales = 2.0 ** (exponents.double() - 128)
