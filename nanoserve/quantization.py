@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,7 @@ class Quantization:
     is_float: bool = False
     """Whether matrices are stored as numbers of 8 bits and loaded as numbers."""
     ignored: tuple[str, ...] = ()
-    """Modules that are said not to be quantized: names, beginnings of names, or `re:` and a regular expression."""
+    """Modules that are said not to be quantized: parts of names, or `re:` and a regular expression."""
     tensor_types: tuple[tuple[str, str], ...] = ()
     """The quantized matrices of a GGUF file, each with its type."""
 
@@ -92,9 +93,10 @@ class Quantization:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return module == pattern or module.startswith(f"{pattern}.") or f".{pattern}." in f".{module}."
+    expression = pattern[3:] if pattern.startswith("re:") else rf"(.*\.)?{pattern}(\.|$)"
+    with suppress(re.error):
+        return re.match(expression, module) is not None
+    return False
 
 
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")

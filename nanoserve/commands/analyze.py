@@ -60,7 +60,7 @@ class AnalyzeOptions(
     )
     model: str = option(
         "qwen3-8b",
-        "Published model, config.json or its directory, .gguf file.",
+        "Published model, .gguf file, config.json or its directory.",
         "-m",
         metavar="MODEL",
         panel=MODEL_PANEL,
@@ -89,13 +89,14 @@ def run(options: AnalyzeOptions) -> None:
     lengths = options.lengths
     precision = Precision(weight_bits=options.weight_bits, kv_bits=options.kv_bits)
     layout = ParallelLayout(tensor_parallel=options.tp, pipeline_parallel=options.pp)
-    shape = find_shape(options.model, options.quantization)
-    costs = StepCosts(shape, load_machine(options.hardware), layout, precision)
+    shape, machine = find_shape(options.model, options.quantization), load_machine(options.hardware)
+    costs = StepCosts(shape, machine, layout, precision)
     analysis = Analysis(costs, lengths.input_tokens, lengths.output_tokens)
     batches = sorted(options.batch_sizes or analysis.default_batches())
 
-    named = ("model", "quantization", "hardware", "weight_bits", "kv_bits")
-    settings = {name: getattr(options, name) for name in named}
+    settings = {
+        name: getattr(options, name) for name in ("model", "quantization", "hardware", "weight_bits", "kv_bits")
+    }
     settings |= {"layout": layout.name, "input": lengths.input_tokens, "output": lengths.output_tokens}
     report = options.open_report("analyze", settings)
     rows = [analysis.batch_row(size) for size in batches]

@@ -31,7 +31,7 @@ class PlanOptions(
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
     policy: str = option("sarathi,throttling", "For one layout; see nanoserve policies.", metavar="NAME,NAME,...")
     top: int = option(3, "Layouts to simulate, and pairs, best estimates first.", minimum=1)
-    model: str = option("qwen3-32b", "A model's name or file.", "-m", metavar="MODEL", panel=HARDWARE_PANEL)
+    model: str = option("qwen3-32b", "Name, config.json or .gguf file.", "-m", metavar="MODEL", panel=HARDWARE_PANEL)
     quantization: str | None = quantization_option(panel=HARDWARE_PANEL)
     hardware: str = option("l4", "A machine or device, or a TOML file.", metavar="NAME", panel=HARDWARE_PANEL)
     gpus: int = option(8, "Devices to use, all of them.", minimum=1, panel=HARDWARE_PANEL)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.weight_bits import ROWS, Bits, layer_bits, vocabulary_bits
+from nanoserve.costs.weight_bits import NUMBERS, ROWS, Bits, matrix_bits
 from nanoserve.costs.work import Chunk, StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
@@ -109,7 +109,7 @@ class LayerKind(NamedTuple):
 
 def _layer_kinds(model: ModelConfig, layers: range) -> list[LayerKind]:
     return [
-        LayerKind(model.sliding_window(layer), model.is_sparse(layer), tuple(layer_bits(model, layer).items()))
+        LayerKind(model.sliding_window(layer), model.is_sparse(layer), tuple(matrix_bits(model, layer).items()))
         for layer in layers
     ]
 
@@ -141,9 +141,10 @@ class ModelCounts:
         self.stages = tuple(dict(Counter(_layer_kinds(model, stage))) for stage in layers)
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
+        bits, number_bytes = matrix_bits(model, None), self.precision.other_bytes
         self._table, self.head = (
-            self._matrix(name, model.hidden_size, (self.vocabulary,), bits, self.precision.other_bytes)
-            for name, bits in zip(("embedding", "head"), vocabulary_bits(model), strict=True)
+            self._matrix(name, model.hidden_size, (self.vocabulary,), bits.get(name, NUMBERS), number_bytes)
+            for name in ("embedding", "head")
         )
         self._matrices = {kind: tuple(self._layer_matrices(kind)) for stage in self.stages for kind in stage}
 
@@ -235,7 +236,7 @@ class ModelCounts:
         model, degree, hidden, bits = self.model, self.layout.tensor_parallel, self.model.hidden_size, dict(kind.bits)
 
         def matrix(name: str, columns: int, *rows: int, number_bytes: float = self.precision.weight_bytes) -> Matrix:
-            return self._matrix(name, columns, rows, bits.get(name, (None,)), number_bytes)
+            return self._matrix(name, columns, rows, bits.get(name, NUMBERS), number_bytes)
 
         query, key = self.heads * model.head_dim, self.kv_heads * model.head_dim
         yield matrix("qkv", hidden, query, key, key)
@@ -248,17 +249,12 @@ class ModelCounts:
         experts, chosen = model.moe.num_experts, model.moe.experts_per_token
         inner = -(-model.moe.intermediate_size // degree)
         yield matrix("router", hidden, experts, number_bytes=self.precision.other_bytes)
-        gate_up, down = bits.get("expert_gate_up", ()), bits.get("expert_down", ())
-        if inner % ROWS or len({*gate_up}) != 1 or None in (*gate_up, *down):  # which stay numbers
-            bits.clear()
+        gate_up, down = bits.get("expert_gate_up", NUMBERS), bits.get("expert_down", NUMBERS)
+        if inner % ROWS or len({*gate_up}) > 1 or None in (*gate_up, *down):
+            bits.clear()  # experts of several formats, or cut between rows that are packed together, stay numbers
         parts = matrix("expert_gate_up", hidden, inner, inner), matrix("expert_down", inner, hidden)
-        yield Matrix(
-            "experts",
-            experts * sum(part.weights for part in parts),
-            chosen * sum(part.activations for part in parts),
-            experts * sum(part.bytes for part in parts),
-            reached=chosen / experts,
-        )
+        stored, activations = experts * sum(part.bytes for part in parts), chosen * (2 * hidden + 3 * inner)
+        yield Matrix("experts", experts * 3 * hidden * inner, activations, stored, reached=chosen / experts)
 
     def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: int, layers: int) -> Operator:
         query = self.heads * self.model.head_dim * self.precision.other_bytes  # is read, and as much is written

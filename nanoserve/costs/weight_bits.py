@@ -11,26 +11,32 @@ from nanoserve.quantization import Quantization
 
 Bits = tuple[float | None, ...]
 """For each block of rows of a matrix; one may stand for all. None means numbers in the model's own format."""
-
+NUMBERS: Bits = (None,)
 ROWS = 16
 """Rows that are packed together, the last ones padded."""
 GGUF_BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 5.5, "Q4_K": 4.625, "Q5_K": 5.625, "Q6_K": 6.5625}
-_ENDS = ("embedding", "head")
 _KEPT = {"rounding": ("router",), "compressed-tensors": ("embedding",)}
-"""Matrices that a method leaves as numbers; others leave those outside layers and routers."""
+"""Matrices that a method leaves as numbers; others leave these three: embedding, head, router."""
 
 
-def layer_bits(model: ModelConfig, layer: int) -> dict[str, Bits]:
-    """The bits of every matrix of a layer, by name; empty if the model is not quantized."""
+def matrix_bits(model: ModelConfig, layer: int | None) -> dict[str, Bits]:
+    """The bits of every matrix of a layer by name, or those of the embedding and the head, which may be one matrix;
+    empty if the model is not quantized."""
     quantization, hidden, moe, names = model.quantization, model.hidden_size, model.moe, checkpoint_names(model)
     if quantization is None:
         return {}
-    own, prefix = names.layer, names.layer_prefix.format(layer)
+    before = ("", "") if layer is None else (names.layer_prefix.format(layer), f"blk.{layer}.")
 
     def bits(matrix: str, columns: int, modules: Iterable[str], tensors: Iterable[str]) -> dict[str, Bits]:
-        stored = [(prefix + module, f"blk.{layer}.{name}") for module, name in zip(modules, tensors, strict=False)]
+        """By the names of its blocks in a Hugging Face checkpoint, and in a GGUF file."""
+        stored = [(before[0] + module, before[1] + name) for module, name in zip(modules, tensors, strict=False)]
         return {matrix: _bits(quantization, matrix, columns, stored)}
 
+    if layer is None:
+        found = bits("embedding", hidden, [names.embedding.removesuffix(".weight")], ["token_embd"])
+        head = bits("head", hidden, [names.lm_head.removesuffix(".weight")], ["output"])
+        return found | ({"head": found["embedding"]} if model.tie_word_embeddings else head)
+    own = names.layer
     found = bits("qkv", hidden, own.qkv, ("attn_q", "attn_k", "attn_v"))
     found |= bits("output", model.num_heads * model.head_dim, [own.output], ["attn_output"])
     if moe is None or not model.is_sparse(layer):
@@ -42,30 +48,17 @@ def layer_bits(model: ModelConfig, layer: int) -> dict[str, Bits]:
     return found | bits("expert_down", moe.intermediate_size, [down], ["ffn_down_exps"])
 
 
-def vocabulary_bits(model: ModelConfig) -> tuple[Bits, Bits]:
-    """The bits of the embedding and of the head, which may be one matrix."""
-    if model.quantization is None:
-        return (None,), (None,)
-    names, tied = checkpoint_names(model), model.tie_word_embeddings
-    stored = ("embedding", names.embedding, "token_embd"), ("head", names.lm_head, "output")
-    embedding, head = (
-        _bits(model.quantization, matrix, model.hidden_size, [(name.removesuffix(".weight"), tensor)])
-        for matrix, name, tensor in (stored[0], stored[0] if tied else stored[1])
-    )
-    return embedding, head
-
-
 def _bits(quantization: Quantization, matrix: str, columns: int, stored: Iterable[tuple[str, str]]) -> Bits:
-    """The bits of blocks by their modules in a Hugging Face checkpoint and their names in a GGUF file."""
     method, types = quantization.method, dict(quantization.tensor_types)
     if method == "gguf":
         found: Bits = tuple(GGUF_BITS.get(types.get(tensor, "")) for _, tensor in stored)
-    elif quantization.is_float or matrix in _KEPT.get(method, (*_ENDS, "router")):
-        return (None,)
+    elif quantization.is_float or matrix in _KEPT.get(method, ("embedding", "head", "router")):
+        return NUMBERS
     else:
         group = quantization.group if quantization.group > 0 else columns
-        bits = 8 if method == "rounding" and matrix in _ENDS else max(quantization.bits, 5 if method == "mxfp4" else 4)
+        is_vocabulary = method == "rounding" and matrix in ("embedding", "head")
+        bits = 8 if is_vocabulary else max(quantization.bits, 5 if method == "mxfp4" else 4)
         beside = 24 if quantization.has_zeros or method in ("gptq", "awq") else 16
         each = bits + beside / group if columns % group == 0 else None
         found = tuple(None if quantization.leaves_alone(module) else each for module, _ in stored)
-    return (None,) if None in found else found  # blocks are packed together, or none is
+    return NUMBERS if None in found else found  # blocks are packed together, or none is

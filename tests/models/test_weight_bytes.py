@@ -7,8 +7,9 @@ import pytest
 import torch
 import transformers
 
+from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.config import ModelConfig
-from nanoserve.costs import ParallelLayout, Precision
+from nanoserve.costs import ParallelLayout, Precision, StepWork
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.weight_bits import GGUF_BITS, ROWS
 from nanoserve.models.decoder import Decoder
@@ -46,6 +47,18 @@ def check_bytes(directory: Path, layout: tuple[int, int] = (1, 1), quantization:
         )
         assert loaded == config
         assert counts.stage_weight_bytes(shard.stage) == matrix_bytes(decoder)
+
+
+def test_a_step_of_the_benchmarks_floor_reads_what_is_loaded(tmp_path: Path) -> None:
+    """A token reads every matrix once and a row of the embedding, which is the head, and its keys and values; that is
+    what ``nanoserve analyze`` counts too."""
+    write_model("llama-tied-biased", tmp_path, None)
+    decoder, config = load_model(tmp_path, "bfloat16", quantization="int8")
+    row, work = config.hidden_size * 8.5 / 8, StepWork.of([10])
+    read = ModelCost(config, 2).step_bytes(work)
+    assert read == matrix_bytes(decoder) + row + 10 * ModelCounts(config).kv_bytes_per_token(0)
+    operators = ModelCounts(config).operators(work, 0)
+    assert read == sum(one.weight_bytes + one.kv_bytes for one in operators)
 
 
 def write_model(family: str, directory: Path, method: str | None, **settings: Any) -> None:
@@ -88,6 +101,7 @@ def test_rounded_weights(family: str, quantization: str | None, layout: tuple[in
         ("qwen2", "gptq", {"bits": 8, "group": 64, "act_order": True}, (1, 1)),
         ("mistral", "awq", {"bits": 4, "group": 64}, (2, 1)),
         ("qwen3", "fp8", {}, (1, 1)),
+        ("glm4", "mxfp4", {}, (1, 1)),
     ],
 )
 def test_quantized_checkpoints(
