@@ -34,6 +34,8 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    frequency_factors: tuple[float, ...] = ()
+    """What the frequencies are divided by besides, as GGUF files say it; empty or rotary_dim / 2 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,12 @@ class _Fields:
     def optional_number(self, key: str) -> float | None:
         return None if self.get(key) is None else self.number(key, 0.0)
 
+    def positive_numbers(self, key: str, *, count: int) -> tuple[float, ...]:
+        value = self.get(key, [])
+        if not isinstance(value, list) or len(value) not in (0, count):
+            raise self._fail(key, f"a list of {count} numbers")
+        return tuple(_Fields({key: one}, self.source).number(key, 1.0, least=_LEAST_ROPE_NUMBER) for one in value)
+
     def whole(self, key: str) -> int | None:
         value = self.optional_number(key)
         if value is not None and not value.is_integer():
@@ -344,6 +352,7 @@ def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
         original_max_position_embeddings=original,
         truncate=rope.flag("truncate", default=True),
         attention_factor=rope.optional_number("attention_factor"),
+        frequency_factors=rope.positive_numbers("frequency_factors", count=rotary_dim // 2),
         **{name: rope.number(name, getattr(_PLAIN_ROPE, name)) for name in _ROPE_NUMBERS},
     )
     # The rules that blend kept and stretched frequencies need two different borders between them.

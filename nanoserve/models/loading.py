@@ -5,7 +5,7 @@ Other formats are not read: a `.bin` checkpoint is a pickle, and unpickling can 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -68,6 +68,8 @@ class Checkpoint:
     """Every tensor of the whole model."""
     stored: Mapping[str, StoredTensor]
     _files: Mapping[Path, Any]
+    _kept: dict[Path, Any] = field(default_factory=dict)
+    """The files once more, for readers that outlive the checkpoint."""
 
     def view(self, part: TensorPart) -> Tensor:
         """A part in its stored format, in the mapped memory of its file, which is read when the part is used. The
@@ -81,7 +83,8 @@ class Checkpoint:
         if stored.decode is None:
             view = self.view(part)
             return lambda: view
-        return partial(_read, part, stored, self._files.__getitem__, packed=packed)
+        self._kept.update((path, _open(path)) for path in self._files if path not in self._kept)
+        return partial(_read, part, stored, self._kept.__getitem__, packed=packed)
 
     def prepare(self, decoder: Decoder) -> None:
         """Give the decoder packed layers for the matrices that are stored as integers."""
@@ -171,8 +174,8 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / name for name in sorted(set(_weight_map(index).values()))]
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
-    if (directory / LINK_NAME).is_file():
-        return [directory / LINK_NAME]
+    if (link := directory / LINK_NAME).is_symlink():
+        return [link.readlink()]
     if any(directory.glob("*.bin")):
         raise ModelError(f"{directory}: only .bin weights found, which are not read; convert them to safetensors")
     raise ModelError(f"{directory}: no weights found ({SINGLE_NAME} or {INDEX_NAME})")
@@ -192,7 +195,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _open(path: Path) -> Any:
-    if path.name == LINK_NAME:
+    if path.suffix == ".gguf":
         return GgufCheckpoint(path)
     try:
         return safe_open(path, framework="pt", device="cpu")
@@ -277,6 +280,8 @@ def _check(
             raise ModelError(
                 f"{found.path}: tensor {part.name} is stored as {found.dtype}; only {', '.join(_STORED_BYTES)} are read"
             )
+        if found.decode is not None and len(part.shape) != 2:
+            raise ModelError(f"{found.path}: tensor {part.name} is stored as {found.dtype}; only matrices may be")
         parts.append(part)
     known = {part.name for part in parts}
     for name, found in stored.items():

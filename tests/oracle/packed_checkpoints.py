@@ -1,6 +1,8 @@
 """Quantized Hugging Face checkpoints of small random models, packed by hand as each format's documentation says."""
 
 import json
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +44,11 @@ def words(numbers: Tensor, bits: int) -> Tensor:
     return torch.where(unsigned >= 1 << 31, unsigned - (1 << 32), unsigned).int()
 
 
-def write_packed(model: PreTrainedModel, directory: Path, method: str, **settings: Any) -> None:
-    """Write a checkpoint whose linear layers are quantized, and give the model the values that they have there.
+def write_packed(
+    model: PreTrainedModel, directory: Path, method: str, *, modules: str = "proj", **settings: Any
+) -> None:
+    """Write a checkpoint whose layers are quantized where the pattern is found in their names, and give the model the
+    values that they have there.
 
     Methods are compressed-tensors, int8 (compressed-tensors without packing), gptq, gptq_v2, awq, fp8 and mxfp4;
     settings are bits, group, symmetric and, for a shuffled order of columns, act_order.
@@ -52,15 +57,35 @@ def write_packed(model: PreTrainedModel, directory: Path, method: str, **setting
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             module = name.removesuffix(".weight")
-            if parameter.dim() == 2 and "proj" in name:
+            if parameter.dim() == 2 and re.search(modules, name):
                 packed, values = _PACKERS[method](parameter.detach(), **settings)
                 tensors |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}
                 parameter.copy_(values)
+            elif parameter.dim() == 3:
+                tensors |= _experts(name, parameter, method, **settings)
             else:
                 tensors[name] = parameter.detach().clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict() | {"quantization_config": _section(method, **settings)}
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def _experts(name: str, parameter: Tensor, method: str, **settings: Any) -> dict[str, Tensor]:
+    """The tensors of all experts of a layer: one for each matrix; those of MXFP4 are stacked."""
+    prefix, _, fused = name.rpartition(".")
+    names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+    tensors: dict[str, Tensor] = {}
+    stacked: dict[str, list[Tensor]] = defaultdict(list)
+    for expert, matrices in enumerate(parameter):
+        for matrix, own in zip(matrices.chunk(len(names)), names, strict=True):
+            packed, values = _PACKERS[method](matrix.detach().clone(), **settings)
+            matrix.copy_(values)
+            for suffix, tensor in packed.items():
+                tensors[f"{prefix}.{expert}.{own}.{suffix}"] = tensor.contiguous()
+                stacked[f"{name}_{suffix.removeprefix('weight_')}"].append(tensor)
+    if method != "mxfp4":
+        return tensors
+    return {name: torch.stack(found).view(len(parameter), -1, *found[0].shape[1:]) for name, found in stacked.items()}
 
 
 def _section(method: str, bits: int = 8, group: int = -1, **settings: Any) -> dict[str, Any]:
