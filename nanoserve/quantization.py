@@ -52,11 +52,8 @@ class Quantization:
             return cls._of_compressed_tensors(config, source)
         if method == "gguf" and isinstance(types := config.get("tensor_types"), dict):
             return cls("gguf", tensor_types=tuple((name, str(kind)) for name, kind in types.items()))
-        instead = "a checkpoint of compressed-tensors, GPTQ, AWQ, fp8, MXFP4 or GGUF"
-        raise ModelError(
-            f"{source}: quantization method {method!r:.40} is not read; choose {instead}, or the one in 16 bits, which"
-            " --quantization int4 or int8 rounds"
-        )
+        instead = "choose one of compressed-tensors, GPTQ, AWQ, fp8, MXFP4 or GGUF, or 16 bits and --quantization int4"
+        raise ModelError(f"{source}: quantization method {method!r:.40} is not read; {instead}")
 
     @classmethod
     def _of_words(cls, method: str, config: Mapping[str, Any], source: str) -> "Quantization":

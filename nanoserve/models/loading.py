@@ -23,7 +23,7 @@ from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.gguf_file import BLOCK_TYPES
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
-from nanoserve.models.quantized_tensors import INTEGERS, Matrix, find_matrix
+from nanoserve.models.quantized_tensors import INTEGERS, DecodeRows, Read, find_matrix
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
@@ -230,22 +230,22 @@ def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> G
 def _with_matrices(
     stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
 ) -> dict[str, StoredTensor]:
-    """The tensors with each quantized matrix in the place of those that make it."""
+    """The tensors with each quantized matrix in the place of those that make it. It stops at the first missing part."""
     places = {name: found.path for name, found in stored.items()}
     left = dict(stored)
     for part in tensor_parts(config):
         matrix = find_matrix(part, stored, config, _reader(places, open_file))
-        if matrix is None and part.name not in stored:
-            break  # a config may name any number of experts; the check of all parts names the missing one
-        if matrix is None:
-            continue
-        read_rows: Decode = partial(_decode_matrix, places, matrix)
-        first, form = read_rows(open_file, slice(0, ROWS)), None
-        if isinstance(first, GroupQuantized) and first.format.can_be_packed:
-            form = MatrixForm(first.format, first.order)
-        for name in matrix.parts:
-            left.pop(name, None)
-        left[part.name] = StoredTensor(places[matrix.parts[0]], part.shape, INTEGERS, read_rows, form)
+        if matrix is not None:
+            names, decode = matrix
+            read_rows: Decode = partial(_decode_matrix, places, decode)
+            first, form = read_rows(open_file, slice(0, ROWS)), None
+            if isinstance(first, GroupQuantized) and first.format.can_be_packed:
+                form = MatrixForm(first.format, first.order)
+            for name in names:
+                left.pop(name, None)
+            left[part.name] = StoredTensor(places[names[0]], part.shape, INTEGERS, read_rows, form)
+        elif part.name not in stored:
+            break
     return left
 
 
@@ -254,12 +254,12 @@ def _decode_rounded(path: Path, name: str, form: MatrixForm, open_file: OpenFile
 
 
 def _decode_matrix(
-    places: Mapping[str, Path], matrix: Matrix, open_file: OpenFile, rows: slice
+    places: Mapping[str, Path], decode: DecodeRows, open_file: OpenFile, rows: slice
 ) -> GroupQuantized | Tensor:
-    return matrix.decode(_reader(places, open_file), rows)
+    return decode(_reader(places, open_file), rows)
 
 
-def _reader(places: Mapping[str, Path], open_file: OpenFile) -> Callable[[str], Any]:
+def _reader(places: Mapping[str, Path], open_file: OpenFile) -> Read:
     return lambda name: open_file(places[name]).get_slice(name) if name in places else None
 
 

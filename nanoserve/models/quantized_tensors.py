@@ -6,7 +6,7 @@ that are left alone are known by their tensors, whatever config.json says of the
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ _WORD_BITS = 32
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
 """Twice the sizes of MXFP4's numbers of 4 bits, whose highest bit is their sign (OCP Microscaling 1.0, 5.3.3)."""
 
-
 INTEGERS = "integers"
 """The stored format of a quantized matrix."""
 _WORDS, _INDICES, _FLOATS = ("I32",), ("I32", "I64"), ("F16", "BF16", "F32")
@@ -39,17 +38,12 @@ _Known = tuple[tuple[str, ...], list[tuple[int, ...]]]
 """The dtypes and the shapes that a tensor may have."""
 
 
-class Matrix(NamedTuple):
-    """A quantized matrix of a checkpoint."""
-
-    parts: list[str]
-    """The tensors that make it, the one with the numbers first."""
-    decode: DecodeRows
-
-
-def find_matrix(part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, read: Read) -> Matrix | None:
-    """How a part of the model is stored, if it is quantized. `stored` has the path, shape and dtype of every tensor.
-    Raises ModelError, one line that names the file and the tensor, if one is missing or does not fit the part."""
+def find_matrix(
+    part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, read: Read
+) -> tuple[list[str], DecodeRows] | None:
+    """The tensors that make a part of the model, the one with the numbers first, and their decoder; None if the part is
+    not quantized. `stored` has the path, shape and dtype of every tensor. Raises ModelError, one line that names the
+    file and the tensor, if one is missing or does not fit the part."""
     plain, module, quantization = stored.get(part.name), part.name.removesuffix(".weight"), config.quantization
     assert quantization is not None
     if len(part.shape) != 2 or (plain is not None and plain.dtype not in ("I8", "F8_E4M3")):
@@ -61,38 +55,33 @@ def find_matrix(part: TensorPart, stored: Mapping[str, Any], config: ModelConfig
         wanted = {f"{module}.{suffix}": known for suffix, known in suffixes.items()}
         decode = partial(_DECODERS[quantization.method], module, quantization)
     names = [name for name in wanted if name in stored]
-    for name, known in wanted.items() if names else ():
-        if name in stored:
-            problem = _problem(stored[name], known, part, quantization) or _wrong_values(name, part, quantization, read)
-        else:
-            may_be_missing = name.endswith(_OPTIONAL) and not (name.endswith("point") and quantization.has_zeros)
-            problem = None if may_be_missing else "is missing"
-        if problem:
+    if not names:
+        return None
+    for name, known in wanted.items():
+        if problem := _problem(name, known, part, stored.get(name), quantization, read):
             path = stored[name if name in stored else names[0]].path
             raise ModelError(f"{path}: tensor {name} {problem}; the file is damaged, or not of its config.json")
-    unused = [f"{module}.{suffix}" for suffix in _UNUSED if names]
-    return Matrix(names + unused, decode) if names else None
+    return names + [f"{module}.{suffix}" for suffix in _UNUSED], decode
 
 
-def _problem(found: Any, known: _Known, part: TensorPart, quantization: Quantization) -> str | None:
-    """What is wrong with the header of a tensor of a matrix."""
-    dtypes, shapes = known
-    if found.dtype in ("I32", "I8", "U8") and part.shape[1] % max(quantization.group, 1):
-        return f"has rows of {part.shape[1]}, which groups of {quantization.group} do not divide"
+def _problem(
+    name: str, known: _Known, part: TensorPart, found: Any, quantization: Quantization, read: Read
+) -> str | None:
+    """What is wrong with a tensor of a matrix; `found` describes it as it is stored."""
+    (dtypes, shapes), columns, group = known, part.shape[1], quantization.group
+    if found is None:
+        needed = not name.endswith(_OPTIONAL) or (name.endswith("point") and quantization.has_zeros)
+        return "is missing" if needed else None
+    if found.dtype in ("I32", "I8", "U8") and group > 0 and columns % group:
+        return f"has rows of {columns}, which groups of {group} do not divide"
     if found.dtype not in dtypes or found.shape not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in shapes)
         return f"is {found.dtype} of shape {list(found.shape)}, not {' or '.join(dtypes)} of {wanted}"
-    return None
-
-
-def _wrong_values(name: str, part: TensorPart, quantization: Quantization, read: Read) -> str | None:
-    """What is wrong with the numbers of a tensor that tells of a matrix's form."""
     if name.endswith("weight_shape") and (shape := read(name)[:].tolist()) != list(part.shape):
         return f"is {shape}, but config.json says {list(part.shape)}"
-    if name.endswith("g_idx"):
-        columns, group = part.shape[1], quantization.group if quantization.group > 0 else part.shape[1]
-        if not torch.equal(read(name)[:].long().sort().values, torch.arange(columns) // group):
-            return f"does not give {group} columns to each of {columns // group} groups"
+    in_order = torch.arange(columns) // (group if group > 0 else columns)
+    if name.endswith("g_idx") and not torch.equal(read(name)[:].long().sort().values, in_order):
+        return f"does not give each of {int(in_order[-1]) + 1} groups as many columns"
     return None
 
 
