@@ -60,7 +60,7 @@ class Recipe:
         weights = symmetric | {
             "strategy": "channel" if self.group == -1 else "group",
             "group_size": None if self.group == -1 else self.group,
-            "actorder": "group" if self.act_order and self.group != -1 else None,
+            "actorder": "weight" if self.act_order else None,
         }
         tokens = symmetric | {"strategy": "token", "dynamic": True} if self.method == "llm-int8" else None
         scheme = {"targets": ["Linear"], "weights": weights, "input_activations": tokens, "output_activations": None}
@@ -87,9 +87,6 @@ class Recipe:
             found["weight"] = codes
         else:
             codes = codes.to(torch.int16) + 128 if self.bits == 8 else codes
-            if matrix.order is not None:
-                place = matrix.order.argsort()
-                codes, found["weight_g_idx"] = codes[:, place], (place // self.group).int()
             found["weight_packed"] = pack_words(codes, self.bits)
             found["weight_shape"] = torch.tensor(codes.shape)
         return {f"{module}.{name}": tensor.contiguous() for name, tensor in found.items()}
