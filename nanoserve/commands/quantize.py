@@ -15,7 +15,7 @@ from nanoserve.processes.files import read_text
 from nanoserve.processes.sizes import format_size
 from nanoserve.quantization import CALIBRATING, WEIGHT_BITS
 
-_WINDOW, _HELD_OUT_WINDOWS = 512, 16
+_WINDOW, _CALIBRATING_WINDOWS, _HELD_OUT_WINDOWS = 512, 128, 16
 
 
 class QuantizeOptions(Options):
@@ -25,7 +25,6 @@ class QuantizeOptions(Options):
     group: int | None = option(None, "Columns that share a scale; -1: the whole row. Default: 128.")
     act_order: bool = option(False, "GPTQ: take columns of large inputs first.")
     calibrate: Path | None = file_option("Text that awq and gptq run through the model.")
-    samples: int = option(128, f"The most pieces of {_WINDOW} tokens to calibrate on.", minimum=1)
     held_out: Path | None = file_option("Text for the perplexity; default: the end of --calibrate.")
     output: Path = option(..., "Directory to write; an unfinished one is gone on with.", metavar="DIR")
     offline: bool = option(False, "Never download: take the hub's local cache.")
@@ -61,7 +60,7 @@ def run(options: QuantizeOptions) -> None:
     if resolved.directory is None:
         raise UsageError(f"{resolved.name} has no files to quantize; give the directory or the hub id of a model")
     calibration, held_out = _texts(options, resolved.directory)
-    calibration = calibration[: options.samples] if method in CALIBRATING else []
+    calibration = calibration[:_CALIBRATING_WINDOWS] if method in CALIBRATING else []
 
     import torch
 
@@ -91,10 +90,10 @@ def _texts(options: QuantizeOptions, directory: Path) -> tuple[list[Tokens], lis
         calibrating, measured = (tokenizer.encode(content) if content else [] for content in contents)
     whole = range(0, len(calibrating) - _WINDOW + 1, _WINDOW)
     pieces = [tuple(calibrating[start : start + _WINDOW]) for start in whole]
-    needed = 1 if options.held_out else 2
-    if options.calibrate is not None and len(pieces) < needed:
-        has = f"{options.calibrate} has {len(calibrating)} tokens"
-        raise UsageError(f"{has}, and at least {needed * _WINDOW} are needed; give more text")
+    least = _WINDOW if options.held_out else 2 * _WINDOW
+    for path, found, needed in zip(files, (calibrating, measured), (least, 2), strict=True):
+        if path is not None and len(found) < needed:
+            raise UsageError(f"{path} has {len(found)} tokens, and at least {needed} are needed; give more text")
     if options.held_out is not None:
         return pieces, windows(measured, _WINDOW, _HELD_OUT_WINDOWS)
     count = min(_HELD_OUT_WINDOWS, -(-len(pieces) // 4))

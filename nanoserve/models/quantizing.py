@@ -270,7 +270,8 @@ def _finish(source: Path, output: Path, files: Sequence[Path], section: Mapping[
                 replace_file(output / path.name, path.read_bytes())
     weight_map, size = dict[str, str](), 0
     for path in files:
-        header = json.loads(_header(path))
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         del header["__metadata__"]
         weight_map |= dict.fromkeys(header, path.name)
         size += max(found["data_offsets"][1] for found in header.values())
@@ -279,8 +280,3 @@ def _finish(source: Path, output: Path, files: Sequence[Path], section: Mapping[
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": section}
     replace_file(output / "config.json", json.dumps(config, indent=1))
     (output / _STATE_NAME).unlink()
-
-
-def _header(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(int.from_bytes(file.read(8), "little"))

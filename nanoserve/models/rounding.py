@@ -106,20 +106,14 @@ class InputStatistics:
     def __init__(self, columns: int) -> None:
         self.gram = torch.zeros(columns, columns)
         """The inputs' ``X^T X``."""
-        self.tokens = 0
-        self._sizes = torch.zeros(columns)
+        self.magnitudes = torch.zeros(columns)
+        """Sums of absolute values, which are to each other as their means."""
 
     def add(self, input: Tensor) -> None:
         """input [T, K]"""
         rows = input.float()
         self.gram.addmm_(rows.T, rows)
-        self._sizes += rows.abs().sum(0)
-        self.tokens += len(rows)
-
-    @property
-    def magnitudes(self) -> Tensor:
-        """Mean absolute value of each column, [K]."""
-        return self._sizes / max(self.tokens, 1)
+        self.magnitudes += rows.abs().sum(0)
 
 
 @contextmanager
