@@ -75,8 +75,8 @@ def run(options: QuantizeOptions) -> None:
     if found is None:
         remark("give --held-out FILE to see what this does to the perplexity")
     else:
-        change = f"{found.after / found.before - 1:+.2%}"
-        print(f"perplexity of {found.tokens:,} tokens: {found.before:.4f} before, {found.after:.4f} after ({change})")
+        (before, after), tokens = found, sum(len(piece) - 1 for piece in held_out)
+        print(f"perplexity of {tokens:,} tokens: {before:.4f} before, {after:.4f} after ({after / before - 1:+.2%})")
 
 
 def _texts(options: QuantizeOptions, directory: Path) -> tuple[list[Tokens], list[Tokens]]:

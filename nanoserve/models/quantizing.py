@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save
@@ -29,7 +29,7 @@ from nanoserve.models.packed import region_of
 from nanoserve.models.quantized_tensors import pack_words
 from nanoserve.models.rounding import InputStatistics, fold_awq_scales, gptq, input_statistics, rtn
 from nanoserve.models.shards import Shard
-from nanoserve.models.weights import TensorPart, checkpoint_names, shard_parts
+from nanoserve.models.weights import TensorPart, shard_parts, tied_parts
 from nanoserve.processes.files import read_optional_json_object, replace_file, unwritable_as_failure
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.quantization import CALIBRATING, Quantization
@@ -92,14 +92,6 @@ class Recipe:
         return {f"{module}.{name}": tensor.contiguous() for name, tensor in found.items()}
 
 
-class Perplexities(NamedTuple):
-    """exp of the mean negative log probability of the tokens of the held-out text that have one before them."""
-
-    before: float
-    after: float
-    tokens: int
-
-
 @torch.inference_mode()
 def quantize_checkpoint(
     source: Path,
@@ -108,10 +100,10 @@ def quantize_checkpoint(
     calibration: Sequence[Tensor],
     held_out: Sequence[Tensor],
     progress: Progress,
-) -> Perplexities | None:
+) -> tuple[float, float] | None:
     """Write the model directory `source` quantized to `output`, which is new, empty, or the unfinished output of the
-    same work. Texts are token ids, int64 [T] each. Returns None without a held-out text. `progress` is told the layers
-    that are done.
+    same work. Texts are token ids, int64 [T] each. Returns the perplexities of the held-out texts before and after,
+    None if there are none. `progress` is told the layers that are done.
 
     Raises ModelError if the model cannot be read, UsageError if it or the output does not suit, and RuntimeFailure if
     it cannot be written; an error or Ctrl-C leaves whole layers behind, and says how to go on.
@@ -119,39 +111,29 @@ def quantize_checkpoint(
     config = ModelConfig.from_directory(source)
     _check_model(source, config, recipe)
     with open_checkpoint(source, config) as checkpoint:
-        matrices = [part for part in checkpoint.parts if _is_quantized(part)]
-        _check_groups(matrices, recipe.group)
+        _check_groups([part for part in checkpoint.parts if _is_quantized(part)], recipe.group)
         _begin(output, asdict(recipe) | {"model": _identity(checkpoint), "calibration": _digest(calibration)})
         count = config.num_layers
         files = [output / f"model-{place:05}-of-{count + 1:05}.safetensors" for place in range(1, count + 2)]
-        ignored = [part.name.removesuffix(".weight") for part in checkpoint.parts if "router" in part.parameter]
-        ignored.append(checkpoint_names(config).lm_head.removesuffix(".weight"))
-        section = recipe.section(ignored)
-        quantization = Quantization.from_hf(section, str(output))
+        alone = [part for part in checkpoint.parts if part.parameter.endswith("router.weight")]
+        section = recipe.section([part.name.removesuffix(".weight") for part in (*alone, tied_parts(config)[1])])
         before, after, calibrating = list(held_out), list(held_out), list(calibration)
-        likelihoods = (0.0, 0.0)
         with _resumable(output, files):
-            others = [part for part in checkpoint.parts if not part.parameter.startswith("layers.")]
             if not files[0].exists():
+                others = [part for part in checkpoint.parts if not part.parameter.startswith("layers.")]
                 _write(files[0], {part.name: checkpoint.view(part) for part in others})
             for index, path in enumerate(files[1:]):
                 progress(index, count)
                 shard = Shard(range(index, index + 1), index, count)
                 decoder, _ = load_model(source, "float32", shard=shard)
-                parts = [
-                    part for part in shard_parts(checkpoint.parts, config, shard) if part.parameter[:6] == "layers"
-                ]
+                parts = [part for part in shard_parts(checkpoint.parts, config, shard) if "layers." in part.parameter]
                 before = _run(decoder, before)
-                likelihoods = _likelihood(decoder, before, held_out), 0.0
                 if not path.exists():
                     _write(path, _quantized_layer(decoder, parts, checkpoint, recipe, calibrating))
-                fill_layers(decoder, parts, path, quantization)
+                fill_layers(decoder, parts, path, Quantization.from_hf(section, str(output)))
                 after, calibrating = _run(decoder, after), _run(decoder, calibrating)
-                likelihoods = likelihoods[0], _likelihood(decoder, after, held_out)
-            progress(count, count)
             _finish(source, output, files, section)
-    tokens = sum(len(text) - 1 for text in held_out)
-    return Perplexities(*(math.exp(-found / tokens) for found in likelihoods), tokens) if tokens else None
+    return (_perplexity(decoder, before, held_out), _perplexity(decoder, after, held_out)) if held_out else None
 
 
 def _check_model(source: Path, config: ModelConfig, recipe: Recipe) -> None:
@@ -175,7 +157,9 @@ def _check_groups(matrices: Sequence[TensorPart], group: int) -> None:
 
 
 def _is_quantized(part: TensorPart) -> bool:
-    return part.parameter.startswith("layers.") and len(part.shape) == 2 and "router" not in part.parameter
+    return (
+        part.parameter.startswith("layers.") and len(part.shape) == 2 and not part.parameter.endswith("router.weight")
+    )
 
 
 def _identity(checkpoint: Checkpoint) -> list[list[Any]]:
@@ -226,13 +210,14 @@ def _run(decoder: Decoder, entering: Sequence[Tensor]) -> list[Tensor]:
     return [decoder(one, torch.arange(len(one)), DenseCausalAttention(decoder.config, 1, len(one))) for one in entering]
 
 
-def _likelihood(decoder: Decoder, hidden: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
-    """Sum of the log probabilities of all tokens but the first of each text; 0 before the last stage."""
-    total = 0.0
-    for states, text in zip(hidden, texts, strict=True) if decoder.is_last else ():
-        logprobs = decoder.compute_logits(states[:-1]).log_softmax(-1)
-        total += float(logprobs.gather(1, text[1:, None]).double().sum())
-    return total
+def _perplexity(decoder: Decoder, hidden: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
+    """exp of the mean negative log probability of all tokens but the first of each text, from the hidden states that
+    leave the last stage."""
+    found = [
+        decoder.compute_logits(states[:-1]).log_softmax(-1).gather(1, text[1:, None]).double()
+        for states, text in zip(hidden, texts, strict=True)
+    ]
+    return math.exp(-torch.cat(found).mean())
 
 
 def _quantized_layer(
