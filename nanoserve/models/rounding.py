@@ -26,7 +26,7 @@ def rtn(weight: Tensor, bits: int, group: int = -1, *, scale_dtype: torch.dtype 
     """Each number becomes the nearest one that has a code."""
     groups = weight.float().view(len(weight), -1, weight.shape[1] if group == -1 else group)
     scales = _scales(groups, bits, scale_dtype)
-    return _quantized(_codes(groups, scales[:, :, None], bits).view(weight.shape), bits, scales, None)
+    return _quantized(_codes(groups, scales.float()[:, :, None], bits).view(weight.shape), bits, scales)
 
 
 def gptq(
@@ -40,26 +40,30 @@ def gptq(
 ) -> GroupQuantized:
     """GPTQ (arXiv 2210.17323, algorithm 1): round column by column, and after each change the columns that are left so
     that the layer's output changes least. `gram` is the inputs' ``X^T X``, [K, K]. With `act_order`, columns of large
-    inputs go first, and groups are made in this order."""
+    inputs go first; scales are then those of the weight as it was, so that groups stay groups of neighbours (what
+    compressed-tensors calls actorder "weight")."""
     columns = weight.shape[1]
+    span = columns if group == -1 else group
     order = gram.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(columns)
+    scales = _scales(weight.float().view(len(weight), -1, span), bits, scale_dtype)
     left = weight.float().T[order].contiguous()
     factor = _inverse_factor(gram[order][:, order])
-    codes, scales = torch.empty_like(left), list[Tensor]()
-    for first in range(0, columns, _GPTQ_BLOCK if group == -1 else group):
-        end = min(first + (_GPTQ_BLOCK if group == -1 else group), columns)
-        if first == 0 or group != -1:
-            scales.append(_scales(left[first : columns if group == -1 else end].T, bits, scale_dtype))
+    codes = torch.empty_like(left)
+    block = _GPTQ_BLOCK if act_order or group == -1 else group
+    for first in range(0, columns, block):
+        end = min(first + block, columns)
+        if block == group and not act_order:
+            scales[:, first // group] = _scales(left[first:end].T, bits, scale_dtype)
         errors = torch.empty_like(left[first:end])
         for column in range(first, end):
-            codes[column] = _codes(left[column], scales[-1], bits)
-            error = (left[column] - codes[column] * scales[-1].float()) / factor[column, column]
+            place = int(order[column])
+            scale = scales[:, place // span].float()
+            codes[place] = _codes(left[column], scale, bits)
+            error = (left[column] - codes[place] * scale) / factor[column, column]
             left[column + 1 : end] -= factor[column, column + 1 : end, None] * error
             errors[column - first] = error
         left[end:] -= factor[first:end, end:].T @ errors
-    in_order = order if act_order and group != -1 else None
-    final = codes.T if in_order is not None else codes[order.argsort()].T
-    return _quantized(final.contiguous(), bits, torch.stack(scales, dim=1), in_order)
+    return _quantized(codes.T.contiguous(), bits, scales)
 
 
 def _inverse_factor(gram: Tensor) -> Tensor:
@@ -175,11 +179,11 @@ def _scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 def _codes(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Signed codes, as float32."""
     half = 1 << bits - 1
-    return (numbers / scales.float()).round().clamp(-half, half - 1)
+    return (numbers / scales).round().clamp(-half, half - 1)
 
 
-def _quantized(codes: Tensor, bits: int, scales: Tensor, order: Tensor | None) -> GroupQuantized:
+def _quantized(codes: Tensor, bits: int, scales: Tensor) -> GroupQuantized:
     if bits == 8:
-        return GroupQuantized(codes.to(torch.int8), bits, scales, order=order)
+        return GroupQuantized(codes.to(torch.int8), bits, scales)
     half = 1 << bits - 1
-    return GroupQuantized((codes + half).to(torch.uint8), 4, scales, zero=half, order=order)
+    return GroupQuantized((codes + half).to(torch.uint8), 4, scales, zero=half)
