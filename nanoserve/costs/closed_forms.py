@@ -46,12 +46,6 @@ def mlp_intensity(tokens: float, hidden_size: float, inner_size: float) -> float
     return 6 * products / moved
 
 
-def balanced_batch(intensity: float, weight_bits: float) -> float:
-    """The lecture, equation (11) with the number formats of section 2.3.1: tokens of a step that do as many operations
-    per byte of weights as the device can, which is half of that many per bit and token."""
-    return intensity * weight_bits / 16
-
-
 def attention_intensity(context: float, tokens: float) -> float:
     """The lecture, equations (12) and (13): S T / (S + T) for T queries over S keys, all heads with keys of their own.
 

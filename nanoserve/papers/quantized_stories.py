@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -53,15 +52,14 @@ class DrawnStories:
     readings: int
 
     def run(self) -> list[tuple[Stories, Stories]]:
-        each = _CALIBRATION + self.readings
+        samples = _CALIBRATION + self.readings
         with LLM(dtype="float32") as llm:
             start = llm.tokenizer.encode("Once upon a time")
-            seeds = [1000 * seed + number for seed in self.seeds for number in range(each)]
-            alike = SamplingParams(max_tokens=WINDOW - len(start), ignore_eos=True)
-            outputs = llm.generate([start] * len(seeds), [replace(alike, seed=seed) for seed in seeds])
-        stories = tuple((*start, *output.outputs[0].token_ids) for output in outputs)
-        by_seed = [stories[first : first + each] for first in range(0, len(stories), each)]
-        return [(own[:_CALIBRATION], own[_CALIBRATION:]) for own in by_seed]
+            settings = {"n": samples, "max_tokens": WINDOW - len(start), "ignore_eos": True}
+            params = [SamplingParams(seed=seed, **settings) for seed in self.seeds]
+            outputs = llm.generate([start] * len(params), params)
+        drawn = [tuple((*start, *one.token_ids) for one in output.outputs) for output in outputs]
+        return [(own[:_CALIBRATION], own[_CALIBRATION:]) for own in drawn]
 
 
 class Measured(NamedTuple):
@@ -82,7 +80,7 @@ class QuantizedReading:
 
     @torch.inference_mode()
     def run(self) -> Measured:
-        decoder = with_outliers(storyteller(), self.calibration, self.outliers, self.seed)
+        decoder = storyteller(self.outliers, self.seed, self.calibration)
         statistics, read = gather(decoder, self.calibration), partial(perplexity, stories=self.stories)
         found, kept = {"float32": read(decoder)}, list[Tensor]()
         for bits, method in product((4, 3), METHODS):
@@ -101,13 +99,10 @@ class QuantizedReading:
         return Measured(found, torch.cat(kept).float().mean().item())
 
 
-def storyteller() -> Decoder:
-    return load_model(cast(Path, resolve_model(None).directory), "float32")[0]
-
-
 @torch.inference_mode()
-def with_outliers(decoder: Decoder, calibration: Stories, outliers: Outliers, seed: int) -> Decoder:
-    """The same decoder: some weights of the norms are multiplied, and the columns behind them divided."""
+def storyteller(outliers: Outliers, seed: int, calibration: Stories) -> Decoder:
+    """The bundled model. Of outliers, the norm's weights are multiplied, and the columns behind them divided."""
+    decoder, _ = load_model(cast(Path, resolve_model(None).directory), "float32")
     generator = torch.Generator().manual_seed(seed)
     for layer, known in zip(_layers(decoder), gather(decoder, calibration), strict=True):
         for norm, name in ((layer.attention_norm, "qkv"), (layer.feed_forward_norm, "feed_forward.gate_up")):

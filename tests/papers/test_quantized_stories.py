@@ -18,7 +18,6 @@ from nanoserve.papers.quantized_stories import (
     keep_columns,
     perplexity,
     storyteller,
-    with_outliers,
 )
 
 TALE = """Once upon a time, there was a little dog named Spot. Spot had a red ball. One day, the ball rolled into the
@@ -56,7 +55,7 @@ def test_the_example_of_formula_16() -> None:
 def test_outliers_are_made_without_changing_a_bit_of_what_float32_computes(
     outliers: Outliers, channels: int, stories: Stories
 ) -> None:
-    plain, changed = storyteller(), with_outliers(storyteller(), stories, outliers, seed=0)
+    plain, changed = (storyteller(kind, 0, stories) for kind in ("natural weights", outliers))
     for before, after in zip(plain.layers, changed.layers, strict=True):
         for norm in ("attention_norm", "feed_forward_norm"):
             ratios = after.get_submodule(norm).weight / before.get_submodule(norm).weight
@@ -66,7 +65,7 @@ def test_outliers_are_made_without_changing_a_bit_of_what_float32_computes(
 
 def test_perplexity_is_that_of_the_token_probabilities(stories: Stories) -> None:
     (story,) = stories
-    plain = storyteller()
+    plain = storyteller("natural weights", 0, stories)
     last, whole = (len(one) - 1 for one in (story[:-1], story))
     nats = math.log(perplexity(plain, (story,))) * whole - math.log(perplexity(plain, (story[:-1],))) * last
     both = perplexity(plain, (story, story[:-1]))
