@@ -285,7 +285,7 @@ PAPER = Paper(
         PaperFigure(
             number="quantization",
             title="perplexity of stories drawn from the storyteller itself",
-            counted="perplexity of 3,066 tokens (--full: 6,132) of its own stories for each seed",
+            counted="3,066 tokens of stories for each seed (--full: 6,132); mean [lowest..highest] over seeds",
             make=quantization,
         ),
     ),

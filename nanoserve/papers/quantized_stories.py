@@ -55,8 +55,8 @@ class DrawnStories:
         samples = _CALIBRATION + self.readings
         with LLM(dtype="float32") as llm:
             start = llm.tokenizer.encode("Once upon a time")
-            settings = {"n": samples, "max_tokens": WINDOW - len(start), "ignore_eos": True}
-            params = [SamplingParams(seed=seed, **settings) for seed in self.seeds]
+            alike = partial(SamplingParams, n=samples, max_tokens=WINDOW - len(start), ignore_eos=True)
+            params = [alike(seed=seed) for seed in self.seeds]
             outputs = llm.generate([start] * len(params), params)
         drawn = [tuple((*start, *one.token_ids) for one in output.outputs) for output in outputs]
         return [(own[:_CALIBRATION], own[_CALIBRATION:]) for own in drawn]
