@@ -1,13 +1,13 @@
 """ModelConfig: a model's shape, and how a Hugging Face config.json is read into it. No torch here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, UsageError
 from nanoserve.processes.files import read_json_object, read_optional_json_object
-from nanoserve.quantization import Quantization
+from nanoserve.quantization import ROUNDING_BITS, ROUNDING_GROUP, Quantization
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -104,6 +104,14 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer's feed-forward part is a mixture of experts."""
         return self.moe is not None and layer in self.moe.sparse_layers
+
+    def rounded(self, quantization: str | None) -> "ModelConfig":
+        """The model as `--quantization` rounds it. Raises UsageError if it is quantized already."""
+        if quantization is None:
+            return self
+        if self.quantization is not None:
+            raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
+        return replace(self, quantization=Quantization("rounding", ROUNDING_BITS[quantization], ROUNDING_GROUP))
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "ModelConfig":

@@ -1,7 +1,9 @@
 """How the matrices of a checkpoint are quantized, as its config.json says. No torch here."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoserve.errors import ModelError
@@ -12,7 +14,7 @@ class Quantization:
     """The `quantization_config` of a config.json, as far as tensors are read by it."""
 
     method: str
-    """compressed-tensors, gptq, awq, fp8 or mxfp4."""
+    """compressed-tensors, gptq, awq, fp8 or mxfp4; gguf; rounding, by --quantization."""
     bits: int = 8
     group: int = -1
     """Columns that share a scale; -1 means all of a row."""
@@ -22,21 +24,34 @@ class Quantization:
     """GPTQ version 1 stores zero points less one."""
     has_zeros: bool = False
     """Whether every matrix of compressed-tensors must have zero points."""
+    is_float: bool = False
+    """Whether matrices are stored as numbers of 8 bits and loaded as numbers."""
+    ignored: tuple[str, ...] = ()
+    """Modules that are said not to be quantized: parts of names, or `re:` and a regular expression."""
+    tensor_types: tuple[tuple[str, str], ...] = ()
+    """The quantized matrices of a GGUF file, each with its type."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
-        """Modules to be left alone are known by their tensors, so the lists of them are not read. Raises ModelError,
-        one line that begins with `source`, for methods and settings that are not read."""
-        method = config.get("quant_method")
+        """The loader knows the modules that are left alone by their tensors, the cost model by the list of them. Raises
+        ModelError, one line that begins with `source`, for methods and settings that are not read."""
+        ignored = config.get("ignore") or config.get("modules_to_not_convert") or ()
+        names = tuple(name for name in ignored if isinstance(name, str)) if isinstance(ignored, list) else ()
+        return replace(cls._of_method(config.get("quant_method"), config, source), ignored=names)
+
+    @classmethod
+    def _of_method(cls, method: Any, config: Mapping[str, Any], source: str) -> "Quantization":
         if method in ("gptq", "awq"):
             return cls._of_words(method, config, source)
         if method == "fp8":
             rows, group = _block(config["weight_block_size"], source) if config.get("weight_block_size") else (1, -1)
-            return cls("fp8", 8, group, rows)
+            return cls("fp8", 8, group, rows, is_float=True)
         if method == "mxfp4":
             return cls("mxfp4", 4, 32)
         if method == "compressed-tensors":
             return cls._of_compressed_tensors(config, source)
+        if method == "gguf" and isinstance(types := config.get("tensor_types"), dict):
+            return cls("gguf", tensor_types=tuple((name, str(kind)) for name, kind in types.items()))
         instead = "choose one of compressed-tensors, GPTQ, AWQ, fp8, MXFP4 or GGUF, or 16 bits and --quantization int4"
         raise ModelError(f"{source}: quantization method {method!r:.40} is not read; {instead}")
 
@@ -67,7 +82,18 @@ class Quantization:
         if (kind, bits, rows > 1) not in _COMPRESSED_TYPES or not _is_group(group):
             what = f"type {kind!r:.20} in {bits!r:.20} bits and groups of {group!r:.20}"
             raise ModelError(f"{source}: weights of {what} are not read")
-        return cls("compressed-tensors", int(bits or 0), group, rows, has_zeros=weights.get("symmetric") is False)
+        has_zeros = weights.get("symmetric") is False
+        return cls("compressed-tensors", int(bits or 0), group, rows, has_zeros=has_zeros, is_float=kind == "float")
+
+    def leaves_alone(self, module: str) -> bool:
+        return any(_matches(pattern, module) for pattern in self.ignored)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    expression = pattern[3:] if pattern.startswith("re:") else rf"(.*\.)?{pattern}(\.|$)"
+    with suppress(re.error):
+        return re.match(expression, module) is not None
+    return False
 
 
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -90,3 +116,8 @@ ROUNDING_BITS: Mapping[str, int] = {"int4": 4, "int8": 8}
 """Bits of the weights of each choice of ``--quantization``, which rounds them to nearest while they load."""
 ROUNDING_GROUP = 32
 """Columns that share a scale then, on a CPU."""
+
+WEIGHT_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4, 8), "awq": (3, 4, 8), "gptq": (3, 4, 8), "llm-int8": (8,)}
+"""The methods of ``nanoserve quantize``, and the bits that weights may have with each."""
+CALIBRATING = ("awq", "gptq")
+"""Those that run a text through the model."""

@@ -56,6 +56,11 @@ _WORDS = {
 """Regular expressions that divide text into words before pairs are merged, by `tokenizer.ggml.pre`."""
 
 
+def gguf_config(path: Path) -> ModelConfig:
+    """The shape of the model in the file. Raises ModelError as `gguf_directory` does."""
+    return ModelConfig.from_hf(_config(GgufFile(path)), source=str(path))
+
+
 @cache
 def gguf_directory(path: Path) -> Path:
     """A model directory for the file, which is removed with this process. Raises ModelError, one line that names the
@@ -85,11 +90,13 @@ def _config(file: GgufFile) -> dict[str, Any]:
         raise file.fail("tensor token_embd.weight is missing")
     if config["head_dim"] is None:
         del config["head_dim"]
+    types = {name.removesuffix(".weight"): one.type.name for name, one in file.tensors.items() if one.type.size > 1}
     ends = (file.get(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot"))
     return config | {
         "model_type": family,
         "vocab_size": embedding.shape[0],
         "dtype": "float16",
+        "quantization_config": {"quant_method": "gguf", "tensor_types": types} if types else None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "norm_topk_prob": True,

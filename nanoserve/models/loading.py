@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import ModelError, UsageError
+from nanoserve.errors import ModelError
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
@@ -109,7 +109,7 @@ def load_model(
     and UsageError for an unknown dtype.
     """
     path, device = Path(directory), torch.device(device)
-    config = ModelConfig.from_directory(path)
+    config = ModelConfig.from_directory(path).rounded(quantization)
     with open_checkpoint(path, config, quantization) as checkpoint:
         decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
         checkpoint.prepare(decoder)
@@ -130,8 +130,6 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
         checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
         _check_tied(checkpoint, config)
         if quantization is not None:
-            if any(found.decode is not None for found in stored.values()):
-                raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
             rounding = rounded_forms(checkpoint.parts, quantization)
             forms = {name: MatrixForm(found, None) for name, found in rounding.items()}
             rounded = {
@@ -141,6 +139,14 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
             }
             checkpoint = replace(checkpoint, stored={**stored, **rounded})
         yield checkpoint
+
+
+def fill_layers(decoder: Decoder, parts: Iterable[TensorPart], path: Path, quantization: Quantization) -> None:
+    """Fill parts of a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds them and
+    nothing else. Raises ModelError."""
+    with _OpenFiles() as files:
+        stored = _with_matrices(_stored_tensors(path.parent, {path: files(path)}), quantization, files)
+    _fill(decoder, _check(parts, stored, decoder.model_config, path), stored, None)
 
 
 def empty_decoder(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
@@ -153,6 +154,18 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     each = (words[:, :, None] >> torch.arange(_WORD_BITS) & 1).flatten(1)[:, : count * bits]
     weights = 1 << torch.arange(bits)
     return (each.view(len(words), count, bits) * weights).sum(-1).to(torch.uint8)
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `unpack_words`: numbers from 0, of any integer dtype, [N, K] -> int32 [N, W]."""
+    blocks = functional.pad(codes, (0, -codes.shape[1] % _WORD_BITS)).view(len(codes), -1, _WORD_BITS).long()
+    words = blocks.new_zeros(*blocks.shape[:2], bits + 1)
+    for place in range(_WORD_BITS):
+        word, shift = divmod(place * bits, _WORD_BITS)
+        shifted = blocks[:, :, place] << shift
+        words[:, :, word] |= shifted & 0xFFFFFFFF
+        words[:, :, word + 1] |= shifted >> _WORD_BITS
+    return words[:, :, :bits].flatten(1)[:, : -(-codes.shape[1] * bits // _WORD_BITS)].to(torch.int32)
 
 
 def _decode_compressed(module: str, quantization: Quantization, read: Read, rows: slice) -> GroupQuantized | Tensor:
