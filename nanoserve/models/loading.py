@@ -27,7 +27,6 @@ from nanoserve.models.quantized_tensors import INTEGERS, DecodeRows, Read, find_
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
-from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest
 from triton_ops.packed import ROWS
 
@@ -143,8 +142,7 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
         stored = _stored_tensors(directory, files)
-        if config.quantization is not None:
-            stored = _with_matrices(stored, tensor_parts(config), config, files.__getitem__)
+        stored = _with_matrices(tensor_parts(config), stored, config, files.__getitem__)
         checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
         _check_tied(checkpoint, config)
         yield checkpoint
@@ -154,7 +152,7 @@ def fill_layers(decoder: Decoder, parts: Sequence[TensorPart], path: Path, confi
     """Fill parts of a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds them and
     nothing else. Raises ModelError."""
     with _OpenFiles() as files:
-        stored = _with_matrices(_stored_tensors(path.parent, {path: files(path)}), parts, config, files)
+        stored = _with_matrices(parts, _stored_tensors(path.parent, {path: files(path)}), config, files)
     _fill(decoder, _check(parts, stored, config, path), stored, None)
 
 
@@ -255,7 +253,7 @@ def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> G
 
 
 def _with_matrices(
-    stored: dict[str, StoredTensor], parts: Iterable[TensorPart], config: ModelConfig, open_file: OpenFile
+    parts: Iterable[TensorPart], stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
 ) -> dict[str, StoredTensor]:
     """The tensors with each quantized matrix in the place of those that make it. It stops at the first missing part."""
     places = {name: found.path for name, found in stored.items()}
