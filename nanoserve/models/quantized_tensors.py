@@ -171,21 +171,20 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
 
 def _decode_compressed(module: str, quantization: Quantization, read: Read, rows: slice) -> GroupQuantized | Tensor:
     """Packed codes are stored with half of their range added, and so are their zero points."""
-    packed, zero_points = read(f"{module}.weight_packed"), read(f"{module}.weight_zero_point")
+    scales, zero_points = read(f"{module}.weight_scale"), read(f"{module}.weight_zero_point")
     bits, zeros, order = quantization.bits, None, read(f"{module}.weight_g_idx")
-    if packed is not None:
-        shape = read(f"{module}.weight_shape")[:].tolist()
+    if (narrow := read(f"{module}.weight")) is not None:
+        if narrow.get_dtype() != "I8":
+            return _decode_fp8(module, quantization, read, rows)
+        codes = narrow[rows].view(torch.uint8) ^ 128
         if zero_points is not None:
-            zeros = unpack_words(zero_points[:].T, bits, shape[0]).T[rows]
-        codes = unpack_words(packed[rows], bits, shape[1])
-        return _integers(codes, bits, _taken(read(f"{module}.weight_scale"), rows, len(codes)), zeros, order)
-    stored = read(f"{module}.weight")[rows]
-    if stored.dtype != torch.int8:
-        return _decode_fp8(module, quantization, read, rows)
+            zeros = _taken(zero_points, rows, len(codes)).contiguous().view(torch.uint8) ^ 128
+        return _integers(codes, 8, _taken(scales, rows, len(codes)), zeros, order)
+    shape = read(f"{module}.weight_shape")[:].tolist()
     if zero_points is not None:
-        zeros = _taken(zero_points, rows, len(stored)).contiguous().view(torch.uint8) ^ 128
-    codes, scales = stored.view(torch.uint8) ^ 128, _taken(read(f"{module}.weight_scale"), rows, len(stored))
-    return _integers(codes, 8, scales, zeros, order)
+        zeros = unpack_words(zero_points[:].T, bits, shape[0]).T[rows]
+    codes = unpack_words(read(f"{module}.weight_packed")[rows], bits, shape[1])
+    return _integers(codes, bits, _taken(scales, rows, len(codes)), zeros, order)
 
 
 def _taken(numbers: Any, rows: slice, count: int) -> Tensor:

@@ -119,6 +119,7 @@ BAD: list[tuple[str, Change, str]] = [
     ("awq", cast("qweight", torch.int64), "qweight is I64"),
     ("awq", lambda own: own.update(g_idx=torch.zeros(64)), "g_idx does not belong to a llama model"),
     ("int8", without("weight_scale"), "weight_scale is missing"),
+    ("int8", lambda own: own.update(weight_packed=torch.zeros(2, 2)), "weight_packed does not belong to a llama model"),
     ("int8", cut("weight"), r"weight is I8 of shape \[64, 63\], not I8 of \[64, 64\]"),
     ("fp8", without("weight_scale_inv"), "weight_scale_inv is missing"),
     ("fp8", cut("weight_scale_inv"), r"weight_scale_inv is F32 of shape \[1, 0\]"),

@@ -32,6 +32,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2", "compressed-tensors", {"bits": 8, "group": 32, "symmetric": False}),
     ("mistral", "compressed-tensors", {"bits": 3, "group": 32}),
     ("llama", "int8", {}),
+    ("mistral", "int8", {"symmetric": False}),
+    ("qwen2", "int8", {"symmetric": False, "per_row": False}),
     ("qwen3", "gptq", {"bits": 4, "group": 32}),
     ("llama", "gptq_v2", {"bits": 8, "group": 64}),
     ("qwen2", "gptq", {"bits": 4, "group": 32, "act_order": True}),

@@ -114,10 +114,18 @@ def _compressed(weight: Tensor, bits: int, group: int, *, symmetric: bool = True
     return packed, values
 
 
-def _int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
-    codes = (weight / scales.float()).round().clamp(-127, 127).to(torch.int8)
-    return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
+def _int8(weight: Tensor, *, symmetric: bool = True, per_row: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+    """One scale for each row, or for all."""
+    rows = weight if per_row else weight.view(1, -1)
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    zeros = torch.zeros_like(low) if symmetric else -128 - (low * 255 / (high - low)).round()
+    scales = (rows.abs().amax(1, keepdim=True) / 127 if symmetric else (high - low) / 255).bfloat16()
+    codes = (weight / scales.float() + zeros).round().clamp(-128, 127).to(torch.int8)
+    numbers = (
+        {"weight_scale": scales} if symmetric else {"weight_scale": scales, "weight_zero_point": zeros.to(torch.int8)}
+    )
+    packed = {name: found if per_row else found.view(1) for name, found in numbers.items()}
+    return {"weight": codes} | packed, (codes.float() - zeros) * scales.float()
 
 
 def _gptq(
