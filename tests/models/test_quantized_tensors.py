@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.loading import load_model
 from tests.models.test_decoder import random_tokens
-from tests.oracle.checkpoints import FAMILIES
-from tests.oracle.packed_checkpoints import write_packed
+from tests.oracle.packed_checkpoints import make_packed_checkpoint
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "compressed-tensors", {"bits": 4, "group": 32}),
@@ -30,14 +28,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "method", "settings"), CASES)
 def test_logits_are_those_of_transformers(family: str, method: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    config = FAMILIES[family]()
-    config.intermediate_size, config.vocab_size = 128, 96
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
-    write_packed(model, tmp_path, method, **settings)
+    model = make_packed_checkpoint(family, method, tmp_path, **settings)
     decoder, found = load_model(tmp_path, "float32")
     tokens = random_tokens(found, 40)
     with torch.inference_mode():

@@ -1,23 +1,41 @@
 """One checkpoint per family and session."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel
 
+from nanoserve.models.gguf_directory import LINK_NAME, gguf_directory
+from tests.models import test_gguf, test_quantized_tensors
 from tests.oracle.checkpoints import make_checkpoint
+from tests.oracle.packed_checkpoints import make_packed_checkpoint
+
+QUANTIZED = {
+    f"{family} in {block_type}": partial(test_gguf.make_model, family, block_type)
+    for family, block_type in test_gguf.CASES
+} | {
+    " ".join([family, "in", method, *(f"{name}={value}" for name, value in settings.items())]): partial(
+        make_packed_checkpoint, family, method, **settings
+    )
+    for family, method, settings in test_quantized_tensors.CASES
+}
+"""Every quantized format, and every family in some of them: what writes it to a directory."""
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, PreTrainedModel]]:
-    """checkpoint(family) -> its directory and the Hugging Face model it was written from."""
+    """checkpoint(family) -> its directory and the Hugging Face model it was written from; the name of a quantized one
+    is in QUANTIZED, and that model has the values of its integers."""
     made: dict[str, tuple[Path, PreTrainedModel]] = {}
 
     def get(family: str) -> tuple[Path, PreTrainedModel]:
         if family not in made:
-            directory = tmp_path_factory.mktemp(family)
-            made[family] = directory, make_checkpoint(family, directory)
+            directory = tmp_path_factory.mktemp("checkpoint")
+            model = QUANTIZED.get(family, partial(make_checkpoint, family))(directory)
+            file = directory / LINK_NAME
+            made[family] = gguf_directory(file) if file.is_file() else directory, model
         return made[family]
 
     return get

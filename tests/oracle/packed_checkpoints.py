@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from tests.oracle.checkpoints import FAMILIES
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column that lies in each nibble of a word, the lowest first."""
@@ -38,6 +41,19 @@ def words(numbers: Tensor, bits: int) -> Tensor:
         rows.append([stream >> 32 * place & 0xFFFFFFFF for place in range(count)])
     unsigned = torch.tensor(rows, dtype=torch.int64)
     return torch.where(unsigned >= 1 << 31, unsigned - (1 << 32), unsigned).int()
+
+
+def make_packed_checkpoint(family: str, method: str, directory: Path, **settings: Any) -> PreTrainedModel:
+    """A random model of the family, with the values that its checkpoint has; arguments are as in `write_packed`."""
+    torch.manual_seed(3)
+    config = FAMILIES[family]()
+    config.intermediate_size = 128
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
+    write_packed(model, directory, method, **settings)
+    return model
 
 
 def write_packed(model: PreTrainedModel, directory: Path, method: str, **settings: Any) -> None:
