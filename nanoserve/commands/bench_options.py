@@ -166,7 +166,7 @@ def settled_operators(threads: int | None) -> str:
 
 
 def engine_title(facts: Mapping[str, Any]) -> str:
-    numbers = facts["quantization"] or facts["dtype"]
+    numbers = ", ".join(filter(None, (facts["quantization"], facts["dtype"])))
     return f"{numbers}, {operators_title(facts)}, {facts['threads']} threads, {facts['policy']}"
 
 
