@@ -118,7 +118,8 @@ def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, o
         remark(f"preparing {name}")
         with _needed(name):
             # A model of the hub is found once, and never looked up again.
-            found = files[name](model, shared["dtype"]) if name in files else model.directory
+            own = weights.own_gguf_file(model) or model.directory
+            found = files[name](model, shared["dtype"]) if name in files else own
         sources[name] = str(found or model.name)
     peers: list[PeerProcess] = []
     shared |= {"max_batch": max(options.batch_sizes), "eager": options.eager}

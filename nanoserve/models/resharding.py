@@ -12,6 +12,7 @@ With strict overcommit (vm.overcommit_memory 2), the kernel charges every worker
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,15 +80,15 @@ class ReshardableWeights:
         ]
         # One decoder per layout, ready for inference while its layout is in place. They share their memory.
         self.decoders = tuple(unset)
-        with open_checkpoint(directory, config, quantization) as checkpoint:
-            for decoder in unset:
-                checkpoint.prepare(decoder)
-            self._storage = torch.empty(
-                max(_offsets(decoder)[1] for decoder in unset), dtype=torch.uint8, device=device
-            )
-            for decoder in unset:
-                _lay_out(decoder, self._storage)
-            self._fillings = [_filling(decoder, checkpoint) for decoder in unset]
+        # Rows that are decoded or rounded come from open files: these close with this object.
+        self._files = ExitStack()
+        checkpoint = self._files.enter_context(open_checkpoint(directory, config, quantization))
+        for decoder in unset:
+            checkpoint.prepare(decoder)
+        self._storage = torch.empty(max(_offsets(decoder)[1] for decoder in unset), dtype=torch.uint8, device=device)
+        for decoder in unset:
+            _lay_out(decoder, self._storage)
+        self._fillings = [_filling(decoder, checkpoint) for decoder in unset]
         self.storage_bytes = self._storage.nbytes  # their shared memory on the device
         most_bytes = max(move.region.nbytes for filling in self._fillings for move in filling.moves)
         self._copies = _Copies(most_bytes, device)

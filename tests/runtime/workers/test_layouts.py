@@ -57,7 +57,9 @@ def test_layouts_of_one_family(layout: dict[str, object], tmp_path: Path) -> Non
 
 def test_rounded_experts(tmp_path: Path) -> None:
     """`test_equality` and `test_resharding` round the weights of other families."""
-    reference = reference_of("qwen3_moe", tmp_path, quantization="int8", moe_intermediate_size=64)
+    reference = reference_of(
+        "qwen3_moe", tmp_path, quantization="int8", intermediate_size=128, moe_intermediate_size=64
+    )
     check(reference, pipeline_parallel=2, tensor_parallel=2)
 
 
