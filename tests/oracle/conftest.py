@@ -10,14 +10,13 @@ from transformers import PreTrainedModel
 from nanoserve.models.gguf_directory import LINK_NAME, gguf_directory
 from tests.models import test_gguf, test_quantized_tensors
 from tests.oracle.checkpoints import make_checkpoint
-from tests.oracle.packed_checkpoints import make_packed_checkpoint
 
 QUANTIZED = {
     f"{family} in {block_type}": partial(test_gguf.make_model, family, block_type)
     for family, block_type in test_gguf.CASES
 } | {
     " ".join([family, "in", method, *(f"{name}={value}" for name, value in settings.items())]): partial(
-        make_packed_checkpoint, family, method, **settings
+        test_quantized_tensors.write_random, family, method=method, **settings
     )
     for family, method, settings in test_quantized_tensors.CASES
 }
