@@ -12,7 +12,7 @@ from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import SparseExperts
-from nanoserve.models.gguf_directory import LINK_NAME, gguf_directory
+from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.gguf_file import BLOCK_TYPES
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedEmbedding, PackedExperts
@@ -46,8 +46,7 @@ def test_every_type_has_a_case() -> None:
 
 @pytest.mark.parametrize(("family", "block_type"), CASES)
 def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path: Path) -> None:
-    model = make_model(family, block_type, tmp_path)
-    directory = gguf_directory(tmp_path / LINK_NAME)
+    model, directory = make_model(family, block_type, tmp_path)
     decoder, found = load_model(directory, "float32")
     quantized = block_type not in ("F16", "BF16")
     if found.moe is not None:
@@ -66,8 +65,8 @@ def test_logits_are_those_of_transformers(family: str, block_type: str, tmp_path
 def test_shards_compute_what_the_whole_model_does(
     family: str, block_type: str, layout: tuple[int, int], tmp_path: Path
 ) -> None:
-    make_model(family, block_type, tmp_path)
-    config = ModelConfig.from_directory(directory := gguf_directory(tmp_path / LINK_NAME))
+    _, directory = make_model(family, block_type, tmp_path)
+    config = ModelConfig.from_directory(directory)
     tokens, positions = random_tokens(config, sum(LENGTHS)), torch.cat([torch.arange(length) for length in LENGTHS])
     shards = make_shards(config, pipeline_parallel=layout[0], tensor_parallel=layout[1])
     _, wanted = whole_logits(directory, tokens, positions)
@@ -81,15 +80,14 @@ def test_weights_that_change_their_layout(tmp_path: Path) -> None:
 
 
 def test_ranks_may_not_cut_a_group(tmp_path: Path) -> None:
-    make_model("glm4", "Q6_K", tmp_path)
-    directory = gguf_directory(tmp_path / LINK_NAME)
+    _, directory = make_model("glm4", "Q6_K", tmp_path)
     shard = make_shards(ModelConfig.from_directory(directory), pipeline_parallel=1, tensor_parallel=2)[0]
     with pytest.raises(UsageError, match=r"--tp 2 would cut groups of 256 columns in model.layers.0.self_attn.o_proj"):
         load_model(directory, "float32", shard=shard, group=ThreadGroup.alone())
 
 
-def make_model(family: str, block_type: str, directory: Path) -> transformers.PreTrainedModel:
-    """A random model with the values that its file has, which is written to the directory."""
+def make_model(family: str, block_type: str, directory: Path) -> tuple[transformers.PreTrainedModel, Path]:
+    """A random model with the values that the file has, and the file as a model directory."""
     torch.manual_seed(3)
     config = FAMILIES[family]()
     for name in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
@@ -100,8 +98,8 @@ def make_model(family: str, block_type: str, directory: Path) -> transformers.Pr
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
-    write_gguf(model, directory / LINK_NAME, block_type)
-    return model
+    write_gguf(model, directory / "model.gguf", block_type)
+    return model, gguf_directory(directory / "model.gguf")
 
 
 @pytest.mark.parametrize(
@@ -126,9 +124,8 @@ def test_a_file_recommends_how_to_sample(
             add(f"general.{name}", value)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_block_count", with_more)
-    make_model("llama", "F16", tmp_path)
-    found = ModelConfig.from_directory(gguf_directory(tmp_path / LINK_NAME)).sampling_defaults
-    assert found == expected
+    _, directory = make_model("llama", "F16", tmp_path)
+    assert ModelConfig.from_directory(directory).sampling_defaults == expected
 
 
 def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:

@@ -3,21 +3,24 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
-from nanoserve.models.gguf_directory import LINK_NAME, gguf_directory
 from tests.models import test_gguf, test_quantized_tensors
 from tests.oracle.checkpoints import make_checkpoint
+
+
+def _write_packed(family: str, method: str, settings: dict[str, Any], directory: Path) -> tuple[PreTrainedModel, Path]:
+    return test_quantized_tensors.write_random(family, directory, method, **settings), directory
+
 
 QUANTIZED = {
     f"{family} in {block_type}": partial(test_gguf.make_model, family, block_type)
     for family, block_type in test_gguf.CASES
 } | {
-    " ".join([family, "in", method, *(f"{name}={value}" for name, value in settings.items())]): partial(
-        test_quantized_tensors.write_random, family, method=method, **settings
-    )
+    " ".join([family, "in", method, *map(str, settings.items())]): partial(_write_packed, family, method, settings)
     for family, method, settings in test_quantized_tensors.CASES
 }
 """Every quantized format, and every family in some of them: what writes it to a directory."""
@@ -32,9 +35,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
     def get(family: str) -> tuple[Path, PreTrainedModel]:
         if family not in made:
             directory = tmp_path_factory.mktemp("checkpoint")
-            model = QUANTIZED.get(family, partial(make_checkpoint, family))(directory)
-            file = directory / LINK_NAME
-            made[family] = gguf_directory(file) if file.is_file() else directory, model
+            if family in QUANTIZED:
+                model, directory = QUANTIZED[family](directory)
+            else:
+                model = make_checkpoint(family, directory)
+            made[family] = directory, model
         return made[family]
 
     return get
