@@ -37,6 +37,17 @@ _CONFIG_KEYS = {
 }
 """Keys of config.json -> keys of GGUF behind the architecture's name."""
 
+_SAMPLING_KEYS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Keys of generation_config.json -> keys of GGUF behind general.sampling."""
+_CARD_SAMPLING = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
+"""What model cards recommend for chat models whose files say nothing, by general.basename."""
+
 # Token types of GGUF, which are those of sentencepiece.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
@@ -72,6 +83,8 @@ def gguf_directory(path: Path) -> Path:
     atexit.register(remove_directory, directory)
     (directory / LINK_NAME).symlink_to(path.absolute())
     replace_file(directory / "config.json", json.dumps(config))
+    if sampling := _sampling(file.metadata):
+        replace_file(directory / "generation_config.json", json.dumps({"do_sample": True} | sampling))
     _write_tokenizer(file, directory)
     return directory
 
@@ -130,12 +143,22 @@ def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
     return rope
 
 
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: metadata.get(f"general.sampling.{name}") for key, name in _SAMPLING_KEYS.items()}
+    given = {key: value for key, value in found.items() if value is not None}
+    card = _CARD_SAMPLING.get(metadata.get("general.basename", ""), {})
+    return given or (card if "tokenizer.chat_template" in metadata else {})
+
+
 # ------------------------------------------------------------------------------------ The tokenizer
 
 
 def _write_tokenizer(file: GgufFile, directory: Path) -> None:
     metadata = file.metadata
-    kind, tokens = metadata.get("tokenizer.ggml.model"), _listed(file, "tokens", str)
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "none":
+        return
+    tokens = _listed(file, "tokens", str)
     types = _listed(file, "token_type", int)
     if len(types) != len(tokens):
         raise file.fail(f"the tokenizer has {len(tokens)} tokens, but types of {len(types)}")

@@ -50,7 +50,8 @@ def resolve_model(
 
     Aliases are the names in nanoserve/aliases.json of the user's configuration directory: {"short": "model"}. A hub id
     is downloaded at one commit into the hub's own cache, or found there if `offline` (or HF_HUB_OFFLINE) is set. A
-    dummy has the tokenizer of the bundled model. Raises ModelError if there is no such model.
+    dummy, or a .gguf file without a vocabulary, has the tokenizer of the bundled model. Raises ModelError if
+    there is no such model.
     """
     if name is None:
         return ResolvedModel("storyteller", _BUNDLED, _BUNDLED)
@@ -65,7 +66,8 @@ def resolve_model(
         return ResolvedModel(path.resolve().name, path, path)
     if path.is_file() and path.suffix == ".gguf":
         directory = gguf_directory(path.absolute())
-        return ResolvedModel(path.stem, directory, directory)
+        has_tokenizer = (directory / "tokenizer_config.json").exists()
+        return ResolvedModel(path.stem, directory, directory if has_tokenizer else _BUNDLED)
     if path.is_file():
         raise ModelError(
             f"{name} is a file; --model takes a .gguf file, or the directory of config.json and its weights"

@@ -78,7 +78,7 @@ class Checkpoint:
         return _view(part, self._files[path], path)
 
     def reader(self, part: TensorPart, *, packed: bool) -> Callable[[], Tensor]:
-        """Reads the part as its parameter holds it, perhaps packed, also when the checkpoint is closed."""
+        """Reads the part as its parameter holds it, perhaps packed. A matrix of integers needs the open checkpoint."""
         stored = self.stored[part.name]
         if stored.decode is None:
             view = self.view(part)

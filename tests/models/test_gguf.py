@@ -1,12 +1,14 @@
 """GGUF files against transformers: every family and every type, with the values that the gguf library finds in them."""
 
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
 
-from nanoserve.config import ModelConfig
+from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import SparseExperts
@@ -98,6 +100,32 @@ def make_model(family: str, block_type: str, directory: Path) -> tuple[transform
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
     write_gguf(model, directory / "model.gguf", block_type)
     return model, gguf_directory(directory / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("general", "expected"),
+    [
+        ({"sampling.temp": 0.5, "sampling.top_k": 20, "basename": "smollm2"}, SamplingDefaults(0.5, top_k=20)),
+        ({"basename": "smollm2"}, SamplingDefaults(0.2, 0.9)),
+        ({"basename": "another"}, SamplingDefaults()),
+    ],
+)
+def test_a_file_recommends_how_to_sample(
+    general: dict[str, Any], expected: SamplingDefaults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By keys of its own, or else its model card does."""
+    begin = gguf.GGUFWriter.add_block_count
+
+    def with_more(writer: gguf.GGUFWriter, count: int) -> None:
+        begin(writer, count)
+        writer.add_chat_template("{{ messages[0]['content'] }}")
+        for name, value in general.items():
+            add = {int: writer.add_int32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add(f"general.{name}", value)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_block_count", with_more)
+    _, directory = make_model("llama", "F16", tmp_path)
+    assert ModelConfig.from_directory(directory).sampling_defaults == expected
 
 
 def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:

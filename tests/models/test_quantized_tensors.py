@@ -62,7 +62,7 @@ def write_random(family: str, directory: Path, method: str, **settings: Any) -> 
     """A random model with the values that its checkpoint has."""
     torch.manual_seed(3)
     config = FAMILIES[family]()
-    config.intermediate_size, config.vocab_size, config.mlp_only_layers = 128, 96, []
+    config.intermediate_size, config.mlp_only_layers = 128, []
     if config.model_type == "qwen3_moe":
         config.moe_intermediate_size, config.num_hidden_layers = 64, 2
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
