@@ -67,9 +67,9 @@ def run(options: QuantizeOptions) -> None:
     from nanoserve.models.quantizing import Recipe, quantize_checkpoint
 
     recipe = Recipe(method, bits, group, options.act_order)
-    texts = [[torch.tensor(piece) for piece in pieces] for pieces in (calibration, held_out)]
+    inputs, measured = ([torch.tensor(piece) for piece in pieces] for pieces in (calibration, held_out))
     with show_progress() as progress:
-        found = quantize_checkpoint(resolved.directory, output, recipe, *texts, partial(progress, "layers"))
+        found = quantize_checkpoint(resolved.directory, output, recipe, inputs, measured, partial(progress, "layers"))
     sizes = [sum(file.stat().st_size for file in place.glob("*.safetensors")) for place in (resolved.directory, output)]
     print(f"{output}: {format_size(sizes[1])} of weights, from {format_size(sizes[0])}")
     if found is None:

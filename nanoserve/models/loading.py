@@ -3,7 +3,7 @@
 Other formats are not read: a `.bin` checkpoint is a pickle, and unpickling can run code.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -126,7 +126,7 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
         stored = _stored_tensors(directory, files)
         if config.quantization is not None:
-            stored = _with_matrices(stored, config, files.__getitem__)
+            stored = _with_matrices(stored, tensor_parts(config), config, files.__getitem__)
         checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
         _check_tied(checkpoint, config)
         if quantization is not None:
@@ -141,12 +141,12 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
         yield checkpoint
 
 
-def fill_layers(decoder: Decoder, parts: Iterable[TensorPart], path: Path, quantization: Quantization) -> None:
+def fill_layers(decoder: Decoder, parts: Sequence[TensorPart], path: Path, config: ModelConfig) -> None:
     """Fill parts of a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds them and
     nothing else. Raises ModelError."""
     with _OpenFiles() as files:
-        stored = _with_matrices(_stored_tensors(path.parent, {path: files(path)}), quantization, files)
-    _fill(decoder, _check(parts, stored, decoder.model_config, path), stored, None)
+        stored = _with_matrices(_stored_tensors(path.parent, {path: files(path)}), parts, config, files)
+    _fill(decoder, _check(parts, stored, config, path), stored, None)
 
 
 def empty_decoder(
@@ -236,12 +236,12 @@ def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> G
 
 
 def _with_matrices(
-    stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
+    stored: dict[str, StoredTensor], parts: Iterable[TensorPart], config: ModelConfig, open_file: OpenFile
 ) -> dict[str, StoredTensor]:
     """The tensors with each quantized matrix in the place of those that make it. It stops at the first missing part."""
     places = {name: found.path for name, found in stored.items()}
     left = dict(stored)
-    for part in tensor_parts(config):
+    for part in parts:
         matrix = find_matrix(part, stored, config, _reader(places, open_file))
         if matrix is not None:
             names, decode = matrix

@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -117,6 +117,7 @@ def quantize_checkpoint(
         files = [output / f"model-{place:05}-of-{count + 1:05}.safetensors" for place in range(1, count + 2)]
         alone = [part for part in checkpoint.parts if part.parameter.endswith("router.weight")]
         section = recipe.section([part.name.removesuffix(".weight") for part in (*alone, tied_parts(config)[1])])
+        quantized = replace(config, quantization=Quantization.from_hf(section, str(output)))
         before, after, calibrating = list(held_out), list(held_out), list(calibration)
         with _resumable(output, files):
             if not files[0].exists():
@@ -130,7 +131,7 @@ def quantize_checkpoint(
                 before = _run(decoder, before)
                 if not path.exists():
                     _write(path, _quantized_layer(decoder, parts, checkpoint, recipe, calibrating))
-                fill_layers(decoder, parts, path, Quantization.from_hf(section, str(output)))
+                fill_layers(decoder, parts, path, quantized)
                 after, calibrating = _run(decoder, after), _run(decoder, calibrating)
             _finish(source, output, files, section)
     return (_perplexity(decoder, before, held_out), _perplexity(decoder, after, held_out)) if held_out else None

@@ -166,8 +166,8 @@ def _divide_rows(linear: nn.Linear, first: int, divisors: Tensor) -> None:
 def _scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Scales of numbers [..., n] over the last dimension, as compressed-tensors has them: half of the range of codes is
     the largest absolute number."""
-    scales = (groups.abs().amax(-1) / ((2**bits - 1) / 2)).to(dtype)
-    return scales.where(scales != 0, 1.0)
+    scales: Tensor = (groups.abs().amax(-1) / ((2**bits - 1) / 2)).to(dtype)
+    return torch.where(scales != 0, scales, 1.0)
 
 
 def _codes(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
