@@ -62,7 +62,7 @@ class DrawnStories:
         return [(own[:_CALIBRATION], own[_CALIBRATION:]) for own in drawn]
 
 
-class Measured(NamedTuple):
+class QuantizedPerplexities(NamedTuple):
     perplexities: Mapping[str, float]
     """By method and bits: "AWQ, 4 bits"."""
     exact_share: float
@@ -79,7 +79,7 @@ class QuantizedReading:
     stories: Stories
 
     @torch.inference_mode()
-    def run(self) -> Measured:
+    def run(self) -> QuantizedPerplexities:
         decoder = storyteller(self.outliers, self.seed, self.calibration)
         statistics, read = gather(decoder, self.calibration), partial(perplexity, stories=self.stories)
         found, kept = {"float32": read(decoder)}, list[Tensor]()
@@ -96,7 +96,7 @@ class QuantizedReading:
         by_row: Multiply = partial(llm_int8, threshold=math.inf)
         for name, multiply in (("per tensor", _by_tensor), ("per row", by_row), ("LLM.int8()", decomposed)):
             found[f"{name}, W8A8"] = read(_multiplying(decoder, multiply))
-        return Measured(found, torch.cat(kept).float().mean().item())
+        return QuantizedPerplexities(found, torch.cat(kept).float().mean().item())
 
 
 @torch.inference_mode()

@@ -16,7 +16,7 @@ from nanoserve.papers.framework import PAPERS, Finding, Scale, SimulationJob, lo
 from nanoserve.papers.gllm.code_size import LABORATORY, code_lines, lines_of_code, rooms
 from nanoserve.papers.gllm.serving import lone_request_limits
 from nanoserve.papers.lecture import BLOCK, memory_use
-from nanoserve.papers.quantized_stories import METHODS, DrawnStories, Measured, QuantizedReading
+from nanoserve.papers.quantized_stories import METHODS, DrawnStories, QuantizedPerplexities, QuantizedReading
 from nanoserve.papers.seesaw.search import RESHARDING_KIND, STATIC_KIND, BestBudget, Shortlist
 from nanoserve.papers.seesaw.settings import RESHARDING, closed_batch, fitting_layouts
 
@@ -64,7 +64,7 @@ def _read(job: DrawnStories | QuantizedReading) -> Any:
     bits = dict.fromkeys(("4 bits", "3 bits"), METHODS)
     bits["W8A8"] = ("per tensor", "per row", "LLM.int8()")
     methods = [f"{method}, {form}" for form, several in bits.items() for method in several]
-    return Measured(dict.fromkeys(["float32", *methods], 5.0), 0.01)
+    return QuantizedPerplexities(dict.fromkeys(["float32", *methods], 5.0), 0.01)
 
 
 def _slower(outcome: Outcome, factor: float) -> Outcome:
