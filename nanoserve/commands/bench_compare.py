@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import eq
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from nanoserve.engine_config import DEFAULT_POLICY
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts
-from nanoserve.models.hub import resolve_model
+from nanoserve.models.hub import ResolvedModel, resolve_model
 
 OURS = "nanoserve"
 METRICS = ("decode", "prefill", "output")
@@ -109,7 +110,7 @@ def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, o
     if "transformers" in names and (options.quantization or config.quantization or weights.own_gguf_file(model)):
         names = [name for name in names if name != "transformers"]
         report.note("transformers is left out: it would compute with 16-bit copies of the quantized weights")
-    files = {
+    files: dict[str, Callable[[ResolvedModel, str], Path]] = {
         "transformers": weights.checkpoint_directory,
         "llama.cpp": partial(weights.gguf_file, quantization=options.quantization),
     }
