@@ -8,7 +8,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <cmath>
+#include <numeric>
 
 #include "integer_sums.h"
 #include "tile_product.h"
@@ -17,8 +17,12 @@ namespace nanoserve {
 
 // Bytes of weights between those that are multiplied and those that are fetched meanwhile.
 constexpr int64_t kAhead = 3072;
-// Blocks of 16 rows that a thread takes at a time.
+// Blocks of 16 rows that a thread takes at a time, and columns of them that it unpacks at a time: they fit in a core's
+// first cache.
 constexpr int64_t kBlocksTogether = 4;
+constexpr int64_t kSlice = 256;
+// Up to so many inputs, weights are unpacked in registers.
+constexpr int64_t kFewInputs = 4;
 
 enum ScaleKind : int64_t { kHalfScales, kBFloat16Scales, kFloatScales, kSuperScales };
 enum OffsetKind : int64_t { kOneZero, kZeros, kMinimums, kSuperMinimums };
@@ -26,6 +30,8 @@ enum OffsetKind : int64_t { kOneZero, kZeros, kMinimums, kSuperMinimums };
 struct PackedFormat {
   int64_t bits, group, scale, offset, zero;
 
+  bool has_minimums() const { return offset != kOneZero; }
+  int64_t lift() const { return offset == kOneZero ? zero : 0; }
   int64_t span() const { return scale == kSuperScales ? 256 : group; }
   int64_t groups() const { return span() / group; }
   int64_t scale_bytes() const {
@@ -60,7 +66,7 @@ inline void multiply_each(float* numbers, const uint8_t* place) {
     numbers[n] *= static_cast<float>(static_cast<Number>(place[n]));
 }
 
-inline void read_group(const PackedFormat& format, const uint8_t* cell, int64_t group, GroupNumbers& numbers) {
+C10_ALWAYS_INLINE void read_group(const PackedFormat& format, const uint8_t* cell, int64_t group, GroupNumbers& numbers) {
   switch (format.scale) {
     case kHalfScales: read_numbers<at::Half>(cell + group * 2 * kPackedRows, numbers.scales); break;
     case kBFloat16Scales: read_numbers<at::BFloat16>(cell + group * 2 * kPackedRows, numbers.scales); break;
@@ -88,42 +94,68 @@ inline void read_group(const PackedFormat& format, const uint8_t* cell, int64_t 
   }
 }
 
-// Calls body(column, codes, numbers, first, last) for every run of columns of one group within 32 columns: `codes` are of the
-// 32 columns from `column` on, and halves first to last of them belong to the group.
-template <typename Body>
-inline void for_each_run(const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, const Body& body) {
+// Calls body(column, codes, numbers, half) for every run of `Width` columns, which is in one group: `codes` are of the 32
+// columns that it lies in; `half`, a constant of the compiler, says where in them a run of 16 columns lies.
+template <int64_t Bits, int64_t Width, typename Body>
+C10_ALWAYS_INLINE void for_each_run(
+    const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, const Body& body) {
   GroupNumbers numbers;
-  const int64_t span = format.span(), header = format.scale_bytes() + format.offset_bytes();
-  for (int64_t column = first; column < after; column += kPackedColumns) {
-    const uint8_t* cell = packed + column / span * format.cell_bytes();
-    const int64_t within = column % span;
-    const uint8_t* codes = cell + header + within / kPackedColumns * code_bytes(format.bits);
-    if (format.group < kPackedColumns) {
-      for (int64_t half = 0; half < 2; ++half) {
-        read_group(format, cell, within / format.group + half, numbers);
-        body(column, codes, numbers, half, half);
+  const int64_t span = format.span(), group = format.group, cell_bytes = format.cell_bytes();
+  const int64_t header = format.scale_bytes() + format.offset_bytes();
+  const uint8_t* cell = packed + first / span * cell_bytes;
+  int64_t within = first % span;
+  for (int64_t start = first - within; start + within < after; start += span, cell += cell_bytes, within = 0) {
+    const uint8_t* codes = cell + header + within / kPackedColumns * code_bytes(Bits);
+    const int64_t end = std::min(span, after - start);
+    for (int64_t index = within / group; within < end; ++index) {
+      read_group(format, cell, index, numbers);
+      if constexpr (Width == kPackedColumns) {
+        for (const int64_t last = std::min(end, (index + 1) * group); within < last; within += kPackedColumns) {
+          body(start + within, codes, numbers, std::integral_constant<int64_t, 0>());
+          codes += code_bytes(Bits);
+        }
+      } else {
+        body(start + within, codes, numbers, std::integral_constant<int64_t, 0>());
+        read_group(format, cell, ++index, numbers);
+        body(start + within + Width, codes, numbers, std::integral_constant<int64_t, 1>());
+        within += kPackedColumns;
+        codes += code_bytes(Bits);
       }
-    } else {
-      if (column == first || within % format.group == 0) read_group(format, cell, within / format.group, numbers);
-      body(column, codes, numbers, 0, 1);
     }
   }
 }
 
-// Inputs rounded to 8 bits: inputs[m][k] is about values[m][k] * scales[m][k / 32].
+template <typename Body>
+inline auto with_bits(int64_t bits, const Body& body) {
+  switch (bits) {
+    case 4: return body.template operator()<4>();
+    case 5: return body.template operator()<5>();
+    case 6: return body.template operator()<6>();
+    default: return body.template operator()<8>();
+  }
+}
+
+// Inputs rounded to 8 bits, in runs of 16 or 32 columns that lie in one group of the weights.
 struct RoundedInputs {
+  // inputs[m][k] is about values[m][k] * scales[m][k / width], where the scale is that of 32 columns.
   std::vector<int8_t> values;
-  std::vector<float> scales;  // [rows, depth / 32]
-  std::vector<float> sums;    // [rows, depth / 16], of the rounded values times the scale
+  std::vector<float> scales;  // [rows, runs]
+  std::vector<float> sums;    // [rows, runs]: minus the sum of the rounded inputs
+  std::vector<int32_t> lifts;  // [rows, runs]: minus the sum of the integers, times what all codes are too large by
+  int64_t depth, width, runs;
+
+  void resize(int64_t rows, int64_t new_depth, int64_t new_width) {
+    depth = new_depth, width = new_width, runs = depth / width;
+    values.resize(rows * depth);
+    scales.resize(rows * runs);
+    sums.resize(rows * runs);
+    lifts.resize(rows * runs);
+  }
 };
 
 template <typename Number>
-void round_inputs(const Number* source, int64_t rows, int64_t depth, RoundedInputs& rounded) {
-  constexpr int64_t kHalf = kPackedColumns / 2;
-  rounded.values.resize(rows * depth);
-  rounded.scales.resize(rows * depth / kPackedColumns);
-  rounded.sums.resize(rows * depth / kHalf);
-  for (int64_t first = 0; first < rows * depth; first += kPackedColumns) {
+inline void round_row(const Number* source, int64_t row, int64_t lift, RoundedInputs& rounded) {
+  for (int64_t first = 0; first < rounded.depth; first += kPackedColumns) {
     Vec numbers[kPackedColumns / kLanes];
     Vec largest(0.0f);
     for (int64_t i = 0; i < kPackedColumns / kLanes; ++i) {
@@ -132,105 +164,183 @@ void round_inputs(const Number* source, int64_t rows, int64_t depth, RoundedInpu
     }
     const float most = largest_lane(largest), scale = most / 127.0f;
     const Vec inverse(most > 0.0f ? 127.0f / most : 0.0f);
-    rounded.scales[first / kPackedColumns] = scale;
     int32_t integers[kPackedColumns];
     for (int64_t i = 0; i < kPackedColumns / kLanes; ++i)
       at::vec::convert_to_int_of_same_size((numbers[i] * inverse).round()).store(integers + i * kLanes);
-    for (int64_t half = 0; half < 2; ++half) {
-      int32_t sum = 0;
-      for (int64_t k = half * kHalf; k < (half + 1) * kHalf; ++k) {
-        rounded.values[first + k] = static_cast<int8_t>(integers[k]);
-        sum += integers[k];
-      }
-      rounded.sums[first / kHalf + half] = static_cast<float>(sum) * scale;
+    int8_t* values = rounded.values.data() + row * rounded.depth + first;
+    for (int64_t k = 0; k < kPackedColumns; ++k) values[k] = static_cast<int8_t>(integers[k]);
+    for (int64_t k = 0; k < kPackedColumns; k += rounded.width) {
+      const int64_t run = row * rounded.runs + (first + k) / rounded.width;
+      const int32_t sum = std::accumulate(integers + k, integers + k + rounded.width, 0);
+      rounded.scales[run] = scale;
+      rounded.sums[run] = static_cast<float>(-sum) * scale;
+      rounded.lifts[run] = static_cast<int32_t>(-sum * lift);
     }
   }
 }
 
-// out[Inputs, 16] = inputs[Inputs, depth] times 16 rows of weights.
-template <int64_t Bits, int64_t Inputs>
-inline void multiply_rounded(
-    const PackedFormat& format, const uint8_t* packed, const RoundedInputs& inputs, int64_t row, int64_t depth,
-    float* out) {
+// Adds a run of weights times the inputs of some rows to their totals. The order of operations on floats is the same for
+// any number of rows, so that no result depends on the others.
+template <int64_t Bits, int64_t Width, int64_t Inputs, typename Weights>
+C10_ALWAYS_INLINE void add_run(
+    const Weights& weights, const float* scales, const float* minimums, const RoundedInputs& inputs, int64_t row,
+    int64_t run, Vec (&totals)[Inputs][kParts]) {
+  Ints sums[Inputs][kParts];
+  for (int64_t m = 0; m < Inputs; ++m)
+    for (Ints& sum : sums[m]) sum = Ints(inputs.lifts[(row + m) * inputs.runs + run]);
+  add_products<Bits, Width / kQuad>(
+      weights, inputs.values.data() + row * inputs.depth + run * Width, inputs.depth, sums);
+  for (int64_t m = 0; m < Inputs; ++m) {
+    const int64_t place = (row + m) * inputs.runs + run;
+    for (int64_t part = 0; part < kParts; ++part) {
+      const Vec scaled = Vec::loadu(scales + part * kLanes) * Vec(inputs.scales[place]);
+      Vec& total = totals[m][part];
+      total = at::vec::fmadd(at::vec::convert_to_fp_of_same_size<float>(sums[m][part]), scaled, total);
+      if (minimums)
+        total = at::vec::fmadd(Vec::loadu(minimums + part * kLanes), Vec(inputs.sums[place]), total);
+    }
+  }
+}
+
+// A run of unpacked weights of 16 rows.
+template <int64_t Width>
+struct alignas(kLine) UnpackedRun {
+  uint8_t codes[Width * kPackedRows];
+  GroupNumbers numbers;
+};
+
+template <int64_t Bits, int64_t Width>
+inline void unpack_runs(
+    const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, UnpackedRun<Width>* runs) {
+  for_each_run<Bits, Width>(format, packed, first, after, [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
+    UnpackedRun<Width>& run = runs[(column - first) / Width];
+    run.numbers = numbers;
+    c10::ForcedUnroll<Width / kQuad>{}([&](auto quad) C10_ALWAYS_INLINE_ATTRIBUTE {
+      for (int64_t part = 0; part < kParts; ++part)
+        unpack<Bits, half * kQuad + quad>(codes, part).store(run.codes + quad * kLine + part * kLanes * kQuad);
+    });
+  });
+}
+
+// Bytes that are fetched while others are multiplied: some at every run, because more can be asked for than the memory
+// brings at a time.
+struct Fetching {
+  const uint8_t* place;
+  int64_t advance;
+
+  void step() {
+    for (const uint8_t* after = place + advance; place < after; place += kLine) __builtin_prefetch(place);
+  }
+};
+
+template <int64_t Bits, int64_t Width, int64_t Inputs>
+inline void multiply_runs(
+    const UnpackedRun<Width>* runs, int64_t first, int64_t count, bool minimums, const RoundedInputs& inputs,
+    int64_t row, Fetching& fetching, float* out, int64_t stride) {
+  Vec totals[Inputs][kParts];
+  for (int64_t m = 0; m < Inputs; ++m)
+    for (int64_t part = 0; part < kParts; ++part) totals[m][part] = Vec::loadu(out + m * stride + part * kLanes);
+  for (int64_t run = 0; run < count; ++run) {
+    fetching.step();
+    const UnpackedRun<Width>& weights = runs[run];
+    const auto weights_at = [&](auto quad, int64_t part) C10_ALWAYS_INLINE_ATTRIBUTE {
+      return bytes_at(weights.codes + quad * kLine + part * kLanes * kQuad);
+    };
+    add_run<Bits, Width>(
+        weights_at, weights.numbers.scales, minimums ? weights.numbers.minimums : nullptr, inputs, row, first + run,
+        totals);
+  }
+  for (int64_t m = 0; m < Inputs; ++m)
+    for (int64_t part = 0; part < kParts; ++part) totals[m][part].store(out + m * stride + part * kLanes);
+}
+
+// Few rows: weights are unpacked in registers.
+template <int64_t Bits, int64_t Width, int64_t Inputs>
+inline void multiply_packed_rows(
+    const PackedFormat& format, const uint8_t* packed, const RoundedInputs& inputs, int64_t row, float* out,
+    int64_t stride) {
   Vec totals[Inputs][kParts];
   for (auto& total : totals)
     for (auto& vector : total) vector = Vec(0.0f);
-  const auto add = [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, int64_t first, int64_t last) {
-    if (first == 0)
-      for (int64_t line = 0; line < code_bytes(Bits) + kLine; line += kLine) __builtin_prefetch(codes + kAhead + line);
-    for (int64_t part = 0; part < kParts; ++part) {
-      Ints sums[Inputs];
-      for (int64_t half = first; half <= last; ++half) {
-        Ints weights[kQuad];
-        unpack<Bits>(codes, half, part, weights);
-        for (int64_t m = 0; m < Inputs; ++m) {
-          const int8_t* place = inputs.values.data() + (row + m) * depth + column + half * kPackedRows;
-          const Ints sum = sum_of_products<Bits>(weights, place);
-          sums[m] = half == first ? sum : sums[m] + sum;
-        }
-      }
-      const Vec scales = Vec::loadu(numbers.scales + part * kLanes);
-      const Vec minimums = Vec::loadu(numbers.minimums + part * kLanes);
-      for (int64_t m = 0; m < Inputs; ++m) {
-        const int64_t place = (row + m) * depth + column;
-        const float* halves = inputs.sums.data() + place / kPackedRows;
-        const float sum = first == last ? halves[first] : halves[0] + halves[1];
-        const Vec scaled = scales * Vec(inputs.scales[place / kPackedColumns]);
-        Vec& total = totals[m][part];
-        total = at::vec::fmadd(at::vec::convert_to_fp_of_same_size<float>(sums[m]), scaled, total);
-        total = total - minimums * Vec(sum);
-      }
-    }
+  const auto add = [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for (int64_t line = 0; line < code_bytes(Bits) + kLine; line += kLine) __builtin_prefetch(codes + kAhead + line);
+    const auto weights_at = [&](auto quad, int64_t part) C10_ALWAYS_INLINE_ATTRIBUTE { return unpack<Bits, half * kQuad + quad>(codes, part); };
+    add_run<Bits, Width>(
+        weights_at, numbers.scales, format.has_minimums() ? numbers.minimums : nullptr, inputs, row, column / Width,
+        totals);
   };
-  for_each_run(format, packed, 0, depth, add);
+  for_each_run<Bits, Width>(format, packed, 0, inputs.depth, add);
   for (int64_t m = 0; m < Inputs; ++m)
-    for (int64_t part = 0; part < kParts; ++part) totals[m][part].store(out + m * kPackedRows + part * kLanes);
+    for (int64_t part = 0; part < kParts; ++part) totals[m][part].store(out + m * stride + part * kLanes);
 }
 
-template <int64_t Bits>
-inline void multiply_all_rounded(
-    const PackedFormat& format, const uint8_t* packed, const RoundedInputs& inputs, int64_t rows, int64_t depth,
-    float* out) {
+// Calls body.operator()<Inputs>(row) for all rows, 4, 2 or 1 at a time.
+template <typename Body>
+inline void by_fours(int64_t rows, const Body& body) {
   int64_t m = 0;
-  for (; m + 4 <= rows; m += 4) multiply_rounded<Bits, 4>(format, packed, inputs, m, depth, out + m * kPackedRows);
-  for (; m + 2 <= rows; m += 2) multiply_rounded<Bits, 2>(format, packed, inputs, m, depth, out + m * kPackedRows);
-  for (; m < rows; ++m) multiply_rounded<Bits, 1>(format, packed, inputs, m, depth, out + m * kPackedRows);
+  for (; m + 4 <= rows; m += 4) body.template operator()<4>(m);
+  if (rows & 2) body.template operator()<2>(m), m += 2;
+  if (rows & 1) body.template operator()<1>(m);
+}
+
+// out[rows, kTogether * 16] = inputs[rows, depth] times some blocks of 16 rows of weights.
+template <int64_t Bits, int64_t Width>
+void multiply_blocks(
+    const PackedFormat& format, const uint8_t* packed, int64_t block_bytes, int64_t blocks, const RoundedInputs& inputs,
+    int64_t rows, float* out) {
+  constexpr int64_t kStride = kBlocksTogether * kPackedRows;
+  if (rows <= kFewInputs) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      const auto some = [&]<int64_t Inputs>(int64_t m) {
+        multiply_packed_rows<Bits, Width, Inputs>(
+            format, packed + block * block_bytes, inputs, m, out + m * kStride + block * kPackedRows, kStride);
+      };
+      by_fours(rows, some);
+    }
+    return;
+  }
+  constexpr int64_t kRuns = kSlice / Width;
+  static thread_local UnpackedRun<Width> runs[kBlocksTogether][kRuns];
+  std::fill(out, out + rows * kStride, 0.0f);
+  for (int64_t column = 0; column < inputs.depth; column += kSlice) {
+    const int64_t after = std::min(inputs.depth, column + kSlice), slice_bytes = block_bytes / divide_up(inputs.depth, kSlice);
+    for (int64_t block = 0; block < blocks; ++block)
+      unpack_runs<Bits, Width>(format, packed + block * block_bytes, column, after, runs[block]);
+    const int64_t steps = divide_up(rows, 4) * kRuns;
+    Fetching fetching[kBlocksTogether];
+    for (int64_t block = 0; block < blocks; ++block)
+      fetching[block] = {
+          packed + block * block_bytes + (column + kSlice) / kSlice * slice_bytes,
+          round_up(divide_up(slice_bytes, steps), kLine)};
+    const auto some = [&]<int64_t Inputs>(int64_t m) {
+      for (int64_t block = 0; block < blocks; ++block)
+        multiply_runs<Bits, Width, Inputs>(
+            runs[block], column / Width, (after - column) / Width, format.has_minimums(), inputs, m, fetching[block],
+            out + m * kStride + block * kPackedRows, kStride);
+    };
+    by_fours(rows, some);
+  }
 }
 
 // Columns first to after of 16 rows as floats, a column to a row of `panel`, whose rows are `stride` apart.
-template <int64_t Bits>
+template <int64_t Bits, int64_t Width>
 inline void dequantize_panel(
     const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, float* panel, int64_t stride) {
-  const auto write = [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, int64_t from, int64_t to) {
-    for (int64_t half = from; half <= to; ++half)
-      for (int64_t part = 0; part < kParts; ++part) {
-        const Vec scales = Vec::loadu(numbers.scales + part * kLanes);
-        const Vec minimums = Vec::loadu(numbers.minimums + part * kLanes);
-        Ints weights[kQuad];
-        unpack<Bits>(codes, half, part, weights);
-        for (int64_t j = 0; j < kQuad; ++j)
-          for (int64_t i = 0; i < kQuad; ++i) {
-            const Ints top = weights[j] << Ints(static_cast<int32_t>(24 - 8 * i));
-            Ints code = top >> Ints(24);
-            if constexpr (Bits != 8) code = code & Ints(0xff);
-            const int64_t row = column - first + half * kPackedRows + j * kQuad + i;
-            const Vec value = at::vec::convert_to_fp_of_same_size<float>(code) * scales - minimums;
-            value.store(panel + row * stride + part * kLanes);
-          }
-      }
-  };
-  for_each_run(format, packed, first, after, write);
-}
-
-template <typename Body>
-inline void with_bits(int64_t bits, const Body& body) {
-  switch (bits) {
-    case 4: return body.template operator()<4>();
-    case 5: return body.template operator()<5>();
-    case 6: return body.template operator()<6>();
-    case 8: return body.template operator()<8>();
-    default: TORCH_CHECK(false, "packed_linear: no implementation for ", bits, " bits");
-  }
+  for_each_run<Bits, Width>(format, packed, first, after, [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
+    for (int64_t part = 0; part < kParts; ++part) {
+      const Vec scales = Vec::loadu(numbers.scales + part * kLanes);
+      const Vec minimums = Vec::loadu(numbers.minimums + part * kLanes);
+      c10::ForcedUnroll<Width / kQuad>{}([&](auto quad) C10_ALWAYS_INLINE_ATTRIBUTE {
+        const Ints weights = unpack<Bits, half * kQuad + quad>(codes, part);
+        for (int64_t i = 0; i < kQuad; ++i) {
+          Ints code = (weights << Ints(static_cast<int32_t>(24 - 8 * i))) >> Ints(24);
+          if constexpr (Bits != 8) code = code & Ints(0xff);
+          const Vec value = at::vec::convert_to_fp_of_same_size<float>(code) * scales - minimums;
+          value.store(panel + (column - first + quad * kQuad + i) * stride + part * kLanes);
+        }
+      });
+    }
+  });
 }
 
 template <typename Number>
@@ -238,25 +348,27 @@ void multiply_packed_rounded(
     const PackedFormat& format, const at::Tensor& input, const at::Tensor& packed, const Number* biases,
     at::Tensor& out) {
   const int64_t rows = input.size(0), depth = input.size(1), columns = out.size(1), stride = packed.stride(0);
-  static thread_local RoundedInputs inputs;
-  round_inputs(input.const_data_ptr<Number>(), rows, depth, inputs);
-  const RoundedInputs& shared = inputs;
+  static thread_local RoundedInputs memory;
+  RoundedInputs& inputs = memory;
+  const int64_t lift = with_bits(format.bits, []<int64_t Bits>() { return kLift<Bits>; }) + format.lift();
+  inputs.resize(rows, depth, std::min(format.group, kPackedColumns));
+  const Number* numbers = input.const_data_ptr<Number>();
+  share_out(rows, rows * depth, [&](int64_t m) { round_row(numbers + m * depth, m, lift, inputs); });
   Number* outputs = out.mutable_data_ptr<Number>();
-  const int64_t blocks = packed.size(0);
-  share_out(divide_up(blocks, kBlocksTogether), rows * columns * depth / 4, [&](int64_t item) {
+  constexpr int64_t kWidth = kBlocksTogether * kPackedRows;
+  share_out(divide_up(packed.size(0), kBlocksTogether), rows * columns * depth / 4, [&](int64_t item) {
     static thread_local std::vector<float> memory;
-    float* products = Scratch(memory).take(rows * kPackedRows);
-    for (int64_t block = item * kBlocksTogether; block < std::min(blocks, (item + 1) * kBlocksTogether); ++block) {
-      with_bits(format.bits, [&]<int64_t Bits>() {
-        multiply_all_rounded<Bits>(
-            format, packed.const_data_ptr<uint8_t>() + block * stride, shared, rows, depth, products);
-      });
-      const int64_t first = block * kPackedRows, count = std::min(kPackedRows, columns - first);
-      for (int64_t m = 0; m < rows; ++m)
-        for (int64_t n = 0; n < count; ++n) {
-          const float added = biases ? static_cast<float>(biases[first + n]) : 0.0f;
-          outputs[m * columns + first + n] = static_cast<Number>(products[m * kPackedRows + n] + added);
-        }
+    float* products = Scratch(memory).take(rows * kWidth);
+    const int64_t block = item * kBlocksTogether, blocks = std::min(kBlocksTogether, packed.size(0) - block);
+    with_bits(format.bits, [&]<int64_t Bits>() {
+      const auto multiply = format.group < kPackedColumns ? multiply_blocks<Bits, 16> : multiply_blocks<Bits, 32>;
+      multiply(format, packed.const_data_ptr<uint8_t>() + block * stride, stride, blocks, inputs, rows, products);
+    });
+    const int64_t first = item * kWidth, count = std::min(kWidth, columns - first);
+    for (int64_t m = 0; m < rows; ++m) {
+      if (biases)
+        for (int64_t n = 0; n < count; ++n) products[m * kWidth + n] += static_cast<float>(biases[first + n]);
+      convert_back(products + m * kWidth, outputs + m * columns + first, count);
     }
   });
 }
@@ -279,7 +391,8 @@ inline void multiply_packed_exact(
       for (int64_t block = 0; block < blocks; ++block)
         with_bits(format.bits, [&]<int64_t Bits>() {
           const uint8_t* weights = packed.const_data_ptr<uint8_t>() + (item * kBlocks + block) * stride;
-          dequantize_panel<Bits>(format, weights, k, after, panel + block * kPackedRows, kWidth);
+          const auto write = format.group < kPackedColumns ? dequantize_panel<Bits, 16> : dequantize_panel<Bits, 32>;
+          write(format, weights, k, after, panel + block * kPackedRows, kWidth);
         });
       multiply<true>(inputs + k, depth, panel, kWidth, products, kWidth, rows, after - k, kWidth);
     }
@@ -295,11 +408,11 @@ inline at::Tensor packed_linear(
     int64_t bits, int64_t group, int64_t scale, int64_t offset, int64_t zero) {
   const PackedFormat format{bits, group, scale, offset, zero};
   TORCH_CHECK(
-      input.dim() == 2 && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.stride(1) == 1 &&
+      ((bits >= 4 && bits <= 6) || bits == 8) && input.dim() == 2 && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.stride(1) == 1 &&
           input.size(1) % format.span() == 0 && packed.size(0) == divide_up(columns, kPackedRows) &&
           packed.size(1) == input.size(1) / format.span() * format.cell_bytes(),
-      "packed_linear: input [M, K] and packed rows of K columns are needed, not ", input.sizes(), " and ",
-      packed.sizes());
+      "packed_linear: input [M, K] and packed rows of K columns of 4, 5, 6 or 8 bits are needed, not ", input.sizes(),
+      ", ", packed.sizes(), " and ", bits, " bits");
   const at::Tensor rows = input.contiguous(), added = bias ? bias->contiguous() : at::Tensor();
   at::Tensor out = at::empty({input.size(0), columns}, input.options());
   switch (input.scalar_type()) {
