@@ -54,11 +54,10 @@ template <int64_t Bits>
 constexpr int32_t kLift = 0;
 #endif
 
-// sums[m][part] += for each row, the products of weights(quad, part) with the inputs of `Quads` times 4 columns; inputs of
-// row m are at inputs + m * stride.
+// sums[m][part] += for each row, the products of weights(quad, part) with inputs[m], which has `Quads` times 4 columns.
 template <int64_t Bits, int64_t Quads, int64_t Inputs, typename Weights>
 C10_ALWAYS_INLINE void add_products(
-    const Weights& weights, const int8_t* inputs, int64_t stride, Ints (&sums)[Inputs][kParts]) {
+    const Weights& weights, const int8_t (*inputs)[Quads * kQuad], Ints (&sums)[Inputs][kParts]) {
 #if defined(CPU_CAPABILITY_AVX2)
   // Pairs are summed in 16 bits: at most 8 of 4 bits, 4 of 5 bits, 2 of 6 bits or 1 of 8 bits times 127 fit.
   constexpr int64_t kFitting = Bits == 8 ? 1 : 128 >> Bits;
@@ -72,7 +71,7 @@ C10_ALWAYS_INLINE void add_products(
       if constexpr (kLift<Bits> != 0) weight[part] = weight[part] ^ Ints(static_cast<int32_t>(0x80808080));
     }
     for (int64_t m = 0; m < Inputs; ++m) {
-      const Ints input(quad_at(inputs + m * stride + quad * kQuad));
+      const Ints input(quad_at(inputs[m] + quad * kQuad));
       for (int64_t part = 0; part < kParts; ++part) {
         Ints& sum = sums[m][part];
 #if defined(CPU_CAPABILITY_AVX512) && defined(__AVX512VNNI__)

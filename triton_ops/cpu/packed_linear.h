@@ -8,8 +8,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include <numeric>
-
 #include "integer_sums.h"
 #include "tile_product.h"
 
@@ -21,8 +19,9 @@ constexpr int64_t kAhead = 3072;
 // first cache.
 constexpr int64_t kBlocksTogether = 4;
 constexpr int64_t kSlice = 256;
-// Up to so many inputs, weights are unpacked in registers.
-constexpr int64_t kFewInputs = 4;
+constexpr int64_t kStride = kBlocksTogether * kPackedRows;
+// Rows of inputs that are multiplied together.
+constexpr int64_t kTile = 4;
 
 enum ScaleKind : int64_t { kHalfScales, kBFloat16Scales, kFloatScales, kSuperScales };
 enum OffsetKind : int64_t { kOneZero, kZeros, kMinimums, kSuperMinimums };
@@ -31,7 +30,6 @@ struct PackedFormat {
   int64_t bits, group, scale, offset, zero;
 
   bool has_minimums() const { return offset != kOneZero; }
-  int64_t lift() const { return offset == kOneZero ? zero : 0; }
   int64_t span() const { return scale == kSuperScales ? 256 : group; }
   int64_t groups() const { return span() / group; }
   int64_t scale_bytes() const {
@@ -47,7 +45,8 @@ struct PackedFormat {
   }
 };
 
-// Of one group of columns: a value of row n is code * scales[n] - minimums[n].
+// Of one group of columns: a value of row n is code * scales[n] - minimums[n]; where the format has no minimums, it is
+// (code - zero) * scales[n].
 struct GroupNumbers {
   float scales[kPackedRows];
   float minimums[kPackedRows];
@@ -77,9 +76,7 @@ C10_ALWAYS_INLINE void read_group(const PackedFormat& format, const uint8_t* cel
   }
   const uint8_t* offsets = cell + format.scale_bytes();
   switch (format.offset) {
-    case kOneZero:
-      for (int64_t n = 0; n < kPackedRows; ++n) numbers.minimums[n] = numbers.scales[n] * format.zero;
-      break;
+    case kOneZero: break;
     case kZeros:
       // Codes of 8 bits are signed, their zeros are stored without a sign.
       for (int64_t n = 0; n < kPackedRows; ++n) {
@@ -94,9 +91,13 @@ C10_ALWAYS_INLINE void read_group(const PackedFormat& format, const uint8_t* cel
   }
 }
 
-// Calls body(column, codes, numbers, half) for every run of `Width` columns, which is in one group: `codes` are of the 32
+// Columns of a run, which lies in one group: groups of weights of 6 bits have 16 columns, all others whole 32.
+template <int64_t Bits>
+constexpr int64_t kWidth = Bits == 6 ? 16 : kPackedColumns;
+
+// Calls body(column, codes, numbers, half) for every run of `kWidth<Bits>` columns, which is in one group: `codes` are of the 32
 // columns that it lies in; `half`, a constant of the compiler, says where in them a run of 16 columns lies.
-template <int64_t Bits, int64_t Width, typename Body>
+template <int64_t Bits, typename Body>
 C10_ALWAYS_INLINE void for_each_run(
     const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, const Body& body) {
   GroupNumbers numbers;
@@ -109,7 +110,7 @@ C10_ALWAYS_INLINE void for_each_run(
     const int64_t end = std::min(span, after - start);
     for (int64_t index = within / group; within < end; ++index) {
       read_group(format, cell, index, numbers);
-      if constexpr (Width == kPackedColumns) {
+      if constexpr (kWidth<Bits> == kPackedColumns) {
         for (const int64_t last = std::min(end, (index + 1) * group); within < last; within += kPackedColumns) {
           body(start + within, codes, numbers, std::integral_constant<int64_t, 0>());
           codes += code_bytes(Bits);
@@ -117,7 +118,7 @@ C10_ALWAYS_INLINE void for_each_run(
       } else {
         body(start + within, codes, numbers, std::integral_constant<int64_t, 0>());
         read_group(format, cell, ++index, numbers);
-        body(start + within + Width, codes, numbers, std::integral_constant<int64_t, 1>());
+        body(start + within + kWidth<Bits>, codes, numbers, std::integral_constant<int64_t, 1>());
         within += kPackedColumns;
         codes += code_bytes(Bits);
       }
@@ -125,97 +126,78 @@ C10_ALWAYS_INLINE void for_each_run(
   }
 }
 
-template <typename Body>
-inline auto with_bits(int64_t bits, const Body& body) {
-  switch (bits) {
-    case 4: return body.template operator()<4>();
-    case 5: return body.template operator()<5>();
-    case 6: return body.template operator()<6>();
-    default: return body.template operator()<8>();
-  }
-}
-
-// Inputs rounded to 8 bits, in runs of 16 or 32 columns that lie in one group of the weights.
-struct RoundedInputs {
-  // inputs[m][k] is about values[m][k] * scales[m][k / width], where the scale is that of 32 columns.
-  std::vector<int8_t> values;
-  std::vector<float> scales;  // [rows, runs]
-  std::vector<float> sums;    // [rows, runs]: minus the sum of the rounded inputs
-  std::vector<int32_t> lifts;  // [rows, runs]: minus the sum of the integers, times what all codes are too large by
-  int64_t depth, width, runs;
-
-  void resize(int64_t rows, int64_t new_depth, int64_t new_width) {
-    depth = new_depth, width = new_width, runs = depth / width;
-    values.resize(rows * depth);
-    scales.resize(rows * runs);
-    sums.resize(rows * runs);
-    lifts.resize(rows * runs);
-  }
+// A run of columns of up to 4 rows of inputs, rounded to 8 bits: input k of row m is about values[m][k] * scales[m], where
+// the scale is that of 32 columns.
+template <int64_t Bits>
+struct InputRun {
+  int8_t values[kTile][kWidth<Bits>];
+  float scales[kTile];
+  float sums[kTile];     // minus the sum of the rounded inputs
+  int32_t lifts[kTile];  // minus the sum of the integers, times what all codes are too large by
 };
 
-template <typename Number>
-inline void round_row(const Number* source, int64_t row, int64_t lift, RoundedInputs& rounded) {
-  for (int64_t first = 0; first < rounded.depth; first += kPackedColumns) {
-    Vec numbers[kPackedColumns / kLanes];
+// Writes a row of inputs as row m of its runs.
+template <int64_t Bits, typename Number>
+inline void round_row(const Number* source, int64_t depth, int64_t zero, int64_t m, InputRun<Bits>* runs) {
+  constexpr int64_t kVectors = kPackedColumns / kLanes;
+  for (int64_t first = 0; first < depth; first += kPackedColumns) {
+    Vec numbers[kVectors];
     Vec largest(0.0f);
-    for (int64_t i = 0; i < kPackedColumns / kLanes; ++i) {
+    for (int64_t i = 0; i < kVectors; ++i) {
       numbers[i] = floats_at(source + first + i * kLanes);
       largest = at::vec::maximum(largest, numbers[i].abs());
     }
     const float most = largest_lane(largest), scale = most / 127.0f;
     const Vec inverse(most > 0.0f ? 127.0f / most : 0.0f);
     int32_t integers[kPackedColumns];
-    for (int64_t i = 0; i < kPackedColumns / kLanes; ++i)
+    for (int64_t i = 0; i < kVectors; ++i)
       at::vec::convert_to_int_of_same_size((numbers[i] * inverse).round()).store(integers + i * kLanes);
-    int8_t* values = rounded.values.data() + row * rounded.depth + first;
-    for (int64_t k = 0; k < kPackedColumns; ++k) values[k] = static_cast<int8_t>(integers[k]);
-    for (int64_t k = 0; k < kPackedColumns; k += rounded.width) {
-      const int64_t run = row * rounded.runs + (first + k) / rounded.width;
-      const int32_t sum = std::accumulate(integers + k, integers + k + rounded.width, 0);
-      rounded.scales[run] = scale;
-      rounded.sums[run] = static_cast<float>(-sum) * scale;
-      rounded.lifts[run] = static_cast<int32_t>(-sum * lift);
+    for (int64_t k = 0; k < kPackedColumns; k += kWidth<Bits>, ++runs) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < kWidth<Bits>; ++i) {
+        runs->values[m][i] = static_cast<int8_t>(integers[k + i]);
+        sum += integers[k + i];
+      }
+      runs->scales[m] = scale;
+      runs->sums[m] = static_cast<float>(-sum) * scale;
+      runs->lifts[m] = static_cast<int32_t>(-sum * (zero + kLift<Bits>));
     }
   }
 }
 
 // Adds a run of weights times the inputs of some rows to their totals. The order of operations on floats is the same for
 // any number of rows, so that no result depends on the others.
-template <int64_t Bits, int64_t Width, int64_t Inputs, typename Weights>
+template <int64_t Bits, int64_t Inputs, typename Weights>
 C10_ALWAYS_INLINE void add_run(
-    const Weights& weights, const float* scales, const float* minimums, const RoundedInputs& inputs, int64_t row,
-    int64_t run, Vec (&totals)[Inputs][kParts]) {
+    const Weights& weights, const GroupNumbers& numbers, bool minimums, const InputRun<Bits>& inputs,
+    Vec (&totals)[Inputs][kParts]) {
   Ints sums[Inputs][kParts];
   for (int64_t m = 0; m < Inputs; ++m)
-    for (Ints& sum : sums[m]) sum = Ints(inputs.lifts[(row + m) * inputs.runs + run]);
-  add_products<Bits, Width / kQuad>(
-      weights, inputs.values.data() + row * inputs.depth + run * Width, inputs.depth, sums);
-  for (int64_t m = 0; m < Inputs; ++m) {
-    const int64_t place = (row + m) * inputs.runs + run;
+    for (Ints& sum : sums[m]) sum = Ints(inputs.lifts[m]);
+  add_products<Bits, kWidth<Bits> / kQuad>(weights, inputs.values, sums);
+  for (int64_t m = 0; m < Inputs; ++m)
     for (int64_t part = 0; part < kParts; ++part) {
-      const Vec scaled = Vec::loadu(scales + part * kLanes) * Vec(inputs.scales[place]);
+      const Vec scales = Vec::loadu(numbers.scales + part * kLanes) * Vec(inputs.scales[m]);
       Vec& total = totals[m][part];
-      total = at::vec::fmadd(at::vec::convert_to_fp_of_same_size<float>(sums[m][part]), scaled, total);
-      if (minimums)
-        total = at::vec::fmadd(Vec::loadu(minimums + part * kLanes), Vec(inputs.sums[place]), total);
+      total = at::vec::fmadd(at::vec::convert_to_fp_of_same_size<float>(sums[m][part]), scales, total);
+      if (minimums) total = at::vec::fmadd(Vec::loadu(numbers.minimums + part * kLanes), Vec(inputs.sums[m]), total);
     }
-  }
 }
 
 // A run of unpacked weights of 16 rows.
-template <int64_t Width>
+template <int64_t Bits>
 struct alignas(kLine) UnpackedRun {
-  uint8_t codes[Width * kPackedRows];
+  uint8_t codes[kWidth<Bits> * kPackedRows];
   GroupNumbers numbers;
 };
 
-template <int64_t Bits, int64_t Width>
+template <int64_t Bits>
 inline void unpack_runs(
-    const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, UnpackedRun<Width>* runs) {
-  for_each_run<Bits, Width>(format, packed, first, after, [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
-    UnpackedRun<Width>& run = runs[(column - first) / Width];
+    const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, UnpackedRun<Bits>* runs) {
+  for_each_run<Bits>(format, packed, first, after, [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
+    UnpackedRun<Bits>& run = runs[(column - first) / kWidth<Bits>];
     run.numbers = numbers;
-    c10::ForcedUnroll<Width / kQuad>{}([&](auto quad) C10_ALWAYS_INLINE_ATTRIBUTE {
+    c10::ForcedUnroll<kWidth<Bits> / kQuad>{}([&](auto quad) C10_ALWAYS_INLINE_ATTRIBUTE {
       for (int64_t part = 0; part < kParts; ++part)
         unpack<Bits, half * kQuad + quad>(codes, part).store(run.codes + quad * kLine + part * kLanes * kQuad);
     });
@@ -233,104 +215,106 @@ struct Fetching {
   }
 };
 
-template <int64_t Bits, int64_t Width, int64_t Inputs>
+// out[Inputs, 16] += some runs of inputs times weights.
+template <int64_t Bits, int64_t Inputs>
 inline void multiply_runs(
-    const UnpackedRun<Width>* runs, int64_t first, int64_t count, bool minimums, const RoundedInputs& inputs,
-    int64_t row, Fetching& fetching, float* out, int64_t stride) {
+    const UnpackedRun<Bits>* runs, int64_t count, bool minimums, const InputRun<Bits>* inputs, Fetching& fetching,
+    float* out) {
   Vec totals[Inputs][kParts];
   for (int64_t m = 0; m < Inputs; ++m)
-    for (int64_t part = 0; part < kParts; ++part) totals[m][part] = Vec::loadu(out + m * stride + part * kLanes);
+    for (int64_t part = 0; part < kParts; ++part) totals[m][part] = Vec::loadu(out + m * kStride + part * kLanes);
   for (int64_t run = 0; run < count; ++run) {
     fetching.step();
-    const UnpackedRun<Width>& weights = runs[run];
-    const auto weights_at = [&](auto quad, int64_t part) C10_ALWAYS_INLINE_ATTRIBUTE {
-      return bytes_at(weights.codes + quad * kLine + part * kLanes * kQuad);
+    const uint8_t* codes = runs[run].codes;
+    const auto weights_at = [&](int64_t quad, int64_t part) C10_ALWAYS_INLINE_ATTRIBUTE {
+      return bytes_at(codes + quad * kLine + part * kLanes * kQuad);
     };
-    add_run<Bits, Width>(
-        weights_at, weights.numbers.scales, minimums ? weights.numbers.minimums : nullptr, inputs, row, first + run,
-        totals);
+    add_run<Bits>(weights_at, runs[run].numbers, minimums, inputs[run], totals);
   }
   for (int64_t m = 0; m < Inputs; ++m)
-    for (int64_t part = 0; part < kParts; ++part) totals[m][part].store(out + m * stride + part * kLanes);
+    for (int64_t part = 0; part < kParts; ++part) totals[m][part].store(out + m * kStride + part * kLanes);
 }
 
-// Few rows: weights are unpacked in registers.
-template <int64_t Bits, int64_t Width, int64_t Inputs>
-inline void multiply_packed_rows(
-    const PackedFormat& format, const uint8_t* packed, const RoundedInputs& inputs, int64_t row, float* out,
-    int64_t stride) {
+// out[Inputs, 16] = inputs times a block of 16 rows of weights, which are unpacked in registers.
+template <int64_t Bits, int64_t Inputs>
+inline void multiply_packed_block(
+    const PackedFormat& format, const uint8_t* packed, int64_t depth, const InputRun<Bits>* inputs, float* out) {
   Vec totals[Inputs][kParts];
   for (auto& total : totals)
     for (auto& vector : total) vector = Vec(0.0f);
-  const auto add = [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
-    for (int64_t line = 0; line < code_bytes(Bits) + kLine; line += kLine) __builtin_prefetch(codes + kAhead + line);
-    const auto weights_at = [&](auto quad, int64_t part) C10_ALWAYS_INLINE_ATTRIBUTE { return unpack<Bits, half * kQuad + quad>(codes, part); };
-    add_run<Bits, Width>(
-        weights_at, numbers.scales, format.has_minimums() ? numbers.minimums : nullptr, inputs, row, column / Width,
-        totals);
+  const bool minimums = format.has_minimums();
+  const auto add = [&](int64_t, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
+    if (half == 0)
+      for (int64_t line = 0; line < code_bytes(Bits) + kLine; line += kLine) __builtin_prefetch(codes + kAhead + line);
+    const auto weights_at = [&](auto quad, int64_t part) C10_ALWAYS_INLINE_ATTRIBUTE {
+      return unpack<Bits, half * kQuad + quad>(codes, part);
+    };
+    add_run<Bits>(weights_at, numbers, minimums, *inputs++, totals);
   };
-  for_each_run<Bits, Width>(format, packed, 0, inputs.depth, add);
+  for_each_run<Bits>(format, packed, 0, depth, add);
   for (int64_t m = 0; m < Inputs; ++m)
-    for (int64_t part = 0; part < kParts; ++part) totals[m][part].store(out + m * stride + part * kLanes);
+    for (int64_t part = 0; part < kParts; ++part) totals[m][part].store(out + m * kStride + part * kLanes);
 }
 
-// Calls body.operator()<Inputs>(row) for all rows, 4, 2 or 1 at a time.
+// Calls body.operator()<Count>() for 1 to 4.
 template <typename Body>
-inline void by_fours(int64_t rows, const Body& body) {
-  int64_t m = 0;
-  for (; m + 4 <= rows; m += 4) body.template operator()<4>(m);
-  if (rows & 2) body.template operator()<2>(m), m += 2;
-  if (rows & 1) body.template operator()<1>(m);
+inline void with_count(int64_t count, const Body& body) {
+  switch (count) {
+    case 1: return body.template operator()<1>();
+    case 2: return body.template operator()<2>();
+    case 3: return body.template operator()<3>();
+    default: return body.template operator()<kTile>();
+  }
 }
 
-// out[rows, kTogether * 16] = inputs[rows, depth] times some blocks of 16 rows of weights.
-template <int64_t Bits, int64_t Width>
+// out[rows, kStride] = inputs[rows, depth] times some blocks of 16 rows of weights, whose bytes lie `block_bytes` apart.
+template <int64_t Bits>
 void multiply_blocks(
-    const PackedFormat& format, const uint8_t* packed, int64_t block_bytes, int64_t blocks, const RoundedInputs& inputs,
-    int64_t rows, float* out) {
-  constexpr int64_t kStride = kBlocksTogether * kPackedRows;
-  if (rows <= kFewInputs) {
-    for (int64_t block = 0; block < blocks; ++block) {
-      const auto some = [&]<int64_t Inputs>(int64_t m) {
-        multiply_packed_rows<Bits, Width, Inputs>(
-            format, packed + block * block_bytes, inputs, m, out + m * kStride + block * kPackedRows, kStride);
-      };
-      by_fours(rows, some);
-    }
+    const PackedFormat& format, const uint8_t* packed, int64_t block_bytes, int64_t blocks, const InputRun<Bits>* inputs,
+    int64_t rows, int64_t depth, float* out) {
+  const bool minimums = format.has_minimums();
+  if (rows <= kTile) {
+    for (int64_t block = 0; block < blocks; ++block)
+      with_count(rows, [&]<int64_t Inputs>() {
+        multiply_packed_block<Bits, Inputs>(
+            format, packed + block * block_bytes, depth, inputs, out + block * kPackedRows);
+      });
     return;
   }
-  constexpr int64_t kRuns = kSlice / Width;
-  static thread_local UnpackedRun<Width> runs[kBlocksTogether][kRuns];
+  // Weights are unpacked once, into the first cache, for all inputs.
+  constexpr int64_t kRuns = kSlice / kWidth<Bits>;
+  static thread_local UnpackedRun<Bits> runs[kBlocksTogether][kRuns];
+  const int64_t slice_bytes = block_bytes * kSlice / depth, steps = divide_up(rows, kTile) * kRuns;
   std::fill(out, out + rows * kStride, 0.0f);
-  for (int64_t column = 0; column < inputs.depth; column += kSlice) {
-    const int64_t after = std::min(inputs.depth, column + kSlice), slice_bytes = block_bytes / divide_up(inputs.depth, kSlice);
-    for (int64_t block = 0; block < blocks; ++block)
-      unpack_runs<Bits, Width>(format, packed + block * block_bytes, column, after, runs[block]);
-    const int64_t steps = divide_up(rows, 4) * kRuns;
+  for (int64_t column = 0; column < depth; column += kSlice) {
+    const int64_t after = std::min(depth, column + kSlice);
     Fetching fetching[kBlocksTogether];
-    for (int64_t block = 0; block < blocks; ++block)
-      fetching[block] = {
-          packed + block * block_bytes + (column + kSlice) / kSlice * slice_bytes,
-          round_up(divide_up(slice_bytes, steps), kLine)};
-    const auto some = [&]<int64_t Inputs>(int64_t m) {
-      for (int64_t block = 0; block < blocks; ++block)
-        multiply_runs<Bits, Width, Inputs>(
-            runs[block], column / Width, (after - column) / Width, format.has_minimums(), inputs, m, fetching[block],
-            out + m * kStride + block * kPackedRows, kStride);
-    };
-    by_fours(rows, some);
+    for (int64_t block = 0; block < blocks; ++block) {
+      const uint8_t* place = packed + block * block_bytes;
+      unpack_runs<Bits>(format, place, column, after, runs[block]);
+      fetching[block] = {place + (column / kSlice + 1) * slice_bytes, round_up(divide_up(slice_bytes, steps), kLine)};
+    }
+    for (int64_t m = 0; m < rows; m += kTile)
+      with_count(std::min(kTile, rows - m), [&]<int64_t Inputs>() {
+        for (int64_t block = 0; block < blocks; ++block)
+          multiply_runs<Bits, Inputs>(
+              runs[block], (after - column) / kWidth<Bits>, minimums,
+              inputs + (m / kTile * depth + column) / kWidth<Bits>, fetching[block],
+              out + m * kStride + block * kPackedRows);
+      });
   }
 }
 
 // Columns first to after of 16 rows as floats, a column to a row of `panel`, whose rows are `stride` apart.
-template <int64_t Bits, int64_t Width>
+template <int64_t Bits>
 inline void dequantize_panel(
     const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, float* panel, int64_t stride) {
-  for_each_run<Bits, Width>(format, packed, first, after, [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
+  for_each_run<Bits>(format, packed, first, after, [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
     for (int64_t part = 0; part < kParts; ++part) {
       const Vec scales = Vec::loadu(numbers.scales + part * kLanes);
-      const Vec minimums = Vec::loadu(numbers.minimums + part * kLanes);
-      c10::ForcedUnroll<Width / kQuad>{}([&](auto quad) C10_ALWAYS_INLINE_ATTRIBUTE {
+      const Vec minimums =
+          format.has_minimums() ? Vec::loadu(numbers.minimums + part * kLanes) : scales * Vec(format.zero);
+      c10::ForcedUnroll<kWidth<Bits> / kQuad>{}([&](auto quad) C10_ALWAYS_INLINE_ATTRIBUTE {
         const Ints weights = unpack<Bits, half * kQuad + quad>(codes, part);
         for (int64_t i = 0; i < kQuad; ++i) {
           Ints code = (weights << Ints(static_cast<int32_t>(24 - 8 * i))) >> Ints(24);
@@ -343,34 +327,43 @@ inline void dequantize_panel(
   });
 }
 
-template <typename Number>
+template <int64_t Bits, typename Number>
 void multiply_packed_rounded(
     const PackedFormat& format, const at::Tensor& input, const at::Tensor& packed, const Number* biases,
     at::Tensor& out) {
   const int64_t rows = input.size(0), depth = input.size(1), columns = out.size(1), stride = packed.stride(0);
-  static thread_local RoundedInputs memory;
-  RoundedInputs& inputs = memory;
-  const int64_t lift = with_bits(format.bits, []<int64_t Bits>() { return kLift<Bits>; }) + format.lift();
-  inputs.resize(rows, depth, std::min(format.group, kPackedColumns));
+  static thread_local std::vector<InputRun<Bits>> input_memory;
+  input_memory.resize(round_up(rows, kTile) * depth / kWidth<Bits> / kTile);
+  InputRun<Bits>* inputs = input_memory.data();
   const Number* numbers = input.const_data_ptr<Number>();
-  share_out(rows, rows * depth, [&](int64_t m) { round_row(numbers + m * depth, m, lift, inputs); });
+  share_out(rows, rows * depth, [&](int64_t m) {
+    const int64_t zero = format.has_minimums() ? 0 : format.zero;
+    round_row(numbers + m * depth, depth, zero, m % kTile, inputs + m / kTile * depth / kWidth<Bits>);
+  });
   Number* outputs = out.mutable_data_ptr<Number>();
-  constexpr int64_t kWidth = kBlocksTogether * kPackedRows;
   share_out(divide_up(packed.size(0), kBlocksTogether), rows * columns * depth / 4, [&](int64_t item) {
     static thread_local std::vector<float> memory;
-    float* products = Scratch(memory).take(rows * kWidth);
+    float* products = Scratch(memory).take(rows * kStride);
     const int64_t block = item * kBlocksTogether, blocks = std::min(kBlocksTogether, packed.size(0) - block);
-    with_bits(format.bits, [&]<int64_t Bits>() {
-      const auto multiply = format.group < kPackedColumns ? multiply_blocks<Bits, 16> : multiply_blocks<Bits, 32>;
-      multiply(format, packed.const_data_ptr<uint8_t>() + block * stride, stride, blocks, inputs, rows, products);
-    });
-    const int64_t first = item * kWidth, count = std::min(kWidth, columns - first);
+    const uint8_t* weights = packed.const_data_ptr<uint8_t>() + block * stride;
+    multiply_blocks<Bits>(format, weights, stride, blocks, inputs, rows, depth, products);
+    const int64_t first = item * kStride, count = std::min(kStride, columns - first);
     for (int64_t m = 0; m < rows; ++m) {
       if (biases)
-        for (int64_t n = 0; n < count; ++n) products[m * kWidth + n] += static_cast<float>(biases[first + n]);
-      convert_back(products + m * kWidth, outputs + m * columns + first, count);
+        for (int64_t n = 0; n < count; ++n) products[m * kStride + n] += static_cast<float>(biases[first + n]);
+      convert_back(products + m * kStride, outputs + m * columns + first, count);
     }
   });
+}
+
+template <typename Body>
+inline void with_bits(int64_t bits, const Body& body) {
+  switch (bits) {
+    case 4: return body.template operator()<4>();
+    case 5: return body.template operator()<5>();
+    case 6: return body.template operator()<6>();
+    default: return body.template operator()<8>();
+  }
 }
 
 inline void multiply_packed_exact(
@@ -391,8 +384,7 @@ inline void multiply_packed_exact(
       for (int64_t block = 0; block < blocks; ++block)
         with_bits(format.bits, [&]<int64_t Bits>() {
           const uint8_t* weights = packed.const_data_ptr<uint8_t>() + (item * kBlocks + block) * stride;
-          const auto write = format.group < kPackedColumns ? dequantize_panel<Bits, 16> : dequantize_panel<Bits, 32>;
-          write(format, weights, k, after, panel + block * kPackedRows, kWidth);
+          dequantize_panel<Bits>(format, weights, k, after, panel + block * kPackedRows, kWidth);
         });
       multiply<true>(inputs + k, depth, panel, kWidth, products, kWidth, rows, after - k, kWidth);
     }
@@ -408,24 +400,26 @@ inline at::Tensor packed_linear(
     int64_t bits, int64_t group, int64_t scale, int64_t offset, int64_t zero) {
   const PackedFormat format{bits, group, scale, offset, zero};
   TORCH_CHECK(
-      ((bits >= 4 && bits <= 6) || bits == 8) && input.dim() == 2 && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.stride(1) == 1 &&
+      (bits == 6 ? group == 16 : group % kPackedColumns == 0 && (bits == 4 || bits == 5 || bits == 8)) && input.dim() == 2 && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.stride(1) == 1 &&
           input.size(1) % format.span() == 0 && packed.size(0) == divide_up(columns, kPackedRows) &&
           packed.size(1) == input.size(1) / format.span() * format.cell_bytes(),
-      "packed_linear: input [M, K] and packed rows of K columns of 4, 5, 6 or 8 bits are needed, not ", input.sizes(),
-      ", ", packed.sizes(), " and ", bits, " bits");
+      "packed_linear: input [M, K] and packed rows of K columns in groups are needed, not ", input.sizes(),
+      ", ", packed.sizes(), ", ", bits, " bits and groups of ", group);
   const at::Tensor rows = input.contiguous(), added = bias ? bias->contiguous() : at::Tensor();
   at::Tensor out = at::empty({input.size(0), columns}, input.options());
+  const auto rounded = [&](auto number) {
+    using Number = decltype(number);
+    with_bits(bits, [&]<int64_t Bits>() {
+      multiply_packed_rounded<Bits, Number>(
+          format, rows, packed, bias ? added.const_data_ptr<Number>() : nullptr, out);
+    });
+  };
   switch (input.scalar_type()) {
     case at::kFloat:
       multiply_packed_exact(format, rows, packed, bias ? added.const_data_ptr<float>() : nullptr, out);
       break;
-    case at::kBFloat16:
-      multiply_packed_rounded<at::BFloat16>(
-          format, rows, packed, bias ? added.const_data_ptr<at::BFloat16>() : nullptr, out);
-      break;
-    case at::kHalf:
-      multiply_packed_rounded<at::Half>(format, rows, packed, bias ? added.const_data_ptr<at::Half>() : nullptr, out);
-      break;
+    case at::kBFloat16: rounded(at::BFloat16()); break;
+    case at::kHalf: rounded(at::Half()); break;
     default: TORCH_CHECK(false, "packed_linear: no implementation for ", input.scalar_type());
   }
   return out;
