@@ -56,13 +56,16 @@ template <typename Number>
 inline void read_numbers(const uint8_t* place, float* numbers) {
   Number stored[kPackedRows];
   std::memcpy(stored, place, sizeof(stored));
-  convert_scaled(stored, numbers, kPackedRows, 1.0f);
+  for (int64_t n = 0; n < kPackedRows; n += kLanes) floats_at(stored + n).store(numbers + n);
 }
 
+// Numbers times integers of 8 bits from which `zero` is subtracted. Whole vectors of bytes are read: codes lie behind.
 template <typename Number>
-inline void multiply_each(float* numbers, const uint8_t* place) {
-  for (int64_t n = 0; n < kPackedRows; ++n)
-    numbers[n] *= static_cast<float>(static_cast<Number>(place[n]));
+inline void multiply_each(const float* numbers, const uint8_t* place, int64_t zero, float* products) {
+  for (int64_t n = 0; n < kPackedRows; n += kLanes) {
+    const Vec factors = at::vec::convert<float>(at::vec::Vectorized<Number>::loadu(place + n)) - Vec(zero);
+    (Vec::loadu(numbers + n) * factors).store(products + n);
+  }
 }
 
 C10_ALWAYS_INLINE void read_group(const PackedFormat& format, const uint8_t* cell, int64_t group, GroupNumbers& numbers) {
@@ -72,22 +75,20 @@ C10_ALWAYS_INLINE void read_group(const PackedFormat& format, const uint8_t* cel
     case kFloatScales: read_numbers<float>(cell + group * 4 * kPackedRows, numbers.scales); break;
     default:
       read_numbers<at::Half>(cell, numbers.scales);
-      multiply_each<int8_t>(numbers.scales, cell + (2 + group) * kPackedRows);
+      multiply_each<int8_t>(numbers.scales, cell + (2 + group) * kPackedRows, 0, numbers.scales);
   }
   const uint8_t* offsets = cell + format.scale_bytes();
   switch (format.offset) {
     case kOneZero: break;
     case kZeros:
       // Codes of 8 bits are signed, their zeros are stored without a sign.
-      for (int64_t n = 0; n < kPackedRows; ++n) {
-        const int32_t zero = offsets[group * kPackedRows + n] - (format.bits == 8 ? 128 : 0);
-        numbers.minimums[n] = numbers.scales[n] * static_cast<float>(zero);
-      }
+      multiply_each<uint8_t>(
+          numbers.scales, offsets + group * kPackedRows, format.bits == 8 ? 128 : 0, numbers.minimums);
       break;
     case kMinimums: read_numbers<at::Half>(offsets + group * 2 * kPackedRows, numbers.minimums); break;
     default:
       read_numbers<at::Half>(offsets, numbers.minimums);
-      multiply_each<uint8_t>(numbers.minimums, offsets + (2 + group) * kPackedRows);
+      multiply_each<uint8_t>(numbers.minimums, offsets + (2 + group) * kPackedRows, 0, numbers.minimums);
   }
 }
 
