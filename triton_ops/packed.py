@@ -50,6 +50,10 @@ class PackedFormat(NamedTuple):
         """Columns of a cell."""
         return _SUPER_SPAN if self.scale == _SUPER_SCALES else self.group
 
+    @property
+    def can_be_packed(self) -> bool:
+        return self.span % _COLUMNS == 0
+
     def row_bytes(self, columns: int) -> int:
         """Bytes of 16 packed rows."""
         groups = self.span // self.group
@@ -99,6 +103,11 @@ class GroupQuantized:
             values = (codes - (self.zero if self.zeros is None else self._zero_codes()[:, :, None])) * scales
         values = values.view(rows, -1)
         return values if self.order is None else values[:, self.order.argsort()]
+
+    def is_finite(self) -> bool:
+        """Whether all numbers that codes are multiplied by, and that are subtracted, are finite."""
+        numbers = (self.scales, self.super_scales, self.minimums, self.super_minimums)
+        return all(bool(found.isfinite().all()) for found in numbers if found is not None)
 
     def _zero_codes(self) -> Tensor:
         """float32 [N, G]: codes of 8 bits are signed, their zeros are stored without a sign."""

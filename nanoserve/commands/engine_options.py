@@ -30,6 +30,9 @@ _DEFAULTS = EngineConfig()
 _size = partial(option, None, metavar="SIZE")
 _threads = partial(option, None, minimum=1, maximum=MOST_THREADS)
 _degree = partial(option, 1, minimum=1, maximum=MOST_PARALLEL)
+quantization_option = partial(
+    option, None, "Round weights to integers while they load.", choices=tuple(ROUNDING_BITS), panel=MODEL_PANEL
+)
 
 
 class EngineOptions(Options, panel="Engine", has_variables=True):
@@ -40,9 +43,7 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         metavar="MODEL",
         panel=MODEL_PANEL,
     )
-    quantization: str | None = option(
-        None, "Round weights to integers while they load.", choices=tuple(ROUNDING_BITS), panel=MODEL_PANEL
-    )
+    quantization: str | None = quantization_option()
     dtype: str = option(_DEFAULTS.dtype, "Number format of weights and KV cache.", choices=DTYPES, panel=MODEL_PANEL)
     device: str = option(_DEFAULTS.device, "What computes: cpu, cuda or cuda:N.", metavar="DEVICE")
     offline: bool = option(

@@ -51,7 +51,7 @@ def make_dummy_model(
     The weights are always the same on a kind of device; a shard holds slices of them. `spec` is a name in SHAPES or the
     path of a config.json; the other arguments are as in `load_model`. Raises ModelError.
     """
-    config, device = dummy_config(spec), torch.device(device)
+    config, device = dummy_config(spec).rounded(quantization), torch.device(device)
     decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
     parts = list(shard_parts(tensor_parts(config), config, decoder.shard))
     if quantization is not None:

@@ -17,6 +17,7 @@ from nanoserve.models.packed import PackedEmbedding, PackedExperts
 from nanoserve.models.shards import make_shards
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.models.test_decoder import random_tokens
+from tests.models.test_resharding import assert_goes_to_and_fro
 from tests.models.test_shards import LENGTHS, sharded_logits, whole_logits
 from tests.models.thread_ranks import ThreadGroup
 from tests.oracle.checkpoints import FAMILIES
@@ -25,6 +26,7 @@ from tests.oracle.gguf_files import write_gguf
 CASES = [
     ("llama-tied-biased", "Q4_0"),
     ("llama-linear", "Q4_1"),
+    ("llama-llama3", "Q4_0"),
     ("llama-yarn", "Q5_0"),
     ("mistral", "Q8_0"),
     ("qwen2", "F16"),
@@ -68,6 +70,11 @@ def test_shards_compute_what_the_whole_model_does(
     _, wanted = whole_logits(directory, tokens, positions)
     _, logits = sharded_logits(directory, shards, tokens, positions)
     torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+
+
+def test_weights_that_change_their_layout(tmp_path: Path) -> None:
+    _, directory = make_model("qwen3", "Q4_1", tmp_path)
+    assert_goes_to_and_fro(directory, [((2, 1), (1, 2))])
 
 
 def test_ranks_may_not_cut_a_group(tmp_path: Path) -> None:
