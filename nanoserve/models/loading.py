@@ -27,6 +27,7 @@ from nanoserve.models.quantized_tensors import INTEGERS, DecodeRows, Read, find_
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
+from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized, pack, round_to_nearest
 from triton_ops.packed import ROWS
 
