@@ -19,8 +19,8 @@ constexpr int64_t code_bytes(int64_t bits) { return bits * kPackedRows * kPacked
 
 inline Ints bytes_at(const uint8_t* place) { return Ints::loadu(place); }
 
-// Weights of some rows in 4 columns, the columns of a row in the bytes of its lane. `codes` are of 32 columns, which are 8
-// quads. Weights of 8 bits are signed, the others not.
+// Weights of some rows in 4 columns, the columns of a row in the bytes of its lane. `codes` are of 32 columns, which
+// are 8 quads. Weights of 8 bits are signed, the others not.
 template <int64_t Bits, int64_t Quad>
 C10_ALWAYS_INLINE Ints unpack(const uint8_t* codes, int64_t part) {
   constexpr int64_t kHalf = Quad / kQuad, kLineOfHalf = Quad % kQuad;

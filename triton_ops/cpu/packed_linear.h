@@ -1,8 +1,8 @@
 // Products with matrices of packed integers: 16 rows of weights together, one to a lane, so that no sum runs across
 // lanes. triton_ops/packed.py describes the layout.
 //
-// In float32 the weights become floats and the arithmetic is that of floats. In 16 bits the inputs are rounded to 8 bits,
-// with a scale for each token and 32 columns, and products are summed as integers.
+// In float32 the weights become floats and the arithmetic is that of floats. In 16 bits the inputs are rounded to 8
+// bits, with a scale for each token and 32 columns, and products are summed as integers.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -45,8 +45,8 @@ struct PackedFormat {
   }
 };
 
-// Of one group of columns: a value of row n is code * scales[n] - minimums[n]; where the format has no minimums, it is
-// (code - zero) * scales[n].
+// Of one group of columns: a value of row n is code * scales[n] - minimums[n]; where the format has no minimums, it
+// is (code - zero) * scales[n].
 struct GroupNumbers {
   float scales[kPackedRows];
   float minimums[kPackedRows];
@@ -68,7 +68,8 @@ inline void multiply_each(const float* numbers, const uint8_t* place, int64_t ze
   }
 }
 
-C10_ALWAYS_INLINE void read_group(const PackedFormat& format, const uint8_t* cell, int64_t group, GroupNumbers& numbers) {
+C10_ALWAYS_INLINE void read_group(
+    const PackedFormat& format, const uint8_t* cell, int64_t group, GroupNumbers& numbers) {
   switch (format.scale) {
     case kHalfScales: read_numbers<at::Half>(cell + group * 2 * kPackedRows, numbers.scales); break;
     case kBFloat16Scales: read_numbers<at::BFloat16>(cell + group * 2 * kPackedRows, numbers.scales); break;
@@ -96,8 +97,8 @@ C10_ALWAYS_INLINE void read_group(const PackedFormat& format, const uint8_t* cel
 template <int64_t Bits>
 constexpr int64_t kWidth = Bits == 6 ? 16 : kPackedColumns;
 
-// Calls body(column, codes, numbers, half) for every run of `kWidth<Bits>` columns, which is in one group: `codes` are of the 32
-// columns that it lies in; `half`, a constant of the compiler, says where in them a run of 16 columns lies.
+// Calls body(column, codes, numbers, half) for every run of columns: `codes` are of the 32 columns that it lies in;
+// `half`, a constant of the compiler, says where in them a run of 16 columns lies.
 template <int64_t Bits, typename Body>
 C10_ALWAYS_INLINE void for_each_run(
     const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, const Body& body) {
@@ -127,8 +128,8 @@ C10_ALWAYS_INLINE void for_each_run(
   }
 }
 
-// A run of columns of up to 4 rows of inputs, rounded to 8 bits: input k of row m is about values[m][k] * scales[m], where
-// the scale is that of 32 columns.
+// A run of columns of up to 4 rows of inputs, rounded to 8 bits: input k of row m is about values[m][k] * scales[m],
+// where the scale is that of 32 columns.
 template <int64_t Bits>
 struct InputRun {
   int8_t values[kTile][kWidth<Bits>];
@@ -166,8 +167,8 @@ inline void round_row(const Number* source, int64_t depth, int64_t zero, int64_t
   }
 }
 
-// Adds a run of weights times the inputs of some rows to their totals. The order of operations on floats is the same for
-// any number of rows, so that no result depends on the others.
+// Adds a run of weights times the inputs of some rows to their totals. The order of operations on floats is the same
+// for any number of rows, so that no result depends on the others.
 template <int64_t Bits, int64_t Inputs, typename Weights>
 C10_ALWAYS_INLINE void add_run(
     const Weights& weights, const GroupNumbers& numbers, bool minimums, const InputRun<Bits>& inputs,
@@ -195,14 +196,16 @@ struct alignas(kLine) UnpackedRun {
 template <int64_t Bits>
 inline void unpack_runs(
     const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, UnpackedRun<Bits>* runs) {
-  for_each_run<Bits>(format, packed, first, after, [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
+  const auto write = [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half)
+                         C10_ALWAYS_INLINE_ATTRIBUTE {
     UnpackedRun<Bits>& run = runs[(column - first) / kWidth<Bits>];
     run.numbers = numbers;
     c10::ForcedUnroll<kWidth<Bits> / kQuad>{}([&](auto quad) C10_ALWAYS_INLINE_ATTRIBUTE {
       for (int64_t part = 0; part < kParts; ++part)
         unpack<Bits, half * kQuad + quad>(codes, part).store(run.codes + quad * kLine + part * kLanes * kQuad);
     });
-  });
+  };
+  for_each_run<Bits>(format, packed, first, after, write);
 }
 
 // Bytes that are fetched while others are multiplied: some at every run, because more can be asked for than the memory
@@ -244,7 +247,8 @@ inline void multiply_packed_block(
   for (auto& total : totals)
     for (auto& vector : total) vector = Vec(0.0f);
   const bool minimums = format.has_minimums();
-  const auto add = [&](int64_t, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
+  const auto add = [&](int64_t, const uint8_t* codes, const GroupNumbers& numbers, auto half)
+                       C10_ALWAYS_INLINE_ATTRIBUTE {
     if (half == 0)
       for (int64_t line = 0; line < code_bytes(Bits) + kLine; line += kLine) __builtin_prefetch(codes + kAhead + line);
     const auto weights_at = [&](auto quad, int64_t part) C10_ALWAYS_INLINE_ATTRIBUTE {
@@ -268,11 +272,12 @@ inline void with_count(int64_t count, const Body& body) {
   }
 }
 
-// out[rows, kStride] = inputs[rows, depth] times some blocks of 16 rows of weights, whose bytes lie `block_bytes` apart.
+// out[rows, kStride] = inputs[rows, depth] times some blocks of 16 rows of weights, whose bytes lie `block_bytes`
+// apart.
 template <int64_t Bits>
 void multiply_blocks(
-    const PackedFormat& format, const uint8_t* packed, int64_t block_bytes, int64_t blocks, const InputRun<Bits>* inputs,
-    int64_t rows, int64_t depth, float* out) {
+    const PackedFormat& format, const uint8_t* packed, int64_t block_bytes, int64_t blocks,
+    const InputRun<Bits>* inputs, int64_t rows, int64_t depth, float* out) {
   const bool minimums = format.has_minimums();
   if (rows <= kTile) {
     for (int64_t block = 0; block < blocks; ++block)
@@ -310,7 +315,8 @@ void multiply_blocks(
 template <int64_t Bits>
 inline void dequantize_panel(
     const PackedFormat& format, const uint8_t* packed, int64_t first, int64_t after, float* panel, int64_t stride) {
-  for_each_run<Bits>(format, packed, first, after, [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half) C10_ALWAYS_INLINE_ATTRIBUTE {
+  const auto write = [&](int64_t column, const uint8_t* codes, const GroupNumbers& numbers, auto half)
+                         C10_ALWAYS_INLINE_ATTRIBUTE {
     for (int64_t part = 0; part < kParts; ++part) {
       const Vec scales = Vec::loadu(numbers.scales + part * kLanes);
       const Vec minimums =
@@ -325,7 +331,8 @@ inline void dequantize_panel(
         }
       });
     }
-  });
+  };
+  for_each_run<Bits>(format, packed, first, after, write);
 }
 
 template <int64_t Bits, typename Number>
@@ -401,11 +408,14 @@ inline at::Tensor packed_linear(
     int64_t bits, int64_t group, int64_t scale, int64_t offset, int64_t zero) {
   const PackedFormat format{bits, group, scale, offset, zero};
   TORCH_CHECK(
-      (bits == 6 ? group == 16 : group % kPackedColumns == 0 && (bits == 4 || bits == 5 || bits == 8)) && input.dim() == 2 && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.stride(1) == 1 &&
+      (bits == 6 ? group == 16 : group % kPackedColumns == 0 && (bits == 4 || bits == 5 || bits == 8)),
+      "packed_linear: no implementation for ", bits, " bits in groups of ", group);
+  TORCH_CHECK(
+      input.dim() == 2 && packed.dim() == 2 && packed.scalar_type() == at::kByte && packed.stride(1) == 1 &&
           input.size(1) % format.span() == 0 && packed.size(0) == divide_up(columns, kPackedRows) &&
           packed.size(1) == input.size(1) / format.span() * format.cell_bytes(),
-      "packed_linear: input [M, K] and packed rows of K columns in groups are needed, not ", input.sizes(),
-      ", ", packed.sizes(), ", ", bits, " bits and groups of ", group);
+      "packed_linear: input [M, K] and packed rows of K columns are needed, not ", input.sizes(), " and ",
+      packed.sizes());
   const at::Tensor rows = input.contiguous(), added = bias ? bias->contiguous() : at::Tensor();
   at::Tensor out = at::empty({input.size(0), columns}, input.options());
   const auto rounded = [&](auto number) {
