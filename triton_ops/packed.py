@@ -38,7 +38,7 @@ class PackedFormat(NamedTuple):
     bits: int
     """Bits of a code: 4, 5, 6 or 8. Those of 8 bits are signed."""
     group: int
-    """Columns that share a scale: 16, or a multiple of 32."""
+    """Columns that share a scale: 16 of 6 bits, else a multiple of 32."""
     scale: int
     """Place of the scales' dtype in float16, bfloat16, float32; or 3: int8, times a float16 of 256 columns."""
     offset: int
