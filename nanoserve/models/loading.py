@@ -21,7 +21,7 @@ from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
-from nanoserve.models.gguf_file import BLOCK_TYPES
+from nanoserve.models.gguf_types import BLOCK_TYPES
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.quantized_tensors import INTEGERS, DecodeRows, Read, find_matrix
 from nanoserve.models.shards import Shard

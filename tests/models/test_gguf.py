@@ -13,7 +13,7 @@ from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import SparseExperts
 from nanoserve.models.gguf_directory import gguf_directory
-from nanoserve.models.gguf_file import BLOCK_TYPES
+from nanoserve.models.gguf_types import BLOCK_TYPES
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedEmbedding, PackedExperts
 from nanoserve.models.shards import make_shards

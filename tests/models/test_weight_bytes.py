@@ -14,7 +14,7 @@ from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.weight_bits import GGUF_BITS, ROWS
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.gguf_blocks import decode_blocks
-from nanoserve.models.gguf_file import BLOCK_TYPES
+from nanoserve.models.gguf_types import BLOCK_TYPES
 from nanoserve.models.hub import find_shape
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import make_shards
