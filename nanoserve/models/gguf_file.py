@@ -138,7 +138,8 @@ class GgufFile:
         number, offset = self._number("I"), self._number("Q")
         block_type = BLOCK_TYPES.get(number)
         if block_type is None:
-            found = TYPE_NAMES[number] if number < len(TYPE_NAMES) else f"number {number}"
+            names = TYPE_NAMES.split()
+            found = names[number] if number < len(names) else f"number {number}"
             known = ", ".join(found.name for found in BLOCK_TYPES.values())
             raise self.fail(f"tensor {name!r:.80} has type {found}, which is not read; use a file of {known}")
         if math.prod(shape) == 0 or math.prod(shape) * block_type.num_bytes > len(self.data) * block_type.size:
