@@ -109,7 +109,7 @@ def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, o
     if "transformers" in names and (options.quantization or config.quantization or weights.own_gguf_file(model)):
         names = [name for name in names if name != "transformers"]
         report.note("transformers is left out: it would compute with 16-bit copies of the quantized weights")
-    files = {
+    files: dict[str, Any] = {
         "transformers": weights.checkpoint_directory,
         "llama.cpp": partial(weights.gguf_file, quantization=options.quantization),
     }
