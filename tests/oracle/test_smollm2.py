@@ -123,7 +123,7 @@ def test_answers_are_those_of_transformers(
             answer = dequantized.generate(
                 torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=2
             )
-        assert output.outputs[0].token_ids == answer[0, len(prompt) :].tolist()
+        assert list(output.outputs[0].token_ids) == answer[0, len(prompt) :].tolist()
 
 
 def test_logits_are_those_of_llama_cpp(directory: Path, prompts: list[list[int]]) -> None:
