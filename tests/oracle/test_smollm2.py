@@ -120,8 +120,13 @@ def test_answers_are_those_of_transformers(
         outputs = llm.generate(prompts[:5], params)
     for prompt, output in zip(prompts, outputs, strict=False):
         with torch.inference_mode():
+            ids = torch.tensor([prompt])
             answer = dequantized.generate(
-                torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=-1, pad_token_id=2
+                ids,
+                attention_mask=torch.ones_like(ids),  # the token of padding also ends a message
+                max_new_tokens=24,
+                do_sample=False,
+                eos_token_id=-1,
             )
         assert list(output.outputs[0].token_ids) == answer[0, len(prompt) :].tolist()
 
