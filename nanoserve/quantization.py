@@ -116,3 +116,8 @@ ROUNDING_BITS: Mapping[str, int] = {"int4": 4, "int8": 8}
 """Bits of the weights of each choice of ``--quantization``, which rounds them to nearest while they load."""
 ROUNDING_GROUP = 32
 """Columns that share a scale then, on a CPU."""
+
+WEIGHT_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4, 8), "awq": (3, 4, 8), "gptq": (3, 4, 8), "llm-int8": (8,)}
+"""The methods of ``nanoserve quantize``, and the bits that weights may have with each."""
+CALIBRATING = ("awq", "gptq")
+"""Those that run a text through the model."""

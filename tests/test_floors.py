@@ -39,6 +39,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "papers": {
         *("errors", "processes", "config", "measures", "costs", "scheduler", "record", "simulator", "benchmarks"),
+        *("request", "models", "llm"),
     },
     "text": {"errors", "processes"},
     "grammar": {"errors", "processes", "text"},

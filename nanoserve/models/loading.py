@@ -141,6 +141,14 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
         yield checkpoint
 
 
+def fill_layers(decoder: Decoder, parts: Iterable[TensorPart], path: Path, quantization: Quantization) -> None:
+    """Fill parts of a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds them and
+    nothing else. Raises ModelError."""
+    with _OpenFiles() as files:
+        stored = _with_matrices(_stored_tensors(path.parent, {path: files(path)}), quantization, files)
+    _fill(decoder, _check(parts, stored, decoder.model_config, path), stored, None)
+
+
 def empty_decoder(
     config: ModelConfig,
     dtype: torch.dtype,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import ModelError
@@ -94,28 +95,36 @@ def _wanted(rows: int, columns: int, dtype: str | None, quantization: Quantizati
 
     method, group, height = quantization.method, quantization.group, quantization.rows
     groups = 1 if group < 0 else -(-columns // group)
-    found: dict[str, _Known]
+    found: dict[str, _Known] = {}
     if method in ("gptq", "awq"):
-        codes = (words(columns), rows) if method == "gptq" else (columns, words(rows))
-        found = {"qweight": (_WORDS, [codes]), "qzeros": (_WORDS, [(groups, words(rows))])}
+        found["qweight"] = _WORDS, [(words(columns), rows) if method == "gptq" else (columns, words(rows))]
+        found["qzeros"] = _WORDS, [(groups, words(rows))]
         found["scales"] = _FLOATS, [(groups, rows)]
-        return found | ({"g_idx": (_INDICES, [(columns,)])} if method == "gptq" else {})
+        if method == "gptq":
+            found["g_idx"] = _INDICES, [(columns,)]
+        return found
     whole: list[tuple[int, ...]] = [(1,), ()] if (height, group) == (1, -1) else []
     if method == "fp8" or dtype == "F8_E4M3":
+        found["weight"] = ("F8_E4M3",), [(rows, columns)]
         scale = "weight_scale_inv" if method == "fp8" and group > 0 else "weight_scale"
-        found = {"weight": (("F8_E4M3",), [(rows, columns)])}
-        return found | {scale: ((*_FLOATS, "F8_E8M0"), [(-(-rows // height), groups), *whole])}
-    found = {"weight_scale": (_FLOATS, [(rows, groups), *whole]), "weight_g_idx": (_INDICES, [(columns,)])}
+        found[scale] = (*_FLOATS, "F8_E8M0"), [(-(-rows // height), groups), *whole]
+        return found
     if dtype == "I8":
-        zeros = (("I8",), [(rows, groups), *whole])
-        return {"weight": (("I8",), [(rows, columns)]), "weight_zero_point": zeros} | found
-    codes, zeros = (rows, words(columns)), (_WORDS, [(words(rows), groups)])
-    return {"weight_packed": (_WORDS, [codes]), "weight_shape": (_INDICES, [(2,)]), "weight_zero_point": zeros} | found
+        found["weight"] = ("I8",), [(rows, columns)]
+        found["weight_zero_point"] = ("I8",), [(rows, groups), *whole]
+    else:
+        found["weight_packed"] = _WORDS, [(rows, words(columns))]
+        found["weight_zero_point"] = _WORDS, [(words(rows), groups)]
+        found["weight_shape"] = _INDICES, [(2,)]
+    found["weight_scale"] = _FLOATS, [(rows, groups), *whole]
+    found["weight_g_idx"] = _INDICES, [(columns,)]
+    return found
 
 
 def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], DecodeRows]:
     """The tensors and the decoder of a matrix. All experts of a layer have theirs in one tensor, gate before up."""
-    (rows, columns), stem, leading = part.shape, part.name, ()
+    (rows, columns), stem = part.shape, part.name
+    leading: tuple[int, ...] = ()
     decode = partial(_decode_mxfp4, stem, None, 0)
     if part.expert is not None and config.moe is not None:
         matrix = part.parameter.rpartition(".")[2]
@@ -145,6 +154,18 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     each = (words[:, :, None] >> torch.arange(_WORD_BITS) & 1).flatten(1)[:, : count * bits]
     weights = 1 << torch.arange(bits)
     return (each.view(len(words), count, bits) * weights).sum(-1).to(torch.uint8)
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `unpack_words`: numbers from 0, of any integer dtype, [N, K] -> int32 [N, W]."""
+    blocks = functional.pad(codes, (0, -codes.shape[1] % _WORD_BITS)).view(len(codes), -1, _WORD_BITS).long()
+    words = blocks.new_zeros(*blocks.shape[:2], bits + 1)
+    for place in range(_WORD_BITS):
+        word, shift = divmod(place * bits, _WORD_BITS)
+        shifted = blocks[:, :, place] << shift
+        words[:, :, word] |= shifted & 0xFFFFFFFF
+        words[:, :, word + 1] |= shifted >> _WORD_BITS
+    return words[:, :, :bits].flatten(1)[:, : -(-codes.shape[1] * bits // _WORD_BITS)].to(torch.int32)
 
 
 def _decode_compressed(module: str, quantization: Quantization, read: Read, rows: slice) -> GroupQuantized | Tensor:
@@ -184,12 +205,13 @@ def _decode_gptq(module: str, quantization: Quantization, read: Read, rows: slic
 
 def _decode_awq(module: str, quantization: Quantization, read: Read, rows: slice) -> GroupQuantized:
     """Words lie along the rows of the matrix, eight to a word in an order of their own."""
-    scales = read(f"{module}.scales")[:, rows]
+    scales, first = read(f"{module}.scales")[:, rows], rows.start // len(_AWQ_ORDER)
 
     def unpacked(name: str) -> Tensor:
-        words = read(f"{module}.{name}")
-        numbers = unpack_words(words[:], quantization.bits, words.get_shape()[1] * len(_AWQ_ORDER))
-        return numbers.view(len(numbers), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].flatten(1)[:, rows].T
+        words = read(f"{module}.{name}")[:, first : -(-rows.stop // len(_AWQ_ORDER))]
+        numbers = unpack_words(words, quantization.bits, words.shape[1] * len(_AWQ_ORDER))
+        ordered = numbers.view(len(numbers), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].flatten(1).T
+        return ordered[rows.start % len(_AWQ_ORDER) :][: scales.shape[1]]
 
     return _integers(unpacked("qweight"), quantization.bits, scales.T, unpacked("qzeros"), None)
 
