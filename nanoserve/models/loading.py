@@ -27,6 +27,7 @@ from nanoserve.models.quantized_tensors import INTEGERS, DecodeRows, Read, find_
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
+from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized, pack, round_to_nearest
 from triton_ops.packed import ROWS
 
@@ -125,8 +126,7 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
         stored = _stored_tensors(directory, files)
-        if config.quantization is not None:
-            stored = _with_matrices(stored, config, files.__getitem__)
+        stored = _with_matrices(tensor_parts(config), stored, config, files.__getitem__)
         checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
         _check_tied(checkpoint, config)
         if quantization is not None:
@@ -144,9 +144,10 @@ def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | No
 def fill_layers(decoder: Decoder, parts: Iterable[TensorPart], path: Path, quantization: Quantization) -> None:
     """Fill parts of a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds them and
     nothing else. Raises ModelError."""
+    parts, config = list(parts), replace(decoder.model_config, quantization=quantization)
     with _OpenFiles() as files:
-        stored = _with_matrices(_stored_tensors(path.parent, {path: files(path)}), quantization, files)
-    _fill(decoder, _check(parts, stored, decoder.model_config, path), stored, None)
+        stored = _with_matrices(parts, _stored_tensors(path.parent, {path: files(path)}), config, files)
+    _fill(decoder, _check(parts, stored, config, path), stored, None)
 
 
 def empty_decoder(
@@ -236,12 +237,12 @@ def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> G
 
 
 def _with_matrices(
-    stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
+    parts: Iterable[TensorPart], stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
 ) -> dict[str, StoredTensor]:
     """The tensors with each quantized matrix in the place of those that make it. It stops at the first missing part."""
     places = {name: found.path for name, found in stored.items()}
     left = dict(stored)
-    for part in tensor_parts(config):
+    for part in parts:
         matrix = find_matrix(part, stored, config, _reader(places, open_file))
         if matrix is not None:
             names, decode = matrix

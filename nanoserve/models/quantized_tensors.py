@@ -46,8 +46,9 @@ def find_matrix(
     not quantized. `stored` has the path, shape and dtype of every tensor. Raises ModelError, one line that names the
     file and the tensor, if one is missing or does not fit the part."""
     plain, module, quantization = stored.get(part.name), part.name.removesuffix(".weight"), config.quantization
-    assert quantization is not None
-    if len(part.shape) != 2 or (plain is not None and plain.dtype not in ("I8", "F8_E4M3")):
+    if quantization is None or quantization.method not in (*_DECODERS, "mxfp4") or len(part.shape) != 2:
+        return None
+    if plain is not None and plain.dtype not in ("I8", "F8_E4M3"):
         return None
     if quantization.method == "mxfp4":
         wanted, decode = _mxfp4(part, config)

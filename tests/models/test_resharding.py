@@ -35,7 +35,7 @@ def shards_of(config: ModelConfig, degrees: Degrees) -> list[Shard]:
 def reshardable(
     directory: Path, pair: tuple[Degrees, Degrees], rank: int, dtype: torch.dtype = torch.float32, **more: str | None
 ) -> ReshardableWeights:
-    config = ModelConfig.from_directory(directory)
+    config = ModelConfig.from_directory(directory).rounded(more.get("quantization"))
     shards = [shards_of(config, degrees)[rank] for degrees in pair]
     groups = [ThreadGroup.alone() if shard.degree > 1 else None for shard in shards]
     device = torch.device("cpu")
