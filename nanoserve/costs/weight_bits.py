@@ -3,7 +3,8 @@
 Codes of 3 bits take 4, those of MXFP4 5; a scale takes 16, a zero point 8. Matrices of fp8 are loaded as numbers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from nanoserve.checkpoint_names import checkpoint_names
 from nanoserve.config import ModelConfig
@@ -19,7 +20,8 @@ _KEPT = {"rounding": ("router",), "compressed-tensors": ("embedding",)}
 """Matrices that a method leaves as numbers; others leave these three: embedding, head, router."""
 
 
-def matrix_bits(model: ModelConfig, layer: int | None) -> dict[str, Bits]:
+@lru_cache(maxsize=4096)
+def matrix_bits(model: ModelConfig, layer: int | None) -> Mapping[str, Bits]:
     """The bits of every matrix of a layer by name, or those of the embedding and the head, which may be one matrix;
     empty if the model is not quantized."""
     quantization, hidden, moe, names = model.quantization, model.hidden_size, model.moe, checkpoint_names(model)
