@@ -73,7 +73,7 @@ def build_engine(
     """Load the weights and put cache, executor and scheduler around them; the caller closes the engine. Raises
     ModelError if the model cannot be used, UsageError if a setting makes no sense for it, RuntimeFailure if the memory
     does not suffice or the trace cannot be written."""
-    model = read_config(resolved)
+    model = read_config(resolved, config.quantization)
     default_params = _default_params(model.sampling_defaults, resolved)
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
@@ -169,7 +169,7 @@ def _build_on_workers(
     """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
     from nanoserve.runtime.workers.executor import start_workers, wait_for_news  # ZeroMQ is for them alone
 
-    model = read_config(resolved)
+    model = read_config(resolved, config.quantization)
     shards_of_layouts(model, config)  # a model that cannot be divided is refused before any process is started
     _make_policy(config)  # likewise
     host_blocks = choose_host_blocks(model, config)

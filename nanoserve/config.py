@@ -1,13 +1,13 @@
 """ModelConfig: a model's shape, and how a Hugging Face config.json is read into it. No torch here."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, UsageError
 from nanoserve.processes.files import read_json_object, read_optional_json_object
-from nanoserve.quantization import Quantization
+from nanoserve.quantization import CPU_GROUP, Quantization, Rounding
 
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
@@ -34,6 +34,8 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
+    frequency_factors: tuple[float, ...] = ()
+    """What the frequencies are divided by besides, as GGUF files say it; empty or rotary_dim / 2 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,15 @@ class ModelConfig:
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer's feed-forward part is a mixture of experts."""
         return self.moe is not None and layer in self.moe.sparse_layers
+
+    def rounded(self, quantization: str | None) -> "ModelConfig":
+        """The model as `--quantization` rounds it. Raises UsageError if it is quantized already."""
+        if quantization is None:
+            return self
+        if self.quantization is not None:
+            raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
+        rounding = Rounding.parse(quantization)
+        return replace(self, quantization=Quantization("rounding", rounding.bits, rounding.group or CPU_GROUP))
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "ModelConfig":
@@ -246,6 +257,12 @@ class _Fields:
     def optional_number(self, key: str) -> float | None:
         return None if self.get(key) is None else self.number(key, 0.0)
 
+    def positive_numbers(self, key: str, *, count: int) -> tuple[float, ...]:
+        value = self.get(key, [])
+        if not isinstance(value, list) or len(value) not in (0, count):
+            raise self._fail(key, f"a list of {count} numbers")
+        return tuple(_Fields({key: one}, self.source).number(key, 1.0, least=_LEAST_ROPE_NUMBER) for one in value)
+
     def whole(self, key: str) -> int | None:
         value = self.optional_number(key)
         if value is not None and not value.is_integer():
@@ -336,6 +353,7 @@ def _rope(fields: _Fields, family: str, head_dim: int) -> RopeConfig:
         original_max_position_embeddings=original,
         truncate=rope.flag("truncate", default=True),
         attention_factor=rope.optional_number("attention_factor"),
+        frequency_factors=rope.positive_numbers("frequency_factors", count=rotary_dim // 2),
         **{name: rope.number(name, getattr(_PLAIN_ROPE, name)) for name in _ROPE_NUMBERS},
     )
     # The rules that blend kept and stretched frequencies need two different borders between them.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.processes.threads import MOST_THREADS
-from nanoserve.quantization import ROUNDING_BITS
+from nanoserve.quantization import Rounding
 from nanoserve.scheduler.policies import POLICIES
 
 MOST_PARALLEL = 64
@@ -33,7 +33,8 @@ class EngineConfig:
     dtype: str = "auto"
     """auto, bfloat16, float16 or float32, for weights and KV cache."""
     quantization: str | None = None
-    """int4 or int8: weights are rounded to nearest while they load; None leaves them as they are stored."""
+    """int4 or int8: weights are rounded to nearest while they load; None leaves them as they are stored. The columns
+    that share a scale may be named: int4:64."""
     device: str = "cpu"
     """cpu, cuda or cuda:N. With several workers, cuda gives each worker the GPU of its number on its machine."""
     max_model_len: int | None = None
@@ -104,8 +105,8 @@ class EngineConfig:
         return self.host_kv_memory is not None or self.decode_layout is not None or self.attends_on_host
 
     def __post_init__(self) -> None:
-        if self.quantization not in (None, *ROUNDING_BITS):
-            raise UsageError(f"quantization must be one of {', '.join(ROUNDING_BITS)}, not {self.quantization!r}")
+        if self.quantization is not None:
+            Rounding.parse(self.quantization)
         for name, (low, high) in _BOUNDS.items():
             if (value := getattr(self, name)) is not None and not low <= value <= high:
                 raise UsageError(f"{name} must be from {low} to {high}, not {value}")

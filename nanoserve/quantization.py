@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,37 +14,57 @@ class Quantization:
     """The `quantization_config` of a config.json, as far as tensors are read by it."""
 
     method: str
-    """compressed-tensors, gptq, awq or fp8."""
+    """compressed-tensors, gptq, awq, fp8 or mxfp4; gguf; rounding, by --quantization."""
     bits: int = 8
     group: int = -1
     """Columns that share a scale; -1 means all of a row."""
+    rows: int = 1
+    """Rows that share a scale."""
     zero_is_stored_less_one: bool = False
     """GPTQ version 1 stores zero points less one."""
+    has_zeros: bool = False
+    """Whether every matrix of compressed-tensors must have zero points."""
+    is_float: bool = False
+    """Whether matrices are stored as numbers of 8 bits and loaded as numbers."""
     ignored: tuple[str, ...] = ()
-    """Modules that are not quantized: names, beginnings of names, or `re:` and a regular expression."""
+    """Modules that are said not to be quantized: parts of names, or `re:` and a regular expression."""
+    tensor_types: tuple[tuple[str, str], ...] = ()
+    """The quantized matrices of a GGUF file, each with its type."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
-        """Raises ModelError, one line that begins with `source`, for methods and settings that are not read."""
-        method = config.get("quant_method")
+        """The loader knows the modules that are left alone by their tensors, the cost model by the list of them. Raises
+        ModelError, one line that begins with `source`, for methods and settings that are not read."""
+        ignored = config.get("ignore") or config.get("modules_to_not_convert") or ()
+        names = tuple(name for name in ignored if isinstance(name, str)) if isinstance(ignored, list) else ()
+        return replace(cls._of_method(config.get("quant_method"), config, source), ignored=names)
+
+    @classmethod
+    def _of_method(cls, method: Any, config: Mapping[str, Any], source: str) -> "Quantization":
         if method in ("gptq", "awq"):
             return cls._of_words(method, config, source)
         if method == "fp8":
-            return cls("fp8", ignored=_names(config.get("modules_to_not_convert")))
+            rows, group = _block(config["weight_block_size"], source) if config.get("weight_block_size") else (1, -1)
+            return cls("fp8", 8, group, rows, is_float=True)
+        if method == "mxfp4":
+            return cls("mxfp4", 4, 32)
         if method == "compressed-tensors":
             return cls._of_compressed_tensors(config, source)
-        instead = "choose a checkpoint of compressed-tensors, GPTQ, AWQ or GGUF, or the one in 16 bits"
+        if method == "gguf" and isinstance(types := config.get("tensor_types"), dict):
+            return cls("gguf", tensor_types=tuple((name, str(kind)) for name, kind in types.items()))
+        instead = "choose one of compressed-tensors, GPTQ, AWQ, fp8, MXFP4 or GGUF, or 16 bits and --quantization int4"
         raise ModelError(f"{source}: quantization method {method!r:.40} is not read; {instead}")
 
     @classmethod
     def _of_words(cls, method: str, config: Mapping[str, Any], source: str) -> "Quantization":
         bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
-        if bits not in ((4, 8) if method == "gptq" else (4,)) or not isinstance(group, int):
+        if not (isinstance(bits, int) and bits in ((4, 8) if method == "gptq" else (4,)) and _is_group(group)):
             raise ModelError(f"{source}: {method} with {bits!r:.20} bits in groups of {group!r:.20} is not read")
-        if method == "awq" and config.get("version", "gemm").lower() != "gemm":
-            raise ModelError(f"{source}: AWQ of version {config['version']!r:.20} is not read; only gemm is")
+        version = config.get("version", "gemm")
+        if method == "awq" and str(version).lower() != "gemm":
+            raise ModelError(f"{source}: AWQ of version {version!r:.20} is not read; only gemm is")
         older = method == "gptq" and config.get("checkpoint_format", "gptq") != "gptq_v2"
-        return cls(method, bits, group, older, _names(config.get("modules_to_not_convert")))
+        return cls(method, bits, group, zero_is_stored_less_one=older)
 
     @classmethod
     def _of_compressed_tensors(cls, config: Mapping[str, Any], source: str) -> "Quantization":
@@ -52,28 +73,74 @@ class Quantization:
         weights = schemes[0].get("weights") if len(schemes) == 1 and isinstance(schemes[0], dict) else None
         if not isinstance(weights, dict):
             raise ModelError(f"{source}: quantization_config must have one entry of config_groups with weights")
-        bits, kind = weights.get("num_bits"), weights.get("type")
-        if (kind, bits) not in (("int", 3), ("int", 4), ("int", 8), ("float", 8)):
-            raise ModelError(f"{source}: weights of type {kind!r:.20} in {bits!r:.20} bits are not read")
-        return cls(
-            "compressed-tensors", int(bits or 0), weights.get("group_size") or -1, ignored=_names(config.get("ignore"))
-        )
+        stored, bits, kind = config.get("format"), weights.get("num_bits"), weights.get("type")
+        if stored not in (None, *_COMPRESSED_FORMATS):
+            raise ModelError(f"{source}: format {stored!r:.40} is not read; only {', '.join(_COMPRESSED_FORMATS)} are")
+        rows, group = 1, weights.get("group_size") or -1
+        if weights.get("strategy") == "block":
+            rows, group = _block(weights.get("block_structure"), source)
+        if (kind, bits, rows > 1) not in _COMPRESSED_TYPES or not _is_group(group):
+            what = f"type {kind!r:.20} in {bits!r:.20} bits and groups of {group!r:.20}"
+            raise ModelError(f"{source}: weights of {what} are not read")
+        has_zeros = weights.get("symmetric") is False
+        return cls("compressed-tensors", int(bits or 0), group, rows, has_zeros=has_zeros, is_float=kind == "float")
 
     def leaves_alone(self, module: str) -> bool:
         return any(_matches(pattern, module) for pattern in self.ignored)
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    return tuple(name for name in value or () if isinstance(name, str))
-
-
 def _matches(pattern: str, module: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return module == pattern or module.startswith(f"{pattern}.") or f".{pattern}." in f".{module}."
+    expression = pattern[3:] if pattern.startswith("re:") else rf"(.*\.)?{pattern}(\.|$)"
+    with suppress(re.error):
+        return re.match(expression, module) is not None
+    return False
 
 
-ROUNDING_BITS: Mapping[str, int] = {"int4": 4, "int8": 8}
-"""Bits of the weights of each choice of ``--quantization``, which rounds them to nearest while they load."""
-ROUNDING_GROUP = 32
-"""Columns that share a scale then, on a CPU."""
+_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_COMPRESSED_TYPES = [("int", 3, False), ("int", 4, False), ("int", 8, False), ("float", 8, False), ("float", 8, True)]
+"""Types and bits of weights, and whether several rows may share a scale."""
+
+
+def _is_group(value: Any) -> bool:
+    return type(value) is int and (value == -1 or value > 0)
+
+
+def _block(value: Any, source: str) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+        raise ModelError(f"{source}: the block of rows and columns that share a scale must be two sizes: {value!r:.40}")
+    return value[0], value[1]
+
+
+CPU_GROUP, _GPU_GROUPS = 32, (128, 64, 32)
+
+WEIGHT_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4, 8), "awq": (3, 4, 8), "gptq": (3, 4, 8), "llm-int8": (8,)}
+"""The methods of ``nanoserve quantize``, and the bits that weights may have with each."""
+CALIBRATING = ("awq", "gptq")
+"""Those that run a text through the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """A choice of ``--quantization``, which rounds weights to nearest while they load."""
+
+    bits: int
+    group: int | None
+    """Columns that share a scale, if the user named them."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Rounding":
+        """int4 or int8, perhaps with a group, as int4:64. Raises UsageError."""
+        named = re.fullmatch(r"(int4|int8)(?::(\d{1,6}))?", str(text), re.ASCII)
+        if named is None:
+            raise UsageError(f"quantization must be int4 or int8, perhaps with a group as in int4:64, not {text!r:.40}")
+        group = None if named[2] is None else int(named[2])
+        if group is not None and (group == 0 or group % 32):
+            raise UsageError(f"quantization {text}: a group is a multiple of 32 columns")
+        return cls(int(named[1].removeprefix("int")), group)
+
+    def group_of(self, columns: int, *, on_gpu: bool) -> int | None:
+        """The group for runs of that many columns: the user's, else 32 on a CPU and the largest of 128, 64 and 32 on a
+        GPU. None if it does not divide them."""
+        groups = (self.group,) if self.group else _GPU_GROUPS if on_gpu else (CPU_GROUP,)
+        return next((group for group in groups if columns % group == 0), None)

@@ -147,9 +147,10 @@ def recorded_digests(record: Path) -> dict[str, str]:
 
 def all_forms() -> list[Form]:
     """Every default form for every target, in a process that was prepared."""
-    from triton_ops.gpu.variants import attention_variants, cache_variants
+    from triton_ops.gpu.variants import attention_variants, cache_variants, packed_variants
 
-    forms = {target: (*attention_variants(target.capability // 10), *cache_variants()) for target in TARGETS}
+    same = (*cache_variants(), *packed_variants())
+    forms = {target: (*attention_variants(target.capability // 10), *same) for target in TARGETS}
     return [(target, variant) for target, variants in forms.items() for variant in variants]
 
 

@@ -51,7 +51,10 @@ def test_the_table_has_a_line_for_each_program() -> None:
     assert line.startswith("sm_90") and line.split()[-6:] == ["1", "96", "0", "0", "2048", "wgmma"]
 
 
-PROGRAMS = ("write_slots", "move_blocks", "attend_single_tokens", "attend_longer_rows", "add_up_splits")
+PROGRAMS = (
+    *("write_slots", "move_blocks", "attend_single_tokens", "attend_longer_rows", "add_up_splits"),
+    *("multiply_packed", "add_up_parts"),
+)
 
 
 def test_one_form_of_each_program_is_chosen_for_each_target() -> None:

@@ -24,9 +24,10 @@ FLOORS: dict[str, set[str]] = {
     "layout": {"errors"},
     "quantization": {"errors"},
     "config": {"errors", "processes", "quantization"},
+    "checkpoint_names": {"config"},
     "measures": {"errors", "processes"},
     "kv": {"errors", "request", "config"},
-    "costs": {"errors", "processes", "layout", "config", "request"},
+    "costs": {"errors", "processes", "layout", "quantization", "config", "checkpoint_names", "request"},
     "scheduler": {"errors", "processes", "request", "kv", "costs"},
     "engine_config": {"errors", "processes", "layout", "quantization", "scheduler"},
     "record": {"errors", "layout", "request", "measures", "costs", "scheduler"},
@@ -38,11 +39,14 @@ FLOORS: dict[str, set[str]] = {
     },
     "papers": {
         *("errors", "processes", "config", "measures", "costs", "scheduler", "record", "simulator", "benchmarks"),
+        *("request", "models", "llm"),
     },
     "text": {"errors", "processes"},
     "grammar": {"errors", "processes", "text"},
     "outputs": {"errors", "request"},
-    "models": {"errors", "processes", "config", "quantization", "engine_config", "costs", "triton_ops"},
+    "models": {
+        *("errors", "processes", "config", "checkpoint_names", "quantization", "engine_config", "costs", "triton_ops"),
+    },
     "runtime": {
         *("errors", "processes", "config", "request", "measures", "scheduler", "record", "grammar"),
         *("models", "triton_ops", "costs", "layout", "engine_config"),

@@ -21,6 +21,7 @@ OPERATORS.implement("cache_write", "CUDA", on_first_call("cache", "cache_write")
 OPERATORS.implement("copy_blocks", "CUDA", on_first_call("cache", "copy_blocks"))
 OPERATORS.implement("gather_blocks", "CUDA", on_first_call("cache", "gather_blocks"))
 OPERATORS.implement("scatter_blocks", "CUDA", on_first_call("cache", "scatter_blocks"))
+OPERATORS.implement("packed_linear", "CUDA", on_first_call("packed", "packed_linear"))
 OPERATORS.implement("sparse_experts", "CUDA", on_first_call("experts", "sparse_experts"))
 
 __all__ = [

@@ -24,9 +24,10 @@ from triton_ops.registration import OPERATORS
 ROWS = 16
 """Rows of weights that are packed together."""
 _COLUMNS, _QUAD = 32, 4
+_LANES = 3  # the dimension of a view that goes over the rows of a block
 _SUPER_SPAN = 256
 
-_SCALES = (torch.float16, torch.bfloat16, torch.float32)
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _SUPER_SCALES = 3
 _ONE_ZERO, _ZEROS, _MINIMUMS, _SUPER_MINIMUMS = range(4)
 
@@ -37,7 +38,7 @@ class PackedFormat(NamedTuple):
     bits: int
     """Bits of a code: 4, 5, 6 or 8. Those of 8 bits are signed."""
     group: int
-    """Columns that share a scale: 16, or a multiple of 32."""
+    """Columns that share a scale: 16 of 6 bits, else a multiple of 32."""
     scale: int
     """Place of the scales' dtype in float16, bfloat16, float32; or 3: int8, times a float16 of 256 columns."""
     offset: int
@@ -50,10 +51,14 @@ class PackedFormat(NamedTuple):
         """Columns of a cell."""
         return _SUPER_SPAN if self.scale == _SUPER_SCALES else self.group
 
+    @property
+    def can_be_packed(self) -> bool:
+        return self.span % _COLUMNS == 0
+
     def row_bytes(self, columns: int) -> int:
         """Bytes of 16 packed rows."""
         groups = self.span // self.group
-        scales = groups + 2 if self.scale == _SUPER_SCALES else groups * _SCALES[self.scale].itemsize
+        scales = groups + 2 if self.scale == _SUPER_SCALES else groups * SCALES[self.scale].itemsize
         offsets = (0, groups, 2 * groups, groups + 2)[self.offset]
         return columns // self.span * ROWS * (scales + offsets + self.span * self.bits // 8)
 
@@ -82,7 +87,7 @@ class GroupQuantized:
 
     @property
     def format(self) -> PackedFormat:
-        scale = _SUPER_SCALES if self.super_scales is not None else _SCALES.index(self.scales.dtype)
+        scale = _SUPER_SCALES if self.super_scales is not None else SCALES.index(self.scales.dtype)
         offset = _ZEROS if self.zeros is not None else _ONE_ZERO
         if self.minimums is not None:
             offset = _MINIMUMS if self.super_minimums is None else _SUPER_MINIMUMS
@@ -99,6 +104,11 @@ class GroupQuantized:
             values = (codes - (self.zero if self.zeros is None else self._zero_codes()[:, :, None])) * scales
         values = values.view(rows, -1)
         return values if self.order is None else values[:, self.order.argsort()]
+
+    def is_finite(self) -> bool:
+        """Whether all numbers that codes are multiplied by, and that are subtracted, are finite."""
+        numbers = (self.scales, self.super_scales, self.minimums, self.super_minimums)
+        return all(bool(found.isfinite().all()) for found in numbers if found is not None)
 
     def _zero_codes(self) -> Tensor:
         """float32 [N, G]: codes of 8 bits are signed, their zeros are stored without a sign."""
@@ -177,23 +187,32 @@ def _lines(quads: Tensor, bits: int) -> Tensor:
         return quads
     first, last = torch.split(quads, 4, dim=-2)
     lines = [first & 15 | last << 4]
+    shifts = torch.arange(8, dtype=torch.uint8, device=quads.device)[:, None]
     if bits == 5:
-        shifts = torch.arange(8, dtype=torch.uint8)[:, None]
         lines.append(((quads >> 4) << shifts).sum(-2, keepdim=True, dtype=torch.uint8))
     if bits == 6:
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-        lines += [((half >> 4) << shifts).sum(-2, keepdim=True, dtype=torch.uint8) for half in (first, last)]
+        lines += [((half >> 4) << 2 * shifts[:4]).sum(-2, keepdim=True, dtype=torch.uint8) for half in (first, last)]
     return torch.cat(lines, dim=-2)
 
 
 def unpack(packed: Tensor, rows: int, form: PackedFormat) -> GroupQuantized:
     """The matrix that `pack` packed, without its padding."""
-    bits, group, scale, offset, zero = form
-    span, groups = form.span, form.span // group
+
+    def in_order(view: Tensor) -> Tensor:
+        lanes = view.movedim(_LANES, 1)
+        return lanes.reshape(-1, *lanes.shape[2:])[:rows]
+
+    return _matrix({name: in_order(view) for name, view in _views(packed, form).items()}, form)
+
+
+def _views(packed: Tensor, form: PackedFormat) -> dict[str, Tensor]:
+    """Each kind of numbers, [N / 16, C, n, 16, 1], and the codes as "lines", bytes [N / 16, C, lines, 16, 4]."""
+    bits, group, scale, offset, _ = form
+    groups = form.span // group
     # Bytes of a row's numbers in a cell, in their order.
     widths = {
         "super_scales": (torch.float16, 1 if scale == _SUPER_SCALES else 0),
-        "scales": (torch.int8 if scale == _SUPER_SCALES else _SCALES[scale], groups),
+        "scales": (torch.int8 if scale == _SUPER_SCALES else SCALES[scale], groups),
         "super_minimums": (torch.float16, 1 if offset == _SUPER_MINIMUMS else 0),
         "zeros": (torch.uint8, groups if offset == _ZEROS else 0),
         "minimums": (
@@ -202,19 +221,24 @@ def unpack(packed: Tensor, rows: int, form: PackedFormat) -> GroupQuantized:
         ),
     }
     used = sum(dtype.itemsize * count for dtype, count in widths.values()) * ROWS
-    cells = packed.view(len(packed), -1, used + span * bits * ROWS // 8)
-    parts: dict[str, Tensor] = {}
+    cells = packed.view(len(packed), -1, used + form.span * bits * ROWS // 8)
+    views = {"lines": cells[:, :, used:].view(*cells.shape[:2], -1, ROWS, _QUAD)}
     first = 0
     for name, (dtype, count) in widths.items():
         after = first + dtype.itemsize * count * ROWS
         if count:
-            numbers = cells[:, :, first:after].contiguous().view(dtype).view(*cells.shape[:2], count, ROWS)
-            parts[name] = numbers.permute(0, 3, 1, 2).reshape(len(packed) * ROWS, -1)[:rows]
+            views[name] = cells[:, :, first:after].view(dtype).view(*cells.shape[:2], count, ROWS, 1)
         first = after
-    lines = cells[:, :, used:].reshape(*cells.shape[:2], span // _COLUMNS, -1, ROWS * _QUAD)
-    quads = _codes(lines, bits).view(*lines.shape[:3], 8, ROWS, _QUAD)
-    codes = quads.permute(0, 4, 1, 2, 3, 5).reshape(len(packed) * ROWS, -1)[:rows]
-    return GroupQuantized(codes.view(torch.int8) if bits == 8 else codes, bits, zero=zero, **parts)
+    return views
+
+
+def _matrix(views: dict[str, Tensor], form: PackedFormat) -> GroupQuantized:
+    """The matrix of views whose rows are in order, [N, C, n, 1] and [N, C, lines, 4]."""
+    lines = views.pop("lines")
+    each = lines.shape[2] * _COLUMNS // form.span
+    codes = _codes(lines.view(*lines.shape[:2], form.span // _COLUMNS, each, _QUAD), form.bits).flatten(1)
+    parts = {name: view.flatten(1) for name, view in views.items()}
+    return GroupQuantized(codes.view(torch.int8) if form.bits == 8 else codes, form.bits, zero=form.zero, **parts)
 
 
 def _codes(lines: Tensor, bits: int) -> Tensor:
@@ -222,11 +246,11 @@ def _codes(lines: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return lines
     low = torch.cat((lines[..., :4, :] & 15, lines[..., :4, :] >> 4), dim=-2)
+    shifts = torch.arange(8, dtype=torch.uint8, device=lines.device)[:, None]
     if bits == 5:
-        return low | (lines[..., 4:, :] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1) << 4
+        return low | (lines[..., 4:, :] >> shifts & 1) << 4
     if bits == 6:
-        shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-        high = [line >> shifts & 3 for line in torch.split(lines[..., 4:, :], 1, dim=-2)]
+        high = [line >> 2 * shifts[:4] & 3 for line in torch.split(lines[..., 4:, :], 1, dim=-2)]
         return low | torch.cat(high, dim=-2) << 4
     return low
 
@@ -264,11 +288,17 @@ def _packed_linear(
     zero: int,
 ) -> Tensor:
     """rows [R, K] -> [R, columns]"""
-    weight = unpack(packed, columns, PackedFormat(bits, group, scale, offset, zero)).dequantize()
+    return multiply_unpacked(rows, packed, bias, columns, bits, group, scale, offset, zero)
+
+
+def multiply_unpacked(rows: Tensor, packed: Tensor, bias: Tensor | None, columns: int, *form: int) -> Tensor:
+    """The same by a whole matrix in the dtype of the rows."""
+    weight = unpack(packed, columns, PackedFormat(*form)).dequantize()
     return functional.linear(rows, weight.to(rows.dtype), bias)
 
 
 def packed_rows(packed: Tensor, indices: Tensor, form: PackedFormat) -> Tensor:
     """Some rows of a packed matrix: int64 [n] -> float32 [n, K]."""
-    blocks = unpack(packed[indices // ROWS], len(indices) * ROWS, form)
-    return blocks.rows(torch.arange(len(indices), device=indices.device) * ROWS + indices % ROWS).dequantize()
+    blocks, lanes = indices // ROWS, indices % ROWS
+    taken = {name: view.movedim(_LANES, 1)[blocks, lanes] for name, view in _views(packed, form).items()}
+    return _matrix(taken, form).dequantize()

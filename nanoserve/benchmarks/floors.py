@@ -46,14 +46,15 @@ class Limits:
 
 
 class ModelCost:
-    """Bytes and operations of steps of a model, each of whose weights, keys and values takes ``weight_bytes`` bytes."""
+    """Bytes and operations of steps of a model, each of whose numbers takes ``number_bytes`` bytes: weights that are
+    not quantized, keys and values."""
 
-    def __init__(self, config: ModelConfig, weight_bytes: int) -> None:
-        self._counts = ModelCounts(config, precision=Precision.of(8 * weight_bytes))
+    def __init__(self, config: ModelConfig, number_bytes: int) -> None:
+        self._counts = ModelCounts(config, precision=Precision.of(8 * number_bytes))
 
     def step_bytes(self, work: StepWork) -> float:
         counts = self._counts
-        embeddings = work.tokens * counts.model.hidden_size * counts.precision.other_bytes
+        embeddings = counts.embedding(work.tokens).weight_bytes
         weights = sum(operator.weight_bytes for operator in counts.products(work, 0))
         keys = work.decode_context + sum(chunk_keys(*chunk) for chunk in work.chunks)
         return weights + embeddings + counts.kv_bytes_per_token(0) * keys

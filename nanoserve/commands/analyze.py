@@ -8,14 +8,15 @@ import msgspec
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import ResultOptions
-from nanoserve.commands.engine_options import MODEL_PANEL
+from nanoserve.commands.engine_options import MODEL_PANEL, quantization_option
 from nanoserve.commands.options import HARDWARE_PANEL, option
-from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
+from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, BatchRow, OperatorRow
 from nanoserve.costs.hardware import GIBI, GIGA
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Note, Panel, draw
 from nanoserve.measures.workloads import RequestShape, parse_lengths, parse_sizes
+from nanoserve.models.hub import find_shape
 
 Phases = Mapping[str, Sequence[OperatorRow]]
 Point = tuple[float, float]
@@ -58,9 +59,14 @@ class AnalyzeOptions(
         "1024+256", "Tokens of a prompt and of its answer.", metavar="IN+OUT", parse=_parse_length
     )
     model: str = option(
-        "qwen3-8b", "Published model, config.json, or directory with one.", "-m", metavar="MODEL", panel=MODEL_PANEL
+        "qwen3-8b",
+        "Published model, .gguf file, config.json or its directory.",
+        "-m",
+        metavar="MODEL",
+        panel=MODEL_PANEL,
     )
-    weight_bits: int = option(16, "Bits of a weight: 4, 8, 16 or 32.", panel=MODEL_PANEL)
+    quantization: str | None = quantization_option()
+    weight_bits: int = option(16, "Bits of a weight that is not quantized: 4, 8, 16 or 32.", panel=MODEL_PANEL)
     kv_bits: int = option(16, "Bits of a key or value number: 4, 8, 16 or 32.", panel=MODEL_PANEL)
     hardware: str = option(
         "h100", "Device or machine, or a .toml file that adds one.", metavar="NAME", panel=HARDWARE_PANEL
@@ -76,19 +82,22 @@ def run(options: AnalyzeOptions) -> None:
 
     [bold]Examples[/bold]
 
-      nanoserve analyze -m llama-3.1-8b --hardware h100
+      nanoserve analyze -m llama-3.1-8b --hardware h100 --quantization int4
       nanoserve analyze -m qwen2.5-32b --hardware gllm-l20 --pp 4 \\
         --lengths 222+127 --plot roofline.png
     """
-    shape = options.lengths
+    lengths = options.lengths
     precision = Precision(weight_bits=options.weight_bits, kv_bits=options.kv_bits)
     layout = ParallelLayout(tensor_parallel=options.tp, pipeline_parallel=options.pp)
-    costs = StepCosts(load_shape(options.model), load_machine(options.hardware), layout, precision)
-    analysis = Analysis(costs, shape.input_tokens, shape.output_tokens)
+    shape, machine = find_shape(options.model, options.quantization), load_machine(options.hardware)
+    costs = StepCosts(shape, machine, layout, precision)
+    analysis = Analysis(costs, lengths.input_tokens, lengths.output_tokens)
     batches = sorted(options.batch_sizes or analysis.default_batches())
 
-    settings = {name: getattr(options, name) for name in ("model", "hardware", "weight_bits", "kv_bits")}
-    settings |= {"layout": layout.name, "input": shape.input_tokens, "output": shape.output_tokens}
+    settings = {
+        name: getattr(options, name) for name in ("model", "quantization", "hardware", "weight_bits", "kv_bits")
+    }
+    settings |= {"layout": layout.name, "input": lengths.input_tokens, "output": lengths.output_tokens}
     report = options.open_report("analyze", settings)
     rows = [analysis.batch_row(size) for size in batches]
     for row in rows:
@@ -105,8 +114,9 @@ def run(options: AnalyzeOptions) -> None:
     }
     report.put("operators", [row for operators in phases.values() for row in operators])
     report.finish()
-    tokens = f"{shape.input_tokens:,} + {shape.output_tokens:,} tokens"
-    title = f"{options.model} on {options.hardware}, layout {layout.name}, {tokens}"
+    tokens = f"{lengths.input_tokens:,} + {lengths.output_tokens:,} tokens"
+    model = " in ".join(filter(None, (options.model, options.quantization)))
+    title = f"{model} on {options.hardware}, layout {layout.name}, {tokens}"
     if options.plot is not None:
         draw(_chart(title, analysis, phases, rows), options.plot, panel_size=(6.0, 4.6))
     _show(analysis, title, phases, report)

@@ -3,7 +3,9 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import eq
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,7 +32,7 @@ from nanoserve.engine_config import DEFAULT_POLICY
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts
-from nanoserve.models.hub import resolve_model
+from nanoserve.models.hub import ResolvedModel, resolve_model
 
 OURS = "nanoserve"
 METRICS = ("decode", "prefill", "output")
@@ -53,12 +55,14 @@ class CompareOptions(GridOptions, EngineOptions, ResultOptions):
 def run(options: CompareOptions) -> None:
     """A round counts only if the machine's read bandwidth before and after it differs by less than 10 %. Each engine
     has a process of its own, the same weights, number format and threads. Default model: dummy:qwen3-0.6b. The peer
-    "server" is nanoserve itself, asked over HTTP: the ratio is what serving costs.
+    "server" is nanoserve itself, asked over HTTP: the ratio is what serving costs. With --quantization, llama.cpp reads
+    its own Q4_0 or Q8_0 of the weights; of a GGUF file, both read that file.
 
     [bold]Examples[/bold]
 
       nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 \\
         --json compare.json
+      nanoserve bench compare --quantization int4 --peers llama.cpp
       nanoserve bench compare --peers server --batch-sizes 16
     """
     options.check_is_for_cpu()
@@ -100,15 +104,23 @@ def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, o
         "dtype": weights.dtype_name(options.dtype, config),
         "threads": options.threads or available_cores(),
         "policy": options.policy or DEFAULT_POLICY,
+        "quantization": options.quantization,
     }
     report.put("engine", {"model": model.name, **shared, "vocab_size": config.vocab_size, "operators": operators})
-    files = {"transformers": weights.checkpoint_directory, "llama.cpp": weights.gguf_file}
+    if "transformers" in names and (options.quantization or config.quantization or weights.own_gguf_file(model)):
+        names = [name for name in names if name != "transformers"]
+        report.note("transformers is left out: it would compute with 16-bit copies of the quantized weights")
+    files: dict[str, Callable[[ResolvedModel, str], Path]] = {
+        "transformers": weights.checkpoint_directory,
+        "llama.cpp": partial(weights.gguf_file, quantization=options.quantization),
+    }
     sources = {}
     for name in (OURS, *names):
         remark(f"preparing {name}")
         with _needed(name):
             # A model of the hub is found once, and never looked up again.
-            found = files[name](model, shared["dtype"]) if name in files else model.directory
+            own = weights.own_gguf_file(model) or model.directory
+            found = files[name](model, shared["dtype"]) if name in files else own
         sources[name] = str(found or model.name)
     peers: list[PeerProcess] = []
     shared |= {"max_batch": max(options.batch_sizes), "eager": options.eager}

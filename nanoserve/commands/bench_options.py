@@ -166,7 +166,8 @@ def settled_operators(threads: int | None) -> str:
 
 
 def engine_title(facts: Mapping[str, Any]) -> str:
-    return f"{facts['dtype']}, {operators_title(facts)}, {facts['threads']} threads, {facts['policy']}"
+    numbers = ", ".join(filter(None, (facts["quantization"], facts["dtype"])))
+    return f"{numbers}, {operators_title(facts)}, {facts['threads']} threads, {facts['policy']}"
 
 
 def operators_title(facts: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ class PaperOptions(JsonOptions):
 
 
 def run(options: PaperOptions) -> None:
-    """Everything is simulated: neither a GPU nor the paper's model is needed.
+    """Simulated, counted, or measured on the bundled storyteller: no GPU and no paper's model is needed.
 
     [bold]Examples[/bold]
 

@@ -114,7 +114,7 @@ class Comparison(ABC):
 
             with show_progress() as progress:
                 self.resolved = resolve_model(options.model, offline=options.offline, progress=progress)
-            self.model, self.probe = read_config(self.resolved), BandwidthProbe()
+            self.model, self.probe = read_config(self.resolved, self.config.quantization), BandwidthProbe()
             self.bench = partial(Bench, seed=self.seed, probe=self.probe.read, keep=self._keep)
             prepared = self.prepare()
             self.facts = {

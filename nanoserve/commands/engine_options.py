@@ -19,7 +19,6 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import MOST_THREADS, prepare_threads
-from nanoserve.quantization import ROUNDING_BITS
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.policies import POLICIES
 
@@ -30,6 +29,13 @@ _DEFAULTS = EngineConfig()
 _size = partial(option, None, metavar="SIZE")
 _threads = partial(option, None, minimum=1, maximum=MOST_THREADS)
 _degree = partial(option, 1, minimum=1, maximum=MOST_PARALLEL)
+quantization_option = partial(
+    option,
+    None,
+    "Round weights to integers while they load: int4 or int8, or in groups of N columns, as int4:64.",
+    metavar="INT[:N]",
+    panel=MODEL_PANEL,
+)
 
 
 class EngineOptions(Options, panel="Engine", has_variables=True):
@@ -40,9 +46,7 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         metavar="MODEL",
         panel=MODEL_PANEL,
     )
-    quantization: str | None = option(
-        None, "Round weights to integers while they load.", choices=tuple(ROUNDING_BITS), panel=MODEL_PANEL
-    )
+    quantization: str | None = quantization_option()
     dtype: str = option(_DEFAULTS.dtype, "Number format of weights and KV cache.", choices=DTYPES, panel=MODEL_PANEL)
     device: str = option(_DEFAULTS.device, "What computes: cpu, cuda or cuda:N.", metavar="DEVICE")
     offline: bool = option(

@@ -40,6 +40,7 @@ HELP = """A compact LLM inference engine.
   nanoserve generate --file prompts.jsonl --output out.jsonl
   nanoserve serve --port 8000                     an OpenAI-compatible server
   nanoserve bench compare -m dummy:qwen3-0.6b     beside other engines
+  nanoserve quantize MODEL --calibrate text.txt --output DIR   in 4 bits
   nanoserve analyze -m qwen3-8b --hardware h100   where the time goes
   nanoserve profile --json here.json              the same on this machine
   nanoserve simulate --policy sarathi,throttling  policies on any hardware
@@ -68,6 +69,7 @@ COMMANDS = {
     "chat": "Talk with a model: on a terminal a conversation, else one answer to what is piped in.",
     "generate": "Go on with a text exactly as given, without a chat template.",
     "serve": "Serve a model over HTTP, as OpenAI does.",
+    "quantize": "Write a model's weights in 3, 4 or 8 bits, as a checkpoint that nanoserve and vLLM load.",
     "analyze": "Count a model's operations and bytes, and say what each takes on hardware that need not be here.",
     "profile": "Time a model's layers, attention, head and the work around them on this machine, over their sizes.",
     "policies": "List the scheduling policies: where each comes from, what it is good for, its parameters.",

@@ -9,10 +9,12 @@ from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions
+from nanoserve.commands.engine_options import quantization_option
 from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.commands.simulate import StepLimitOptions
 from nanoserve.commands.terminal import remark
-from nanoserve.costs import load_machine, load_shape
+from nanoserve.costs import load_machine
+from nanoserve.models.hub import find_shape
 from nanoserve.simulator.planning import PlannedWork, find_candidates
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
@@ -29,7 +31,8 @@ class PlanOptions(
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
     policy: str = option("sarathi,throttling", "For one layout; see nanoserve policies.", metavar="NAME,NAME,...")
     top: int = option(3, "Layouts to simulate, and pairs, best estimates first.", minimum=1)
-    model: str = option("qwen3-32b", "A model's name, or its config.json.", "-m", metavar="MODEL", panel=HARDWARE_PANEL)
+    model: str = option("qwen3-32b", "Name, config.json or .gguf file.", "-m", metavar="MODEL", panel=HARDWARE_PANEL)
+    quantization: str | None = quantization_option(panel=HARDWARE_PANEL)
     hardware: str = option("l4", "A machine or device, or a TOML file.", metavar="NAME", panel=HARDWARE_PANEL)
     gpus: int = option(8, "Devices to use, all of them.", minimum=1, panel=HARDWARE_PANEL)
 
@@ -51,9 +54,9 @@ def run(options: PlanOptions) -> None:
     policies, of_pairs = parse_policies(options.policy, budget), parse_policies(_PAIR_POLICY, budget)
     shapes = islice(named_lengths(options.lengths, options.seed), options.requests)
     work = PlannedWork(tuple(shapes), options.rate, options.seed)
-    shape, machine = load_shape(options.model), load_machine(options.hardware)
+    shape, machine = find_shape(options.model, options.quantization), load_machine(options.hardware)
     candidates = find_candidates(shape, machine, options.gpus, work, step_tokens=budget).best(options.top)
-    settings = {name: getattr(options, name) for name in _REPORTED}
+    settings = {name: getattr(options, name) for name in ("quantization", *_REPORTED)}
     settings |= {"workload": options.lengths, "policies": list(policies)}
     with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
         report.put("left_out", [one._asdict() for one in candidates.left_out])
@@ -94,7 +97,8 @@ def _show(report: Report, work: PlannedWork) -> None:
     rows.sort(key=lambda row: row["tokens_per_second" if closed else "seconds_each"], reverse=closed)
     settings = report.document["settings"]
     order = "all at once; the best throughput first" if closed else f"{work.rate:g} a second; the best latency first"
-    print(f"simulated: {settings['model']} on {settings['gpus']} of {settings['hardware']}; KV blocks are a replica's")
+    model = " in ".join(filter(None, (settings["model"], settings["quantization"])))
+    print(f"simulated: {model} on {settings['gpus']} of {settings['hardware']}; KV blocks are a replica's")
     requests = f"{len(work.shapes)} requests of {settings['workload']}"
     print_table(f"{requests}, {order}", _columns(closed=closed), rows)
     if left_out := report.document["left_out"]:

@@ -13,9 +13,9 @@ from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions
-from nanoserve.commands.engine_options import parallel_pair, parsed_split
+from nanoserve.commands.engine_options import parallel_pair, parsed_split, quantization_option
 from nanoserve.commands.options import HARDWARE_PANEL, Options, file_option, option
-from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.costs import ParallelLayout, StepCosts, load_machine
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
 from nanoserve.costs.profile import MeasuredTimes, read_profile
@@ -24,6 +24,7 @@ from nanoserve.measures.charts import draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.metrics import Distribution, parse_slo
 from nanoserve.measures.workloads import read_arrivals, read_trace
+from nanoserve.models.hub import find_shape
 from nanoserve.processes.sizes import parse_size
 from nanoserve.record.trace import RunTrace
 from nanoserve.record.window import StepWindow
@@ -104,7 +105,8 @@ class HardwareOptions(
 ):
     """What is simulated: a model on devices in one layout or two, with or without host memory."""
 
-    model: str = option("qwen2.5-32b", "A model's name, or its config.json.", "-m", metavar="MODEL")
+    model: str = option("qwen2.5-32b", "A model's name, config.json or .gguf file.", "-m", metavar="MODEL")
+    quantization: str | None = quantization_option(panel=HARDWARE_PANEL)
     hardware: str = option("gllm-l20", "A machine or device, or a TOML file.", metavar="NAME")
     pp: int = option(4, "Stages of the pipeline.", minimum=1)
     tp: int = option(1, "Devices of a stage.", minimum=1)
@@ -184,7 +186,7 @@ class SimulatedHardware(NamedTuple):
             return cls._measured(options, options.profile)
         split, shape, machine = (
             parsed_split(options.pp_split),
-            load_shape(options.model),
+            find_shape(options.model, options.quantization),
             load_machine(options.hardware),
         )
         costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
@@ -199,7 +201,7 @@ class SimulatedHardware(NamedTuple):
         """One layout of one stage, by the profile in a file; it has as many blocks as the measured engine had."""
         if options.changed("prefill_parallel", "decode_parallel"):
             raise UsageError("--profile has one layout: leave --prefill-parallel and --decode-parallel out")
-        if options.changed("model", "hardware", "pp", "tp", "pp_split", "metadata"):
+        if options.changed("model", "quantization", "hardware", "pp", "tp", "pp_split", "metadata"):
             raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
         profile = read_profile(path)
         times = MeasuredTimes(profile)
@@ -335,7 +337,8 @@ def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
     host = f", {hardware.host_blocks:,d} in host memory" if hardware.host_blocks else ""
     several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
     layout = f"{hardware.name}, {settings['metadata']} metadata, {blocks}{host}{several}"
-    return f"{settings['model']} on {settings['hardware']}, {layout}"
+    model = " in ".join(filter(None, (settings["model"], settings["quantization"])))
+    return f"{model} on {settings['hardware']}, {layout}"
 
 
 def _title(report: Report, options: WorkloadOptions) -> str:

@@ -6,7 +6,7 @@ once. Norms, rotary embedding, activation function, biases and residual addition
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from nanoserve.config import ModelConfig
+from nanoserve.costs.weight_bits import NUMBERS, ROWS, Bits, matrix_bits
 from nanoserve.costs.work import Chunk, StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
@@ -38,7 +39,8 @@ OperatorKind = Literal["matrix", "prefill attention", "decode attention", "look-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     """Bits per number, each 4, 8, 16 or 32: the layers' matrices, keys and values, and everything else (activations,
-    embedding, head). Raises UsageError for other numbers of bits."""
+    embedding, head). Those of a quantized model's matrices follow from its formats instead (weight_bits.py). Raises
+    UsageError for other numbers of bits."""
 
     weight_bits: int = 16
     kv_bits: int = 16
@@ -93,7 +95,7 @@ class Matrix(msgspec.Struct, frozen=True):
     name: str
     weights: int
     activations: int  # numbers read and written for one token
-    bytes_per_weight: float
+    bytes: float
     reached: float = 1.0  # the share of the experts that one token is sent to
 
 
@@ -102,10 +104,14 @@ class LayerKind(NamedTuple):
 
     window: int
     sparse: bool
+    bits: tuple[tuple[str, Bits], ...]  # of the layer's matrices, by name; empty if the model is not quantized
 
 
 def _layer_kinds(model: ModelConfig, layers: range) -> list[LayerKind]:
-    return [LayerKind(model.sliding_window(layer), model.is_sparse(layer)) for layer in layers]
+    return [
+        LayerKind(model.sliding_window(layer), model.is_sparse(layer), tuple(matrix_bits(model, layer).items()))
+        for layer in layers
+    ]
 
 
 class ModelCounts:
@@ -135,7 +141,11 @@ class ModelCounts:
         self.stages = tuple(dict(Counter(_layer_kinds(model, stage))) for stage in layers)
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
-        self.head = self._matrix("head", model.hidden_size, self.vocabulary, self.precision.other_bytes)
+        bits, number_bytes = matrix_bits(model, None), self.precision.other_bytes
+        self._table, self.head = (
+            self._matrix(name, model.hidden_size, (self.vocabulary,), bits.get(name, NUMBERS), number_bytes)
+            for name in ("embedding", "head")
+        )
         self._matrices = {kind: tuple(self._layer_matrices(kind)) for stage in self.stages for kind in stage}
 
     def layers(self, stage: int) -> int:
@@ -158,8 +168,8 @@ class ModelCounts:
 
     def product(self, matrix: Matrix, tokens: int, layers: int = 1) -> Operator:
         """The matrix applied to these tokens. Reading experts is the expectation if each token chooses evenly."""
-        read = matrix.weights * (1 - (1 - matrix.reached) ** tokens)
-        flops, weight_bytes = 2.0 * matrix.weights * matrix.reached * tokens, read * matrix.bytes_per_weight
+        flops = 2.0 * matrix.weights * matrix.reached * tokens
+        weight_bytes = matrix.bytes * (1 - (1 - matrix.reached) ** tokens)
         activation_bytes = matrix.activations * tokens * self.precision.other_bytes
         return Operator(matrix.name, "matrix", flops * layers, weight_bytes * layers, 0.0, activation_bytes * layers)
 
@@ -168,7 +178,7 @@ class ModelCounts:
         if len(work.windowed_decode_context) != len(self.windows):
             raise UsageError(f"sum the work up for this model's sliding windows {self.windows}: StepWork.of(windows=)")
         found = []
-        for (window, _), layers in self.stages[stage].items():
+        for (window, *_), layers in self.stages[stage].items():
             if work.chunks:
                 keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
                 pairs = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
@@ -181,14 +191,15 @@ class ModelCounts:
     def embedding(self, tokens: int) -> Operator:
         """Each device holds a part of the vocabulary, and writes all rows."""
         rows = tokens * self.model.hidden_size * self.precision.other_bytes
-        return Operator("embedding", "look-up", 0.0, rows / self.layout.tensor_parallel, 0.0, rows)
+        read = tokens * self._table.bytes / self.vocabulary / self.layout.tensor_parallel
+        return Operator("embedding", "look-up", 0.0, read, 0.0, rows)
 
     def stage_weight_bytes(self, stage: int) -> float:
         kinds = self.stages[stage].items()
-        layers = sum(count * sum(m.weights * m.bytes_per_weight for m in self._matrices[kind]) for kind, count in kinds)
+        layers = sum(count * sum(matrix.bytes for matrix in self._matrices[kind]) for kind, count in kinds)
         shares_one = self.model.tie_word_embeddings and len(self.stages) == 1
-        tables = (stage == 0) + (stage == len(self.stages) - 1 and not shares_one)
-        return layers + self.head.weights * self.precision.other_bytes * tables
+        has_head = stage == len(self.stages) - 1 and not shares_one
+        return layers + self._table.bytes * (stage == 0) + self.head.bytes * has_head
 
     def kv_bytes_per_token(self, stage: int) -> float:
         return self.layers(stage) * self.layer_kv_bytes
@@ -213,23 +224,37 @@ class ModelCounts:
         """Bytes of hidden states, which all-reduces sum and stages send on."""
         return tokens * self.model.hidden_size * self.precision.other_bytes
 
-    def _matrix(self, name: str, inputs: int, outputs: int, per_weight: float | None = None) -> Matrix:
-        return Matrix(name, inputs * outputs, inputs + outputs, per_weight or self.precision.weight_bytes)
+    def _matrix(self, name: str, columns: int, rows: Sequence[int], bits: Bits, number_bytes: float) -> Matrix:
+        """A matrix of these blocks of rows; where bits are None, a weight takes `number_bytes`."""
+        stored = sum(
+            columns * (count * number_bytes if each is None else -(-count // ROWS) * ROWS * each / 8)
+            for count, each in zip(rows, bits if len(bits) > 1 else bits * len(rows), strict=True)
+        )
+        return Matrix(name, columns * sum(rows), columns + sum(rows), stored)
 
     def _layer_matrices(self, kind: LayerKind) -> Iterator[Matrix]:
-        model, degree, hidden = self.model, self.layout.tensor_parallel, self.model.hidden_size
-        yield self._matrix("qkv", hidden, (self.heads + 2 * self.kv_heads) * model.head_dim)
-        yield self._matrix("output", self.heads * model.head_dim, hidden)
+        model, degree, hidden, bits = self.model, self.layout.tensor_parallel, self.model.hidden_size, dict(kind.bits)
+
+        def matrix(name: str, columns: int, *rows: int, number_bytes: float = self.precision.weight_bytes) -> Matrix:
+            return self._matrix(name, columns, rows, bits.get(name, NUMBERS), number_bytes)
+
+        query, key = self.heads * model.head_dim, self.kv_heads * model.head_dim
+        yield matrix("qkv", hidden, query, key, key)
+        yield matrix("output", query, hidden)
         if not kind.sparse or model.moe is None:
             inner = -(-model.intermediate_size // degree)
-            yield self._matrix("gate_up", hidden, 2 * inner)
-            yield self._matrix("down", inner, hidden)
+            yield matrix("gate_up", hidden, inner, inner)
+            yield matrix("down", inner, hidden)
             return
         experts, chosen = model.moe.num_experts, model.moe.experts_per_token
         inner = -(-model.moe.intermediate_size // degree)
-        yield self._matrix("router", hidden, experts, self.precision.other_bytes)
-        numbers, activations = experts * 3 * hidden * inner, chosen * (2 * hidden + 3 * inner)
-        yield Matrix("experts", numbers, activations, self.precision.weight_bytes, reached=chosen / experts)
+        yield matrix("router", hidden, experts, number_bytes=self.precision.other_bytes)
+        gate_up, down = bits.get("expert_gate_up", NUMBERS), bits.get("expert_down", NUMBERS)
+        if inner % ROWS or len({*gate_up}) > 1 or None in (*gate_up, *down):
+            bits.clear()  # experts of several formats, or cut between rows that are packed together, stay numbers
+        parts = matrix("expert_gate_up", hidden, inner, inner), matrix("expert_down", inner, hidden)
+        stored, activations = experts * sum(part.bytes for part in parts), chosen * (2 * hidden + 3 * inner)
+        yield Matrix("experts", experts * 3 * hidden * inner, activations, stored, reached=chosen / experts)
 
     def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: int, layers: int) -> Operator:
         query = self.heads * self.model.head_dim * self.precision.other_bytes  # is read, and as much is written
@@ -312,16 +337,9 @@ def _shares(model: ModelConfig, chunks: list[Chunk], measure: Literal["bytes", "
     def cost(operators: Iterable[Operator]) -> float:
         return sum(operator.bytes if measure == "bytes" else operator.flops for operator in operators)
 
-    def layer_cost(kind: LayerKind) -> float:
-        """The cost of one such layer, in a model of this layer alone."""
-        moe = replace(model.moe, sparse_layers=frozenset({0})) if model.moe is not None and kind.sparse else None
-        alone = ModelCounts(replace(model, num_layers=1, sliding_windows=(kind.window,), moe=moe))
-        work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=alone.windows)
-        return cost([*alone.products(work, 0), *alone.attention(work, 0)])
-
-    kinds = _layer_kinds(model, range(model.num_layers))
-    costs = {kind: layer_cost(kind) for kind in dict.fromkeys(kinds)}
-    counts = ModelCounts(model)
-    embedding = cost([counts.embedding(_DECODES + sum(length for _, length in chunks))])
-    parts = [embedding, *(costs[kind] for kind in kinds), cost([counts.product(counts.head, _DECODES)])]
+    layers = range(model.num_layers)  # each a stage
+    counts = ModelCounts(model, ParallelLayout(pipeline_parallel=len(layers)), pipeline_split=[1] * len(layers))
+    work = StepWork.of([_CONTEXT] * _DECODES, chunks, sampled=0, windows=counts.windows)
+    costs = [cost([*counts.products(work, layer), *counts.attention(work, layer)]) for layer in layers]
+    parts = [cost([counts.embedding(work.tokens)]), *costs, cost([counts.product(counts.head, _DECODES)])]
     return [part / sum(parts) for part in parts]

@@ -343,6 +343,8 @@ def _inverse_frequencies(rope: RopeConfig) -> Tensor:
     """Radians per position of each pair of dimensions, float32 [rotary_dim // 2] on the CPU."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device="cpu") / rope.rotary_dim
     frequencies = 1.0 / rope.theta**exponents
+    if rope.frequency_factors:
+        frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32, device="cpu")
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":

@@ -17,7 +17,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.hub import dummy_config, dummy_shape
-from nanoserve.models.loading import INDEX_NAME, SINGLE_NAME, empty_decoder
+from nanoserve.models.loading import CPU, INDEX_NAME, SINGLE_NAME, empty_decoder, place
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
@@ -51,12 +51,13 @@ def make_dummy_model(
     The weights are always the same on a kind of device; a shard holds slices of them. `spec` is a name in SHAPES or the
     path of a config.json; the other arguments are as in `load_model`. Raises ModelError.
     """
-    config, device = dummy_config(spec), torch.device(device)
-    decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
+    config, device = dummy_config(spec).rounded(quantization), torch.device(device)
+    decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), CPU, shard=shard, group=group)
     parts = list(shard_parts(tensor_parts(config), config, decoder.shard))
     if quantization is not None:
-        formats = rounded_forms(parts, quantization)
+        formats = rounded_forms(parts, quantization, device)
         pack_decoder(decoder, parts, {name: MatrixForm(found, None) for name, found in formats.items()})
+    place(decoder, device)
     generator = torch.Generator(device)
     for part in parts:
         region = region_of(decoder, part)

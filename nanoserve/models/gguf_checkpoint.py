@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.gguf_blocks import decode_blocks
+from nanoserve.models.gguf_directory import ROPE_FACTORS
 from nanoserve.models.gguf_file import GgufFile, GgufTensor
 from nanoserve.models.packed import MatrixForm
 from triton_ops import GroupQuantized
@@ -45,7 +46,6 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class GgufSlice:
     """One tensor as the checkpoint knows it; it is indexed with slices, like a slice of safetensors."""
 
-    file: GgufFile
     tensor: GgufTensor
     expert: int | None = None
     halves: int = 0
@@ -88,7 +88,7 @@ class GgufSlice:
     def _stored_rows(self) -> Tensor:
         """uint8 [N, bytes of a row], in the mapped file."""
         tensor, count = self.tensor, self.tensor.num_bytes
-        stored = torch.frombuffer(self.file.data, dtype=torch.uint8, offset=tensor.offset, count=count)
+        stored = torch.frombuffer(tensor.data, dtype=torch.uint8, offset=tensor.offset, count=count)
         if self.expert is None:
             return stored.view(-1, tensor.row_bytes)
         return stored.view(tensor.shape[0], -1, tensor.row_bytes)[self.expert]
@@ -127,8 +127,10 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
     }
     for name, tensor in file.tensors.items():
         stem, _, ending = name.rpartition(".")
-        if not stem.startswith("blk."):
-            yield f"{_NAMES.get(stem, stem)}.{ending}", GgufSlice(file, tensor)
+        if name == ROPE_FACTORS:
+            continue  # part of the config
+        if not stem.startswith("blk.") or stem.count(".") < 2:
+            yield f"{_NAMES.get(stem, stem)}.{ending}", GgufSlice(tensor)
             continue
         _, index, matrix = stem.split(".", 2)
         prefix = f"model.layers.{index}."
@@ -136,7 +138,7 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
             _, expert, matrices = _SPARSE_NAMES[architecture]
             for number in range(tensor.shape[0]):
                 suffix = matrices[_EXPERT_MATRICES.index(matrix)]
-                yield f"{prefix}{expert.format(number)}{suffix}.{ending}", GgufSlice(file, tensor, number)
+                yield f"{prefix}{expert.format(number)}{suffix}.{ending}", GgufSlice(tensor, number)
             continue
         known = _LAYER_NAMES.get(matrix, matrix)
         if matrix == "ffn_gate_inp" and architecture in _SPARSE_NAMES:
@@ -145,4 +147,4 @@ def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
             known = "mlp.gate_up_proj"
         count = heads.get(matrix) if architecture == "llama" else None
         rows = tensor.shape[0] // count if count else 0
-        yield f"{prefix}{known}.{ending}", GgufSlice(file, tensor, halves=rows)
+        yield f"{prefix}{known}.{ending}", GgufSlice(tensor, halves=rows)

@@ -7,16 +7,16 @@ import struct
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.gguf_file import GgufFile
+from nanoserve.models.gguf_file import GgufFile, Item
 from nanoserve.processes.files import replace_file
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
 LINK_NAME = "model.gguf"
-
-Item = TypeVar("Item")
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor of numbers that Llama 3's rotary frequencies are divided by."""
 
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "glm4": "glm4"}
 _CONFIG_KEYS = {
@@ -37,6 +37,17 @@ _CONFIG_KEYS = {
 }
 """Keys of config.json -> keys of GGUF behind the architecture's name."""
 
+_SAMPLING_KEYS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Keys of generation_config.json -> keys of GGUF behind general.sampling."""
+_CARD_SAMPLING = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
+"""What model cards recommend for chat models whose files say nothing, by general.basename."""
+
 # Token types of GGUF, which are those of sentencepiece.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 
@@ -56,6 +67,11 @@ _WORDS = {
 """Regular expressions that divide text into words before pairs are merged, by `tokenizer.ggml.pre`."""
 
 
+def gguf_config(path: Path) -> ModelConfig:
+    """The shape of the model in the file. Raises ModelError as `gguf_directory` does."""
+    return ModelConfig.from_hf(_config(GgufFile(path)), source=str(path))
+
+
 @cache
 def gguf_directory(path: Path) -> Path:
     """A model directory for the file, which is removed with this process. Raises ModelError, one line that names the
@@ -65,15 +81,17 @@ def gguf_directory(path: Path) -> Path:
     ModelConfig.from_hf(config, source=str(path))
     make_directory(directory := choose_directory())
     atexit.register(remove_directory, directory)
-    (directory / LINK_NAME).symlink_to(path.resolve())
+    (directory / LINK_NAME).symlink_to(path.absolute())
     replace_file(directory / "config.json", json.dumps(config))
+    if sampling := _sampling(file.metadata):
+        replace_file(directory / "generation_config.json", json.dumps({"do_sample": True} | sampling))
     _write_tokenizer(file, directory)
     return directory
 
 
 def _config(file: GgufFile) -> dict[str, Any]:
     metadata = file.metadata
-    architecture = metadata.get("general.architecture")
+    architecture = file.get("general.architecture", str, "")
     if architecture not in _FAMILIES:
         raise file.fail(f"architecture {architecture!r:.80} is not supported; supported: {', '.join(_FAMILIES)}")
     config = {key: metadata.get(f"{architecture}.{name}") for key, name in _CONFIG_KEYS.items()}
@@ -85,16 +103,18 @@ def _config(file: GgufFile) -> dict[str, Any]:
         raise file.fail("tensor token_embd.weight is missing")
     if config["head_dim"] is None:
         del config["head_dim"]
-    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    types = {name.removesuffix(".weight"): one.type.name for name, one in file.tensors.items() if one.type.size > 1}
+    ends = (file.get(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot"))
     return config | {
         "model_type": family,
         "vocab_size": embedding.shape[0],
         "dtype": "float16",
+        "quantization_config": {"quant_method": "gguf", "tensor_types": types} if types else None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "norm_topk_prob": True,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": [token for token in dict.fromkeys(ends) if token is not None],
+        "eos_token_id": [token for token in dict.fromkeys(ends) if token >= 0],
         "rope_parameters": _rope(file, architecture),
     }
 
@@ -102,11 +122,16 @@ def _config(file: GgufFile) -> dict[str, Any]:
 def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
     kind = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     heads, hidden = (
-        file.metadata.get(f"{architecture}.{name}") for name in ("attention.head_count", "embedding_length")
+        file.get(f"{architecture}.{name}", int, 0) for name in ("attention.head_count", "embedding_length")
     )
-    head_dim = file.metadata.get(f"{architecture}.attention.key_length") or (hidden or 0) // (heads or 1)
-    rotated = file.metadata.get(f"{architecture}.rope.dimension_count", head_dim)
-    rope = {"partial_rotary_factor": rotated / head_dim if head_dim else 1.0}
+    head_dim = file.get(f"{architecture}.attention.key_length", int, hidden // (heads or 1))
+    rotated = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
+    rope: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim if head_dim else 1.0}
+    if factors := file.tensors.get(ROPE_FACTORS):
+        if factors.type.name != "F32":
+            raise file.fail(f"tensor {ROPE_FACTORS} is {factors.type.name}, not F32")
+        stored = factors.data[factors.offset : factors.offset + factors.num_bytes]
+        rope["frequency_factors"] = [factor for (factor,) in struct.iter_unpack("<f", stored)]
     if kind != "none":
         rope |= {
             "rope_type": kind,
@@ -118,12 +143,22 @@ def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
     return rope
 
 
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: metadata.get(f"general.sampling.{name}") for key, name in _SAMPLING_KEYS.items()}
+    given = {key: value for key, value in found.items() if value is not None}
+    card = _CARD_SAMPLING.get(metadata.get("general.basename", ""), {})
+    return given or (card if "tokenizer.chat_template" in metadata else {})
+
+
 # ------------------------------------------------------------------------------------ The tokenizer
 
 
 def _write_tokenizer(file: GgufFile, directory: Path) -> None:
     metadata = file.metadata
-    kind, tokens = metadata.get("tokenizer.ggml.model"), _listed(file, "tokens", str)
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "none":
+        return
+    tokens = _listed(file, "tokens", str)
     types = _listed(file, "token_type", int)
     if len(types) != len(tokens):
         raise file.fail(f"the tokenizer has {len(tokens)} tokens, but types of {len(types)}")
@@ -139,7 +174,7 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
     for name in ("add_bos_token", "add_eos_token"):
         if f"tokenizer.ggml.{name}" in metadata:
             settings[name] = metadata[f"tokenizer.ggml.{name}"]
-    if template := metadata.get("tokenizer.chat_template"):
+    if template := file.get("tokenizer.chat_template", str, ""):
         settings["chat_template"] = template
     if kind == "gpt2":
         replace_file(directory / "tokenizer.json", _byte_level_tokenizer(file, tokens, settings))
@@ -148,7 +183,10 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
         if len(scores) != len(tokens):
             raise file.fail(f"the tokenizer has {len(tokens)} tokens, but scores of {len(scores)}")
         prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-        replace_file(directory / "tokenizer.model", _sentencepiece_model(tokens, scores, types, prefix))
+        try:
+            replace_file(directory / "tokenizer.model", _sentencepiece_model(tokens, scores, types, prefix))
+        except (ValueError, OverflowError) as error:
+            raise file.fail(f"the tokenizer's scores or types are damaged ({error})") from error
     else:
         raise file.fail(f"tokenizer {kind!r:.80} is not supported; supported: gpt2, llama")
     replace_file(directory / "tokenizer_config.json", json.dumps(settings))
@@ -169,7 +207,7 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     """tokenizer.json of a byte-level BPE vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    words = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
+    words = file.get("tokenizer.ggml.pre", str, "gpt-2")
     if words not in _WORDS:
         raise file.fail(f"pre-tokenizer {words!r:.80} is not supported; supported: {', '.join(_WORDS)}")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in _listed(file, "merges", str))]

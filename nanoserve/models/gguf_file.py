@@ -6,13 +6,17 @@ file is read, and nothing in it is executed. The data stay in the mapped file.
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoserve.errors import ModelError
+from nanoserve.models.gguf_types import BLOCK_TYPES, TYPE_NAMES, BlockType
+
+Item = TypeVar("Item")
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -26,55 +30,7 @@ _DEFAULT_ALIGNMENT = 32
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
-
-@dataclass(frozen=True, slots=True)
-class BlockType:
-    """A tensor type: `size` values are stored in `num_bytes` bytes."""
-
-    name: str
-    size: int = 1
-    num_bytes: int = 0
-
-
-BLOCK_TYPES = {
-    0: BlockType("F32", 1, 4),
-    1: BlockType("F16", 1, 2),
-    2: BlockType("Q4_0", 32, 18),
-    3: BlockType("Q4_1", 32, 20),
-    6: BlockType("Q5_0", 32, 22),
-    8: BlockType("Q8_0", 32, 34),
-    12: BlockType("Q4_K", 256, 144),
-    13: BlockType("Q5_K", 256, 176),
-    14: BlockType("Q6_K", 256, 210),
-    30: BlockType("BF16", 1, 2),
-}
-"""The types that are read, by their number in the file."""
-_OTHER_TYPES = {
-    7: "Q5_1",
-    9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    15: "Q8_K",
-    16: "IQ2_XXS",
-    17: "IQ2_XS",
-    18: "IQ3_XXS",
-    19: "IQ1_S",
-    20: "IQ4_NL",
-    21: "IQ3_S",
-    22: "IQ2_S",
-    23: "IQ4_XS",
-    24: "I8",
-    25: "I16",
-    26: "I32",
-    27: "I64",
-    28: "F64",
-    29: "IQ1_M",
-    34: "TQ1_0",
-    35: "TQ2_0",
-    39: "MXFP4",
-    40: "NVFP4",
-    41: "Q1_0",
-}
+_FIRST_OF_SEVERAL = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +41,8 @@ class GgufTensor:
     shape: tuple[int, ...]
     """Rows first, as in torch; the last dimension is stored contiguously."""
     type: BlockType
+    data: mmap.mmap
+    """The mapped file."""
     offset: int
     """First byte, from the beginning of the file."""
 
@@ -98,9 +56,10 @@ class GgufTensor:
 
 
 class GgufFile:
-    """An open GGUF file. Raises ModelError, one line that names the file, if it is damaged or of another kind."""
+    """An open GGUF file, with the tensors of all files of a model that is split. Raises ModelError, one line that names
+    the file, if one is damaged or of another kind."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_first: bool = True) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
@@ -111,6 +70,27 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         self._read_header()
+        if is_first and self.metadata.get("split.count", 1) != 1:
+            self._add_other_files(self.metadata["split.count"])
+
+    def _add_other_files(self, count: Any) -> None:
+        first = _FIRST_OF_SEVERAL.fullmatch(self.path.name)
+        if first is None or int(first[2]) != count:
+            name = f"-00001-of-{count!s:0>5.9}.gguf"
+            instead = f"give the first, whose name ends in {name}; llama-gguf-split --merge joins them"
+            raise self.fail(f"one of several files of a model; {instead}")
+        for number in range(2, count + 1):
+            other = GgufFile(self.path.with_name(f"{first[1]}-{number:05}-of-{first[2]}.gguf"), is_first=False)
+            if known := self.tensors.keys() & other.tensors.keys():
+                raise other.fail(f"tensor {min(known)!r:.80} is also in an earlier file of the model")
+            self.tensors |= other.tensors
+
+    def get(self, key: str, kind: type[Item], default: Item) -> Item:
+        """The metadata under that key."""
+        value = self.metadata.get(key, default)
+        if not isinstance(value, kind):
+            raise self.fail(f"{key} must be of type {kind.__name__}, not {value!r:.40}")
+        return value
 
     def fail(self, problem: str) -> ModelError:
         return ModelError(f"{self.path}: {problem}")
@@ -139,7 +119,7 @@ class GgufFile:
                 raise self.fail(f"tensor {name!r:.80} stands twice")
             if offset % alignment:
                 raise self.fail(f"tensor {name!r:.80} does not begin at a multiple of {alignment} bytes")
-            self.tensors[name] = GgufTensor(name, shape, block_type, start + offset)
+            self.tensors[name] = GgufTensor(name, shape, block_type, self.data, start + offset)
         self._check_places()
 
     def _check_places(self) -> None:
@@ -158,7 +138,8 @@ class GgufFile:
         number, offset = self._number("I"), self._number("Q")
         block_type = BLOCK_TYPES.get(number)
         if block_type is None:
-            found = _OTHER_TYPES.get(number, f"number {number}")
+            names = TYPE_NAMES.split()
+            found = names[number] if number < len(names) else f"number {number}"
             known = ", ".join(found.name for found in BLOCK_TYPES.values())
             raise self.fail(f"tensor {name!r:.80} has type {found}, which is not read; use a file of {known}")
         if math.prod(shape) == 0 or math.prod(shape) * block_type.num_bytes > len(self.data) * block_type.size:

@@ -7,16 +7,16 @@ import io
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.tables import published_shapes
+from nanoserve.costs.tables import load_shape, published_shapes
 from nanoserve.errors import ModelError, first_line
-from nanoserve.models.gguf_directory import gguf_directory
-from nanoserve.processes.files import read_json_object, read_optional_json_object
+from nanoserve.models.gguf_directory import gguf_config, gguf_directory
+from nanoserve.processes.files import read_json_object, read_optional_json_object, unreadable_as_model_error
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""
@@ -50,7 +50,8 @@ def resolve_model(
 
     Aliases are the names in nanoserve/aliases.json of the user's configuration directory: {"short": "model"}. A hub id
     is downloaded at one commit into the hub's own cache, or found there if `offline` (or HF_HUB_OFFLINE) is set. A
-    dummy has the tokenizer of the bundled model. Raises ModelError if there is no such model.
+    dummy, or a .gguf file without a vocabulary, has the tokenizer of the bundled model. Raises ModelError if
+    there is no such model.
     """
     if name is None:
         return ResolvedModel("storyteller", _BUNDLED, _BUNDLED)
@@ -65,7 +66,8 @@ def resolve_model(
         return ResolvedModel(path.resolve().name, path, path)
     if path.is_file() and path.suffix == ".gguf":
         directory = gguf_directory(path.absolute())
-        return ResolvedModel(path.stem, directory, directory)
+        has_tokenizer = (directory / "tokenizer_config.json").exists()
+        return ResolvedModel(path.stem, directory, directory if has_tokenizer else _BUNDLED)
     if path.is_file():
         raise ModelError(
             f"{name} is a file; --model takes a .gguf file, or the directory of config.json and its weights"
@@ -77,6 +79,15 @@ def resolve_model(
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     directory = _download(name, progress, offline=offline)
     return ResolvedModel(name, directory, directory)
+
+
+def find_shape(spec: str, quantization: str | None) -> ModelConfig:
+    """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its quantization or that of
+    `--quantization`. No weights are needed. Raises UsageError and ModelError in one line."""
+    path = _packaged_smollm2() if spec == SMOLLM2 and not Path(spec).exists() else Path(spec).expanduser()
+    with unreadable_as_model_error():
+        found = gguf_config(path) if path.suffix == ".gguf" and path.is_file() else load_shape(spec)
+    return found.rounded(quantization)
 
 
 def _packaged_smollm2() -> Path:
@@ -169,7 +180,7 @@ def dummy_shape(spec: str) -> dict[str, Any]:
 
 
 def dummy_config(spec: str) -> ModelConfig:
-    """The model of `dummy_shape`; raises as it does."""
+    """The model of `dummy_shape`, whose weights are random numbers and not quantized; raises as it does."""
     name = spec.removeprefix(DUMMY_PREFIX)
     source = name if name.endswith(".json") else f"{DUMMY_PREFIX}{name}"
-    return ModelConfig.from_hf(dummy_shape(spec), source=source)
+    return replace(ModelConfig.from_hf(dummy_shape(spec), source=source), quantization=None)

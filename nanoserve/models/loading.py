@@ -3,11 +3,11 @@
 Other formats are not read: a `.bin` checkpoint is a pickle, and unpickling can run code.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import ModelError, UsageError
+from nanoserve.errors import ModelError
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
-from nanoserve.models.gguf_file import BLOCK_TYPES
+from nanoserve.models.gguf_types import BLOCK_TYPES
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
-from nanoserve.models.quantized_tensors import INTEGERS, decode, matrices
+from nanoserve.models.quantized_tensors import INTEGERS, DecodeRows, Read, find_matrix
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
-from nanoserve.quantization import Quantization
-from triton_ops import GroupQuantized, pack, round_to_nearest
+from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest
 from triton_ops.packed import ROWS
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -69,6 +68,8 @@ class Checkpoint:
     """Every tensor of the whole model."""
     stored: Mapping[str, StoredTensor]
     _files: Mapping[Path, Any]
+    _kept: dict[Path, Any] = field(default_factory=dict)
+    """The files once more, for readers that outlive the checkpoint."""
 
     def view(self, part: TensorPart) -> Tensor:
         """A part in its stored format, in the mapped memory of its file, which is read when the part is used. The
@@ -77,17 +78,34 @@ class Checkpoint:
         return _view(part, self._files[path], path)
 
     def reader(self, part: TensorPart, *, packed: bool) -> Callable[[], Tensor]:
-        """Reads the part as its parameter holds it, perhaps packed, also when the checkpoint is closed."""
+        """Reads the part as its parameter holds it, perhaps packed. A matrix of integers needs the open checkpoint."""
         stored = self.stored[part.name]
         if stored.decode is None:
             view = self.view(part)
             return lambda: view
-        return partial(_read, part, stored, self._files.__getitem__, packed=packed)
+        self._kept.update((path, _open(path)) for path in self._files if path not in self._kept)
+        return partial(_read, part, stored, self._kept.__getitem__, packed=packed)
+
+    def rounded(self, quantization: str | None, decoders: Iterable[Decoder], device: torch.device) -> "Checkpoint":
+        """The same with matrices that are rounded while they are read, in groups for all of these decoders on the
+        device. None rounds nothing."""
+        if quantization is None:
+            return self
+        shards = [shard_parts(self.parts, decoder.model_config, decoder.shard) for decoder in decoders]
+        forms = rounded_forms(chain.from_iterable(shards), quantization, device)
+        stored = dict(self.stored)
+        for name, form in forms.items():
+            found, decode = stored[name], partial(_decode_rounded, stored[name].path, name, form)
+            stored[name] = replace(found, decode=decode, form=MatrixForm(form, None))
+        return replace(self, stored=stored)
 
     def prepare(self, decoder: Decoder) -> None:
         """Give the decoder packed layers for the matrices that are stored as integers."""
         forms = {name: found.form for name, found in self.stored.items() if found.form is not None}
         pack_decoder(decoder, shard_parts(self.parts, decoder.model_config, decoder.shard), forms)
+
+
+CPU = torch.device("cpu")
 
 
 def load_model(
@@ -107,38 +125,35 @@ def load_model(
     and UsageError for an unknown dtype.
     """
     path, device = Path(directory), torch.device(device)
-    config = ModelConfig.from_directory(path)
-    with open_checkpoint(path, config, quantization) as checkpoint:
-        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), device, shard=shard, group=group)
+    config = ModelConfig.from_directory(path).rounded(quantization)
+    with open_checkpoint(path, config) as opened:
+        decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), CPU, shard=shard, group=group)
+        checkpoint = opened.rounded(quantization, [decoder], device)
         checkpoint.prepare(decoder)
+        place(decoder, device)
     _fill(decoder, list(shard_parts(checkpoint.parts, config, decoder.shard)), checkpoint.stored, progress)
     return decoder, config
 
 
 @contextmanager
-def open_checkpoint(directory: Path, config: ModelConfig, quantization: str | None = None) -> Iterator[Checkpoint]:
-    """The checkpoint of a model directory, whose files are closed afterwards; with `quantization` its matrices are
-    rounded while they are read. Raises ModelError if a file or tensor is
+def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint]:
+    """The checkpoint of a model directory, whose files are closed afterwards. Raises ModelError if a file or tensor is
     missing, damaged or of another model; one line that names it."""
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
         stored = _stored_tensors(directory, files)
-        if config.quantization is not None:
-            stored = _with_matrices(stored, config.quantization, files.__getitem__)
+        stored = _with_matrices(tensor_parts(config), stored, config, files.__getitem__)
         checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
         _check_tied(checkpoint, config)
-        if quantization is not None:
-            if any(found.decode is not None for found in stored.values()):
-                raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
-            rounding = rounded_forms(checkpoint.parts, quantization)
-            forms = {name: MatrixForm(found, None) for name, found in rounding.items()}
-            rounded = {
-                name: replace(found, decode=partial(_decode_rounded, found.path, name, forms[name]), form=forms[name])
-                for name, found in stored.items()
-                if name in forms
-            }
-            checkpoint = replace(checkpoint, stored={**stored, **rounded})
         yield checkpoint
+
+
+def fill_layers(decoder: Decoder, parts: Sequence[TensorPart], path: Path, config: ModelConfig) -> None:
+    """Fill parts of a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds them and
+    nothing else. Raises ModelError."""
+    with _OpenFiles() as files:
+        stored = _with_matrices(parts, _stored_tensors(path.parent, {path: files(path)}), config, files)
+    _fill(decoder, _check(parts, stored, config, path), stored, None)
 
 
 def empty_decoder(
@@ -168,14 +183,24 @@ def empty_decoder(
     return decoder.eval()
 
 
+def place(decoder: Decoder, device: torch.device) -> None:
+    """Move a decoder from the CPU before it has weights: they are zero then. A GPU never holds a matrix that is packed
+    in 16 bits."""
+    if device.type != "cpu":
+        for parameter in decoder.parameters():
+            is_order = parameter.dtype == torch.int64
+            parameter.data = parameter.to(device) if is_order else torch.zeros_like(parameter, device=device)
+        decoder.rotary.to(device)
+
+
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX_NAME
     if index.is_file():
         return [directory / name for name in sorted(set(_weight_map(index).values()))]
     if (directory / SINGLE_NAME).is_file():
         return [directory / SINGLE_NAME]
-    if (directory / LINK_NAME).is_file():
-        return [directory / LINK_NAME]
+    if (link := directory / LINK_NAME).is_symlink():
+        return [link.readlink()]
     if any(directory.glob("*.bin")):
         raise ModelError(f"{directory}: only .bin weights found, which are not read; convert them to safetensors")
     raise ModelError(f"{directory}: no weights found ({SINGLE_NAME} or {INDEX_NAME})")
@@ -195,7 +220,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _open(path: Path) -> Any:
-    if path.name == LINK_NAME:
+    if path.suffix == ".gguf":
         return GgufCheckpoint(path)
     try:
         return safe_open(path, framework="pt", device="cpu")
@@ -228,37 +253,39 @@ def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> G
 
 
 def _with_matrices(
-    stored: dict[str, StoredTensor], quantization: Quantization, open_file: OpenFile
+    parts: Iterable[TensorPart], stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
 ) -> dict[str, StoredTensor]:
-    """The tensors with each quantized matrix in the place of those that make it."""
+    """The tensors with each quantized matrix in the place of those that make it. It stops at the first missing part."""
     places = {name: found.path for name, found in stored.items()}
     left = dict(stored)
-
-    def read(name: str) -> Any:
-        return open_file(places[name]).get_slice(name)
-
-    for module, parts, shape in matrices(stored, quantization, read):
-        read_rows: Decode = partial(_decode_module, places, module, quantization)
-        first = read_rows(open_file, slice(0, ROWS))
-        found = MatrixForm(first.format, first.order) if isinstance(first, GroupQuantized) else None
-        path = places[parts[0]]
-        for name in parts:
-            del left[name]
-        left[f"{module}.weight"] = StoredTensor(path, shape, INTEGERS, read_rows, found)
+    for part in parts:
+        matrix = find_matrix(part, stored, config, _reader(places, open_file))
+        if matrix is not None:
+            names, decode = matrix
+            read_rows: Decode = partial(_decode_matrix, places, decode)
+            first, form = read_rows(open_file, slice(0, ROWS)), None
+            if isinstance(first, GroupQuantized) and first.format.can_be_packed:
+                form = MatrixForm(first.format, first.order)
+            for name in names:
+                left.pop(name, None)
+            left[part.name] = StoredTensor(places[names[0]], part.shape, INTEGERS, read_rows, form)
+        elif part.name not in stored:
+            break
     return left
 
 
-def _decode_rounded(path: Path, name: str, form: MatrixForm, open_file: OpenFile, rows: slice) -> GroupQuantized:
-    return round_to_nearest(open_file(path).get_slice(name)[rows], form.format.bits, form.format.group)
+def _decode_rounded(path: Path, name: str, form: PackedFormat, open_file: OpenFile, rows: slice) -> GroupQuantized:
+    return round_to_nearest(open_file(path).get_slice(name)[rows], form.bits, form.group)
 
 
-def _decode_module(
-    places: Mapping[str, Path], module: str, quantization: Quantization, open_file: OpenFile, rows: slice
+def _decode_matrix(
+    places: Mapping[str, Path], decode: DecodeRows, open_file: OpenFile, rows: slice
 ) -> GroupQuantized | Tensor:
-    def read(name: str) -> Any:
-        return open_file(places[name]).get_slice(name) if name in places else None
+    return decode(_reader(places, open_file), rows)
 
-    return decode(read, module, rows, quantization)
+
+def _reader(places: Mapping[str, Path], open_file: OpenFile) -> Read:
+    return lambda name: open_file(places[name]).get_slice(name) if name in places else None
 
 
 def _check(
@@ -278,6 +305,8 @@ def _check(
             raise ModelError(
                 f"{found.path}: tensor {part.name} is stored as {found.dtype}; only {', '.join(_STORED_BYTES)} are read"
             )
+        if found.decode is not None and len(part.shape) != 2:
+            raise ModelError(f"{found.path}: tensor {part.name} is stored as {found.dtype}; only matrices may be")
         parts.append(part)
     known = {part.name for part in parts}
     for name, found in stored.items():
@@ -352,6 +381,8 @@ def _read(part: TensorPart, stored: StoredTensor, open_file: OpenFile, *, packed
         return _view(part, open_file(stored.path), stored.path)
     rows, columns = part.rows or range(part.shape[0]), part.columns
     found = stored.decode(open_file, slice(rows.start, rows.stop))
+    if isinstance(found, GroupQuantized) and not found.is_finite():
+        raise ModelError(f"{stored.path}: tensor {part.name} has scales that are NaN or infinite; the file is damaged")
     if isinstance(found, GroupQuantized) and packed:
         return pack(found if columns is None else found.columns(columns))
     values = found.dequantize() if isinstance(found, GroupQuantized) else found

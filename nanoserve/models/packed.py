@@ -1,5 +1,6 @@
 """Layers whose matrices are packed integers, in place of a decoder's own."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder, SparseExperts, VocabularyEmbedding, VocabularyPart, route
 from nanoserve.models.weights import TensorPart
-from nanoserve.quantization import ROUNDING_BITS, ROUNDING_GROUP
+from nanoserve.quantization import Rounding
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS
 
@@ -174,19 +175,27 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
             setattr(module.get_submodule(parent), attribute, PackedExperts(**matrices, replaced=replaced))
 
 
-def rounded_forms(parts: Iterable[TensorPart], quantization: str) -> dict[str, PackedFormat]:
-    """The format of each part of a model that `--quantization` rounds: all matrices but routers, the vocabulary's in 8
-    bits."""
+def rounded_forms(parts: Iterable[TensorPart], quantization: str, device: torch.device) -> dict[str, PackedFormat]:
+    """The format of each tensor that `--quantization` rounds: all matrices but routers, the vocabulary's in 8 bits.
+    Groups divide the columns of every part; a matrix without such a group is left alone. Raises UsageError if the user
+    named the group."""
+    rounding = Rounding.parse(quantization)
+    matrices = [part for part in parts if len(part.shape) == 2 and not part.parameter.endswith("router.weight")]
+    columns: dict[str, int] = defaultdict(int)
+    for part in matrices:
+        span = range(part.shape[1]) if part.columns is None else part.columns
+        columns[part.name] = math.gcd(columns[part.name], span.start, span.stop)
     found = {}
-    for part in parts:
-        if (
-            len(part.shape) == 2
-            and part.shape[1] % ROUNDING_GROUP == 0
-            and not part.parameter.endswith("router.weight")
-        ):
-            vocabulary = part.parameter in ("embedding.weight", "lm_head.weight")
-            bits = 8 if vocabulary else ROUNDING_BITS[quantization]
-            found[part.name] = PackedFormat(bits, ROUNDING_GROUP, scale=0, offset=0, zero=0 if bits == 8 else 8)
+    for part in matrices:
+        group = rounding.group_of(columns[part.name], on_gpu=device.type == "cuda")
+        if group is not None:
+            bits = 8 if part.parameter in ("embedding.weight", "lm_head.weight") else rounding.bits
+            found[part.name] = PackedFormat(bits, group, scale=0, offset=0, zero=0 if bits == 8 else 8)
+        elif rounding.group is not None:
+            raise UsageError(
+                f"--quantization {quantization}: groups of {rounding.group} do not divide the {columns[part.name]} "
+                f"columns of {part.name}; choose a smaller group, or none"
+            )
     return found
 
 

@@ -1,66 +1,150 @@
 """Quantized matrices of Hugging Face checkpoints: which stored tensors make one, and how they are decoded.
 
-Methods: compressed-tensors (packed integers, int8, fp8), GPTQ (versions 1 and 2), AWQ (gemm), and blocks of fp8.
+Methods: compressed-tensors (packed integers, int8, fp8), GPTQ (versions 1 and 2), AWQ (gemm), fp8 and MXFP4. Modules
+that are left alone are known by their tensors, whatever config.json says of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from nanoserve.config import ModelConfig
+from nanoserve.errors import ModelError
+from nanoserve.models.weights import TensorPart
 from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized
 
 Read = Callable[[str], Any]
-"""Finds a stored tensor by its name: an object that is sliced like one."""
+"""Finds a stored tensor by its name: an object that is sliced like one; None if there is none."""
+DecodeRows = Callable[[Read, slice], GroupQuantized | Tensor]
+"""Reads some rows of a matrix, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of its eight columns."""
 _WORD_BITS = 32
-
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the sizes of MXFP4's numbers of 4 bits, whose highest bit is their sign (OCP Microscaling 1.0, 5.3.3)."""
 
 INTEGERS = "integers"
 """The stored format of a quantized matrix."""
-_SUFFIXES = {
-    "compressed-tensors": (
-        "weight_packed",
-        "weight",
-        "weight_scale",
-        "weight_shape",
-        "weight_zero_point",
-        "weight_g_idx",
-    ),
-    "gptq": ("qweight", "qzeros", "scales", "g_idx"),
-    "awq": ("qweight", "qzeros", "scales"),
-    "fp8": ("weight", "weight_scale_inv"),
-}
-"""Names of the tensors of a module that make its matrix, the one with the numbers first."""
-_NEEDED = {"compressed-tensors": "weight_scale", "gptq": "qzeros", "awq": "qzeros", "fp8": "weight_scale_inv"}
-"""Of them, one that only quantized modules have."""
-_UNUSED = ("input_scale", "input_zero_point", "output_scale", "weight_global_scale")
+_WORDS, _INDICES, _FLOATS = ("I32",), ("I32", "I64"), ("F16", "BF16", "F32")
+_OPTIONAL = ("weight_zero_point", "g_idx")
+_UNUSED = ("input_scale", "input_zero_point", "output_scale")
+
+_Known = tuple[tuple[str, ...], list[tuple[int, ...]]]
+"""The dtypes and the shapes that a tensor may have."""
 
 
-def matrices(
-    stored: Mapping[str, Any], quantization: Quantization, read: Read
-) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
-    """Each quantized module of a checkpoint, the names of its tensors, and the shape of its matrix."""
-    needed = f".{_NEEDED[quantization.method]}"
-    for name in stored:
-        if not name.endswith(needed):
-            continue
-        module = name.removesuffix(needed)
-        suffixes = (*_SUFFIXES[quantization.method], *_UNUSED)
-        parts = [f"{module}.{suffix}" for suffix in suffixes if f"{module}.{suffix}" in stored]
-        shape = stored[parts[0]].shape
-        numbers = _WORD_BITS // quantization.bits
-        if quantization.method == "gptq":
-            shape = (shape[1], shape[0] * numbers)
-        elif quantization.method == "awq":
-            shape = (shape[1] * numbers, shape[0])
-        elif parts[0].endswith("packed"):
-            shape = tuple(read(f"{module}.weight_shape")[:].tolist())
-        yield module, parts, shape
+def find_matrix(
+    part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, read: Read
+) -> tuple[list[str], DecodeRows] | None:
+    """The tensors that make a part of the model, the one with the numbers first, and their decoder; None if the part is
+    not quantized. `stored` has the path, shape and dtype of every tensor. Raises ModelError, one line that names the
+    file and the tensor, if one is missing or does not fit the part."""
+    plain, module, quantization = stored.get(part.name), part.name.removesuffix(".weight"), config.quantization
+    if quantization is None or quantization.method not in (*_DECODERS, "mxfp4") or len(part.shape) != 2:
+        return None
+    if plain is not None and plain.dtype not in ("I8", "F8_E4M3"):
+        return None
+    if quantization.method == "mxfp4":
+        wanted, decode = _mxfp4(part, config)
+    else:
+        suffixes = _wanted(*part.shape, None if plain is None else plain.dtype, quantization)
+        wanted = {f"{module}.{suffix}": known for suffix, known in suffixes.items()}
+        decode = partial(_DECODERS[quantization.method], module, quantization)
+    names = [name for name in wanted if name in stored]
+    if not names:
+        return None
+    for name, known in wanted.items():
+        if problem := _problem(name, known, part, stored.get(name), quantization, read):
+            path = stored[name if name in stored else names[0]].path
+            raise ModelError(f"{path}: tensor {name} {problem}; the file is damaged, or not of its config.json")
+    return names + [f"{module}.{suffix}" for suffix in _UNUSED], decode
+
+
+def _problem(
+    name: str, known: _Known, part: TensorPart, found: Any, quantization: Quantization, read: Read
+) -> str | None:
+    """What is wrong with a tensor of a matrix; `found` describes it as it is stored."""
+    (dtypes, shapes), columns, group = known, part.shape[1], quantization.group
+    if found is None:
+        needed = not name.endswith(_OPTIONAL) or (name.endswith("point") and quantization.has_zeros)
+        return "is missing" if needed else None
+    if found.dtype in ("I32", "I8", "U8") and group > 0 and columns % group:
+        return f"has rows of {columns}, which groups of {group} do not divide"
+    if found.dtype not in dtypes or found.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        return f"is {found.dtype} of shape {list(found.shape)}, not {' or '.join(dtypes)} of {wanted}"
+    if name.endswith("weight_shape") and (shape := read(name)[:].tolist()) != list(part.shape):
+        return f"is {shape}, but config.json says {list(part.shape)}"
+    in_order = torch.arange(columns) // (group if group > 0 else columns)
+    if name.endswith("g_idx") and not torch.equal(read(name)[:].long().sort().values, in_order):
+        return f"does not give each of {int(in_order[-1]) + 1} groups as many columns"
+    return None
+
+
+def _wanted(rows: int, columns: int, dtype: str | None, quantization: Quantization) -> dict[str, _Known]:
+    """The tensors of a module by the ends of their names, the one with the numbers first; `dtype` is that of the tensor
+    `weight`."""
+
+    def words(count: int) -> int:
+        return -(-count * quantization.bits // _WORD_BITS)
+
+    method, group, height = quantization.method, quantization.group, quantization.rows
+    groups = 1 if group < 0 else -(-columns // group)
+    found: dict[str, _Known] = {}
+    if method in ("gptq", "awq"):
+        found["qweight"] = _WORDS, [(words(columns), rows) if method == "gptq" else (columns, words(rows))]
+        found["qzeros"] = _WORDS, [(groups, words(rows))]
+        found["scales"] = _FLOATS, [(groups, rows)]
+        if method == "gptq":
+            found["g_idx"] = _INDICES, [(columns,)]
+        return found
+    whole: list[tuple[int, ...]] = [(1,), ()] if (height, group) == (1, -1) else []
+    if method == "fp8" or dtype == "F8_E4M3":
+        found["weight"] = ("F8_E4M3",), [(rows, columns)]
+        scale = "weight_scale_inv" if method == "fp8" and group > 0 else "weight_scale"
+        found[scale] = (*_FLOATS, "F8_E8M0"), [(-(-rows // height), groups), *whole]
+        return found
+    if dtype == "I8":
+        found["weight"] = ("I8",), [(rows, columns)]
+        found["weight_zero_point"] = ("I8",), [(rows, groups), *whole]
+    else:
+        found["weight_packed"] = _WORDS, [(rows, words(columns))]
+        found["weight_zero_point"] = _WORDS, [(words(rows), groups)]
+        found["weight_shape"] = _INDICES, [(2,)]
+    found["weight_scale"] = _FLOATS, [(rows, groups), *whole]
+    found["weight_g_idx"] = _INDICES, [(columns,)]
+    return found
+
+
+def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], DecodeRows]:
+    """The tensors and the decoder of a matrix. All experts of a layer have theirs in one tensor, gate before up."""
+    (rows, columns), stem = part.shape, part.name
+    leading: tuple[int, ...] = ()
+    decode = partial(_decode_mxfp4, stem, None, 0)
+    if part.expert is not None and config.moe is not None:
+        matrix = part.parameter.rpartition(".")[2]
+        stem, leading = f"{part.name.rsplit('.', 3)[0]}.{matrix}_proj", (config.moe.num_experts,)
+        rows *= 2 if matrix == "gate_up" else 1
+        decode = partial(_decode_mxfp4, stem, part.expert, part.first_row)
+    shape = (*leading, rows, columns // 32)
+    return {f"{stem}_blocks": (("U8",), [(*shape, 16)]), f"{stem}_scales": (("U8",), [shape])}, decode
+
+
+def _decode_mxfp4(stem: str, expert: int | None, first: int, read: Read, rows: slice) -> GroupQuantized:
+    """Codes of 5 bits, which hold twice the numbers, with half of the scale: both are exact."""
+    taken: Any = slice(first + rows.start, first + rows.stop)
+    taken = taken if expert is None else (expert, taken)
+    blocks, exponents = read(f"{stem}_blocks")[taken], read(f"{stem}_scales")[taken]
+    table = torch.tensor([16 + size for size in _E2M1] + [16 - size for size in _E2M1], dtype=torch.uint8)
+    codes = table[torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1).int()]
+    scales = 2.0 ** (exponents.double() - 128)
+    return GroupQuantized(codes, 5, scales.where(exponents < 255, torch.nan).bfloat16(), zero=16)
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
@@ -73,29 +157,43 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     return (each.view(len(words), count, bits) * weights).sum(-1).to(torch.uint8)
 
 
-def decode(read: Read, module: str, rows: slice, quantization: Quantization) -> GroupQuantized | Tensor:
-    """Some rows of a module's matrix, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
-    return _DECODERS[quantization.method](read, module, rows, quantization)
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of `unpack_words`: numbers from 0, of any integer dtype, [N, K] -> int32 [N, W]."""
+    blocks = functional.pad(codes, (0, -codes.shape[1] % _WORD_BITS)).view(len(codes), -1, _WORD_BITS).long()
+    words = blocks.new_zeros(*blocks.shape[:2], bits + 1)
+    for place in range(_WORD_BITS):
+        word, shift = divmod(place * bits, _WORD_BITS)
+        shifted = blocks[:, :, place] << shift
+        words[:, :, word] |= shifted & 0xFFFFFFFF
+        words[:, :, word + 1] |= shifted >> _WORD_BITS
+    return words[:, :, :bits].flatten(1)[:, : -(-codes.shape[1] * bits // _WORD_BITS)].to(torch.int32)
 
 
-def _decode_compressed(read: Read, module: str, rows: slice, quantization: Quantization) -> GroupQuantized | Tensor:
+def _decode_compressed(module: str, quantization: Quantization, read: Read, rows: slice) -> GroupQuantized | Tensor:
     """Packed codes are stored with half of their range added, and so are their zero points."""
-    scales = read(f"{module}.weight_scale")
-    if (packed := read(f"{module}.weight_packed")) is None:
-        stored, scale = read(f"{module}.weight")[rows], scales[rows] if len(scales.get_shape()) == 2 else scales[:]
-        if stored.dtype == torch.int8:
-            return GroupQuantized(stored, 8, scale.view(-1, 1).expand(len(stored), 1).contiguous())
-        values: Tensor = stored.float() * scale.float()
-        return values
-    shape, bits = read(f"{module}.weight_shape")[:].tolist(), quantization.bits
-    zeros = None
-    if zero_points := read(f"{module}.weight_zero_point"):
+    scales, zero_points = read(f"{module}.weight_scale"), read(f"{module}.weight_zero_point")
+    bits, zeros, order = quantization.bits, None, read(f"{module}.weight_g_idx")
+    if (narrow := read(f"{module}.weight")) is not None:
+        if narrow.get_dtype() != "I8":
+            return _decode_fp8(module, quantization, read, rows)
+        codes = narrow[rows].view(torch.uint8) ^ 128
+        if zero_points is not None:
+            zeros = _taken(zero_points, rows, len(codes)).contiguous().view(torch.uint8) ^ 128
+        return _integers(codes, 8, _taken(scales, rows, len(codes)), zeros, order)
+    shape = read(f"{module}.weight_shape")[:].tolist()
+    if zero_points is not None:
         zeros = unpack_words(zero_points[:].T, bits, shape[0]).T[rows]
-    codes = unpack_words(packed[rows], bits, shape[1])
-    return _integers(codes, bits, scales[rows], zeros, read(f"{module}.weight_g_idx"))
+    codes = unpack_words(read(f"{module}.weight_packed")[rows], bits, shape[1])
+    return _integers(codes, bits, _taken(scales, rows, len(codes)), zeros, order)
 
 
-def _decode_gptq(read: Read, module: str, rows: slice, quantization: Quantization) -> GroupQuantized:
+def _taken(numbers: Any, rows: slice, count: int) -> Tensor:
+    """The numbers [n, G] of so many rows, all of which may share one."""
+    found: Tensor = numbers[...]
+    return found[rows] if found.numel() > 1 else found.reshape(1, 1).expand(count, 1)
+
+
+def _decode_gptq(module: str, quantization: Quantization, read: Read, rows: slice) -> GroupQuantized:
     """Words lie along the columns of the matrix; zero points along its rows."""
     words, scales, bits = read(f"{module}.qweight")[:, rows], read(f"{module}.scales")[:, rows], quantization.bits
     zeros = unpack_words(read(f"{module}.qzeros")[:], bits, read(f"{module}.scales").get_shape()[1])[:, rows]
@@ -105,25 +203,29 @@ def _decode_gptq(read: Read, module: str, rows: slice, quantization: Quantizatio
     return _integers(codes, bits, scales.T, zeros.T, read(f"{module}.g_idx"))
 
 
-def _decode_awq(read: Read, module: str, rows: slice, quantization: Quantization) -> GroupQuantized:
+def _decode_awq(module: str, quantization: Quantization, read: Read, rows: slice) -> GroupQuantized:
     """Words lie along the rows of the matrix, eight to a word in an order of their own."""
-    scales = read(f"{module}.scales")[:, rows]
+    scales, first = read(f"{module}.scales")[:, rows], rows.start // len(_AWQ_ORDER)
 
     def unpacked(name: str) -> Tensor:
-        words = read(f"{module}.{name}")
-        numbers = unpack_words(words[:], quantization.bits, words.get_shape()[1] * len(_AWQ_ORDER))
-        return numbers.view(len(numbers), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].flatten(1)[:, rows].T
+        words = read(f"{module}.{name}")[:, first : -(-rows.stop // len(_AWQ_ORDER))]
+        numbers = unpack_words(words, quantization.bits, words.shape[1] * len(_AWQ_ORDER))
+        ordered = numbers.view(len(numbers), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].flatten(1).T
+        return ordered[rows.start % len(_AWQ_ORDER) :][: scales.shape[1]]
 
     return _integers(unpacked("qweight"), quantization.bits, scales.T, unpacked("qzeros"), None)
 
 
-def _decode_fp8(read: Read, module: str, rows: slice, quantization: Quantization) -> Tensor:
-    """Blocks of 128 rows and columns share a number, by which they are multiplied, whatever its name says."""
-    stored, scales = read(f"{module}.weight"), read(f"{module}.weight_scale_inv")[:].float()
-    height, width = (-(-size // count) for size, count in zip(stored.get_shape(), scales.shape, strict=True))
-    taken = torch.arange(stored.get_shape()[0])[rows] // height
-    each = scales[taken].repeat_interleave(width, dim=1)[:, : stored.get_shape()[1]]
-    values: Tensor = stored[rows].float() * each
+def _decode_fp8(module: str, quantization: Quantization, read: Read, rows: slice) -> Tensor:
+    """Blocks of rows and columns share a number, by which they are multiplied, whatever its name says."""
+    stored = read(f"{module}.weight")
+    numbers = read(f"{module}.weight_scale_inv") or read(f"{module}.weight_scale")
+    scales, (height, columns) = numbers[...].float(), stored.get_shape()
+    if scales.numel() > 1:
+        taken = torch.arange(height)[rows] // quantization.rows
+        width = columns if quantization.group < 0 else quantization.group
+        scales = scales[taken].repeat_interleave(width, dim=1)[:, :columns]
+    values: Tensor = stored[rows].float() * scales
     return values
 
 
@@ -141,7 +243,7 @@ def _integers(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor | None, gr
     return GroupQuantized(codes.contiguous(), max(bits, 4), scales.contiguous(), zero=zero, zeros=zeros, order=order)
 
 
-_DECODERS: Mapping[str, Callable[[Read, str, slice, Quantization], GroupQuantized | Tensor]] = {
+_DECODERS: Mapping[str, Callable[[str, Quantization, Read, slice], GroupQuantized | Tensor]] = {
     "compressed-tensors": _decode_compressed,
     "gptq": _decode_gptq,
     "awq": _decode_awq,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
@@ -79,7 +79,8 @@ class ReshardableWeights:
         ]
         # One decoder per layout, ready for inference while its layout is in place. They share their memory.
         self.decoders = tuple(unset)
-        with open_checkpoint(directory, config, quantization) as checkpoint:
+        with open_checkpoint(directory, config) as opened:
+            checkpoint = opened.rounded(quantization, unset, device)
             for decoder in unset:
                 checkpoint.prepare(decoder)
             self._storage = torch.empty(
@@ -151,10 +152,15 @@ class _Copies:
             self._used = 0
 
 
+def _weights(decoder: Decoder) -> dict[str, nn.Parameter]:
+    """The parameters that share a storage. Orders of columns, which are small, stay where they are."""
+    return {name: found for name, found in decoder.named_parameters() if found.dtype != torch.int64}
+
+
 def _offsets(decoder: Decoder) -> tuple[list[int], int]:
     """The offset of each parameter in a storage that holds them all, and its length; in bytes."""
     offsets, used = [], 0
-    for parameter in decoder.parameters():
+    for parameter in _weights(decoder).values():
         offsets.append(used)
         used += -(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT
     return offsets, used
@@ -163,9 +169,11 @@ def _offsets(decoder: Decoder) -> tuple[list[int], int]:
 def _lay_out(decoder: Decoder, storage: Tensor) -> None:
     """Make the parameters views of the storage, one after another. A tied matrix is one parameter and stays one."""
     offsets, _ = _offsets(decoder)
-    for parameter, offset in zip(decoder.parameters(), offsets, strict=True):
+    for parameter, offset in zip(_weights(decoder).values(), offsets, strict=True):
         place = storage[offset : offset + parameter.nbytes]
         parameter.data = place.view(parameter.dtype).view(parameter.shape)
+    for order in (found for found in decoder.parameters() if found.dtype == torch.int64):
+        order.data = order.data.to(storage.device)
     decoder.rotary.to(storage.device)
 
 
@@ -177,4 +185,4 @@ def _filling(decoder: Decoder, checkpoint: Checkpoint) -> _Filling:
         read = checkpoint.reader(piece, packed=not region.is_floating_point())
         moves.append(_Move(read, region, piece.name, checkpoint.stored[piece.name].path))
     num_bytes = sum(move.region.nbytes for move in moves)
-    return _Filling(moves, num_bytes, list(unfilled_regions(parts, dict(decoder.named_parameters()))))
+    return _Filling(moves, num_bytes, list(unfilled_regions(parts, _weights(decoder))))

@@ -19,7 +19,7 @@ def save_hf(decoder: Decoder, config: ModelConfig, directory: str | Path, *, dty
 
     Raises UsageError for a family other than Llama, or for rope scaling: nothing trained here needs them.
     """
-    if config.family != "llama" or config.rope.kind != "default":
+    if config.family != "llama" or config.rope.kind != "default" or config.rope.frequency_factors:
         raise UsageError(f"only Llama models without rope scaling can be saved, not {config.family}/{config.rope.kind}")
     dtype = dtype or decoder.dtype
     parameters = dict(decoder.named_parameters())

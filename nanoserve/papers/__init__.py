@@ -1,4 +1,5 @@
-"""The papers' figures: the engine's own policies, simulated, beside what the papers report. No torch.
+"""The papers' figures: the engine's own policies, simulated, beside what the papers report. No torch, but in
+quantized_stories.py, which the lecture's figure imports when it is made.
 
 Read framework.py (what a figure is), running.py (simulations side by side on the machine's cores), cases.py (one
 simulation, and how many are compared), claims.py (the paper's number, ours, and whether the relation holds), charts.py

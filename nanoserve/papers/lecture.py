@@ -1,12 +1,12 @@
-"""CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, and what paging saves.
+"""CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, what paging saves, what few bits lose.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the lecture's closed
-forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables.
+forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables. Perplexity is measured.
 """
 
 from collections.abc import Sequence
-from itertools import count, islice
-from typing import Any
+from itertools import chain, count, islice
+from typing import Any, get_args
 
 from nanoserve.benchmarks.tables import columns
 from nanoserve.costs import Efficiency, Machine, StepCosts, StepWork, load_machine, load_shape
@@ -15,7 +15,7 @@ from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, ml
 from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
 from nanoserve.measures.metrics import Spread
 from nanoserve.measures.workloads import RequestShape
-from nanoserve.papers.claims import claims
+from nanoserve.papers.claims import Claim, claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.simulator.workload import length_tables
 
@@ -31,14 +31,21 @@ def _ideal(model: str = MODEL) -> StepCosts:
     return StepCosts(load_shape(model), load_machine(DEVICE), efficiency=Efficiency.ideal())
 
 
-def _intensity(costs: StepCosts, work: StepWork, *names: str) -> float:
-    """Operations per byte of some operators together."""
+def _intensity(costs: StepCosts, work: StepWork, *names: str, weight_bits: float = 16) -> float:
+    """Operations per byte of some operators together, whose costs are those of weights of 16 bits."""
     found = [one for one in costs.counts.operators(work, 0) if one.name in names]
-    return sum(one.flops for one in found) / sum(one.bytes for one in found)
+    saved = sum(one.weight_bytes for one in found) * (1 - weight_bits / 16)
+    return sum(one.flops for one in found) / (sum(one.bytes for one in found) - saved)
 
 
-def _feed_forward(costs: StepCosts, batch: int, context: int) -> float:
-    return _intensity(costs, costs.work([context] * batch), "gate_up", "down")
+def _feed_forward(costs: StepCosts, batch: int, context: int, weight_bits: float = 16) -> float:
+    return _intensity(costs, costs.work([context] * batch), "gate_up", "down", weight_bits=weight_bits)
+
+
+def _bound_by_operations(costs: StepCosts, weight_bits: float = 16) -> int:
+    """Decoding sequences from which on the feed-forward part takes no less time to compute than to read."""
+    balance = costs.machine.device.intensity
+    return next(batch for batch in count(1) if _feed_forward(costs, batch, 1, weight_bits) >= balance)
 
 
 def _attention(costs: StepCosts, batch: int = 1) -> float:
@@ -66,7 +73,7 @@ def roofline(scale: Scale, run: Run) -> Finding:
     balance, one = costs.machine.device.intensity, _attention(costs)
     ours = {
         "1.3": balance,
-        "1.5": next(batch for batch in count(1) if _feed_forward(costs, batch, 1) >= balance),
+        "1.5": _bound_by_operations(costs),
         "1.6 one": one,
         "1.6 many": _attention(costs, 256) / one,
         "2.1": _attention(_ideal(GROUPED_MODEL)) / one,
@@ -212,6 +219,58 @@ def _slots_to(tokens: int) -> int:
     return BLOCK * (BLOCK * _sum_to(blocks) + rest * (blocks + 1))
 
 
+_STORED_BITS = {"int8": 8.25, "int4": 4.25}
+"""A 16-bit scale is shared by 64 weights."""
+
+
+def quantization(scale: Scale, run: Run) -> Finding:
+    """Section 2.3: perplexity of the storyteller in few bits, and what fewer bits of weights do for intensity."""
+    from nanoserve.papers.quantized_stories import DrawnStories, Outliers, QuantizedReading
+
+    drawing, kinds = DrawnStories(scale.seeds, readings=scale.pick(6, 12)), get_args(Outliers)
+    texts = dict(zip(scale.seeds, run([drawing])[drawing], strict=True))
+    jobs = {kind: [QuantizedReading(kind, seed, *texts[seed]) for seed in scale.seeds] for kind in kinds}
+    outcomes = run(chain.from_iterable(jobs.values()))
+    found = {kind: [outcomes[job] for job in own] for kind, own in jobs.items()}
+    rows: list[dict[str, Any]] = []
+    for method in found[kinds[0]][0].perplexities:
+        spreads = {kind: Spread.of(one.perplexities[method] for one in found[kind]) for kind in kinds}
+        shown_texts = {f"{kind} text": spread.text("{:.2f}") for kind, spread in spreads.items()}
+        rows.append({"method": method, **spreads, **shown_texts})
+
+    def lost(method: str, kind: Outliers = "8 salient outliers") -> Spread:
+        """Perplexity over that of float32."""
+        return Spread.of(one.perplexities[method] / one.perplexities["float32"] for one in found[kind])
+
+    ours = {
+        "2.3.2 RTN": lost("RTN, 4 bits"),
+        "2.3.2 natural": lost("RTN, 4 bits", "natural weights"),
+        "2.3.2 random": lost("RTN, 4 bits", "3 random outliers"),
+        "2.3.2 mixed": lost("mixed, 4 bits"),
+        "2.3.2 AWQ": lost("AWQ, 4 bits"),
+        "2.3.2 tensor": lost("per tensor, W8A8"),
+        "2.3.2 LLM.int8()": lost("LLM.int8(), W8A8"),
+        "2.3.2 share": Spread.of(100 * (1 - one.exact_share) for one in found["8 salient outliers"]),
+    }
+    heights = {kind: [row[kind].mean for row in rows] for kind in kinds}
+    names = [row["method"] for row in rows]
+    points = panel("mean over seeds", "method", "perplexity", names, heights, styles="o", log_y=True)
+    chart = Chart("The storyteller in few bits, and in float32", [points])
+    shown = columns(("", "method"), *(("", (kind, f"{kind} text")) for kind in kinds))
+    return Finding([*claims("lecture", ours), *_intensity_claims()], chart, rows, shown)
+
+
+def _intensity_claims() -> list[Claim]:
+    costs, found = _ideal(), list[Claim]()
+    for name, bits in _STORED_BITS.items():
+        exact, balance = _bound_by_operations(costs, bits), costs.machine.device.intensity
+        gain = _feed_forward(costs, 1, CONTEXT, bits) / _feed_forward(costs, 1, CONTEXT)
+        limit = balance * bits / 16  # a multiply-add for each sequence and weight of so many bits
+        ours = {f"2.3.1 {name}": gain, f"2.3.1 {name} batch": limit}
+        found += claims("lecture", ours, bits=bits, exact=exact)
+    return found
+
+
 PAPER = Paper(
     title="CS336, lecture 10: efficient inference",
     spread_over="traces",
@@ -223,5 +282,11 @@ PAPER = Paper(
         PaperFigure(number="roofline", title=f"FLOP per byte, {MODEL} at a context of {CONTEXT}", make=roofline),
         PaperFigure(number="batch", title=f"decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", make=batches),
         PaperFigure(number="paging", title="slots that hold a token, over the life of a sequence", make=paging),
+        PaperFigure(
+            number="quantization",
+            title="perplexity of stories drawn from the storyteller itself",
+            counted="3,066 tokens of stories for each seed (--full: 6,132); mean [lowest..highest] over seeds",
+            make=quantization,
+        ),
     ),
 )

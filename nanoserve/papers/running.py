@@ -69,7 +69,9 @@ class Runner:
 
 
 def _begin_process() -> None:
-    """Ctrl-C reaches every process of a terminal, and only the first one answers it; no process outlives that one."""
+    """Ctrl-C reaches every process of a terminal, and only the first one answers it; no process outlives that one. Each
+    has a core to itself, and one thread for a torch that it may import."""
+    os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -251,6 +251,27 @@ def test_compare_prints_ratios_and_names_the_peer_that_is_missing(
     assert decode[0]["median"] == pytest.approx(2.0)
 
 
+def test_compare_of_rounded_weights_leaves_transformers_out(bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Opening] = []
+
+    class FakeProcess(FakePeer):
+        process_id = 1
+
+        def __init__(self, opening: Opening) -> None:
+            super().__init__(opening.engine, 1.0)
+            self.description["layers"] = "eager"
+            opened.append(opening)
+
+    monkeypatch.setattr("nanoserve.commands.bench_compare.PeerProcess", FakeProcess)
+    monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
+    words = ("--quantization", "int8", "--peers", "transformers,server", "--lengths", "4+3", "--rounds", 1)
+    code, out, _ = bench("compare", "-m", _bundled(), "--batch-sizes", 1, *words)
+    assert code == 0
+    assert "transformers is left out" in out
+    assert "int8, " in out
+    assert [(one.engine, one.quantization) for one in opened] == [("nanoserve", "int8"), ("server", "int8")]
+
+
 def test_compare_fails_when_a_peer_that_is_installed_cannot_be_opened(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

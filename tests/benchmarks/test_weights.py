@@ -9,9 +9,9 @@ import torch
 
 from nanoserve.benchmarks.peers import weights
 from nanoserve.benchmarks.peers.process import Opening
-from nanoserve.errors import UsageError
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.dummy import make_dummy_model
-from nanoserve.models.hub import resolve_model
+from nanoserve.models.hub import ResolvedModel, resolve_model
 
 SHAPE = {
     "vocab_size": 4096,
@@ -67,7 +67,7 @@ def test_llama_cpp_gives_the_same_tokens(dummy: str) -> None:
     pytest.importorskip("llama_cpp")
     from nanoserve.benchmarks.peers.llama_cpp_peer import LlamaCppPeer
 
-    file = weights.gguf_file(resolve_model(dummy), "float32")
+    file = weights.gguf_file(resolve_model(dummy), "float32", None)
     assert answers(LlamaCppPeer(opening("llama.cpp", str(file)))) == nanoserve_answers(dummy)
 
 
@@ -75,7 +75,9 @@ def test_llama_cpp_gives_the_same_tokens(dummy: str) -> None:
 def test_a_gguf_file_holds_every_number(dummy: str, dtype: str) -> None:
     gguf = pytest.importorskip("gguf")
     decoder, config = make_dummy_model(dummy, dtype)
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(weights.gguf_file(resolve_model(dummy), dtype)).tensors}
+    stored = {
+        tensor.name: tensor for tensor in gguf.GGUFReader(weights.gguf_file(resolve_model(dummy), dtype, None)).tensors
+    }
     down = torch.from_numpy(stored["blk.1.ffn_down.weight"].data.copy()).view(torch.uint8)
     assert torch.equal(down.flatten(), decoder.layers[1].feed_forward.down.weight.view(torch.uint8).flatten())
     matrices = sum(parameter.numel() for parameter in decoder.parameters() if parameter.dim() == 2)
@@ -84,6 +86,34 @@ def test_a_gguf_file_holds_every_number(dummy: str, dtype: str) -> None:
     assert {tensor.tensor_type.name for tensor in of_type} == {{"float32": "F32", "bfloat16": "BF16"}.get(dtype, "F16")}
     assert config.tie_word_embeddings
     assert "output.weight" not in stored
+
+
+def test_nanoserve_reads_the_file_of_a_dummy(dummy: str) -> None:
+    pytest.importorskip("gguf")
+    model = resolve_model(str(weights.gguf_file(resolve_model(dummy), "float32", None)))
+    assert weights.gguf_file(model, "float32", None) == weights.own_gguf_file(model)
+    assert model.tokenizer_directory == resolve_model(dummy).tokenizer_directory
+    assert nanoserve_answers(str(weights.own_gguf_file(model))) == nanoserve_answers(dummy)
+
+
+@pytest.mark.parametrize(("quantization", "stored"), [("int4", "Q4_0"), ("int8", "Q8_0")])
+def test_llama_cpp_rounds_its_own_file(dummy: str, quantization: str, stored: str) -> None:
+    pytest.importorskip("llama_cpp")
+    gguf = pytest.importorskip("gguf")
+    file = weights.gguf_file(resolve_model(dummy), "bfloat16", quantization)
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert types["blk.0.ffn_down.weight"] == stored
+    assert weights.gguf_file(resolve_model(str(file)), "bfloat16", None) == file
+    other = {"int4": "int8", "int8": "int4"}[quantization]
+    with pytest.raises(RuntimeFailure, match=f"cannot round .* to {other}; if it is quantized already, leave"):
+        weights.gguf_file(resolve_model(str(file)), "bfloat16", other)
+
+
+def test_a_quantized_checkpoint_has_no_gguf_file(dummy: str, tmp_path: Path) -> None:
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "llama", "quantization_config": section}))
+    with pytest.raises(UsageError, match=r"is quantized, and cannot be written for llama\.cpp; compare a GGUF file"):
+        weights.gguf_file(ResolvedModel("packed", tmp_path, tmp_path), "bfloat16", None)
 
 
 def test_what_was_written_is_kept(dummy: str) -> None:
@@ -106,5 +136,5 @@ def test_a_model_that_gguf_has_no_place_for(tmp_path: Path, monkeypatch: pytest.
     config = tmp_path / "config.json"
     config.write_text(json.dumps(SHAPE | {"model_type": "glm", "tie_word_embeddings": False}))
     with pytest.raises(UsageError, match=r"glm with default rope cannot be written for llama\.cpp"):
-        weights.gguf_file(resolve_model(f"dummy:{config}"), "float32")
+        weights.gguf_file(resolve_model(f"dummy:{config}"), "float32", None)
     assert not (tmp_path / "nanoserve").exists()

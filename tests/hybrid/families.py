@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -10,9 +12,11 @@ from nanoserve.config import ModelConfig
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.hub import resolve_model
+from nanoserve.models.loading import load_model
 from nanoserve.request import Request
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.models.test_shards import write_checkpoint
 from tests.runtime.small_model import local_executor, small_decoder
 from tests.runtime.workers.loads import Expected, Seen, WatchedEngine, requests
 from tests.scheduler.lives import Arrival, live
@@ -52,7 +56,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
 }
-FAMILIES = tuple(_VARIANTS)
+ROUNDED = "qwen3 in int4"
+FAMILIES = (*_VARIANTS, ROUNDED)
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,14 @@ def family_config(family: str) -> ModelConfig:
 
 @cache
 def small_model(family: str) -> Model:
-    """Random weights in float32."""
-    config = family_config(family)
-    return _answering(config, small_decoder(config), requests(VOCAB_SIZE, schemas=False))
+    """Random weights in float32, or rounded to integers."""
+    if family != ROUNDED:
+        config = family_config(family)
+        return _answering(config, small_decoder(config), requests(VOCAB_SIZE, schemas=False))
+    with TemporaryDirectory() as directory:
+        write_checkpoint("qwen3", Path(directory), vocab_size=VOCAB_SIZE)
+        decoder, config = load_model(directory, "float32", quantization="int4")
+    return _answering(config, decoder, requests(VOCAB_SIZE, schemas=False))
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.hybrid.families import FAMILIES, model_with_tokenizer, small_model
+from tests.hybrid.families import FAMILIES, ROUNDED, model_with_tokenizer, small_model
 from tests.hybrid.lives import STRATEGIES, Case, HybridSeen, at_random, check, live_through
 
 CASES = st.builds(
@@ -39,6 +39,7 @@ FEW = ("mistral", "qwen3", "qwen3_moe")
 def test_fixed_lives_under_every_strategy() -> None:
     """Half of them by lot, half under one of the policies."""
     cases = [(family, Case("by lot", seed=number)) for number, family in enumerate(FEW)]
+    cases.append((ROUNDED, Case("by lot", seed=len(FEW))))
     policies = zip(islice(cycle(FEW), 4), STRATEGIES[:4], strict=True)
     cases += [(family, Case(policy, prefix_caching=False, seed=3)) for family, policy in policies]
     models = [(small_model(family), case) for family, case in cases]

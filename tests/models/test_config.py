@@ -56,7 +56,7 @@ def test_a_llama_config_says_what_it_says() -> None:
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM"),
         ({"model_type": None}, "model_type None"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not a text generation model"),
-        ({"quantization_config": {"bits": 4}}, "quantization method None is not read; choose a checkpoint of"),
+        ({"quantization_config": {"bits": 4}}, "quantization method None is not read; choose one of"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope type 'dynamic' is not supported"),

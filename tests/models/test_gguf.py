@@ -1,22 +1,25 @@
 """GGUF files against transformers: every family and every type, with the values that the gguf library finds in them."""
 
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
 
-from nanoserve.config import ModelConfig
+from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import SparseExperts
 from nanoserve.models.gguf_directory import gguf_directory
-from nanoserve.models.gguf_file import BLOCK_TYPES
+from nanoserve.models.gguf_types import BLOCK_TYPES
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedEmbedding, PackedExperts
 from nanoserve.models.shards import make_shards
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.models.test_decoder import random_tokens
+from tests.models.test_resharding import assert_goes_to_and_fro
 from tests.models.test_shards import LENGTHS, sharded_logits, whole_logits
 from tests.models.thread_ranks import ThreadGroup
 from tests.oracle.checkpoints import FAMILIES
@@ -25,6 +28,7 @@ from tests.oracle.gguf_files import write_gguf
 CASES = [
     ("llama-tied-biased", "Q4_0"),
     ("llama-linear", "Q4_1"),
+    ("llama-llama3", "Q4_0"),
     ("llama-yarn", "Q5_0"),
     ("mistral", "Q8_0"),
     ("qwen2", "F16"),
@@ -70,6 +74,11 @@ def test_shards_compute_what_the_whole_model_does(
     torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
 
 
+def test_weights_that_change_their_layout(tmp_path: Path) -> None:
+    _, directory = make_model("qwen3", "Q4_1", tmp_path)
+    assert_goes_to_and_fro(directory, [((2, 1), (1, 2))])
+
+
 def test_ranks_may_not_cut_a_group(tmp_path: Path) -> None:
     _, directory = make_model("glm4", "Q6_K", tmp_path)
     shard = make_shards(ModelConfig.from_directory(directory), pipeline_parallel=1, tensor_parallel=2)[0]
@@ -91,6 +100,32 @@ def make_model(family: str, block_type: str, directory: Path) -> tuple[transform
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.1)
     write_gguf(model, directory / "model.gguf", block_type)
     return model, gguf_directory(directory / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    ("general", "expected"),
+    [
+        ({"sampling.temp": 0.5, "sampling.top_k": 20, "basename": "smollm2"}, SamplingDefaults(0.5, top_k=20)),
+        ({"basename": "smollm2"}, SamplingDefaults(0.2, 0.9)),
+        ({"basename": "another"}, SamplingDefaults()),
+    ],
+)
+def test_a_file_recommends_how_to_sample(
+    general: dict[str, Any], expected: SamplingDefaults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By keys of its own, or else its model card does."""
+    begin = gguf.GGUFWriter.add_block_count
+
+    def with_more(writer: gguf.GGUFWriter, count: int) -> None:
+        begin(writer, count)
+        writer.add_chat_template("{{ messages[0]['content'] }}")
+        for name, value in general.items():
+            add = {int: writer.add_int32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add(f"general.{name}", value)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_block_count", with_more)
+    _, directory = make_model("llama", "F16", tmp_path)
+    assert ModelConfig.from_directory(directory).sampling_defaults == expected
 
 
 def test_a_sentencepiece_vocabulary(tmp_path: Path) -> None:

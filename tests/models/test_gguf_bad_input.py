@@ -1,16 +1,26 @@
 """Damaged and hostile GGUF files: one clear line, and nothing outside the file is read."""
 
+import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanoserve.errors import ModelError
-from nanoserve.models.gguf_file import GgufFile
+from nanoserve.models.gguf_directory import gguf_directory
+from nanoserve.models.gguf_file import GgufFile, GgufTensor
+from nanoserve.models.loading import load_model
+from nanoserve.processes.temporary import remove_directory
+from nanoserve.text.tokenizer import load_tokenizer
+from tests.oracle.checkpoints import FAMILIES
+from tests.oracle.gguf_files import write_gguf
 
-F32, Q4_0, Q2_K = 0, 2, 10
+F32, Q4_0, Q2_K, IQ4_XS = 0, 2, 10, 23
 
 
 def text(value: str) -> bytes:
@@ -53,7 +63,11 @@ BAD = {
     file([], [tensor("weight", (0, 16))]): "does not fit into the file",
     file([], [tensor("weight", (1, 1, 1, 1, 1))]): "has 5 dimensions; 1 to 4 are read",
     file([], [tensor("weight", (4, 16), Q2_K)]): "has type Q2_K, which is not read; use a file of F32, F16, Q4_0",
+    file([], [tensor("weight", (4, 16), 11)]): "has type Q3_K, which is not read",
+    file([], [tensor("weight", (4, 16), IQ4_XS)]): "has type IQ4_XS, which is not read",
     file([], [tensor("weight", (4, 16), 99)]): "has type number 99",
+    file([entry("split.count", 2, struct.pack("<H", 3))], [WEIGHT]): "one of several files of a model; give the first,"
+    " whose name ends in -00001-of-00003.gguf",
     file([], [tensor("weight", (4, 16), Q4_0)]): "rows of 16 are not whole blocks of 32",
     file([entry("key", 4, bytes(4))] * 2, [WEIGHT]): "metadata key 'key' stands twice",
     file([entry("key", 99, bytes(4))], [WEIGHT]): "metadata of the unknown type 99",
@@ -82,6 +96,96 @@ def test_a_sound_file_is_read(tmp_path: Path) -> None:
     found = GgufFile(tmp_path / "model.gguf")
     assert found.metadata == {"key": 7}
     assert found.tensors["weight"].shape == (4, 16)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file of a small model in two files, of which it is the first."""
+    path: Path = tmp_path_factory.mktemp("sound") / "model.gguf"
+    torch.manual_seed(3)
+    config = FAMILIES["llama-llama3"]()
+    config.num_hidden_layers, config.vocab_size = 1, 280
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    write_gguf(model, path, "Q8_0", split=8)
+    return path.with_name("model-00001-of-00002.gguf")
+
+
+def test_a_model_in_several_files(sound: Path, tmp_path: Path) -> None:
+    last = sound.with_name("model-00002-of-00002.gguf")
+    wanted = {**GgufFile(sound, is_first=False).tensors, **GgufFile(last, is_first=False).tensors}
+    assert GgufFile(sound).tensors.keys() == wanted.keys() > GgufFile(sound, is_first=False).tensors.keys()
+    load_model(gguf_directory(sound), "float32")
+    with pytest.raises(
+        ModelError, match=r"model-00002-of-00002.gguf: one of several .* -00001-of-00002.gguf; llama-gg"
+    ):
+        gguf_directory(last)
+    alone = shutil.copy(sound, tmp_path)
+    with pytest.raises(ModelError, match=r"model-00002-of-00002.gguf: cannot be read as GGUF \(.*No such file"):
+        gguf_directory(Path(alone))
+    shutil.copy(sound, tmp_path / last.name)
+    with pytest.raises(ModelError, match=r"model-00002-of-00002.gguf: tensor '.*' is also in an earlier file"):
+        gguf_directory(Path(alone))
+
+
+METADATA = st.one_of(
+    st.booleans(),
+    st.integers(-3, 1 << 64),
+    st.floats(),
+    st.text(max_size=4),
+    st.lists(st.integers(-1, 9), max_size=3),
+    st.lists(st.text(max_size=3), max_size=3),
+    st.lists(st.floats(), max_size=3),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_metadata_are_an_error_or_a_model(
+    data: st.DataObject, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = GgufFile(sound)
+    keys = st.sampled_from([*found.metadata, "llama.rope.scaling.type", "llama.expert_count", "tokenizer.ggml.pre"])
+    changes = data.draw(st.dictionaries(keys, METADATA, min_size=1, max_size=2))
+    if data.draw(st.booleans()):  # the other kind of tokenizer
+        changes |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": data.draw(METADATA)}
+    found.metadata |= changes
+    monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path: found)
+    try:
+        directory = gguf_directory.__wrapped__(sound)
+        load_tokenizer(directory).close()
+    except ModelError as error:
+        assert "\n" not in str(error)
+    else:
+        remove_directory(directory)
+
+
+def refusal(sound: Path, monkeypatch: pytest.MonkeyPatch, **changed: GgufTensor) -> str:
+    found = GgufFile(sound)
+    found.tensors |= {name.replace("__", "."): tensor for name, tensor in changed.items()}
+    monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path: found)
+    monkeypatch.setattr("nanoserve.models.gguf_checkpoint.GgufFile", lambda path: found)
+    with pytest.raises(ModelError) as caught:
+        load_model(gguf_directory.__wrapped__(sound), "float32")
+    return str(caught.value)
+
+
+def test_tensors_of_an_unexpected_form(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = GgufFile(sound).tensors
+    embedding, factors = tensors["token_embd.weight"], tensors["rope_freqs.weight"]
+    line = refusal(sound, monkeypatch, output_norm__weight=replace(embedding, shape=(64,)))
+    assert line == f"{sound}: tensor model.norm.weight is stored as Q8_0; only matrices may be"
+    damaged = bytearray(embedding.data)
+    damaged[embedding.offset : embedding.offset + 2] = b"\x00\x7e"  # NaN as float16
+    line = refusal(sound, monkeypatch, token_embd__weight=replace(embedding, data=damaged))
+    assert line == f"{sound}: tensor model.embed_tokens.weight has scales that are NaN or infinite; the file is damaged"
+    line = refusal(sound, monkeypatch, blk__weight=factors)
+    assert line == f"{sound}: tensor blk.weight does not belong to a llama model of this config"
+    line = refusal(sound, monkeypatch, rope_freqs__weight=embedding)
+    assert line == f"{sound}: tensor rope_freqs.weight is Q8_0, not F32"
+    line = refusal(sound, monkeypatch, rope_freqs__weight=replace(factors, shape=(4,)))
+    assert line.startswith(f"{sound}: frequency_factors must be a list of 8 numbers")
+    line = refusal(sound, monkeypatch, rope_freqs__weight=replace(factors, offset=factors.offset + 2))
+    assert line.startswith(f"{sound}: frequency_factors must be ")
 
 
 SOUND = file(

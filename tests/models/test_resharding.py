@@ -33,17 +33,18 @@ def shards_of(config: ModelConfig, degrees: Degrees) -> list[Shard]:
 
 
 def reshardable(
-    directory: Path, pair: tuple[Degrees, Degrees], rank: int, dtype: torch.dtype = torch.float32
+    directory: Path, pair: tuple[Degrees, Degrees], rank: int, dtype: torch.dtype = torch.float32, **more: str | None
 ) -> ReshardableWeights:
-    config = ModelConfig.from_directory(directory)
+    config = ModelConfig.from_directory(directory).rounded(more.get("quantization"))
     shards = [shards_of(config, degrees)[rank] for degrees in pair]
     groups = [ThreadGroup.alone() if shard.degree > 1 else None for shard in shards]
-    return ReshardableWeights(directory, config, dtype=dtype, device=torch.device("cpu"), shards=shards, groups=groups)
+    device = torch.device("cpu")
+    return ReshardableWeights(directory, config, dtype=dtype, device=device, shards=shards, groups=groups, **more)
 
 
-def loaded_shards(directory: Path, degrees: Degrees, dtype: str = "fp32") -> list[Decoder]:
+def loaded_shards(directory: Path, degrees: Degrees, dtype: str = "fp32", **more: str | None) -> list[Decoder]:
     shards = shards_of(ModelConfig.from_directory(directory), degrees)
-    return [load_model(directory, dtype, shard=shard, group=ThreadGroup.alone())[0] for shard in shards]
+    return [load_model(directory, dtype, shard=shard, group=ThreadGroup.alone(), **more)[0] for shard in shards]
 
 
 def assert_same_weights(found: Decoder, expected: Decoder) -> None:
@@ -56,18 +57,19 @@ def assert_same_weights(found: Decoder, expected: Decoder) -> None:
 
 
 def assert_goes_to_and_fro(
-    directory: Path, pairs: Sequence[tuple[Degrees, Degrees]], dtype: torch.dtype = torch.float32
+    directory: Path, pairs: Sequence[tuple[Degrees, Degrees]], dtype: torch.dtype = torch.float32, **more: str | None
 ) -> None:
     name = str(dtype).removeprefix("torch.")
-    loaded = {degrees: loaded_shards(directory, degrees, name) for pair in pairs for degrees in pair}
+    loaded = {degrees: loaded_shards(directory, degrees, name, **more) for pair in pairs for degrees in pair}
     for pair in pairs:
         for rank in range(pair[0][0] * pair[0][1]):
-            weights = reshardable(directory, pair, rank, dtype)
+            weights = reshardable(directory, pair, rank, dtype, **more)
             assert_same_weights(weights.decoders[0], loaded[pair[0]][rank])
             for layout in (1, 0, 0, 1):
                 moved = weights.fill(layout)
                 assert_same_weights(weights.decoders[layout], loaded[pair[layout]][rank])
-                size = sum(parameter.nbytes for parameter in weights.decoders[layout].parameters())
+                own = weights.decoders[layout].parameters()
+                size = sum(parameter.nbytes for parameter in own if parameter.dtype != torch.int64)
                 assert 0 < moved <= size <= weights.storage_bytes
 
 
@@ -89,6 +91,11 @@ def test_checkpoints_of_hugging_face_in_several_files(tmp_path: Path) -> None:
     make_checkpoint("llama-tied-biased", tmp_path / "llama", shard_size="60KB")
     for directory in (tmp_path / "chatglm", tmp_path / "llama"):
         assert_goes_to_and_fro(directory, [(T2P2, T4)])
+
+
+def test_matrices_that_are_rounded(tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path, **FOUR_LAYERS, intermediate_size=128)
+    assert_goes_to_and_fro(tmp_path, [(P2, T2)], torch.bfloat16, quantization="int4")
 
 
 @pytest.mark.parametrize("rank", range(4))

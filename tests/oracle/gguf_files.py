@@ -35,11 +35,12 @@ _NAMES = {
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
 
 
-def write_gguf(model: PreTrainedModel, path: Path, block_type: str) -> None:
-    """Write the model, and give it the values that its quantized matrices have in the file."""
+def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int = 0) -> None:
+    """Write the model, and give it the values that its quantized matrices have in the file; in several files of `split`
+    tensors, if that is given."""
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -55,6 +56,9 @@ def write_gguf(model: PreTrainedModel, path: Path, block_type: str) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", 512))
+    if rope["rope_type"] == "llama3":
+        plain = rope["rope_theta"] ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
     if experts := getattr(config, "num_experts", getattr(config, "num_local_experts", 0)):

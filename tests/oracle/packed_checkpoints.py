@@ -1,14 +1,18 @@
 """Quantized Hugging Face checkpoints of small random models, packed by hand as each format's documentation says."""
 
 import json
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+MXFP4 = gguf.GGMLQuantizationType.MXFP4
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column that lies in each nibble of a word, the lowest first."""
 
@@ -40,20 +44,25 @@ def words(numbers: Tensor, bits: int) -> Tensor:
     return torch.where(unsigned >= 1 << 31, unsigned - (1 << 32), unsigned).int()
 
 
-def write_packed(model: PreTrainedModel, directory: Path, method: str, **settings: Any) -> None:
-    """Write a checkpoint whose linear layers are quantized, and give the model the values that they have there.
+def write_packed(
+    model: PreTrainedModel, directory: Path, method: str, *, modules: str = "proj", **settings: Any
+) -> None:
+    """Write a checkpoint whose layers are quantized where the pattern is found in their names, and give the model the
+    values that they have there.
 
-    Methods are compressed-tensors, int8 (compressed-tensors without packing), gptq, gptq_v2, awq and fp8; settings are
-    bits, group, symmetric and, for a shuffled order of columns, act_order.
+    Methods are compressed-tensors, int8 (compressed-tensors without packing), gptq, gptq_v2, awq, fp8 and mxfp4;
+    settings are bits, group, symmetric and, for a shuffled order of columns, act_order.
     """
     tensors: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             module = name.removesuffix(".weight")
-            if parameter.dim() == 2 and "proj" in name:
+            if parameter.dim() == 2 and re.search(modules, name):
                 packed, values = _PACKERS[method](parameter.detach(), **settings)
                 tensors |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}
                 parameter.copy_(values)
+            elif parameter.dim() == 3:
+                tensors |= _experts(name, parameter, method, **settings)
             else:
                 tensors[name] = parameter.detach().clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -61,13 +70,34 @@ def write_packed(model: PreTrainedModel, directory: Path, method: str, **setting
     (directory / "config.json").write_text(json.dumps(config))
 
 
+def _experts(name: str, parameter: Tensor, method: str, **settings: Any) -> dict[str, Tensor]:
+    """The tensors of all experts of a layer: one for each matrix; those of MXFP4 are stacked."""
+    prefix, _, fused = name.rpartition(".")
+    names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+    tensors: dict[str, Tensor] = {}
+    stacked: dict[str, list[Tensor]] = defaultdict(list)
+    for expert, matrices in enumerate(parameter):
+        for matrix, own in zip(matrices.chunk(len(names)), names, strict=True):
+            packed, values = _PACKERS[method](matrix.detach().clone(), **settings)
+            matrix.copy_(values)
+            for suffix, tensor in packed.items():
+                tensors[f"{prefix}.{expert}.{own}.{suffix}"] = tensor.contiguous()
+                stacked[f"{name}_{suffix.removeprefix('weight_')}"].append(tensor)
+    if method != "mxfp4":
+        return tensors
+    return {name: torch.stack(found).view(len(parameter), -1, *found[0].shape[1:]) for name, found in stacked.items()}
+
+
 def _section(method: str, bits: int = 8, group: int = -1, **settings: Any) -> dict[str, Any]:
     if method in ("compressed-tensors", "int8"):
         weights = {"num_bits": bits, "type": "int", "group_size": group if group > 0 else None}
+        weights["symmetric"] = settings.get("symmetric", True)
         groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
         return {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["lm_head"]}
     if method == "fp8":
         return {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if method == "mxfp4":
+        return {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]}
     name = "awq" if method == "awq" else "gptq"
     return {"quant_method": name, "bits": bits, "group_size": group, "checkpoint_format": method}
 
@@ -84,10 +114,18 @@ def _compressed(weight: Tensor, bits: int, group: int, *, symmetric: bool = True
     return packed, values
 
 
-def _int8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
-    codes = (weight / scales.float()).round().clamp(-127, 127).to(torch.int8)
-    return {"weight": codes, "weight_scale": scales}, codes.float() * scales.float()
+def _int8(weight: Tensor, *, symmetric: bool = True, per_row: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+    """One scale for each row, or for all."""
+    rows = weight if per_row else weight.view(1, -1)
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    zeros = torch.zeros_like(low) if symmetric else -128 - (low * 255 / (high - low)).round()
+    scales = (rows.abs().amax(1, keepdim=True) / 127 if symmetric else (high - low) / 255).bfloat16()
+    codes = (weight / scales.float() + zeros).round().clamp(-128, 127).to(torch.int8)
+    numbers = (
+        {"weight_scale": scales} if symmetric else {"weight_scale": scales, "weight_zero_point": zeros.to(torch.int8)}
+    )
+    packed = {name: found if per_row else found.view(1) for name, found in numbers.items()}
+    return {"weight": codes} | packed, (codes.float() - zeros) * scales.float()
 
 
 def _gptq(
@@ -127,6 +165,15 @@ def _fp8(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"weight": stored, "weight_scale_inv": scales}, stored.float() * each
 
 
+def _mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """As gguf rounds; its blocks hold the first 16 numbers in the low halves of their bytes, those of Hugging Face the
+    numbers at even places."""
+    blocks = torch.from_numpy(gguf.quants.quantize(weight.numpy(), MXFP4)).view(len(weight), -1, 17)
+    numbers = torch.cat((blocks[:, :, 1:] & 15, blocks[:, :, 1:] >> 4), dim=2)
+    packed = {"weight_blocks": numbers[:, :, ::2] | numbers[:, :, 1::2] << 4, "weight_scales": blocks[:, :, 0]}
+    return packed, torch.from_numpy(gguf.quants.dequantize(blocks.flatten(1).numpy(), MXFP4))
+
+
 _PACKERS: dict[str, Any] = {
     "compressed-tensors": _compressed,
     "int8": _int8,
@@ -134,4 +181,5 @@ _PACKERS: dict[str, Any] = {
     "gptq_v2": _gptq_v2,
     "awq": _awq,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }

@@ -16,6 +16,7 @@ from nanoserve.papers.framework import PAPERS, Finding, Scale, SimulationJob, lo
 from nanoserve.papers.gllm.code_size import LABORATORY, code_lines, lines_of_code, rooms
 from nanoserve.papers.gllm.serving import lone_request_limits
 from nanoserve.papers.lecture import BLOCK, memory_use
+from nanoserve.papers.quantized_stories import METHODS, DrawnStories, QuantizedPerplexities, QuantizedReading
 from nanoserve.papers.seesaw.search import RESHARDING_KIND, STATIC_KIND, BestBudget, Shortlist
 from nanoserve.papers.seesaw.settings import RESHARDING, closed_batch, fitting_layouts
 
@@ -48,9 +49,22 @@ class _Run:
 
     def __call__(self, jobs: Iterable[SimulationJob]) -> Mapping[Any, Any]:
         for job in jobs:
+            if isinstance(job, DrawnStories | QuantizedReading):
+                self.outcomes[job] = _read(job)
+                continue
             assert isinstance(job, Case)
             self.outcomes[job] = _slower(_outcome(), 1 + (job.rate or 0.0))
         return self.outcomes
+
+
+def _read(job: DrawnStories | QuantizedReading) -> Any:
+    """What a job of the storyteller amounts to, without reading."""
+    if isinstance(job, DrawnStories):
+        return [((), ()) for _ in job.seeds]
+    bits = dict.fromkeys(("4 bits", "3 bits"), METHODS)
+    bits["W8A8"] = ("per tensor", "per row", "LLM.int8()")
+    methods = [f"{method}, {form}" for form, several in bits.items() for method in several]
+    return QuantizedPerplexities(dict.fromkeys(["float32", *methods], 5.0), 0.01)
 
 
 def _slower(outcome: Outcome, factor: float) -> Outcome:
@@ -82,8 +96,9 @@ def test_every_figure_ends_in_claims_and_a_picture(name: str, number: str, size:
     assert all(len(curve.xs) == len(curve.ys) for panel in found.chart.panels for curve in panel.curves)
     for row in found.rows:
         assert all(column.path in row for column in found.columns)
-    assert {case.seed for case in cases} <= {0, 1}
-    for case in cases:
+    simulated = [case for case in cases if isinstance(case, Case)]
+    assert {case.seed for case in simulated} <= {0, 1}
+    for case in simulated:
         case.costs().memory.kv_blocks(16)  # the model fits
 
 
@@ -99,7 +114,9 @@ class _AnyRun(_Run):
 
     def __call__(self, jobs: Iterable[SimulationJob]) -> Mapping[Any, Any]:
         for job in jobs:
-            if isinstance(job, Case) and job.machine.startswith("seesaw"):
+            if isinstance(job, DrawnStories | QuantizedReading):
+                self.outcomes[job] = _read(job)
+            elif isinstance(job, Case) and job.machine.startswith("seesaw"):
                 self.outcomes[job] = _resharded()
             elif isinstance(job, Case):
                 outcome = _slower(_outcome(), 1 + (job.rate or 0.0))

@@ -190,6 +190,12 @@ def with_setting(profile: Profile, **settings: str | int) -> Profile:
             ),
             "is a profile of another model (large)",
         ),
+        (
+            lambda profile: msgspec.structs.replace(
+                with_setting(profile, model="large"), model=profile.model.rounded("int8")
+            ),
+            "is a profile of large with weights in another form",
+        ),
         (lambda profile: with_setting(profile, dtype="float16"), "is a profile of float16 numbers, not float32"),
         (lambda profile: with_setting(profile, host_threads=7), "of 7 threads that attend in host memory, not 1"),
         (lambda profile: with_setting(profile, threads=99), "of a device of 99 threads, not 1"),

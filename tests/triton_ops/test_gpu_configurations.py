@@ -14,8 +14,9 @@ from triton_ops.gpu.configurations import (
     attention_configuration,
     num_splits,
 )
-from triton_ops.gpu.kernels import attention
-from triton_ops.gpu.variants import attention_variants
+from triton_ops.gpu.kernels import attention, packed
+from triton_ops.gpu.packed_constants import num_parts
+from triton_ops.gpu.variants import attention_variants, packed_variants
 
 GENERATIONS = (8, 9, 10)
 USUAL = ProgramShape(head_dim=128, block_size=16, group=4)
@@ -78,3 +79,24 @@ def test_variants_name_every_parameter_of_their_program_once(generation: int) ->
         parameters = getattr(attention, variant.program).arg_names
         assert sorted(parameters) == sorted([*variant.types, *variant.constants])
         assert variant.divisible <= variant.types.keys()
+
+
+def test_variants_of_packed_products_name_every_parameter_of_their_program_once() -> None:
+    for variant in packed_variants():
+        parameters = getattr(packed, variant.program).arg_names
+        assert sorted(parameters) == sorted([*variant.types, *variant.constants])
+        assert variant.divisible <= variant.types.keys()
+
+
+@pytest.mark.parametrize(
+    ("steps", "tiles", "parts"),
+    [
+        pytest.param(32, 1000, 1, id="tiles enough to keep every multiprocessor busy"),
+        pytest.param(32, 100, 4, id="too few"),
+        pytest.param(32, 8, 8, id="no part with fewer steps than are worth it"),
+        pytest.param(1000, 1, 32, id="no more than are added up at once"),
+        pytest.param(3, 1, 1, id="at least one"),
+    ],
+)
+def test_parts_of_a_product_keep_the_gpu_busy(steps: int, tiles: int, parts: int) -> None:
+    assert num_parts(steps, tiles, multiprocessors=100) == parts

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_ops import GroupQuantized, pack, packed_linear, reference_operators, unpack
+from triton_ops import GroupQuantized, pack, packed_linear, packed_rows, reference_operators, unpack
 from triton_ops.cpu import cpu_operators
+from triton_ops.packed import multiply_unpacked
 
 COLUMNS = 512
 
@@ -84,5 +85,49 @@ def test_products_in_16_bits_round_their_inputs_to_8(quantized: GroupQuantized, 
     cpu_operators().wait()
     inputs = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(rows)).to(dtype)
     found = packed_linear(inputs, pack(quantized), None, 40, quantized.format)
+    wanted = rounded(inputs) @ quantized.dequantize().double().T
+    assert (found - wanted).abs().max() <= 0.01 * wanted.abs().max()
+
+
+def test_rows_are_those_of_the_matrix(quantized: GroupQuantized) -> None:
+    indices = torch.tensor([39, 0, 17, 17, 15, 16])
+    assert torch.equal(packed_rows(pack(quantized), indices, quantized.format), quantized.dequantize()[indices])
+
+
+@pytest.mark.parametrize("name", ["Q5_0", "Q6_K", "int4 g128"])
+def test_everything_stays_on_the_device_of_its_inputs(name: str) -> None:
+    """The meta device computes nothing, but it refuses tensors of another device, as a GPU does."""
+    quantized = matrix(*CASES[name], rows=40)
+    packed = pack(quantized).to("meta")
+    assert pack(unpack(packed, 40, quantized.format)).device.type == "meta"
+    assert packed_rows(packed, torch.arange(3, device="meta"), quantized.format).device.type == "meta"
+    rows = torch.empty(3, COLUMNS, device="meta")
+    assert multiply_unpacked(rows, packed, None, 40, *quantized.format).device.type == "meta"
+
+
+def test_a_row_does_not_depend_on_how_many_there_are(quantized: GroupQuantized) -> None:
+    """Few rows and tiles have the same arithmetic, bit for bit, over a depth that no slice divides."""
+    cpu_operators().wait()
+    if quantized.super_scales is None:
+        quantized = quantized.columns(range(384))
+    weights, depth = pack(quantized), quantized.codes.shape[1]
+    inputs = torch.randn(70, depth, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bias = torch.randn(40).bfloat16()
+    whole = packed_linear(inputs, weights, bias, 40, quantized.format)
+    wanted = rounded(inputs) @ quantized.dequantize().double().T + bias
+    assert (whole - wanted).abs().max() <= 0.01 * wanted.abs().max()
+    for count in (1, 2, 3, 4, 5, 7, 8, 22, 69):
+        first, last = (
+            packed_linear(part, weights, bias, 40, quantized.format) for part in (inputs[:count], inputs[-count:])
+        )
+        assert torch.equal(first, whole[:count])
+        assert torch.equal(last, whole[-count:])
+
+
+def test_many_weights_are_shared_among_threads() -> None:
+    cpu_operators().wait()
+    quantized = matrix(4, 32, "minimums", rows=1000)
+    inputs = torch.randn(24, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = packed_linear(inputs, pack(quantized), None, 1000, quantized.format)
     wanted = rounded(inputs) @ quantized.dequantize().double().T
     assert (found - wanted).abs().max() <= 0.01 * wanted.abs().max()

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from triton_ops.gpu import cache_constants
+from triton_ops.gpu import cache_constants, packed_constants
 from triton_ops.gpu.configurations import (
     ATTENTION,
     BLOCK_SIZES,
@@ -132,5 +132,50 @@ def _moving_variant(
         divisible=frozenset([*tensors, *numbers]),
         constants={**constants, f"{indices}_stride": 1, **{f"{tensor}_stride_dim": 1 for tensor in strides}},
         num_warps=cache_constants.NUM_WARPS,
+        num_stages=1,
+    )
+
+
+_FORMATS = {
+    "int4": (4, 128, 0, 0, 8),
+    "int4 with zeros": (4, 64, 1, 1, 0),
+    "int8": (8, 128, 0, 0, 0),
+    "int8 with zeros": (8, 32, 2, 1, 0),
+    "Q4_1": (4, 32, 0, 2, 0),
+    "Q5_0": (5, 32, 0, 0, 16),
+    "Q4_K": (4, 32, 3, 3, 0),
+    "Q5_K": (5, 32, 3, 3, 0),
+    "Q6_K": (6, 16, 3, 0, 32),
+}
+"""Numbers of PackedFormats: codes of every width, in groups of every length, with scales and offsets of every kind."""
+_NUMBERS = ("num_rows", "num_outputs", "row_stride", "block_bytes", "num_steps", "steps_per_part")
+_COUNTS = ("num_elements", "num_outputs", "num_parts")
+
+
+def packed_variants() -> Iterator[Variant]:
+    """Products with packed matrices, which are the same for every generation. Those of few rows are in parts."""
+    for dtype, (name, form), tile in product(("bf16", "fp16"), _FORMATS.items(), packed_constants.TILES):
+        is_whole = tile.rows > packed_constants.TILES[0].rows
+        out = dtype if is_whole else "fp32"
+        tensors = {"out": f"*{out}", "rows": f"*{dtype}", "packed": "*u8", "halves": "*fp16", "bias": f"*{dtype}"}
+        tensors["scales"] = f"*{packed_constants.SCALE_NAMES[form[2]]}"
+        yield Variant(
+            module="packed",
+            program="multiply_packed",
+            label=f"{name}, {tile.rows} rows, {dtype}",
+            types={**tensors, **dict.fromkeys(_NUMBERS, "i32")},
+            divisible=frozenset({*tensors, "num_outputs", "row_stride", "block_bytes"}),
+            constants={**packed_constants.product_constants(form, tile), "HAS_BIAS": is_whole},
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+    yield Variant(
+        module="packed",
+        program="add_up_parts",
+        label="bf16",
+        types={"out": "*bf16", "parts": "*fp32", "bias": "*bf16", **dict.fromkeys(_COUNTS, "i32")},
+        divisible=frozenset({"out", "parts", "bias", "num_elements", "num_outputs"}),
+        constants={"ELEMENTS": packed_constants.ELEMENTS_PER_PROGRAM, "HAS_BIAS": True},
+        num_warps=packed_constants.REDUCTION_WARPS,
         num_stages=1,
     )

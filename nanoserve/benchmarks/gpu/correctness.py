@@ -30,12 +30,16 @@ from nanoserve.runtime.sampling.sampler import Sampled, SamplingRows, SamplingSt
 from nanoserve.runtime.step.staging import Staging
 from nanoserve.scheduler.plan import Begin
 from triton_ops import (
+    PackedFormat,
     cache_write,
     copy_blocks,
     gather_blocks,
     linear,
+    pack,
+    packed_linear,
     paged_attention,
     reference_operators,
+    round_to_nearest,
     scatter_blocks,
     sparse_experts,
 )
@@ -45,6 +49,8 @@ HEAD_DIMS = (128, 64, 256, 80)
 HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))  # query and key-value heads: groups of 4, 8, 1 and 7
 BLOCK_SIZES = (16, 32)
 WINDOWS = (0, 48)
+
+_ROUNDED = (PackedFormat(4, 32, scale=0, offset=0, zero=8), PackedFormat(8, 32, scale=0, offset=0, zero=0))
 
 ROWS = {
     "decode": [AttentionRow(1, context) for context in (1, 16, 33, 700, 1500)],
@@ -107,6 +113,8 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
     if not bench.dry_run:  # the plain implementation has no rows to pad with
         yield GpuCase("paged_attention, padding rows", partial(_check_padding, bench))
     for dtype, (operator, arguments) in product(DTYPES, OPERATORS.items()):
+        if bench.dry_run and operator == "packed_linear" and dtype != torch.float32:
+            continue  # a CPU rounds the input as well
         yield GpuCase(f"{operator}, {format_name(dtype)}", partial(_check_operator, bench, operator, dtype, *arguments))
 
 
@@ -158,6 +166,16 @@ def _linear_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[T
     return [one.to(dtype) for one in (rows, weight / 96**0.5, bias)]
 
 
+def _packed_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    rows, weight, bias = _linear_inputs(dtype, generator)
+    return rows, bias, *(pack(round_to_nearest(weight, form.bits, form.group)) for form in _ROUNDED)
+
+
+def _packed_products(rows: Tensor, bias: Tensor, *packed: Tensor) -> Tensor:
+    found = (packed_linear(rows, one, bias, len(bias), form) for one, form in zip(packed, _ROUNDED, strict=True))
+    return torch.cat([*found], dim=-1)
+
+
 def _experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
     tokens, hidden_size, inner, experts, chosen = 23, 64, 48, 6, 2
     hidden = torch.randn(tokens, hidden_size, generator=generator).to(dtype)
@@ -176,6 +194,7 @@ OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
     "copy_blocks": (_copy_blocks_inputs, lambda caches, pairs: copy_blocks(caches[0], caches[1], pairs), 0),
     "gather_blocks and scatter_blocks": (_staging_inputs, _stage_and_restore, 0),
     "linear": (_linear_inputs, linear, 1),
+    "packed_linear": (_packed_inputs, _packed_products, 1),
     "sparse_experts": (_experts_inputs, sparse_experts, 2),
 }
 """The other operators: inputs, call and roundings, as `_check_operator` takes them."""

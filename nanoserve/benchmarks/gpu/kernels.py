@@ -7,6 +7,7 @@ That flatters it; FlashInfer reads the same paged cache as our kernels.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionCall, AttentionRow, decode_rows, make_batch
 from nanoserve.benchmarks.gpu.device import Call, GpuBench, TimeSpread
 from nanoserve.benchmarks.gpu.running import CannotRun, GpuCase, Row, reason
-from triton_ops import cache_write, copy_blocks, gather_blocks, scatter_blocks
+from nanoserve.models.dtypes import format_name
+from triton_ops import cache_write, copy_blocks, gather_blocks, pack, packed_linear, round_to_nearest, scatter_blocks
 
 OURS = "nanoserve"
 BLOCK_SIZE = 16
@@ -38,13 +40,16 @@ BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
 )
 """Name, group and rows of each."""
 STAGED_LAYERS = 8
+PRODUCT = (14336, 4096)
+"""Outputs and inputs of the matrices that are quantized: those of Llama-3.1-8B's widest layers."""
+PRODUCT_ROWS = (1, 16, 2048)
 _SMALLER_BY = 64  # sizes are divided by this in a dry run
 
 
 def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
-    """The moves, then attention as in prompts, in decoding, and mixed. The moves take a moment. For each shape of
-    prompts and of decoding torch recompiles a peer (flex_attention), which may use up the budget, so what has a target
-    comes before what has none."""
+    """The moves, then attention as in prompts, in decoding, and mixed, then products with integers. The moves take a
+    moment. For each shape of prompts and of decoding torch recompiles a peer (flex_attention), which may use up the
+    budget, so what has a target comes before what has none."""
     scale = _SMALLER_BY if bench.dry_run else 1
     staged = f"256 blocks of {STAGED_LAYERS} layers"
     yield GpuCase("cache_write 8192 tokens", partial(_measure_cache_write, bench, 8192 // scale))
@@ -56,6 +61,9 @@ def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
         small = tuple(AttentionRow(max(1, row.queries // scale), max(1, row.context // scale)) for row in full)
         name = f"{size}, GQA {group}, head_dim {HEAD_DIM}"
         yield GpuCase(name, partial(_measure_attention, bench, small, *GROUPS[group]))
+    for bits, some in product((4, 8), PRODUCT_ROWS):
+        case = f"product int{bits}, {some} x {PRODUCT[1]} x {PRODUCT[0]}, groups of 128"
+        yield GpuCase(case, partial(_measure_product, bench, bits, some, [size // scale for size in PRODUCT]))
 
 
 @torch.inference_mode()
@@ -158,6 +166,24 @@ def _measure_staging(bench: GpuBench, blocks: int, *, back: bool) -> Row:
             gather_blocks(staged, keys, values, chosen)
 
     return moved_fields(bench, STAGED_LAYERS * blocks * BLOCK_SIZE, ours, index)
+
+
+@torch.inference_mode()
+def _measure_product(bench: GpuBench, bits: int, num_rows: int, sizes: Sequence[int]) -> Row:
+    """Rows times integers in 4 or 8 bits, against torch's product with the same matrix in the rows' dtype."""
+    outputs, columns = sizes
+    weight = torch.randn(outputs, columns, device=bench.device)
+    quantized = round_to_nearest(weight, bits, min(128, columns))
+    packed, form = pack(quantized), quantized.format
+    unpacked = quantized.dequantize().to(bench.dtype)
+    rows = torch.randn(num_rows, columns, device=bench.device).to(bench.dtype)
+    ours = partial(packed_linear, rows, packed, None, outputs, form)
+    peer = partial(torch.nn.functional.linear, rows, unpacked)
+    num_bytes = packed.nbytes + (rows.numel() + num_rows * outputs) * bench.dtype.itemsize
+    name = f"torch, {format_name(bench.dtype)}"
+    times = bench.times({OURS: ours, name: peer})
+    fields = measured_fields(times, bench.limits, num_bytes, 2 * num_rows * outputs * columns)
+    return fields | {"differences": {name: _difference(peer(), ours())}}
 
 
 FLASHINFER_WORKSPACE = 256 * 2**20

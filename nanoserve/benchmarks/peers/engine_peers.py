@@ -27,6 +27,7 @@ class NanoservePeer:
             max_num_seqs=opening.max_batch,
             policy=opening.policy,
             eager=opening.eager,
+            quantization=opening.quantization,
         )
         facts = settle(self.llm, lambda line: print(line, file=sys.stderr))
         self._driver = EngineDriver(self.llm.engine)

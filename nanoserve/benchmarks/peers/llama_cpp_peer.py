@@ -2,6 +2,7 @@
 
 import ctypes
 import time
+from pathlib import Path
 
 import llama_cpp
 import numpy as np
@@ -17,12 +18,24 @@ _KV_TYPES = {
     "bfloat16": llama_cpp.GGML_TYPE_F16,  # llama.cpp's default, of the same size
 }
 _MICRO_BATCH = 512
+_FILE_TYPES = {"int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, "int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0}
 
 
 # Untyped, but only where llama-cpp-python is installed.
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator,unused-ignore]
 def _silence(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
     """llama.cpp tells much about itself on stderr."""
+
+
+def write_quantized(source: Path, target: Path, quantization: str) -> None:
+    """Write the GGUF file as llama-quantize does, in Q4_0 for int4 and in Q8_0 for int8. Raises RuntimeFailure."""
+    llama_cpp.llama_log_set(_silence, ctypes.c_void_p(0))
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype = _FILE_TYPES[quantization]
+    if llama_cpp.llama_model_quantize(bytes(source), bytes(target), settings) != 0:
+        raise RuntimeFailure(
+            f"llama.cpp cannot round {source} to {quantization}; if it is quantized already, leave out --quantization"
+        )
 
 
 class LlamaCppPeer:

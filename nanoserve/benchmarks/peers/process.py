@@ -34,6 +34,7 @@ class Opening:
     max_length: int  # of a sequence, in tokens, with its answer
     policy: str = "sarathi"  # of nanoserve
     eager: bool = False  # whether nanoserve's layers run uncompiled
+    quantization: str | None = None  # how nanoserve rounds the weights; other engines read rounded ones
 
 
 class PeerKind(NamedTuple):

@@ -25,6 +25,8 @@ class ServerPeer:
             "--max-queue": opening.max_batch,
             "--policy": opening.policy,
         }
+        if opening.quantization is not None:
+            flags["--quantization"] = opening.quantization
         words = [str(word) for flag in flags.items() for word in flag]
         self.server = OwnServer([*words, "--eager"] if opening.eager else words)
         client = ApiClient(self.server.address)

@@ -17,6 +17,7 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import DTYPES, format_name, resolve_dtype
 from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model, save_dummy_checkpoint
+from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.hub import DUMMY_PREFIX, ResolvedModel, dummy_config, dummy_shape
 from nanoserve.models.loading import load_model
 from nanoserve.models.weights import tensor_parts
@@ -40,10 +41,29 @@ def checkpoint_directory(model: ResolvedModel, dtype: str) -> Path:
     return _kept(_dummy_key(model.name, dtype), lambda target: save_dummy_checkpoint(model.name, DTYPES[dtype], target))
 
 
-def gguf_file(model: ResolvedModel, dtype: str) -> Path:
-    """A GGUF file of the model's weights in this number format. Raises UsageError for a family that has no place in a
-    GGUF file here, RuntimeFailure if it cannot be written."""
+def gguf_file(model: ResolvedModel, dtype: str, quantization: str | None) -> Path:
+    """The GGUF file that the model is, or one of its weights in this number format; with `quantization`, llama.cpp's
+    own rounding of it. Raises UsageError for a model that has no place in a GGUF file here, RuntimeFailure if it cannot
+    be written."""
+    plain = own_gguf_file(model) or _plain_gguf_file(model, dtype)
+    if quantization is None:
+        return plain
+    from nanoserve.benchmarks.peers.llama_cpp_peer import write_quantized
+
+    key = f"{plain.parent.name}-{plain.stem}-{plain.stat().st_mtime_ns:x}-{quantization}"
+    return _kept(key, lambda target: write_quantized(plain, target / LINK_NAME, quantization)) / LINK_NAME
+
+
+def own_gguf_file(model: ResolvedModel) -> Path | None:
+    """The GGUF file that the model is; None for others."""
+    link = None if model.directory is None else model.directory / LINK_NAME
+    return link.resolve() if link is not None and link.is_file() else None
+
+
+def _plain_gguf_file(model: ResolvedModel, dtype: str) -> Path:
     directory, name, shape = model.directory, model.name, model_config(model)
+    if shape.quantization is not None:
+        raise UsageError(f"{name} is quantized, and cannot be written for llama.cpp; compare a GGUF file of it")
     if shape.family not in _ARCHITECTURES or shape.rope.kind != "default" or any(shape.sliding_windows):
         raise UsageError(
             f"{shape.family} with {shape.rope.kind} rope cannot be written for llama.cpp; "
@@ -52,12 +72,12 @@ def gguf_file(model: ResolvedModel, dtype: str) -> Path:
 
     def write(target: Path) -> None:
         found = make_dummy_model(name, dtype) if directory is None else load_model(directory, dtype)
-        _write_gguf(*found, target / "model.gguf")
+        _write_gguf(*found, target / LINK_NAME)
 
     if directory is None:
-        return _kept(_dummy_key(name, dtype) + "-gguf", write) / "model.gguf"
+        return _kept(_dummy_key(name, dtype) + "-gguf", write) / LINK_NAME
     stamp = max(file.stat().st_mtime_ns for file in directory.iterdir())
-    return _kept(f"{directory.name}-{stamp:x}-{dtype}-gguf", write) / "model.gguf"
+    return _kept(f"{directory.name}-{stamp:x}-{dtype}-gguf", write) / LINK_NAME
 
 
 def _dummy_key(name: str, dtype: str) -> str:

@@ -15,6 +15,7 @@ from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.hub import ProgressCallback
+from nanoserve.models.packed import PackedExperts
 from nanoserve.processes.sizes import format_size
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
@@ -208,4 +209,6 @@ def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
     config = decoder.config
     if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
         return True
+    if any(isinstance(module, PackedExperts) for module in decoder.modules()):
+        return False
     return never_waits(decoder.dtype, device, (config.hidden_size, config.moe.intermediate_size))

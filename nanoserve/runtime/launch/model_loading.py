@@ -133,12 +133,13 @@ def compiler_errors(device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def read_config(resolved: ResolvedModel) -> ModelConfig:
-    """The model's shape; nothing else of it is read. Raises ModelError if it cannot be used."""
+def read_config(resolved: ResolvedModel, quantization: str | None = None) -> ModelConfig:
+    """The model's shape, with its weights rounded if that is asked for; nothing else of it is read. Raises ModelError
+    if it cannot be used, UsageError if it is quantized already."""
     with unreadable_as_model_error():
         if resolved.directory is None:
-            return dummy_config(resolved.name)
-        return ModelConfig.from_directory(resolved.directory)
+            return dummy_config(resolved.name).rounded(quantization)
+        return ModelConfig.from_directory(resolved.directory).rounded(quantization)
 
 
 def load_decoder(
@@ -174,7 +175,7 @@ def load_layouts(
 ) -> ReshardableWeights:
     """A worker's decoders under several layouts, the first of which is in place. The model is in a directory; a dummy
     is written to one first. Raises ModelError, UsageError, RuntimeFailure as `load_decoder`."""
-    model, directory = read_config(resolved), resolved.directory
+    model, directory = read_config(resolved, config.quantization), resolved.directory
     assert directory is not None, "weights that are read more than once are in files"
     told = None if progress is None else partial(progress, "load")
     with _loading(resolved, config, device):
@@ -197,7 +198,7 @@ def _loading(resolved: ResolvedModel, config: EngineConfig, device: torch.device
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels of our own are launched on the current one
         use_writable_triton_cache()
-        check_model(device, read_config(resolved), config.dtype, config.block_size)
+        check_model(device, read_config(resolved, config.quantization), config.dtype, config.block_size)
     files = () if resolved.directory is None else resolved.directory.glob("*.safetensors")
     size = sum(file.stat().st_size for file in files)
     problem = f"a checkpoint of {format_size(size)} does not fit" if size else "the weights do not fit"

@@ -68,6 +68,8 @@ class ProfileSetting:
         if (profile.device.name, profile.host.name) != (self.device, self.host):
             names = dict.fromkeys((profile.device.name, profile.host.name))
             return f"another machine ({' with '.join(names)})"
+        if profile.model.quantization != self.model.quantization:
+            return f"{settings['model']} with weights in another form"
         if _shape(profile.model) != self.model:
             return f"another model ({settings['model']})"
         if settings["dtype"] != self.dtype:

@@ -44,7 +44,7 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     if start.host_pool is not None:
         check_within_reach(Path(start.host_pool[0]))
     processor = _set_apart(start, device) if config.attends_on_host else None
-    model = read_config(start.resolved)
+    model = read_config(start.resolved, config.quantization)
     decoders, weights = _load(start, model, endpoint, device)
     gpus = [GpuStart(decoder, config, device) for decoder in decoders] if device.type == "cuda" else []
     longest = config.max_model_len or model.max_position_embeddings

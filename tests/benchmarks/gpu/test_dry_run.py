@@ -58,7 +58,7 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
     checks = {row["check"] for row in rows}
     assert checks == {
         *("paged_attention", "cache_write", "copy_blocks", "gather_blocks and scatter_blocks", "linear"),
-        *("sampling", "sparse_experts", "family", "graph against eager", "overlapped against plain"),
+        *("packed_linear", "sampling", "sparse_experts", "family", "graph against eager", "overlapped against plain"),
     }
     assert main(["bench", "gpu", "--table", str(together)]) == 0
     assert capsys.readouterr().out == printed == to_markdown(read_results(tmp_path))
@@ -67,7 +67,8 @@ def test_the_command_checks_and_says_that_it_is_a_dry_run(tmp_path: Path, capsys
 
 def test_what_has_to_be_compiled_for_comes_behind_what_takes_a_moment() -> None:
     kinds = list(dict.fromkeys(case.name.split()[0] for case in part_cases(GpuBench.open(dry_run=True), [])))
-    assert kinds == ["cache_write", "copy_blocks", "gather_blocks", "scatter_blocks", "prefill", "decode", "mixed"]
+    moves = ["cache_write", "copy_blocks", "gather_blocks", "scatter_blocks"]
+    assert kinds == [*moves, "prefill", "decode", "mixed", "product"]
 
 
 @pytest.mark.parametrize(

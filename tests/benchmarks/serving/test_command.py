@@ -24,7 +24,15 @@ from tests.client.foreign import HELLO, Asked, Scripted, as_error, foreign
 from tests.server.starting import ROOT, Server, alive, running_fake, wait_until
 
 Run = Callable[..., tuple[int, str, str]]
-FACTS = {"model": "fake", "dtype": "float32", "operators": "C++", "layers": "eager", "threads": 1, "policy": "sarathi"}
+FACTS = {
+    "model": "fake",
+    "dtype": "float32",
+    "quantization": None,
+    "operators": "C++",
+    "layers": "eager",
+    "threads": 1,
+    "policy": "sarathi",
+}
 FAKE_COMMAND = "tests.benchmarks.serving.fake_command"
 
 

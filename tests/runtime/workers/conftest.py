@@ -25,6 +25,19 @@ def two_stages(reference: Reference) -> Iterator[WorkersExecutor]:
     workers.close()
 
 
+@pytest.fixture(scope="package")
+def rounded(reference: Reference) -> Reference:
+    """The same model with weights in 4 bits."""
+    return Reference(reference.resolved, quantization="int4")
+
+
+@pytest.fixture(scope="module")
+def rounded_stages(rounded: Reference) -> Iterator[WorkersExecutor]:
+    workers = start_workers(rounded, pipeline_parallel=2)
+    yield workers
+    workers.close()
+
+
 @pytest.fixture(scope="module")
 def two_ranks(reference: Reference) -> Iterator[WorkersExecutor]:
     workers = start_workers(reference, tensor_parallel=2)

@@ -189,11 +189,13 @@ class Reference:
 
     Attributes:
         expected: by request and sample.
+        quantization: how weights are rounded while they load, here and by workers.
     """
 
-    def __init__(self, resolved: ResolvedModel, *, schemas: bool = True) -> None:
+    def __init__(self, resolved: ResolvedModel, *, schemas: bool = True, quantization: str | None = None) -> None:
         assert resolved.directory is not None
-        decoder, config = load_model(resolved.directory, "float32")
+        self.quantization = quantization
+        decoder, config = load_model(resolved.directory, "float32", quantization=quantization)
         self.resolved, self.model, self.vocab_size = resolved, config, config.vocab_size
         self.requests = requests(config.vocab_size, schemas=schemas)
         executor = local_executor(
@@ -334,6 +336,7 @@ def start_workers(
         kv_cache_memory=KV_BYTES,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=64,
+        quantization=reference.quantization,
         **settings,
     )
     workers = WorkersExecutor(

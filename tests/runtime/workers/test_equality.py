@@ -50,6 +50,15 @@ def test_every_policy_on_two_stages(two_stages: WorkersExecutor, reference: Refe
     assert seen.together == 2
 
 
+@pytest.mark.parametrize(
+    "cases", [pytest.param(ONCE[::4], id="few"), pytest.param(ONCE, id="once", marks=pytest.mark.slow)]
+)
+def test_rounded_weights_on_two_stages(rounded_stages: WorkersExecutor, rounded: Reference, cases: list[Case]) -> None:
+    seen = rounded.check(rounded_stages, cases)
+    assert everything_happened(seen), seen
+    assert seen.together == 2
+
+
 @pytest.mark.slow
 def test_two_ranks_of_one_stage(two_ranks: WorkersExecutor, reference: Reference) -> None:
     seen = reference.check(two_ranks, CASES_OF_RANKS)

@@ -23,10 +23,10 @@ CASES = [
 PROMPTS = ["Once upon a time", "The dog and the cat went to the park. They", "Lily"]
 
 
-def reference_of(family: str, directory: Path, **sizes: int) -> Reference:
+def reference_of(family: str, directory: Path, *, quantization: str | None = None, **sizes: int) -> Reference:
     """In the family's own small vocabulary, for which there is no tokenizer."""
     write_checkpoint(family, directory, **sizes)
-    return Reference(ResolvedModel(family, directory, directory), schemas=False)
+    return Reference(ResolvedModel(family, directory, directory), schemas=False, quantization=quantization)
 
 
 def check(reference: Reference, **layout: object) -> None:
@@ -53,6 +53,14 @@ def test_layouts_of_one_family(layout: dict[str, object], tmp_path: Path) -> Non
     """Four stages, and two of two ranks, are in `test_resharding`; two workers in `test_equality`."""
     reference = reference_of("llama", tmp_path, num_hidden_layers=4, vocab_size=155, intermediate_size=93)
     check(reference, **layout)
+
+
+def test_rounded_experts(tmp_path: Path) -> None:
+    """`test_equality` and `test_resharding` round the weights of other families."""
+    reference = reference_of(
+        "qwen3_moe", tmp_path, quantization="int8", intermediate_size=128, moe_intermediate_size=64
+    )
+    check(reference, pipeline_parallel=2, tensor_parallel=2)
 
 
 @pytest.mark.parametrize("layout", [{"pipeline_parallel": 4}, {"pipeline_parallel": 2, "tensor_parallel": 2}], ids=str)

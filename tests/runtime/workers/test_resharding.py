@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,10 +76,11 @@ def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> Non
         ("glm4", {"num_hidden_layers": 4}, "P4", "T4"),
         ("llama", {"num_hidden_layers": 4, "vocab_size": 155, "intermediate_size": 93}, "T2P2", "P4"),
         ("llama-tied-biased", {}, "T2", "P2"),
+        ("mistral", {"quantization": "int8", "intermediate_size": 128}, "P2", "T2"),
     ],
 )
 def test_layouts_with_other_families(
-    family: str, sizes: dict[str, int], prefill: str, decode: str, tmp_path: Path
+    family: str, sizes: dict[str, Any], prefill: str, decode: str, tmp_path: Path
 ) -> None:
     """Two of four tensor-parallel ranks have the same key-value head. Layouts change in both directions, and ordinary
     policies stay in the first one. `tests/models/test_shards` and `tests/models/test_resharding` cut every family."""

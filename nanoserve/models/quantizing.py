@@ -1,0 +1,268 @@
+"""Quantize a checkpoint layer by layer into one of compressed-tensors, as `nanoserve quantize` does.
+
+Each layer is computed in float32 on the CPU, first as it was, then as it was written, so only one is in memory. Its
+tensors go into a file of their own. A run that was interrupted computes the layers that are there, and goes on behind
+them.
+"""
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from nanoserve.config import ModelConfig
+from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.gguf_directory import LINK_NAME
+from nanoserve.models.loading import INDEX_NAME, Checkpoint, Progress, fill_layers, load_model, open_checkpoint
+from nanoserve.models.packed import region_of
+from nanoserve.models.quantized_tensors import pack_words
+from nanoserve.models.rounding import InputStatistics, fold_awq_scales, gptq, input_statistics, rtn
+from nanoserve.models.shards import Shard
+from nanoserve.models.weights import TensorPart, shard_parts, tied_parts
+from nanoserve.processes.files import read_optional_json_object, replace_file, unwritable_as_failure
+from nanoserve.processes.interrupts import deferred_interrupts
+from nanoserve.quantization import CALIBRATING, Quantization
+from triton_ops import GroupQuantized
+
+_STATE_NAME = "quantize.json"
+"""What an unfinished run does. It is removed at the end."""
+_SMALLEST_GROUP = 32
+_COPIED = (".json", ".model", ".jinja", ".txt")
+"""Endings of the files of tokenizers and settings, which are copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How matrices are quantized."""
+
+    method: str
+    """One of WEIGHT_BITS."""
+    bits: int
+    group: int
+    """Columns that share a scale; -1 means all of a row."""
+    act_order: bool = False
+    """As in `gptq`."""
+
+    def section(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """The `quantization_config` of config.json, with the modules that are not quantized."""
+        symmetric = {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False}
+        weights = symmetric | {
+            "strategy": "channel" if self.group == -1 else "group",
+            "group_size": None if self.group == -1 else self.group,
+            "actorder": "weight" if self.act_order else None,
+        }
+        tokens = symmetric | {"strategy": "token", "dynamic": True} if self.method == "llm-int8" else None
+        scheme = {"targets": ["Linear"], "weights": weights, "input_activations": tokens, "output_activations": None}
+        return {
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "format": "pack-quantized" if tokens is None else "int-quantized",
+            "config_groups": {"group_0": scheme},
+            "ignore": list(ignored),
+            "kv_cache_scheme": None,
+        }
+
+    def quantize(self, weight: Tensor, statistics: InputStatistics | None, scale_dtype: torch.dtype) -> GroupQuantized:
+        if self.method != "gptq":
+            return rtn(weight, self.bits, self.group, scale_dtype=scale_dtype)
+        assert statistics is not None
+        found = statistics.gram
+        return gptq(weight, found, self.bits, self.group, act_order=self.act_order, scale_dtype=scale_dtype)
+
+    def stored(self, module: str, matrix: GroupQuantized) -> dict[str, Tensor]:
+        """The tensors of a module, by their names in the checkpoint."""
+        codes, found = matrix.codes, {"weight_scale": matrix.scales}
+        if self.method == "llm-int8":
+            found["weight"] = codes
+        else:
+            codes = codes.to(torch.int16) + 128 if self.bits == 8 else codes
+            found["weight_packed"] = pack_words(codes, self.bits)
+            found["weight_shape"] = torch.tensor(codes.shape)
+        return {f"{module}.{name}": tensor.contiguous() for name, tensor in found.items()}
+
+
+@torch.inference_mode()
+def quantize_checkpoint(
+    source: Path,
+    output: Path,
+    recipe: Recipe,
+    calibration: Sequence[Tensor],
+    held_out: Sequence[Tensor],
+    progress: Progress,
+) -> tuple[float, float] | None:
+    """Write the model directory `source` quantized to `output`, which is new, empty, or the unfinished output of the
+    same work. Texts are token ids, int64 [T] each. Returns the perplexities of the held-out texts before and after,
+    None if there are none. `progress` is told the layers that are done.
+
+    Raises ModelError if the model cannot be read, UsageError if it or the output does not suit, and RuntimeFailure if
+    it cannot be written; an error or Ctrl-C leaves whole layers behind, and says how to go on.
+    """
+    config = ModelConfig.from_directory(source)
+    _check_model(source, config, recipe)
+    with open_checkpoint(source, config) as checkpoint:
+        _check_groups([part for part in checkpoint.parts if _is_quantized(part)], recipe.group)
+        _begin(output, asdict(recipe) | {"model": _identity(checkpoint), "calibration": _digest(calibration)})
+        count = config.num_layers
+        files = [output / f"model-{place:05}-of-{count + 1:05}.safetensors" for place in range(1, count + 2)]
+        alone = [part for part in checkpoint.parts if part.parameter.endswith("router.weight")]
+        section = recipe.section([part.name.removesuffix(".weight") for part in (*alone, tied_parts(config)[1])])
+        quantized = replace(config, quantization=Quantization.from_hf(section, str(output)))
+        before, after, calibrating = list(held_out), list(held_out), list(calibration)
+        with _resumable(output, files):
+            if not files[0].exists():
+                others = [part for part in checkpoint.parts if not part.parameter.startswith("layers.")]
+                _write(files[0], {part.name: checkpoint.view(part) for part in others})
+            for index, path in enumerate(files[1:]):
+                progress(index, count)
+                shard = Shard(range(index, index + 1), index, count)
+                decoder, _ = load_model(source, "float32", shard=shard)
+                parts = [part for part in shard_parts(checkpoint.parts, config, shard) if "layers." in part.parameter]
+                before = _run(decoder, before)
+                if not path.exists():
+                    _write(path, _quantized_layer(decoder, parts, checkpoint, recipe, calibrating))
+                fill_layers(decoder, parts, path, quantized)
+                after, calibrating = _run(decoder, after), _run(decoder, calibrating)
+            _finish(source, output, files, section)
+    return (_perplexity(decoder, before, held_out), _perplexity(decoder, after, held_out)) if held_out else None
+
+
+def _check_model(source: Path, config: ModelConfig, recipe: Recipe) -> None:
+    if (source / LINK_NAME).is_file():
+        raise UsageError("a GGUF file cannot be quantized again; give the Hugging Face directory of the model")
+    if config.quantization is not None:
+        raise UsageError(f"{source} is quantized already ({config.quantization.method}); give the model in 16 bits")
+    if config.moe is not None and recipe.method in CALIBRATING:
+        raise UsageError(
+            f"--method {recipe.method} does not quantize the experts of {config.family}; choose rtn or llm-int8"
+        )
+
+
+def _check_groups(matrices: Sequence[TensorPart], group: int) -> None:
+    for part in matrices:
+        columns = part.shape[1]
+        if columns % (_SMALLEST_GROUP if group == -1 else group):
+            fitting = [str(size) for size in (128, 64, 32) if all(one.shape[1] % size == 0 for one in matrices)]
+            choice = f"choose {' or '.join(fitting)}" if fitting else "this model cannot be quantized"
+            raise UsageError(f"--group {group} does not divide the {columns} columns of {part.name}; {choice}")
+
+
+def _is_quantized(part: TensorPart) -> bool:
+    return (
+        part.parameter.startswith("layers.") and len(part.shape) == 2 and not part.parameter.endswith("router.weight")
+    )
+
+
+def _identity(checkpoint: Checkpoint) -> list[list[Any]]:
+    """The files of the weights, with sizes and times of change."""
+    paths = sorted({found.path for found in checkpoint.stored.values()})
+    return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+
+
+def _digest(texts: Sequence[Tensor]) -> str:
+    return hashlib.blake2s(json.dumps([text.tolist() for text in texts]).encode()).hexdigest()
+
+
+def _begin(output: Path, state: Mapping[str, Any]) -> None:
+    """Make the output directory, or check that it holds the beginning of the same work."""
+    with unwritable_as_failure(output):
+        output.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(output.iterdir())
+    begun = read_optional_json_object(output / _STATE_NAME)
+    if not begun and not is_empty:
+        raise UsageError(f"{output} exists and is not empty; choose another --output")
+    if differing := [name for name in state if begun and begun.get(name) != state[name]]:
+        names = ", ".join(differing)
+        raise UsageError(f"{output} was begun with another {names}; give the same to go on, or choose another --output")
+    for draft in output.glob(".*.safetensors.*"):  # of a process that was killed
+        draft.unlink(missing_ok=True)
+    (output / INDEX_NAME).unlink(missing_ok=True)
+    replace_file(output / _STATE_NAME, json.dumps(state))
+
+
+@contextmanager
+def _resumable(output: Path, files: Sequence[Path]) -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, RuntimeFailure) as error:
+        done = sum(path.exists() for path in files[1:])
+        state = f"{done} of {len(files) - 1} layers are in {output}; the same command goes on behind them"
+        raise type(error)(f"{error}; {state}" if str(error) else state) from error
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
+    with deferred_interrupts():
+        replace_file(path, content)
+
+
+def _run(decoder: Decoder, entering: Sequence[Tensor]) -> list[Tensor]:
+    """Each text through one stage of the model."""
+    return [decoder(one, torch.arange(len(one)), DenseCausalAttention(decoder.config, 1, len(one))) for one in entering]
+
+
+def _perplexity(decoder: Decoder, hidden: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
+    """exp of the mean negative log probability of all tokens but the first of each text, from the hidden states that
+    leave the last stage."""
+    found = [
+        decoder.compute_logits(states[:-1]).log_softmax(-1).gather(1, text[1:, None]).double()
+        for states, text in zip(hidden, texts, strict=True)
+    ]
+    return math.exp(-torch.cat(found).mean())
+
+
+def _quantized_layer(
+    decoder: Decoder, parts: Sequence[TensorPart], checkpoint: Checkpoint, recipe: Recipe, entering: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """The tensors that are stored for the only layer of the decoder."""
+    layer, statistics = cast(DecoderLayer, decoder.layers[0]), dict[str, InputStatistics]()
+    if recipe.method in CALIBRATING:
+        with input_statistics(layer) as statistics:
+            _run(decoder, entering)
+    if recipe.method == "awq":
+        fold_awq_scales(layer, statistics, recipe.bits, recipe.group)
+    stored, matrices = dict[str, Tensor](), defaultdict[tuple[str, int | None], list[TensorPart]](list)
+    for part in parts:
+        if _is_quantized(part):
+            matrices[part.parameter, part.expert].append(part)
+        else:
+            stored[part.name] = region_of(decoder, part).to(checkpoint.view(part).dtype)
+    for (parameter, expert), filling in matrices.items():
+        weight, name = decoder.get_parameter(parameter), parameter.removeprefix("layers.0.").removesuffix(".weight")
+        matrix = recipe.quantize(
+            weight if expert is None else weight[expert], statistics.get(name), checkpoint.view(filling[0]).dtype
+        )
+        for part in filling:
+            rows = torch.arange(part.first_row, part.first_row + part.shape[0])
+            stored |= recipe.stored(part.name.removesuffix(".weight"), matrix.rows(rows))
+    return stored
+
+
+def _finish(source: Path, output: Path, files: Sequence[Path], section: Mapping[str, Any]) -> None:
+    """Write all but the weights; config.json is the last."""
+    for path in sorted(source.iterdir()):
+        if path.suffix in _COPIED and path.name not in ("config.json", INDEX_NAME) and path.is_file():
+            with unwritable_as_failure(output / path.name):
+                replace_file(output / path.name, path.read_bytes())
+    weight_map, size = dict[str, str](), 0
+    for path in files:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        del header["__metadata__"]
+        weight_map |= dict.fromkeys(header, path.name)
+        size += max(found["data_offsets"][1] for found in header.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    replace_file(output / INDEX_NAME, json.dumps(index, indent=1))
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": section}
+    replace_file(output / "config.json", json.dumps(config, indent=1))
+    (output / _STATE_NAME).unlink()

@@ -1,0 +1,183 @@
+"""Algorithms that quantize weights: round to nearest, GPTQ, AWQ, and the products of LLM.int8().
+
+Weights are [N, K] as in `torch.nn.Linear`. They become integers of 3, 4 or 8 bits, symmetric around zero, with a scale
+for each group of columns: those of compressed-tensors. Groups of -1 are whole rows; a matrix that is given as one row
+gets one scale. GPTQ and AWQ need statistics of what enters a layer, which a run over a text gathers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nanoserve.models.decoder import DecoderLayer, FeedForward
+from triton_ops import GroupQuantized
+
+_GPTQ_BLOCK = 128
+_DAMPING = 0.01
+"""Share of the mean of the Hessian's diagonal that GPTQ adds to it (section 3.3)."""
+_AWQ_EXPONENTS = [place / 20 for place in range(20)]
+"""The grid that AWQ searches (section 3.2)."""
+
+
+def rtn(weight: Tensor, bits: int, group: int = -1, *, scale_dtype: torch.dtype = torch.float32) -> GroupQuantized:
+    """Each number becomes the nearest one that has a code."""
+    groups = weight.float().view(len(weight), -1, weight.shape[1] if group == -1 else group)
+    scales = _scales(groups, bits, scale_dtype)
+    return _quantized(_codes(groups, scales.float()[:, :, None], bits).view(weight.shape), bits, scales)
+
+
+def gptq(
+    weight: Tensor,
+    gram: Tensor,
+    bits: int,
+    group: int = -1,
+    *,
+    act_order: bool = False,
+    scale_dtype: torch.dtype = torch.float32,
+) -> GroupQuantized:
+    """GPTQ (arXiv 2210.17323, algorithm 1): round column by column, and after each change the columns that are left so
+    that the layer's output changes least. `gram` is the inputs' ``X^T X``, [K, K]. With `act_order`, columns of large
+    inputs go first; scales are then those of the weight as it was, so that groups stay groups of neighbours (what
+    compressed-tensors calls actorder "weight")."""
+    columns = weight.shape[1]
+    span = columns if group == -1 else group
+    order = gram.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(columns)
+    scales = _scales(weight.float().view(len(weight), -1, span), bits, scale_dtype)
+    left = weight.float().T[order].contiguous()
+    factor = _inverse_factor(gram[order][:, order])
+    codes = torch.empty_like(left)
+    block = _GPTQ_BLOCK if act_order or group == -1 else group
+    for first in range(0, columns, block):
+        end = min(first + block, columns)
+        if block == group and not act_order:
+            scales[:, first // group] = _scales(left[first:end].T, bits, scale_dtype)
+        errors = torch.empty_like(left[first:end])
+        for column in range(first, end):
+            place = int(order[column])
+            scale = scales[:, place // span].float()
+            codes[place] = _codes(left[column], scale, bits)
+            error = (left[column] - codes[place] * scale) / factor[column, column]
+            left[column + 1 : end] -= factor[column, column + 1 : end, None] * error
+            errors[column - first] = error
+        left[end:] -= factor[first:end, end:].T @ errors
+    return _quantized(codes.T.contiguous(), bits, scales)
+
+
+def _inverse_factor(gram: Tensor) -> Tensor:
+    """The upper Cholesky factor of the damped Hessian's inverse, float32. The factor 2 of the Hessian cancels out."""
+    damped = gram.double()
+    damped.diagonal().add_(_DAMPING * damped.diagonal().mean())
+    damped.diagonal()[damped.diagonal() == 0] = 1.0  # no input has ever been there
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor.float()
+
+
+def awq_scales(weight: Tensor, gram: Tensor, magnitudes: Tensor, bits: int, group: int = -1) -> Tensor:
+    """AWQ (arXiv 2306.00978, equation 4): numbers [K] by which the columns of the weight are to be multiplied, and the
+    input divided, so that the output changes least when the weight is rounded. `magnitudes` [K] are the mean absolute
+    inputs, `gram` is their ``X^T X``, [K, K]; matrices with the same input are given as one."""
+    weight, best, least = weight.float(), torch.ones_like(magnitudes), float("inf")
+    for exponent in _AWQ_EXPONENTS:
+        scales = magnitudes.pow(exponent).clamp(min=1e-4)
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        change = rtn(weight * scales, bits, group).dequantize() / scales - weight
+        error = float(((change @ gram) * change).sum())
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def llm_int8(input: Tensor, weight: Tensor, *, threshold: float = 6.0) -> Tensor:
+    """LLM.int8() (arXiv 2208.07339, section 3.2): input [T, K] times weight [N, K] transposed. Columns with an input of
+    at least the threshold are multiplied as they are, the others in 8 bits with a scale for each row of both."""
+    is_outlier = input.abs().amax(0) >= threshold
+    exact = functional.linear(input[:, is_outlier], weight[:, is_outlier])
+    regular_input, regular_weight = (rtn(part[:, ~is_outlier], 8).dequantize() for part in (input, weight))
+    return exact + functional.linear(regular_input, regular_weight)
+
+
+class InputStatistics:
+    """What is known of the inputs of a linear layer with K columns."""
+
+    def __init__(self, columns: int) -> None:
+        self.gram = torch.zeros(columns, columns)
+        """The inputs' ``X^T X``."""
+        self.magnitudes = torch.zeros(columns)
+        """Sums of absolute values, which are to each other as their means."""
+
+    def add(self, input: Tensor) -> None:
+        """input [T, K]"""
+        rows = input.float()
+        self.gram.addmm_(rows.T, rows)
+        self.magnitudes += rows.abs().sum(0)
+
+
+@contextmanager
+def input_statistics(layer: DecoderLayer) -> Iterator[dict[str, InputStatistics]]:
+    """Statistics of the inputs of the layer's matrices, by their names in it, of all runs within the block."""
+    found = dict[str, InputStatistics]()
+    hooks = []
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear):
+            own = found[name] = InputStatistics(module.in_features)
+            hooks.append(module.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0])))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def fold_awq_scales(layer: DecoderLayer, statistics: dict[str, InputStatistics], bits: int, group: int = -1) -> None:
+    """Multiply the columns of a dense layer's matrices by their `awq_scales`, and divide the norm or the matrix before
+    them, so that the layer computes what it did. Values are shared by the query heads of a group, and so are the scales
+    behind them."""
+    config, feed_forward = layer.config, layer.feed_forward
+    assert isinstance(feed_forward, FeedForward)
+
+    def search(name: str, magnitudes: Tensor) -> Tensor:
+        matrix = layer.get_submodule(name).weight
+        assert isinstance(matrix, Tensor)
+        scales = awq_scales(matrix, statistics[name].gram, magnitudes, bits, group)
+        matrix.mul_(scales)
+        return scales
+
+    down = search("feed_forward.down", statistics["feed_forward.down"].magnitudes)
+    _divide_rows(feed_forward.gate_up, config.intermediate_size, down)
+    by_head = statistics["output"].magnitudes.view(config.num_kv_heads, -1, config.head_dim)
+    output = search("output", by_head.mean(1, keepdim=True).expand_as(by_head).flatten())
+    _divide_rows(layer.qkv, layer.query_size + layer.kv_size, output.view_as(by_head)[:, 0].flatten())
+    layer.attention_norm.weight.div_(search("qkv", statistics["qkv"].magnitudes))
+    gate_up = search("feed_forward.gate_up", statistics["feed_forward.gate_up"].magnitudes)
+    layer.feed_forward_norm.weight.div_(gate_up)
+
+
+def _divide_rows(linear: nn.Linear, first: int, divisors: Tensor) -> None:
+    """Divide all rows from the first on, and their biases."""
+    linear.weight[first:].div_(divisors[:, None])
+    if linear.bias is not None:
+        linear.bias[first:].div_(divisors)
+
+
+def _scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    """Scales of numbers [..., n] over the last dimension, as compressed-tensors has them: half of the range of codes is
+    the largest absolute number."""
+    scales: Tensor = (groups.abs().amax(-1) / ((2**bits - 1) / 2)).to(dtype)
+    return torch.where(scales != 0, scales, 1.0)
+
+
+def _codes(numbers: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Signed codes, as float32."""
+    half = 1 << bits - 1
+    return (numbers / scales).round().clamp(-half, half - 1)
+
+
+def _quantized(codes: Tensor, bits: int, scales: Tensor) -> GroupQuantized:
+    if bits == 8:
+        return GroupQuantized(codes.to(torch.int8), bits, scales)
+    half = 1 << bits - 1
+    return GroupQuantized((codes + half).to(torch.uint8), 4, scales, zero=half)

@@ -1,0 +1,147 @@
+"""The cost model's bytes of weights against the parameters of decoders that are really loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from nanoserve.benchmarks.floors import ModelCost
+from nanoserve.config import ModelConfig
+from nanoserve.costs import ParallelLayout, Precision, StepWork
+from nanoserve.costs.counts import ModelCounts
+from nanoserve.costs.weight_bits import GGUF_BITS, ROWS
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.gguf_blocks import decode_blocks
+from nanoserve.models.gguf_types import BLOCK_TYPES
+from nanoserve.models.hub import find_shape
+from nanoserve.models.loading import load_model
+from nanoserve.models.shards import make_shards
+from tests.models.test_gguf import make_model
+from tests.models.thread_ranks import ThreadGroup
+from tests.oracle import gguf_files
+from tests.oracle.checkpoints import FAMILIES
+from tests.oracle.packed_checkpoints import write_packed
+from triton_ops import packed
+
+
+def matrix_bytes(decoder: Decoder) -> int:
+    """Bytes of all matrices: numbers, or packed integers without an order of columns. Vectors do not count."""
+    return sum(
+        parameter.nbytes
+        for parameter in decoder.parameters()
+        if parameter.dtype == torch.uint8 or (parameter.is_floating_point() and parameter.dim() > 1)
+    )
+
+
+def check_bytes(directory: Path, layout: tuple[int, int] = (1, 1), quantization: str | None = None) -> None:
+    """Every shard of the model in a directory holds as many bytes as are counted."""
+    pipeline, tensor = layout
+    config = find_shape(str(directory), quantization)
+    shards = make_shards(config, pipeline_parallel=pipeline, tensor_parallel=tensor)
+    counts = ModelCounts(config, ParallelLayout(pipeline_parallel=pipeline, tensor_parallel=tensor), Precision.of(32))
+    for shard in shards:
+        decoder, loaded = load_model(
+            directory, "float32", shard=shard, group=ThreadGroup.alone(), quantization=quantization
+        )
+        assert loaded == config
+        assert counts.stage_weight_bytes(shard.stage) == matrix_bytes(decoder)
+
+
+def test_a_step_of_the_benchmarks_floor_reads_what_is_loaded(tmp_path: Path) -> None:
+    """A token reads every matrix once and a row of the embedding, which is the head, and its keys and values; that is
+    what ``nanoserve analyze`` counts too."""
+    write_model("llama-tied-biased", tmp_path, None)
+    decoder, config = load_model(tmp_path, "bfloat16", quantization="int8")
+    row = config.hidden_size * 8.5 / 8 * 112 / 100  # with its share of the vocabulary's padding
+    work = StepWork.of([10])
+    read = ModelCost(config, 2).step_bytes(work)
+    assert read == matrix_bytes(decoder) + row + 10 * ModelCounts(config).kv_bytes_per_token(0)
+    operators = ModelCounts(config).operators(work, 0)
+    assert read == sum(one.weight_bytes + one.kv_bytes for one in operators)
+
+
+def write_model(family: str, directory: Path, method: str | None, **settings: Any) -> None:
+    config = FAMILIES[family]()
+    config.intermediate_size, config.vocab_size = 128, 100
+    if hasattr(config, "moe_intermediate_size"):
+        config.moe_intermediate_size = 64
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if method is None:
+        model.save_pretrained(directory)
+    else:
+        write_packed(model, directory, method, **settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "layout"),
+    [
+        ("qwen3", "int4", (2, 2)),
+        ("llama-tied-biased", "int4", (1, 1)),
+        ("llama-tied-biased", "int8", (2, 1)),
+        ("glm4", "int8", (1, 2)),
+        ("mixtral", "int4", (1, 1)),
+        ("qwen3_moe", "int8", (2, 2)),
+        ("qwen3_moe", None, (1, 2)),
+    ],
+)
+def test_rounded_weights(family: str, quantization: str | None, layout: tuple[int, int], tmp_path: Path) -> None:
+    write_model(family, tmp_path, None)
+    check_bytes(tmp_path, layout, quantization)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "settings", "layout"),
+    [
+        ("llama", "compressed-tensors", {"bits": 4, "group": 32}, (1, 1)),
+        ("qwen3", "compressed-tensors", {"bits": 4, "group": 32, "symmetric": False}, (2, 1)),
+        ("mistral", "compressed-tensors", {"bits": 3, "group": 32}, (1, 2)),
+        ("llama", "int8", {}, (1, 1)),
+        ("qwen3", "gptq", {"bits": 4, "group": 32}, (1, 1)),
+        ("qwen2", "gptq", {"bits": 8, "group": 64, "act_order": True}, (1, 1)),
+        ("mistral", "awq", {"bits": 4, "group": 64}, (2, 1)),
+        ("qwen3", "fp8", {}, (1, 1)),
+        ("glm4", "mxfp4", {}, (1, 1)),
+    ],
+)
+def test_quantized_checkpoints(
+    family: str, method: str, settings: dict[str, Any], layout: tuple[int, int], tmp_path: Path
+) -> None:
+    write_model(family, tmp_path, method, **settings)
+    check_bytes(tmp_path, layout)
+
+
+@pytest.mark.parametrize(
+    ("family", "block_type", "layout"),
+    [("qwen3", "Q4_1", (1, 2)), ("glm4", "Q6_K", (2, 1)), ("mixtral", "Q8_0", (1, 1)), ("qwen3_moe", "BF16", (1, 1))],
+)
+def test_gguf_files(family: str, block_type: str, layout: tuple[int, int], tmp_path: Path) -> None:
+    _, directory = make_model(family, block_type, tmp_path)
+    check_bytes(directory, layout)
+    shape = find_shape(str(tmp_path / "model.gguf"), None)
+    assert shape.quantization == ModelConfig.from_directory(directory).quantization
+    assert (shape.quantization is None) is (block_type == "BF16")
+
+
+def test_a_gguf_file_of_several_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As llama.cpp's Q4_K_M mixes them: values and one layer's last matrix in Q6_K, another's not quantized."""
+    add, types = gguf_files._add_parameter, {"0.self_attn.v_proj": "Q6_K", "0.mlp.down_proj": "Q6_K"}
+    types |= {"1.self_attn.k_proj": "F16", "lm_head": "Q6_K"}
+
+    def add_one(writer: Any, name: str, parameter: Any, config: Any, block_type: str) -> None:
+        own = next((own for ending, own in types.items() if name.endswith(f"{ending}.weight")), block_type)
+        add(writer, name, parameter, config, own)
+
+    monkeypatch.setattr(gguf_files, "_add_parameter", add_one)
+    _, directory = make_model("qwen3", "Q4_K", tmp_path)
+    check_bytes(directory)
+    check_bytes(directory, (2, 1))
+
+
+def test_bits_of_gguf_types_are_those_that_are_packed() -> None:
+    for block_type in BLOCK_TYPES.values():
+        if block_type.size > 1:
+            form = decode_blocks(torch.zeros(1, block_type.num_bytes, dtype=torch.uint8), block_type).format
+            assert GGUF_BITS[block_type.name] == 8 * form.row_bytes(block_type.size) / packed.ROWS / block_type.size
+    assert packed.ROWS == ROWS
