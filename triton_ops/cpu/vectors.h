@@ -58,7 +58,8 @@ template <int64_t Which>
 inline Vec half_of_pair(const at::BFloat16* source) {
   using Words = at::vec::Vectorized<int32_t>;
   const Words words = Words::loadu(source);
-  return at::vec::cast<float, int32_t>(Which == 0 ? words << Words(16) : words & Words(static_cast<int32_t>(0xffff0000)));
+  const Words upper = Which == 0 ? words << Words(16) : words & Words(static_cast<int32_t>(0xffff0000));
+  return at::vec::cast<float, int32_t>(upper);
 }
 
 template <typename Number>
