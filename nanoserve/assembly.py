@@ -136,6 +136,7 @@ def _build_here(
         layers=layers if gpu is None else gpu.layers,
         part=None if host_pool is None else host_pool.part(decoder.shard),
         processor=processor,
+        batch_invariant=config.batch_invariant,
         grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
     )
     executor = LocalExecutor(stage, feeds_tokens=gpu is not None and not config.eager)

@@ -53,6 +53,8 @@ class EngineConfig:
     """Share the KV of equal prefixes."""
     eager: bool = False
     """Never run compiled layers or captured steps."""
+    batch_invariant: bool = False
+    """Answers do not depend on the batch, on chunks, or on the number of pipeline stages. CPU and 16 bits only."""
     offline: bool = False
     """Never use the network."""
     seed: int | None = None
@@ -119,7 +121,15 @@ class EngineConfig:
             self._check_pair(self.decode_layout)
         if self.pipeline_split is not None:
             self._check_split(self.pipeline_split)
+        if self.batch_invariant:
+            self._check_batch_invariance()
         self._check_host_attention()
+
+    def _check_batch_invariance(self) -> None:
+        if self.device != "cpu":
+            raise UsageError(f"--batch-invariant is for --device cpu, not {self.device}: leave it out")
+        if len(degrees := {layout.tensor_parallel for layout in self.layouts}) > 1 or max(degrees) > 2:
+            raise UsageError("--batch-invariant: sums over ranks would differ; choose one degree of --tp, 1 or 2")
 
     def _check_pair(self, decode: ParallelLayout) -> None:
         if decode.data_parallel > 1:

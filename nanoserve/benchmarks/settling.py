@@ -33,7 +33,7 @@ def settle(llm: LLM, announce: Callable[[str], None] = lambda _: None) -> dict[s
     return {
         "model": llm.model_name,
         "dtype": format_name(resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)),
-        "quantization": config.quantization,
+        "quantization": config.quantization or "none",
         "operators": operators,
         "layers": "compiled" if llm.compiled else "eager",
         "threads": torch.get_num_threads(),

@@ -64,6 +64,7 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     )
     no_prefix_caching: bool = option(False, "Compute every prompt from its start.")
     eager: bool = option(False, "Compile and capture nothing; slower, same answers.")
+    batch_invariant: bool = option(False, "Answers that do not depend on the batch: 16 bits on a CPU, slower.")
     threads: int | None = _threads("CPU threads, which the workers of a machine share; default: one per physical core.")
     seed: int | None = option(
         None, "Makes the run repeatable; default: a new one each time.", minimum=0, panel=SAMPLING_PANEL

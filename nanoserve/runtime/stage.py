@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.layer_runner import LayerRunner
@@ -26,8 +27,8 @@ from triton_ops.cpu import BackgroundLibrary, cpu_operators
 
 def compiled_layers(decoder: Decoder, config: EngineConfig) -> LayerRunner | None:
     """The layers of a stage on a CPU, compiled ahead of time; None if all is to run eagerly, or sums over ranks stand
-    in the way."""
-    if config.eager or decoder.shard.degree > 1:
+    in the way. Compiled layers may round otherwise for another number of rows."""
+    if config.eager or config.batch_invariant or decoder.shard.degree > 1:
         return None
     return LayerRunner.ahead_of_time(
         decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
@@ -44,8 +45,10 @@ class Stage:
         layers: LayerRunner | None = None,
         part: HostPart | None = None,
         processor: HostProcessor | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.runner = runner
+        self._batch_invariant = batch_invariant
         # The runner, if the CPU attends for host sequences.
         self.hybrid = runner if isinstance(runner, HybridRunner) else None
         self.processor, self.layers = processor, layers
@@ -68,9 +71,11 @@ class Stage:
         layers: LayerRunner | None = None,
         part: HostPart | None = None,
         processor: HostProcessor | None = None,
+        batch_invariant: bool = False,
         **settings: Any,
     ) -> "Stage":
-        """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not suffice.
+        """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not suffice, or answers
+        cannot be `batch_invariant`.
 
         Without `layers` plain torch runs them. A part of the host pool is for swaps; with a processor too, that attends
         for the sequences whose KV is there. `settings` are others of the ModelRunner.
@@ -79,18 +84,24 @@ class Stage:
         settings |= {"num_blocks": num_blocks, "block_size": block_size, "device": device}
         size = format_size(num_blocks * kv_bytes_per_block(decoder.config, block_size, decoder.dtype))
         decoder.eval()
+        if batch_invariant and decoder.dtype == torch.float32:
+            raise RuntimeFailure("--batch-invariant is for 16 bits: choose --dtype bfloat16, or leave it out")
+        if batch_invariant and not cpu_operators().wait():
+            raise RuntimeFailure(f"--batch-invariant needs the C++ operators ({cpu_operators().problem}); leave it out")
         with memory_errors(device, f"a KV cache of {size} does not fit", "lower --kv-cache-memory"):
             if part is None or processor is None:
                 runner = ModelRunner(decoder, run_layer=layers or DecoderLayer.__call__, **settings)
             else:
                 layers, start_host = layers or LayerRunner(), partial(processor.start, decoder.config, part, device)
                 runner = HybridRunner(decoder, layers, start_host, **settings)
-            return cls(runner, layers=layers, part=part, processor=processor)
+            return cls(runner, layers=layers, part=part, processor=processor, batch_invariant=batch_invariant)
 
     # ---- with each plan ----------------------------------------------------------------------------------------
 
     def poll(self) -> None:
         """Load what has been built meanwhile: it takes over between two steps."""
+        if self.runner.device.type == "cpu":
+            cpu_operators().set_batch_invariant(wanted=self._batch_invariant)
         if self._unloaded:
             for library in self._unloaded:
                 library.poll()

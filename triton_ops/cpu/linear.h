@@ -269,7 +269,8 @@ inline at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, cons
       "linear: input [M, K] and weight [N, K] are needed, not ", input.sizes(), " and ", weight.sizes());
   const bool same = input.scalar_type() == type && (!bias || bias->scalar_type() == type);
   const bool halves = type == at::kBFloat16 || type == at::kHalf;
-  const bool few = input.size(0) <= (multiplies_in(type) ? kFewRowsBesideTorch : kFewRows);
+  const int64_t most = multiplies_in(type) ? kFewRowsBesideTorch : kFewRows;
+  const bool few = input.size(0) <= most || batch_invariant;
   const bool any = input.numel() > 0 && weight.numel() > 0;
   if (!same || !halves || !any || !weight.is_contiguous() || (!few && multiplies_in(type)))
     return at::linear(input, weight, bias);

@@ -17,8 +17,10 @@ template <typename Number>
 void attend(const Problem<Number>& problem) {
   std::vector<int64_t> single, several;
   for (int64_t row = 0; row < problem.rows; ++row) {
-    if (problem.queries(row) == 1) single.push_back(row);
-    if (problem.queries(row) > 1) several.push_back(row);
+    // The two kernels add in another order.
+    const bool alone = problem.queries(row) == 1 && !batch_invariant;
+    if (alone) single.push_back(row);
+    if (!alone && problem.queries(row) > 0) several.push_back(row);
   }
   if (!several.empty()) attend_several_queries(problem, several);
   if (!single.empty()) attend_single_queries(problem, single);
@@ -53,6 +55,10 @@ void paged_attention(
 }
 
 }  // namespace nanoserve
+
+TORCH_LIBRARY_FRAGMENT(nanoserve, library) {
+  library.def("set_batch_invariant(bool value) -> ()", [](bool value) { nanoserve::batch_invariant = value; });
+}
 
 TORCH_LIBRARY_IMPL(nanoserve, CPU, library) {
   library.impl("cache_write", &nanoserve::cache_write);

@@ -18,6 +18,9 @@ namespace nanoserve {
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 
+// Whether a row's result must not depend on how many rows a call has, in the whole process; slower.
+inline std::atomic<bool> batch_invariant{false};
+
 // Below this many multiplications it takes longer to wake the other threads than to do all of it alone.
 constexpr int64_t kWorthSharing = 1 << 17;
 

@@ -145,6 +145,7 @@ def _make_layouts(
             layers=run_layer,
             part=None if pool is None else pool.part(decoder.shard),
             processor=processor,
+            batch_invariant=config.batch_invariant,
             grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
             storage=storage,
         )
