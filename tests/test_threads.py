@@ -61,9 +61,9 @@ def test_commands_set_the_threads_before_torch_is_imported(command: str) -> None
 
 
 def test_what_the_user_has_set_stays() -> None:
-    mine = {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}
+    mine = {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "THP_MEM_ALLOC_ENABLE": "0"}
     prepare_threads(environment=mine)
-    assert mine == {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE"}
+    assert mine == {"OMP_NUM_THREADS": "5", "OMP_WAIT_POLICY": "ACTIVE", "THP_MEM_ALLOC_ENABLE": "0"}
     prepare_threads(2, mine)
     assert mine["OMP_NUM_THREADS"] == "2"
 

