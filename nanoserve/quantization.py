@@ -10,6 +10,32 @@ from nanoserve.errors import ModelError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of GGUF tensors: `size` values are stored in `num_bytes` bytes."""
+
+    name: str
+    size: int
+    num_bytes: int
+    added_bytes: int = 0
+    """More bytes in memory: scales of 6 bits take 8 there."""
+
+    @property
+    def loaded_bits(self) -> float:
+        """Bits of a value in memory."""
+        return 8 * (self.num_bytes + self.added_bytes) / self.size
+
+
+_BLOCK_TYPES = (
+    *(BlockType("F32", 1, 4), BlockType("F16", 1, 2)),
+    *(BlockType("Q4_0", 32, 18), BlockType("Q4_1", 32, 20), BlockType("Q5_0", 32, 22), BlockType("Q8_0", 32, 34)),
+    *(BlockType("Q4_K", 256, 144, 4), BlockType("Q5_K", 256, 176, 4), BlockType("Q6_K", 256, 210)),
+    BlockType("BF16", 1, 2),
+)
+BLOCK_TYPES = {found.name: found for found in _BLOCK_TYPES}
+"""The types that are read, by name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """The `quantization_config` of a config.json, as far as tensors are read by it."""
 

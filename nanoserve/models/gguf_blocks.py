@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanoserve.models.gguf_types import BlockType
+from nanoserve.quantization import BlockType
 from triton_ops import GroupQuantized
 
 

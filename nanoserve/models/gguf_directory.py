@@ -4,7 +4,7 @@ beside a link to the file itself. All that reads a model directory reads it."""
 import atexit
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     ends = (file.get(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot"))
     return config | {
         "model_type": family,
+        "tensor_names": "gguf",
         "vocab_size": embedding.shape[0],
         "dtype": "float16",
         "quantization_config": {"quant_method": "gguf", "tensor_types": types} if types else None,
@@ -239,31 +240,20 @@ def _sentencepiece_model(tokens: list[str], scores: list[float], types: list[int
     bpe, byte_fallback = _integer(3, 2), _integer(35, int(types.count(_BYTE) == 256))
     normalizer = _text(1, b"identity") + _integer(3, int(bool(prefix))) + _integer(4, 0) + _integer(5, 1)
     pieces = (
-        _text(1, _text(1, token.encode()) + _float(2, score) + _integer(3, token_type))
+        _text(1, _text(1, token.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", score) + _integer(3, token_type))
         for token, score, token_type in zip(tokens, scores, types, strict=True)
     )
     return b"".join(pieces) + _text(2, bpe + byte_fallback) + _text(3, normalizer)
 
 
-def _variable(number: int) -> bytes:
-    """A varint: seven bits in each byte, the lowest first."""
-    return bytes(_sevens(number))
-
-
-def _sevens(number: int) -> Iterator[int]:
-    while number > 127:
-        yield number & 127 | 128
-        number >>= 7
-    yield number
+def _varint(number: int) -> bytes:
+    """Seven bits in each byte, the lowest first. Raises ValueError if the number is negative."""
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
 
 
 def _integer(field: int, number: int) -> bytes:
-    return _variable(field << 3) + _variable(number)
+    return _varint(field << 3) + _varint(number)
 
 
 def _text(field: int, content: bytes) -> bytes:
-    return _variable(field << 3 | 2) + _variable(len(content)) + content
-
-
-def _float(field: int, number: float) -> bytes:
-    return _variable(field << 3 | 5) + struct.pack("<f", number)
+    return _varint(field << 3 | 2) + _varint(len(content)) + content

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoserve.errors import ModelError
-from nanoserve.models.gguf_types import BLOCK_TYPES, TYPE_NAMES, BlockType
+from nanoserve.quantization import BLOCK_TYPES, BlockType
 
 Item = TypeVar("Item")
 
@@ -29,6 +29,12 @@ _DEFAULT_ALIGNMENT = 32
 # Scalar types of metadata by their number: the format characters of `struct`.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Names of all types of tensors, in the order of their numbers.
+_TYPE_NAMES = (
+    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL"
+    " IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8"
+    " IQ4_NL_8_8 MXFP4 NVFP4 Q1_0"
+)
 
 _FIRST_OF_SEVERAL = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 
@@ -136,12 +142,12 @@ class GgufFile:
             raise self.fail(f"tensor {name!r:.80} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are read")
         shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
         number, offset = self._number("I"), self._number("Q")
-        block_type = BLOCK_TYPES.get(number)
+        names = _TYPE_NAMES.split()
+        type_name = names[number] if number < len(names) else f"number {number}"
+        block_type = BLOCK_TYPES.get(type_name)
         if block_type is None:
-            names = TYPE_NAMES.split()
-            found = names[number] if number < len(names) else f"number {number}"
-            known = ", ".join(found.name for found in BLOCK_TYPES.values())
-            raise self.fail(f"tensor {name!r:.80} has type {found}, which is not read; use a file of {known}")
+            known = ", ".join(BLOCK_TYPES)
+            raise self.fail(f"tensor {name!r:.80} has type {type_name}, which is not read; use a file of {known}")
         if math.prod(shape) == 0 or math.prod(shape) * block_type.num_bytes > len(self.data) * block_type.size:
             raise self.fail(f"tensor {name!r:.80} of shape {list(shape)} does not fit into the file")
         if shape[-1] % block_type.size:

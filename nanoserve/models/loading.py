@@ -21,12 +21,12 @@ from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
-from nanoserve.models.gguf_types import BLOCK_TYPES
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.quantized_tensors import INTEGERS, DecodeRows, Read, find_matrix
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
+from nanoserve.quantization import BLOCK_TYPES
 from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest
 from triton_ops.packed import ROWS
 
@@ -237,8 +237,9 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, S
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
             stored[name] = StoredTensor(path, shape, dtype)
-            if isinstance(header, GgufSlice) and header.form is not None:
-                stored[name] = replace(stored[name], decode=partial(_decode_blocks, path, name), form=header.form)
+            if isinstance(header, GgufSlice) and (form := header.format) is not None:
+                decode = partial(_decode_blocks, path, name)
+                stored[name] = replace(stored[name], decode=decode, form=MatrixForm(form, None))
     index = directory / INDEX_NAME
     if index.is_file():
         for name, file in _weight_map(index).items():

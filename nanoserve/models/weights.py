@@ -120,8 +120,8 @@ def _layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Ite
         norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
     if config.qk_norm:
-        norms["query_norm"] = ("self_attn.q_norm", head_dim)
-        norms["key_norm"] = ("self_attn.k_norm", head_dim)
+        norms["query_norm"] = (layer.query_norm, head_dim)
+        norms["key_norm"] = (layer.key_norm, head_dim)
     for parameter, (name, size) in norms.items():
         yield TensorPart(f"{prefix}{name}.weight", f"{target}{parameter}.weight", (size,))
     qkv_names = tuple(prefix + name for name in layer.qkv)
@@ -151,12 +151,12 @@ def _rows(
 
 def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, hidden: int) -> Iterator[TensorPart]:
     yield TensorPart(f"{prefix}{layer.router}.weight", f"{target}router.weight", (moe.num_experts, hidden))
-    inner = moe.intermediate_size
+    inner, matrices = moe.intermediate_size, (layer.expert_gate_up, [layer.expert_down])
     for expert in range(moe.num_experts):
-        name = prefix + layer.expert.format(expert)
-        for block, matrix in enumerate(layer.expert_gate_up):
-            yield TensorPart(f"{name}.{matrix}.weight", f"{target}gate_up", (inner, hidden), block * inner, expert)
-        yield TensorPart(f"{name}.{layer.expert_down}.weight", f"{target}down", (hidden, inner), 0, expert)
+        gate_up, down = ([f"{prefix}{name.format(expert)}.weight" for name in names] for names in matrices)
+        for block, name in enumerate(gate_up):
+            yield TensorPart(name, f"{target}gate_up", (inner, hidden), block * inner, expert)
+        yield TensorPart(down[0], f"{target}down", (hidden, inner), 0, expert)
 
 
 def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[str]:

@@ -173,11 +173,11 @@ def test_tensors_of_an_unexpected_form(sound: Path, monkeypatch: pytest.MonkeyPa
     tensors = GgufFile(sound).tensors
     embedding, factors = tensors["token_embd.weight"], tensors["rope_freqs.weight"]
     line = refusal(sound, monkeypatch, output_norm__weight=replace(embedding, shape=(64,)))
-    assert line == f"{sound}: tensor model.norm.weight is stored as Q8_0; only matrices may be"
+    assert line == f"{sound}: tensor output_norm.weight is stored as Q8_0; only matrices may be"
     damaged = bytearray(embedding.data)
     damaged[embedding.offset : embedding.offset + 2] = b"\x00\x7e"  # NaN as float16
     line = refusal(sound, monkeypatch, token_embd__weight=replace(embedding, data=damaged))
-    assert line == f"{sound}: tensor model.embed_tokens.weight has scales that are NaN or infinite; the file is damaged"
+    assert line == f"{sound}: tensor token_embd.weight has scales that are NaN or infinite; the file is damaged"
     line = refusal(sound, monkeypatch, blk__weight=factors)
     assert line == f"{sound}: tensor blk.weight does not belong to a llama model of this config"
     line = refusal(sound, monkeypatch, rope_freqs__weight=embedding)
