@@ -1,6 +1,4 @@
-"""The decoders of GGUF's block types."""
-
-from collections.abc import Callable
+"""The decoder of GGUF's block types."""
 
 import torch
 from torch import Tensor
@@ -12,13 +10,28 @@ from triton_ops import GroupQuantized
 def decode_blocks(stored: Tensor, block_type: BlockType) -> GroupQuantized:
     """Rows of a quantized GGUF tensor, uint8 [N, bytes of a row], as integers and scales."""
     blocks = stored.reshape(-1, block_type.num_bytes)
-    bits, zero, decode = _DECODERS[block_type.name]
-    parts = {name: part.reshape(len(stored), -1) for name, part in decode(blocks).items()}
-    return GroupQuantized(bits=bits, zero=zero, **parts)
-
-
-Decoded = dict[str, Tensor]
-"""The fields of B blocks, each [B, numbers of a block]."""
+    numbers, zero = {"scales": _half(blocks, 0)}, 0
+    match block_type.name:
+        case "Q8_0":
+            bits, codes = 8, blocks[:, 2:].contiguous().view(torch.int8)
+        case "Q4_0":
+            bits, codes, zero = 4, _nibbles(blocks[:, 2:]), 8
+        case "Q4_1":
+            bits, codes = 4, _nibbles(blocks[:, 4:])
+            numbers["minimums"] = -_half(blocks, 2)
+        case "Q5_0":
+            bits, codes, zero = 5, _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6, None]), 16
+        case "Q4_K":
+            bits, codes, numbers = 4, _k_nibbles(blocks[:, 16:]), _k_numbers(blocks)
+        case "Q5_K":
+            bits, codes = 5, _k_nibbles(blocks[:, 48:]) | _fifth_bits(blocks[:, None, 16:48])
+            numbers = _k_numbers(blocks)
+        case "Q6_K":
+            bits, codes, zero = 6, _six_bits(blocks), 32
+            scales = blocks[:, 192:208].contiguous().view(torch.int8)
+            numbers = {"super_scales": _half(blocks, 208), "scales": scales}
+    parts = {name: part.reshape(len(stored), -1) for name, part in numbers.items()}
+    return GroupQuantized(codes.reshape(len(stored), -1), bits, zero=zero, **parts)
 
 
 def _half(blocks: Tensor, first: int) -> Tensor:
@@ -31,25 +44,13 @@ def _nibbles(stored: Tensor) -> Tensor:
     return torch.cat((stored & 15, stored >> 4), dim=1)
 
 
-def _q8_0(blocks: Tensor) -> Decoded:
-    return {"codes": blocks[:, 2:].contiguous().view(torch.int8), "scales": _half(blocks, 0)}
-
-
-def _q4_0(blocks: Tensor) -> Decoded:
-    return {"codes": _nibbles(blocks[:, 2:]), "scales": _half(blocks, 0)}
-
-
-def _q4_1(blocks: Tensor) -> Decoded:
-    return {"codes": _nibbles(blocks[:, 4:]), "scales": _half(blocks, 0), "minimums": -_half(blocks, 2)}
-
-
-def _q5_0(blocks: Tensor) -> Decoded:
+def _fifth_bits(stored: Tensor) -> Tensor:
+    """uint8 [B, n, m], one of n or m being 1 -> [B, 8 * n * m]: each bit of a byte, above a nibble."""
     shifts = torch.arange(8, dtype=torch.uint8)
-    fifth = (blocks[:, 2:6, None] >> shifts & 1).flatten(1)
-    return {"codes": _nibbles(blocks[:, 6:]) | fifth << 4, "scales": _half(blocks, 0)}
+    return (stored >> (shifts if stored.shape[2] == 1 else shifts[:, None]) & 1).flatten(1) << 4
 
 
-def _k_numbers(blocks: Tensor) -> Decoded:
+def _k_numbers(blocks: Tensor) -> dict[str, Tensor]:
     """Scales and minimums of the eight groups of a block of Q4_K or Q5_K: integers of 6 bits, which lie in 12 bytes and
     are multiplied by the two numbers of the block."""
     low, middle, high = torch.split(blocks[:, 4:16], 4, dim=1)
@@ -66,35 +67,8 @@ def _k_nibbles(stored: Tensor) -> Tensor:
     return _nibbles(stored.reshape(-1, 32)).view(len(stored), -1)
 
 
-def _q4_k(blocks: Tensor) -> Decoded:
-    return {"codes": _k_nibbles(blocks[:, 16:]), **_k_numbers(blocks)}
-
-
-def _q5_k(blocks: Tensor) -> Decoded:
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]
-    fifth = (blocks[:, None, 16:48] >> shifts & 1).flatten(1)
-    return {"codes": _k_nibbles(blocks[:, 48:]) | fifth << 4, **_k_numbers(blocks)}
-
-
-def _q6_k(blocks: Tensor) -> Decoded:
-    """Every 128 values have 64 bytes of lower halves and 32 bytes of upper pairs of bits."""
+def _six_bits(blocks: Tensor) -> Tensor:
+    """Every 128 values of Q6_K have 64 bytes of lower halves and 32 bytes of upper pairs of bits."""
     low = _nibbles(blocks[:, :128].reshape(-1, 64)).view(len(blocks), -1)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = (blocks[:, 128:192].reshape(-1, 1, 32) >> shifts & 3).view(len(blocks), -1)
-    return {
-        "codes": low | high << 4,
-        "super_scales": _half(blocks, 208),
-        "scales": blocks[:, 192:208].contiguous().view(torch.int8),
-    }
-
-
-_DECODERS: dict[str, tuple[int, int, Callable[[Tensor], Decoded]]] = {
-    "Q8_0": (8, 0, _q8_0),
-    "Q4_0": (4, 8, _q4_0),
-    "Q4_1": (4, 0, _q4_1),
-    "Q5_0": (5, 16, _q5_0),
-    "Q4_K": (4, 0, _q4_k),
-    "Q5_K": (5, 0, _q5_k),
-    "Q6_K": (6, 32, _q6_k),
-}
-"""Bits of a code, the code of zero, and the decoder of each type."""
+    return low | (blocks[:, 128:192].reshape(-1, 1, 32) >> shifts & 3).view(len(blocks), -1) << 4
