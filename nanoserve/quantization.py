@@ -59,8 +59,8 @@ class Quantization:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
-        """The loader knows the modules that are left alone by their tensors, the cost model by the list of them. Raises
-        ModelError, one line that begins with `source`, for methods and settings that are not read."""
+        """Read a `quantization_config`. The loader knows the modules that are left alone by their tensors, the cost
+        model by the list of them. Raises ModelError, one line that begins with `source`, for what is not supported."""
         ignored = config.get("ignore") or config.get("modules_to_not_convert") or ()
         names = tuple(name for name in ignored if isinstance(name, str)) if isinstance(ignored, list) else ()
         return replace(cls._of_method(config.get("quant_method"), config, source), ignored=names)
@@ -112,14 +112,12 @@ class Quantization:
         return cls("compressed-tensors", int(bits or 0), group, rows, has_zeros=has_zeros, is_float=kind == "float")
 
     def leaves_alone(self, module: str) -> bool:
-        return any(_matches(pattern, module) for pattern in self.ignored)
-
-
-def _matches(pattern: str, module: str) -> bool:
-    expression = pattern[3:] if pattern.startswith("re:") else rf"(.*\.)?{pattern}(\.|$)"
-    with suppress(re.error):
-        return re.match(expression, module) is not None
-    return False
+        for pattern in self.ignored:
+            expression = pattern[3:] if pattern.startswith("re:") else rf"(.*\.)?{pattern}(\.|$)"
+            with suppress(re.error):
+                if re.match(expression, module):
+                    return True
+        return False
 
 
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")

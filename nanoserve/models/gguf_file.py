@@ -76,7 +76,7 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         self._read_header()
-        if is_first and self.metadata.get("split.count", 1) != 1:
+        if is_first and self.metadata.get("split.count", 0) not in (0, 1):  # joined files keep the key, as 0
             self._add_other_files(self.metadata["split.count"])
 
     def _add_other_files(self, count: Any) -> None:
@@ -148,7 +148,7 @@ class GgufFile:
         if block_type is None:
             known = ", ".join(BLOCK_TYPES)
             raise self.fail(f"tensor {name!r:.80} has type {type_name}, which is not read; use a file of {known}")
-        if math.prod(shape) == 0 or math.prod(shape) * block_type.num_bytes > len(self.data) * block_type.size:
+        if not 0 < math.prod(shape) * block_type.num_bytes <= len(self.data) * block_type.size:
             raise self.fail(f"tensor {name!r:.80} of shape {list(shape)} does not fit into the file")
         if shape[-1] % block_type.size:
             raise self.fail(f"tensor {name!r:.80}: rows of {shape[-1]} are not whole blocks of {block_type.size}")

@@ -6,6 +6,7 @@ that are left alone are known by their tensors, whatever config.json says of the
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from nanoserve.models.weights import TensorPart
 from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized
 
+OpenFile = Callable[[Path], Any]
+Decode = Callable[[OpenFile, slice], GroupQuantized | Tensor]
+"""Reads some rows of a matrix, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
 Read = Callable[[str], Any]
 """Finds a stored tensor by its name: an object that is sliced like one; None if there is none."""
-DecodeRows = Callable[[Read, slice], GroupQuantized | Tensor]
-"""Reads some rows of a matrix, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of its eight columns."""
@@ -40,8 +42,8 @@ _Known = tuple[tuple[str, ...], list[tuple[int, ...]]]
 
 
 def find_matrix(
-    part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, read: Read
-) -> tuple[list[str], DecodeRows] | None:
+    part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, open_file: OpenFile
+) -> tuple[list[str], Decode] | None:
     """The tensors that make a part of the model, the one with the numbers first, and their decoder; None if the part is
     not quantized. `stored` has the path, shape and dtype of every tensor. Raises ModelError, one line that names the
     file and the tensor, if one is missing or does not fit the part."""
@@ -50,6 +52,10 @@ def find_matrix(
         return None
     if plain is not None and plain.dtype not in ("I8", "F8_E4M3"):
         return None
+
+    def reader(files: OpenFile) -> Read:
+        return lambda name: files(stored[name].path).get_slice(name) if name in stored else None
+
     if quantization.method == "mxfp4":
         wanted, decode = _mxfp4(part, config)
     else:
@@ -60,10 +66,10 @@ def find_matrix(
     if not names:
         return None
     for name, known in wanted.items():
-        if problem := _problem(name, known, part, stored.get(name), quantization, read):
+        if problem := _problem(name, known, part, stored.get(name), quantization, reader(open_file)):
             path = stored[name if name in stored else names[0]].path
             raise ModelError(f"{path}: tensor {name} {problem}; the file is damaged, or not of its config.json")
-    return names + [f"{module}.{suffix}" for suffix in _UNUSED], decode
+    return names + [f"{module}.{suffix}" for suffix in _UNUSED], lambda files, rows: decode(reader(files), rows)
 
 
 def _problem(
@@ -122,7 +128,7 @@ def _wanted(rows: int, columns: int, dtype: str | None, quantization: Quantizati
     return found
 
 
-def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], DecodeRows]:
+def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], Callable[[Read, slice], GroupQuantized]]:
     """The tensors and the decoder of a matrix. All experts of a layer have theirs in one tensor, gate before up."""
     (rows, columns), stem = part.shape, part.name
     leading: tuple[int, ...] = ()

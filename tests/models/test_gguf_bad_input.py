@@ -127,6 +127,13 @@ def test_a_model_in_several_files(sound: Path, tmp_path: Path) -> None:
         gguf_directory(Path(alone))
 
 
+def test_joined_files_say_that_they_are_of_none(tmp_path: Path) -> None:
+    """``llama-gguf-split --merge`` leaves a count of 0."""
+    joined = file([entry("split.count", 2, struct.pack("<H", 0))], [WEIGHT])
+    (tmp_path / "model.gguf").write_bytes(joined)
+    assert GgufFile(tmp_path / "model.gguf").tensors.keys() == {"weight"}
+
+
 METADATA = st.one_of(
     st.booleans(),
     st.integers(-3, 1 << 64),
