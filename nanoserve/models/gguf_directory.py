@@ -163,9 +163,9 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
         for number, (token, token_type) in enumerate(zip(tokens, types, strict=True))
         if token_type in (_CONTROL, _USER_DEFINED)
     }
-    for name in ("add_bos_token", "add_eos_token"):
-        if f"tokenizer.ggml.{name}" in metadata:
-            settings[name] = metadata[f"tokenizer.ggml.{name}"]
+    adds_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"  # as llama.cpp assumes
+    settings["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
+    settings["add_eos_token"] = metadata.get("tokenizer.ggml.add_eos_token", False)
     if template := file.get("tokenizer.chat_template", str, ""):
         settings["chat_template"] = template
     if kind == "gpt2":

@@ -144,7 +144,7 @@ def pack_decoder(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[s
         if len(part.shape) == 2:
             matrices[part.parameter].append(part)
     packed = {name: found for name, found in matrices.items() if all(part.name in forms for part in found)}
-    shapes = []
+    shapes: list[PackedShape] = []
     for name, filling in packed.items():
         filling.sort(key=lambda part: part.first_row)
         for part in filling:

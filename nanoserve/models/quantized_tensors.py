@@ -24,6 +24,7 @@ Decode = Callable[[OpenFile, slice], GroupQuantized | Tensor]
 """Reads some rows of a matrix, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
 Read = Callable[[str], Any]
 """Finds a stored tensor by its name: an object that is sliced like one; None if there is none."""
+_Rows = Callable[[Read, slice], GroupQuantized | Tensor]
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of its eight columns."""
@@ -128,7 +129,7 @@ def _wanted(rows: int, columns: int, dtype: str | None, quantization: Quantizati
     return found
 
 
-def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], Callable[[Read, slice], GroupQuantized]]:
+def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], _Rows]:
     """The tensors and the decoder of a matrix. All experts of a layer have theirs in one tensor, gate before up."""
     (rows, columns), stem = part.shape, part.name
     leading: tuple[int, ...] = ()

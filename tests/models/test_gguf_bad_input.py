@@ -166,6 +166,19 @@ def test_any_metadata_are_an_error_or_a_model(
         remove_directory(directory)
 
 
+def test_a_vocabulary_without_a_word_about_bos_has_it_where_llama_cpp_adds_it(
+    sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, expected in (("llama-bpe", [1, 4]), ("qwen2", [4])):
+        found = GgufFile(sound)
+        found.metadata |= {f"tokenizer.ggml.{key}": value for key, value in (("model", "gpt2"), ("merges", []))}
+        found.metadata["tokenizer.ggml.pre"] = words
+        monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path, found=found: found)
+        tokenizer = load_tokenizer(gguf_directory.__wrapped__(sound))
+        assert tokenizer.encode("a") == expected
+        tokenizer.close()
+
+
 def refusal(sound: Path, monkeypatch: pytest.MonkeyPatch, **changed: GgufTensor) -> str:
     found = GgufFile(sound)
     found.tensors |= {name.replace("__", "."): tensor for name, tensor in changed.items()}

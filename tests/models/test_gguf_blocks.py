@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoserve.models.gguf_blocks import decode_blocks
+from nanoserve.models.gguf_checkpoint import decode_blocks
 from nanoserve.quantization import BLOCK_TYPES
 
 QUANTIZED = [found for found in BLOCK_TYPES.values() if found.size > 1]

@@ -13,7 +13,7 @@ from nanoserve.costs import ParallelLayout, Precision, StepWork
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.weight_bits import ROWS
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.gguf_blocks import decode_blocks
+from nanoserve.models.gguf_checkpoint import decode_blocks
 from nanoserve.models.hub import find_shape
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import make_shards
