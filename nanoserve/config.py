@@ -35,7 +35,7 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     frequency_factors: tuple[float, ...] = ()
-    """What the frequencies are divided by besides, as GGUF files say it; empty or rotary_dim / 2 numbers."""
+    """Further divisors of the frequencies, from a GGUF file: rotary_dim / 2 numbers, or none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ _SAMPLING_KEYS = {
 }
 """Keys of generation_config.json -> keys of GGUF behind general.sampling."""
 _CARD_SAMPLING = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
-"""What model cards recommend for chat models whose files say nothing, by general.basename."""
+"""Recommendations of model cards by general.basename, for chat models whose files have none."""
 
 # Token types of GGUF, which are those of sentencepiece.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6

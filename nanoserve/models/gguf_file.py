@@ -113,7 +113,7 @@ class GgufFile:
         for _ in range(num_entries):
             key = self._string(_MAX_NAME_BYTES)
             if key in self.metadata:
-                raise self.fail(f"metadata key {key!r:.80} stands twice")
+                raise self.fail(f"metadata key {key!r:.80} occurs twice")
             self.metadata[key] = self._value(self._number("I"))
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
@@ -122,7 +122,7 @@ class GgufFile:
         start = -(-self._position // alignment) * alignment
         for name, shape, block_type, offset in described:
             if name in self.tensors:
-                raise self.fail(f"tensor {name!r:.80} stands twice")
+                raise self.fail(f"tensor {name!r:.80} occurs twice")
             if offset % alignment:
                 raise self.fail(f"tensor {name!r:.80} does not begin at a multiple of {alignment} bytes")
             self.tensors[name] = GgufTensor(name, shape, block_type, self.data, start + offset)

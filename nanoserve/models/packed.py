@@ -43,7 +43,7 @@ class PackedShape:
     segments: tuple[Segment, ...]
     columns: int
     experts: int = 0
-    """Number of matrices; 0 for a layer that is no mixture of experts."""
+    """Number of matrices; 0 outside a mixture of experts."""
 
 
 class PackedMatrix(nn.Module):

@@ -1,7 +1,7 @@
 """Quantized matrices of Hugging Face checkpoints: which stored tensors make one, and how they are decoded.
 
 Methods: compressed-tensors (packed integers, int8, fp8), GPTQ (versions 1 and 2), AWQ (gemm), fp8 and MXFP4. Modules
-that are left alone are known by their tensors, whatever config.json says of them.
+that are left alone are recognized by their tensors, not by config.json.
 """
 
 from collections.abc import Callable, Mapping
@@ -103,30 +103,24 @@ def _wanted(rows: int, columns: int, dtype: str | None, quantization: Quantizati
 
     method, group, height = quantization.method, quantization.group, quantization.rows
     groups = 1 if group < 0 else -(-columns // group)
-    found: dict[str, _Known] = {}
+    found: dict[str, _Known]
     if method in ("gptq", "awq"):
-        found["qweight"] = _WORDS, [(words(columns), rows) if method == "gptq" else (columns, words(rows))]
-        found["qzeros"] = _WORDS, [(groups, words(rows))]
+        qweight = (words(columns), rows) if method == "gptq" else (columns, words(rows))
+        found = {"qweight": (_WORDS, [qweight]), "qzeros": (_WORDS, [(groups, words(rows))])}
         found["scales"] = _FLOATS, [(groups, rows)]
-        if method == "gptq":
-            found["g_idx"] = _INDICES, [(columns,)]
-        return found
+        return found | ({"g_idx": (_INDICES, [(columns,)])} if method == "gptq" else {})
     whole: list[tuple[int, ...]] = [(1,), ()] if (height, group) == (1, -1) else []
     if method == "fp8" or dtype == "F8_E4M3":
-        found["weight"] = ("F8_E4M3",), [(rows, columns)]
         scale = "weight_scale_inv" if method == "fp8" and group > 0 else "weight_scale"
-        found[scale] = (*_FLOATS, "F8_E8M0"), [(-(-rows // height), groups), *whole]
-        return found
+        scales = (*_FLOATS, "F8_E8M0"), [(-(-rows // height), groups), *whole]
+        return {"weight": (("F8_E4M3",), [(rows, columns)]), scale: scales}
     if dtype == "I8":
-        found["weight"] = ("I8",), [(rows, columns)]
-        found["weight_zero_point"] = ("I8",), [(rows, groups), *whole]
+        found = {"weight": (("I8",), [(rows, columns)]), "weight_zero_point": (("I8",), [(rows, groups), *whole])}
     else:
-        found["weight_packed"] = _WORDS, [(rows, words(columns))]
+        found = {"weight_packed": (_WORDS, [(rows, words(columns))]), "weight_shape": (_INDICES, [(2,)])}
         found["weight_zero_point"] = _WORDS, [(words(rows), groups)]
-        found["weight_shape"] = _INDICES, [(2,)]
     found["weight_scale"] = _FLOATS, [(rows, groups), *whole]
-    found["weight_g_idx"] = _INDICES, [(columns,)]
-    return found
+    return found | {"weight_g_idx": (_INDICES, [(columns,)])}
 
 
 def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], _Rows]:
@@ -144,7 +138,7 @@ def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], _R
 
 
 def _decode_mxfp4(stem: str, expert: int | None, first: int, read: Read, rows: slice) -> GroupQuantized:
-    """Codes of 5 bits, which hold twice the numbers, with half of the scale: both are exact."""
+    """Codes of 5 bits for twice the numbers, and half of the scale: both are exact."""
     taken: Any = slice(first + rows.start, first + rows.stop)
     taken = taken if expert is None else (expert, taken)
     blocks, exponents = read(f"{stem}_blocks")[taken], read(f"{stem}_scales")[taken]
@@ -155,7 +149,7 @@ def _decode_mxfp4(stem: str, expert: int | None, first: int, read: Read, rows: s
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 [N, W] -> uint8 [N, count]: numbers of so many bits, the lowest bits first, dense across words."""
+    """int32 [N, W] -> uint8 [N, count]: numbers of `bits` bits, the lowest bits first, dense across words."""
     if _WORD_BITS % bits == 0:
         shifts = torch.arange(0, _WORD_BITS, bits)
         return (words[:, :, None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(1)[:, :count]
@@ -195,7 +189,7 @@ def _decode_compressed(module: str, quantization: Quantization, read: Read, rows
 
 
 def _taken(numbers: Any, rows: slice, count: int) -> Tensor:
-    """The numbers [n, G] of so many rows, all of which may share one."""
+    """The numbers of `count` rows, [count, G], from one for each row or one for all."""
     found: Tensor = numbers[...]
     return found[rows] if found.numel() > 1 else found.reshape(1, 1).expand(count, 1)
 
@@ -224,7 +218,7 @@ def _decode_awq(module: str, quantization: Quantization, read: Read, rows: slice
 
 
 def _decode_fp8(module: str, quantization: Quantization, read: Read, rows: slice) -> Tensor:
-    """Blocks of rows and columns share a number, by which they are multiplied, whatever its name says."""
+    """A block of rows and columns is multiplied by its scale, also where that is called inverse."""
     stored = read(f"{module}.weight")
     numbers = read(f"{module}.weight_scale_inv") or read(f"{module}.weight_scale")
     scales, (height, columns) = numbers[...].float(), stored.get_shape()

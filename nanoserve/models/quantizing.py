@@ -98,15 +98,14 @@ def quantize_checkpoint(
 ) -> tuple[float, float] | None:
     """Write the model directory `source` quantized to `output`, which is new, empty, or the unfinished output of the
     same work. Texts are token ids, int64 [T] each. Returns the perplexities of the held-out texts before and after,
-    None if there are none. `progress` is told the layers that are done.
+    None if there are none. `progress` is called with the layers that are done.
 
     Raises ModelError if the model cannot be read, UsageError if it or the output does not suit, and RuntimeFailure if
-    it cannot be written; an error or Ctrl-C leaves whole layers behind, and says how to go on.
+    it cannot be written; an error or Ctrl-C leaves whole layers behind, and says how to continue.
     """
     config = ModelConfig.from_directory(source)
-    _check_model(source, config, recipe)
     with open_checkpoint(source, config) as checkpoint:
-        _check_groups([part for part in checkpoint.parts if _is_quantized(part)], recipe.group)
+        _check(source, config, recipe, [part for part in checkpoint.parts if _is_quantized(part)])
         _begin(output, recipe, checkpoint, calibration)
         count = config.num_layers
         files = [output / f"model-{place:05}-of-{count + 1:05}.safetensors" for place in range(1, count + 2)]
@@ -134,7 +133,7 @@ def quantize_checkpoint(
     return rounding.perplexity(decoder, before, held_out), rounding.perplexity(decoder, after, held_out)
 
 
-def _check_model(source: Path, config: ModelConfig, recipe: Recipe) -> None:
+def _check(source: Path, config: ModelConfig, recipe: Recipe, matrices: Sequence[TensorPart]) -> None:
     if config.tensor_names == "gguf":
         raise UsageError("a GGUF file cannot be quantized again; give the Hugging Face directory of the model")
     if config.quantization is not None:
@@ -143,11 +142,8 @@ def _check_model(source: Path, config: ModelConfig, recipe: Recipe) -> None:
         raise UsageError(
             f"--method {recipe.method} does not quantize the experts of {config.family}; choose rtn or llm-int8"
         )
-
-
-def _check_groups(matrices: Sequence[TensorPart], group: int) -> None:
     for part in matrices:
-        columns = part.shape[1]
+        columns, group = part.shape[1], recipe.group
         if columns % (_SMALLEST_GROUP if group == -1 else group):
             fitting = [str(size) for size in (128, 64, 32) if all(one.shape[1] % size == 0 for one in matrices)]
             choice = f"choose {' or '.join(fitting)}" if fitting else "this model cannot be quantized"
@@ -187,7 +183,7 @@ def _resumable(output: Path, files: Sequence[Path]) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, RuntimeFailure) as error:
         done = sum(path.exists() for path in files[1:])
-        state = f"{done} of {len(files) - 1} layers are in {output}; the same command goes on behind them"
+        state = f"{done} of {len(files) - 1} layers are in {output}; the same command continues after them"
         raise type(error)(f"{error}; {state}" if str(error) else state) from error
 
 

@@ -26,7 +26,7 @@ _AWQ_EXPONENTS = [place / 20 for place in range(20)]
 
 
 def rtn(weight: Tensor, bits: int, group: int = -1, *, scale_dtype: torch.dtype = torch.float32) -> GroupQuantized:
-    """Each number becomes the nearest one that has a code."""
+    """Round each number to the nearest code."""
     groups = weight.float().view(len(weight), -1, weight.shape[1] if group == -1 else group)
     scales = _scales(groups, bits, scale_dtype)
     return _quantized(_codes(groups, scales.float()[:, :, None], bits).view(weight.shape), bits, scales)
@@ -73,7 +73,7 @@ def _inverse_factor(gram: Tensor) -> Tensor:
     """The upper Cholesky factor of the damped Hessian's inverse, float32. The factor 2 of the Hessian cancels out."""
     damped = gram.double()
     damped.diagonal().add_(_DAMPING * damped.diagonal().mean())
-    damped.diagonal()[damped.diagonal() == 0] = 1.0  # no input has ever been there
+    damped.diagonal()[damped.diagonal() == 0] = 1.0  # the inputs of these columns are always zero
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
     return factor.float()

@@ -57,7 +57,7 @@ BAD = {
     file([], [tensor("weight", (4, 16), offset=32)]): "ends beyond the file, which is truncated",
     file([], [tensor("weight", (4, 16), offset=1 << 62)]): "ends beyond the file",
     file([], [tensor("weight", (4, 16), offset=7)]): "does not begin at a multiple of 32 bytes",
-    file([], [WEIGHT, WEIGHT]): "tensor 'weight' stands twice",
+    file([], [WEIGHT, WEIGHT]): "tensor 'weight' occurs twice",
     file([], [WEIGHT, tensor("other", (4, 16), offset=32)], 512): "tensors 'weight' and 'other' overlap",
     file([], [tensor("weight", (1 << 62, 1 << 62))]): "does not fit into the file",
     file([], [tensor("weight", (0, 16))]): "does not fit into the file",
@@ -69,7 +69,7 @@ BAD = {
     file([entry("split.count", 2, struct.pack("<H", 3))], [WEIGHT]): "one of several files of a model; give the first,"
     " whose name ends in -00001-of-00003.gguf",
     file([], [tensor("weight", (4, 16), Q4_0)]): "rows of 16 are not whole blocks of 32",
-    file([entry("key", 4, bytes(4))] * 2, [WEIGHT]): "metadata key 'key' stands twice",
+    file([entry("key", 4, bytes(4))] * 2, [WEIGHT]): "metadata key 'key' occurs twice",
     file([entry("key", 99, bytes(4))], [WEIGHT]): "metadata of the unknown type 99",
     file([entry("key", 9, struct.pack("<IQ", 9, 1))], [WEIGHT]): "a metadata array of the type 9",
     file([entry("key", 9, struct.pack("<IQ", 8, 1 << 60))], [WEIGHT]): "the file ends in its header",
