@@ -8,7 +8,7 @@ import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,12 +120,12 @@ class GgufFile:
             raise self.fail(f"general.alignment must be a multiple of 8, not {alignment!r:.80}")
         described = [self._tensor() for _ in range(num_tensors)]
         start = -(-self._position // alignment) * alignment
-        for name, shape, block_type, offset in described:
-            if name in self.tensors:
-                raise self.fail(f"tensor {name!r:.80} occurs twice")
-            if offset % alignment:
-                raise self.fail(f"tensor {name!r:.80} does not begin at a multiple of {alignment} bytes")
-            self.tensors[name] = GgufTensor(name, shape, block_type, self.data, start + offset)
+        for tensor in described:
+            if tensor.name in self.tensors:
+                raise self.fail(f"tensor {tensor.name!r:.80} occurs twice")
+            if tensor.offset % alignment:
+                raise self.fail(f"tensor {tensor.name!r:.80} does not begin at a multiple of {alignment} bytes")
+            self.tensors[tensor.name] = replace(tensor, offset=start + tensor.offset)
         self._check_places()
 
     def _check_places(self) -> None:
@@ -136,7 +136,8 @@ class GgufFile:
         if placed and placed[-1].offset + placed[-1].num_bytes > len(self.data):
             raise self.fail(f"tensor {placed[-1].name!r:.80} ends beyond the file, which is truncated")
 
-    def _tensor(self) -> tuple[str, tuple[int, ...], BlockType, int]:
+    def _tensor(self) -> GgufTensor:
+        """The next description, whose offset is counted from the data's beginning."""
         name, num_dimensions = self._string(_MAX_NAME_BYTES), self._number("I")
         if not 0 < num_dimensions <= _MAX_DIMENSIONS:
             raise self.fail(f"tensor {name!r:.80} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are read")
@@ -152,7 +153,7 @@ class GgufFile:
             raise self.fail(f"tensor {name!r:.80} of shape {list(shape)} does not fit into the file")
         if shape[-1] % block_type.size:
             raise self.fail(f"tensor {name!r:.80}: rows of {shape[-1]} are not whole blocks of {block_type.size}")
-        return name, shape, block_type, offset
+        return GgufTensor(name, shape, block_type, self.data, offset)
 
     # ------------------------------------------------------------------------------------ Reading bytes in order
 

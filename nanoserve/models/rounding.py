@@ -153,10 +153,12 @@ def fold_awq_scales(layer: DecoderLayer, statistics: dict[str, InputStatistics],
     behind them."""
     config, feed_forward = layer.config, cast(FeedForward, layer.feed_forward)
 
-    def scale(linear: nn.Linear, name: str, magnitudes: Tensor | None = None) -> Tensor:
-        known = statistics[name]
-        sizes = known.magnitudes if magnitudes is None else magnitudes
-        scales = awq_scales(linear.weight, known.gram, sizes, bits, group)
+    sizes = {name: known.magnitudes for name, known in statistics.items()}
+    by_head = sizes["output"].view(config.num_kv_heads, -1, config.head_dim)
+    sizes["output"] = by_head.mean(1, keepdim=True).expand_as(by_head).flatten()
+
+    def scale(linear: nn.Linear, name: str) -> Tensor:
+        scales = awq_scales(linear.weight, statistics[name].gram, sizes[name], bits, group)
         linear.weight.mul_(scales)
         return scales
 
@@ -166,9 +168,8 @@ def fold_awq_scales(layer: DecoderLayer, statistics: dict[str, InputStatistics],
             linear.bias[first:].div_(divisors)
 
     divide_rows(feed_forward.gate_up, config.intermediate_size, scale(feed_forward.down, "feed_forward.down"))
-    by_head = statistics["output"].magnitudes.view(config.num_kv_heads, -1, config.head_dim)
-    output = scale(layer.output, "output", by_head.mean(1, keepdim=True).expand_as(by_head).flatten())
-    divide_rows(layer.qkv, layer.query_size + layer.kv_size, output.view_as(by_head)[:, 0].flatten())
+    values = scale(layer.output, "output").view_as(by_head)[:, 0].flatten()
+    divide_rows(layer.qkv, layer.query_size + layer.kv_size, values)
     layer.attention_norm.weight.div_(scale(layer.qkv, "qkv"))
     layer.feed_forward_norm.weight.div_(scale(feed_forward.gate_up, "feed_forward.gate_up"))
 
