@@ -151,12 +151,13 @@ def _rows(
 
 def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, hidden: int) -> Iterator[TensorPart]:
     yield TensorPart(f"{prefix}{layer.router}.weight", f"{target}router.weight", (moe.num_experts, hidden))
-    inner, matrices = moe.intermediate_size, (layer.expert_gate_up, [layer.expert_down])
+    inner = moe.intermediate_size
     for expert in range(moe.num_experts):
-        gate_up, down = ([f"{prefix}{name.format(expert)}.weight" for name in names] for names in matrices)
-        for block, name in enumerate(gate_up):
+        for block, matrix in enumerate(layer.expert_gate_up):
+            name = f"{prefix}{matrix.format(expert)}.weight"
             yield TensorPart(name, f"{target}gate_up", (inner, hidden), block * inner, expert)
-        yield TensorPart(down[0], f"{target}down", (hidden, inner), 0, expert)
+        name = f"{prefix}{layer.expert_down.format(expert)}.weight"
+        yield TensorPart(name, f"{target}down", (hidden, inner), 0, expert)
 
 
 def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[str]:
