@@ -63,6 +63,10 @@ class PackedFormat(NamedTuple):
         return columns // self.span * ROWS * (scales + offsets + self.span * self.bits // 8)
 
 
+SIX_BITS = PackedFormat(6, 16, _SUPER_SCALES, _ONE_ZERO, zero=32)
+"""Codes of 6 bits in groups of 16, as in GGUF's Q6_K: each group has an int8, times a float16 of 256 columns."""
+
+
 @dataclass(frozen=True, slots=True)
 class GroupQuantized:
     """A matrix [N, K] of integers in G groups of K / G columns: ``(code - zero) * scale - minimum``, or with a `zero`
@@ -142,19 +146,27 @@ def _multiplied(numbers: Tensor, supers: Tensor | None) -> Tensor:
 
 
 def round_to_nearest(weight: Tensor, bits: int, group: int) -> GroupQuantized:
-    """weight [N, K], any float dtype, as codes of 4 or 8 bits with a float16 scale for each group of columns. Of 4
-    bits, the value of the largest size gets the lowest code, which no other sign has."""
-    groups = weight.float().view(len(weight), -1, group)
+    """weight [N, K], any float dtype, as codes of 4, 6 or 8 bits with a scale for each group of columns: float16, but of
+    6 bits as in SIX_BITS. Except of 8 bits, the value of the largest size gets the lowest code, which no other sign
+    has."""
+    groups, half = weight.float().view(len(weight), -1, group), 1 << bits - 1
     if bits == 8:
         scales = (groups.abs().amax(-1) / 127).half()
     else:
         largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
-        scales = (largest / -8).half()
-    divisors = scales.float().where(scales != 0, 1.0)[:, :, None]
-    codes = (groups / divisors).round().view(weight.shape)
+        scales = (largest / -half).half()
+    supers = None
+    if bits == SIX_BITS.bits:
+        exact = scales.float().view(len(weight), -1, _SUPER_SPAN // group)
+        supers = (exact.abs().amax(-1) / 127).half()
+        divisors = supers.float().where(supers != 0, 1.0)[:, :, None]
+        scales = (exact / divisors).round().to(torch.int8).view(scales.shape)
+    divisors = _multiplied(scales, supers)
+    codes = (groups / divisors.where(divisors != 0, 1.0)[:, :, None]).round().view(weight.shape)
     if bits == 8:
         return GroupQuantized(codes.clamp(-127, 127).to(torch.int8), 8, scales)
-    return GroupQuantized((codes + 8).clamp(0, 15).to(torch.uint8), 4, scales, zero=8)
+    codes = (codes + half).clamp(0, 2 * half - 1).to(torch.uint8)
+    return GroupQuantized(codes, bits, scales, super_scales=supers, zero=half)
 
 
 def pack(matrix: GroupQuantized) -> Tensor:

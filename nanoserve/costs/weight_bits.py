@@ -63,5 +63,7 @@ def _bits(quantization: Quantization, matrix: str, columns: int, modules: Iterab
         bits = 8 if is_vocabulary else max(quantization.bits, 5 if method == "mxfp4" else 4)
         beside = 24 if quantization.has_zeros or method in ("gptq", "awq") else 16
         each = bits + beside / group if columns % group == 0 else None
+        if is_vocabulary and quantization.bits == 4 and columns % 256 == 0:
+            each = BLOCK_TYPES["Q6_K"].loaded_bits
         found = tuple(None if quantization.leaves_alone(module) else each for module in modules)
     return NUMBERS if None in found else found  # blocks are packed together, or none is

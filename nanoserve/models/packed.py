@@ -14,7 +14,7 @@ from nanoserve.models.decoder import Decoder, SparseExperts, VocabularyEmbedding
 from nanoserve.models.weights import TensorPart
 from nanoserve.quantization import Rounding
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
-from triton_ops.packed import ROWS
+from triton_ops.packed import ROWS, SIX_BITS
 
 
 class MatrixForm(NamedTuple):
@@ -182,9 +182,9 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
 
 
 def rounded_forms(parts: Iterable[TensorPart], quantization: str, device: torch.device) -> dict[str, PackedFormat]:
-    """The format of each tensor that `--quantization` rounds: all matrices but routers, the vocabulary's in 8 bits.
-    Groups divide the columns of every part; a matrix without such a group is left alone. Raises UsageError if the user
-    named the group."""
+    """The format of each tensor that `--quantization` rounds: all matrices but routers. The vocabulary's have 8 bits,
+    or with int4 6 bits where 256 divides their columns. Groups divide the columns of every part; a matrix without such
+    a group is left alone. Raises UsageError if the user named the group."""
     rounding = Rounding.parse(quantization)
     matrices = [part for part in parts if len(part.shape) == 2 and not part.parameter.endswith("router.weight")]
     columns: dict[str, int] = defaultdict(int)
@@ -195,8 +195,11 @@ def rounded_forms(parts: Iterable[TensorPart], quantization: str, device: torch.
     for part in matrices:
         group = rounding.group_of(columns[part.name], on_gpu=device.type == "cuda")
         if group is not None:
-            bits = 8 if part.parameter in ("embedding.weight", "lm_head.weight") else rounding.bits
+            is_vocabulary = part.parameter in ("embedding.weight", "lm_head.weight")
+            bits = 8 if is_vocabulary else rounding.bits
             found[part.name] = PackedFormat(bits, group, scale=0, offset=0, zero=0 if bits == 8 else 8)
+            if is_vocabulary and rounding.bits == 4 and columns[part.name] % SIX_BITS.span == 0:
+                found[part.name] = SIX_BITS
         elif rounding.group is not None:
             raise UsageError(
                 f"--quantization {quantization}: groups of {rounding.group} do not divide the {columns[part.name]} "

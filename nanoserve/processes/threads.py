@@ -33,6 +33,7 @@ def prepare_threads(threads: int | None = None, environment: MutableMapping[str,
         environment.setdefault("OMP_NUM_THREADS", str(physical_cores()))
     if "OMP_WAIT_POLICY" not in environment:
         environment.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def threads_of_each(workers: int, environment: Mapping[str, str] = os.environ) -> int:

@@ -19,6 +19,8 @@ constexpr int64_t kAhead = 3072;
 // first cache.
 constexpr int64_t kBlocksTogether = 4;
 constexpr int64_t kSlice = 256;
+// The most blocks of 16 rows that a thread takes at a time where few rows are multiplied.
+constexpr int64_t kStretch = 16;
 constexpr int64_t kStride = kBlocksTogether * kPackedRows;
 // Rows of inputs that are multiplied together.
 constexpr int64_t kTile = 4;
@@ -349,17 +351,22 @@ void multiply_packed_rounded(
     round_row(numbers + m * depth, depth, zero, m % kTile, inputs + m / kTile * depth / kWidth<Bits>);
   });
   Number* outputs = out.mutable_data_ptr<Number>();
-  share_out(divide_up(packed.size(0), kBlocksTogether), rows * columns * depth / 4, [&](int64_t item) {
+  // Few rows are bound by the reading of the weights, which is fastest in long stretches; a thread has several.
+  const int64_t each = round_up(divide_up(packed.size(0), 4 * at::get_num_threads()), kBlocksTogether);
+  const int64_t most = rows <= kTile ? std::min(each, kStretch) : kBlocksTogether;
+  share_out(divide_up(packed.size(0), most), rows * columns * depth / 4, [&](int64_t item) {
     static thread_local std::vector<float> memory;
     float* products = Scratch(memory).take(rows * kStride);
-    const int64_t block = item * kBlocksTogether, blocks = std::min(kBlocksTogether, packed.size(0) - block);
-    const uint8_t* weights = packed.const_data_ptr<uint8_t>() + block * stride;
-    multiply_blocks<Bits>(format, weights, stride, blocks, inputs, rows, depth, products);
-    const int64_t first = item * kStride, count = std::min(kStride, columns - first);
-    for (int64_t m = 0; m < rows; ++m) {
-      if (biases)
-        for (int64_t n = 0; n < count; ++n) products[m * kStride + n] += static_cast<float>(biases[first + n]);
-      convert_back(products + m * kStride, outputs + m * columns + first, count);
+    for (int64_t block = item * most; block < std::min((item + 1) * most, packed.size(0)); block += kBlocksTogether) {
+      const int64_t blocks = std::min(kBlocksTogether, packed.size(0) - block);
+      const uint8_t* weights = packed.const_data_ptr<uint8_t>() + block * stride;
+      multiply_blocks<Bits>(format, weights, stride, blocks, inputs, rows, depth, products);
+      const int64_t first = block * kPackedRows, count = std::min(kStride, columns - first);
+      for (int64_t m = 0; m < rows; ++m) {
+        if (biases)
+          for (int64_t n = 0; n < count; ++n) products[m * kStride + n] += static_cast<float>(biases[first + n]);
+        convert_back(products + m * kStride, outputs + m * columns + first, count);
+      }
     }
   });
 }
