@@ -1,6 +1,6 @@
-"""The names of a family's tensors in a Hugging Face checkpoint. No torch here."""
+"""The names of a family's tensors in a Hugging Face checkpoint, and in a GGUF file. No torch here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanoserve.config import ModelConfig
 
@@ -17,10 +17,11 @@ class LayerNames:
     feed_forward_norm: str = "post_attention_layernorm"
     attention_output_norm: str = "post_self_attn_layernorm"
     feed_forward_output_norm: str = "post_mlp_layernorm"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
     router: str = "mlp.gate"
-    expert: str = "mlp.experts.{}"
-    expert_gate_up: tuple[str, str] = ("gate_proj", "up_proj")
-    expert_down: str = "down_proj"
+    expert_gate_up: tuple[str, str] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    expert_down: str = "mlp.experts.{}.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,8 @@ _GLM = CheckpointNames(layer=LayerNames(gate_up=("mlp.gate_up_proj",)))
 _MIXTRAL = CheckpointNames(
     layer=LayerNames(
         router="block_sparse_moe.gate",
-        expert="block_sparse_moe.experts.{}",
-        expert_gate_up=("w1", "w3"),
-        expert_down="w2",
+        expert_gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        expert_down="block_sparse_moe.experts.{}.w2",
     )
 )
 _CHATGLM = CheckpointNames(
@@ -55,10 +55,35 @@ _CHATGLM = CheckpointNames(
     final_norm="transformer.encoder.final_layernorm.weight",
     lm_head="transformer.output_layer.weight",
 )
+_GGUF = CheckpointNames(
+    layer=LayerNames(
+        qkv=("attn_q", "attn_k", "attn_v"),
+        output="attn_output",
+        gate_up=("ffn_gate", "ffn_up"),
+        down="ffn_down",
+        attention_norm="attn_norm",
+        feed_forward_norm="ffn_norm",
+        attention_output_norm="post_attention_norm",
+        feed_forward_output_norm="post_ffw_norm",
+        query_norm="attn_q_norm",
+        key_norm="attn_k_norm",
+        router="ffn_gate_inp",
+        expert_gate_up=("ffn_gate_exps.{}", "ffn_up_exps.{}"),
+        expert_down="ffn_down_exps.{}",
+    ),
+    layer_prefix="blk.{}.",
+    embedding="token_embd.weight",
+    final_norm="output_norm.weight",
+    lm_head="output.weight",
+)
+"""All experts of a layer are one tensor of the file; the name of each ends in its number."""
+_GGUF_GLM = replace(_GGUF, layer=replace(_GGUF.layer, gate_up=("ffn_up",)))
 
 
 def checkpoint_names(config: ModelConfig) -> CheckpointNames:
     """The names that this checkpoint uses."""
-    if config.renamed_as_chatglm:
+    if config.tensor_names == "chatglm":
         return _CHATGLM
+    if config.tensor_names == "gguf":
+        return _GGUF_GLM if config.family == "glm4" else _GGUF
     return {"glm": _GLM, "glm4": _GLM, "mixtral": _MIXTRAL}.get(config.family, CheckpointNames())

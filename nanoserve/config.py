@@ -35,7 +35,7 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     frequency_factors: tuple[float, ...] = ()
-    """What the frequencies are divided by besides, as GGUF files say it; empty or rotary_dim / 2 numbers."""
+    """Further divisors of the frequencies, from a GGUF file: rotary_dim / 2 numbers, or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = SamplingDefaults()
-    renamed_as_chatglm: bool = False
-    """The checkpoint uses the tensor names of the older GLM releases."""
+    tensor_names: Literal["chatglm", "gguf"] | None = None
+    """Whose tensor names the checkpoint uses: those of the older GLM releases, of GGUF, or of transformers (None)."""
     quantization: Quantization | None = None
 
     @property
@@ -135,7 +135,7 @@ class ModelConfig:
         source: str = "config.json",
     ) -> "ModelConfig":
         """Translate a parsed config.json. Raises ModelError, one line that begins with `source`."""
-        values, family, is_chatglm = _normalize(config, source)
+        values, family = _normalize(config, source)
         fields = _Fields(values, source)
         generation = _Fields(generation_config or {}, str(Path(source).with_name("generation_config.json")))
         num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
@@ -165,7 +165,7 @@ class ModelConfig:
             bos_token_id=next(iter(generation.integers("bos_token_id") or fields.integers("bos_token_id")), None),
             eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
             sampling_defaults=_sampling_defaults(generation),
-            renamed_as_chatglm=is_chatglm,
+            tensor_names=next((name for name in ("chatglm", "gguf") if fields.get("tensor_names") == name), None),
             quantization=_quantization(fields),
         )
 
@@ -283,8 +283,8 @@ class _Fields:
         return tuple(ids)
 
 
-def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str, bool]:
-    """Fill in the family's defaults and translate `chatglm` keys: (values, family, was it chatglm)."""
+def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str]:
+    """Fill in the family's defaults and translate `chatglm` keys: (values, family)."""
     model_type = config.get("model_type")
     architectures = config.get("architectures") or []
     is_chatglm = model_type == "chatglm"
@@ -303,9 +303,10 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
         values["sliding_window"] = config["sliding_window"]  # an explicit null switches the window off
     if is_chatglm:
         _translate_chatglm(values, config, source)
+        values["tensor_names"] = "chatglm"
     if values.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"{source}: hidden_act {values['hidden_act']!r} is not supported; only silu is")
-    return values, family, is_chatglm
+    return values, family
 
 
 def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source: str) -> None:

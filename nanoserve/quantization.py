@@ -10,6 +10,32 @@ from nanoserve.errors import ModelError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
+class BlockType:
+    """A type of GGUF tensors: `size` values are stored in `num_bytes` bytes."""
+
+    name: str
+    size: int
+    num_bytes: int
+    added_bytes: int = 0
+    """More bytes in memory: scales of 6 bits take 8 there."""
+
+    @property
+    def loaded_bits(self) -> float:
+        """Bits of a value in memory."""
+        return 8 * (self.num_bytes + self.added_bytes) / self.size
+
+
+_BLOCK_TYPES = (
+    *(BlockType("F32", 1, 4), BlockType("F16", 1, 2)),
+    *(BlockType("Q4_0", 32, 18), BlockType("Q4_1", 32, 20), BlockType("Q5_0", 32, 22), BlockType("Q8_0", 32, 34)),
+    *(BlockType("Q4_K", 256, 144, 4), BlockType("Q5_K", 256, 176, 4), BlockType("Q6_K", 256, 210)),
+    BlockType("BF16", 1, 2),
+)
+BLOCK_TYPES = {found.name: found for found in _BLOCK_TYPES}
+"""The types that are read, by name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Quantization:
     """The `quantization_config` of a config.json, as far as tensors are read by it."""
 
@@ -33,8 +59,8 @@ class Quantization:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
-        """The loader knows the modules that are left alone by their tensors, the cost model by the list of them. Raises
-        ModelError, one line that begins with `source`, for methods and settings that are not read."""
+        """Read a `quantization_config`. The loader knows the modules that are left alone by their tensors, the cost
+        model by the list of them. Raises ModelError, one line that begins with `source`, for what is not supported."""
         ignored = config.get("ignore") or config.get("modules_to_not_convert") or ()
         names = tuple(name for name in ignored if isinstance(name, str)) if isinstance(ignored, list) else ()
         return replace(cls._of_method(config.get("quant_method"), config, source), ignored=names)
@@ -86,14 +112,12 @@ class Quantization:
         return cls("compressed-tensors", int(bits or 0), group, rows, has_zeros=has_zeros, is_float=kind == "float")
 
     def leaves_alone(self, module: str) -> bool:
-        return any(_matches(pattern, module) for pattern in self.ignored)
-
-
-def _matches(pattern: str, module: str) -> bool:
-    expression = pattern[3:] if pattern.startswith("re:") else rf"(.*\.)?{pattern}(\.|$)"
-    with suppress(re.error):
-        return re.match(expression, module) is not None
-    return False
+        for pattern in self.ignored:
+            expression = pattern[3:] if pattern.startswith("re:") else rf"(.*\.)?{pattern}(\.|$)"
+            with suppress(re.error):
+                if re.match(expression, module):
+                    return True
+        return False
 
 
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")

@@ -21,12 +21,12 @@ _WINDOW, _CALIBRATING_WINDOWS, _HELD_OUT_WINDOWS = 512, 128, 16
 class QuantizeOptions(Options):
     model: str | None = argument(None, "A directory or a hub id; default: the bundled storyteller.", metavar="MODEL")
     method: str = option("rtn", "What chooses the integers.", choices=tuple(WEIGHT_BITS))
-    bits: int | None = option(None, "3, 4 or 8; default: 4, with llm-int8 8. vLLM reads no 3.")
+    bits: int | None = option(None, "3, 4 or 8; default: 4, with llm-int8 8. vLLM does not read 3.")
     group: int | None = option(None, "Columns that share a scale; -1: the whole row. Default: 128.")
     act_order: bool = option(False, "GPTQ: take columns of large inputs first.")
     calibrate: Path | None = file_option("Text that awq and gptq run through the model.")
     held_out: Path | None = file_option("Text for the perplexity; default: the end of --calibrate.")
-    output: Path = option(..., "Directory to write; an unfinished one is gone on with.", metavar="DIR")
+    output: Path = option(..., "Directory to write; an unfinished run in it is continued.", metavar="DIR")
     offline: bool = option(False, "Never download: take the hub's local cache.")
 
 
@@ -34,8 +34,8 @@ def run(options: QuantizeOptions) -> None:
     """Linear layers are quantized, symmetrically; embeddings, norms and routers stay as they are. rtn rounds to the
     nearest code; gptq also makes up for the error of each column in those after it; awq first scales up the columns
     whose inputs are large. llm-int8 stores 8 bits with a scale for each row; vLLM then rounds each token's activations
-    as well, nanoserve does not. All is computed in float32 on the CPU, layer by layer; if it is interrupted, the same
-    command goes on.
+    as well, nanoserve does not. All is computed in float32 on the CPU, layer by layer. After an interruption, the same
+    command continues.
 
     [bold]Examples[/bold]
 
@@ -44,11 +44,11 @@ def run(options: QuantizeOptions) -> None:
     """
     method, output = options.method, options.output
     possible = WEIGHT_BITS[method]
-    bits = options.bits or (4 if 4 in possible else 8)
+    bits = min(possible, key=lambda bits: abs(bits - 4)) if options.bits is None else options.bits
     if bits not in possible:
         raise UsageError(f"--method {method} has weights of {' or '.join(map(str, possible))} bits, not {bits}")
     if options.act_order and method != "gptq":
-        raise UsageError(f"--act-order is of --method gptq, not of {method}")
+        raise UsageError(f"--act-order needs --method gptq, not {method}")
     if method == "llm-int8" and options.group not in (None, -1):
         raise UsageError("--method llm-int8 has a scale for each row: leave out --group")
     group = (-1 if method == "llm-int8" else 128) if options.group is None else options.group

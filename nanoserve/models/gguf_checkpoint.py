@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names and in the order of a Hugging Face checkpoint."""
+"""A GGUF file with the interface of an open safetensors file: each expert is a tensor, Llama's heads are in order."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,38 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoserve.models.gguf_blocks import decode_blocks
 from nanoserve.models.gguf_directory import ROPE_FACTORS
 from nanoserve.models.gguf_file import GgufFile, GgufTensor
-from nanoserve.models.packed import MatrixForm
-from triton_ops import GroupQuantized
+from nanoserve.quantization import BlockType
+from triton_ops import GroupQuantized, PackedFormat
 
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "post_attention_norm": "post_self_attn_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "post_ffw_norm": "post_mlp_layernorm",
-}
-_SPARSE_NAMES = {
-    "qwen3moe": ("mlp.gate", "mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj")),
-    "llama": ("block_sparse_moe.gate", "block_sparse_moe.experts.{}.", ("w1", "w3", "w2")),
-}
-"""Names of the router, of an expert and of its three matrices, by architecture."""
-_EXPERT_MATRICES = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -48,9 +21,9 @@ class GgufSlice:
 
     tensor: GgufTensor
     expert: int | None = None
-    halves: int = 0
-    """Length of heads whose rows are stored in pairs, one of each half (`permute` of llama.cpp's converter); 0 if
-    the rows lie in order."""
+    head_size: int = 0
+    """Rows of a head, if its two halves are stored in turn (`permute` of llama.cpp's converter); 0: rows are in
+    order."""
 
     def get_shape(self) -> list[int]:
         return list(self.tensor.shape if self.expert is None else self.tensor.shape[1:])
@@ -68,11 +41,9 @@ class GgufSlice:
         return values[self._rows(taken[0])].view(_PLAIN[self.tensor.type.name])[:, taken[1]]
 
     @property
-    def form(self) -> MatrixForm | None:
-        """How a quantized matrix is packed, found by decoding a row."""
-        if self.tensor.type.size == 1:
-            return None
-        return MatrixForm(decode_blocks(self._stored_rows()[:1], self.tensor.type).format, None)
+    def format(self) -> PackedFormat | None:
+        """How a quantized matrix is packed, found by decoding a row; None for numbers."""
+        return None if self.tensor.type.size == 1 else decode_blocks(self._stored_rows()[:1], self.tensor.type).format
 
     def quantized(self, rows: slice) -> GroupQuantized:
         """Rows of a quantized matrix."""
@@ -80,10 +51,11 @@ class GgufSlice:
 
     def _rows(self, taken: slice) -> Tensor:
         """The places of rows in the file."""
-        rows = torch.arange(self.get_shape()[0])[taken]
-        if self.halves:
-            rows = rows // self.halves * self.halves + _paired(rows % self.halves, self.halves)
-        return rows
+        rows, size = torch.arange(self.get_shape()[0])[taken], self.head_size
+        if not size:
+            return rows
+        row, half = rows % size, size // 2
+        return rows - row + row % half * 2 + row // half
 
     def _stored_rows(self) -> Tensor:
         """uint8 [N, bytes of a row], in the mapped file."""
@@ -94,14 +66,8 @@ class GgufSlice:
         return stored.view(tensor.shape[0], -1, tensor.row_bytes)[self.expert]
 
 
-def _paired(row: Tensor, size: int) -> Tensor:
-    """Where a row of a head of that size lies in the file: the converter stores the two halves of a head in turn."""
-    half = size // 2
-    return row % half * 2 + row // half
-
-
 class GgufCheckpoint:
-    """A GGUF file with the interface of an open safetensors file. Raises ModelError as `GgufFile` does."""
+    """A GGUF file whose tensors have the names of `checkpoint_names`. Raises ModelError as `GgufFile` does."""
 
     def __init__(self, path: Path) -> None:
         self._slices = dict(_slices(GgufFile(path)))
@@ -120,31 +86,84 @@ class GgufCheckpoint:
 
 
 def _slices(file: GgufFile) -> Iterator[tuple[str, GgufSlice]]:
-    architecture = file.metadata.get("general.architecture")
-    heads = {
-        "attn_q": file.metadata.get(f"{architecture}.attention.head_count"),
-        "attn_k": file.metadata.get(f"{architecture}.attention.head_count_kv"),
-    }
+    count = file.get("llama.attention.head_count", int, 0)
+    heads = {"attn_q": count, "attn_k": file.get("llama.attention.head_count_kv", int, count)}  # of Llama alone
     for name, tensor in file.tensors.items():
         stem, _, ending = name.rpartition(".")
-        if name == ROPE_FACTORS:
-            continue  # part of the config
-        if not stem.startswith("blk.") or stem.count(".") < 2:
-            yield f"{_NAMES.get(stem, stem)}.{ending}", GgufSlice(tensor)
-            continue
-        _, index, matrix = stem.split(".", 2)
-        prefix = f"model.layers.{index}."
-        if matrix in _EXPERT_MATRICES and len(tensor.shape) == 3 and architecture in _SPARSE_NAMES:
-            _, expert, matrices = _SPARSE_NAMES[architecture]
-            for number in range(tensor.shape[0]):
-                suffix = matrices[_EXPERT_MATRICES.index(matrix)]
-                yield f"{prefix}{expert.format(number)}{suffix}.{ending}", GgufSlice(tensor, number)
-            continue
-        known = _LAYER_NAMES.get(matrix, matrix)
-        if matrix == "ffn_gate_inp" and architecture in _SPARSE_NAMES:
-            known = _SPARSE_NAMES[architecture][0]
-        elif architecture == "glm4" and matrix == "ffn_up":
-            known = "mlp.gate_up_proj"
-        count = heads.get(matrix) if architecture == "llama" else None
-        rows = tensor.shape[0] // count if count else 0
-        yield f"{prefix}{known}.{ending}", GgufSlice(tensor, halves=rows)
+        matrix = stem.rpartition(".")[2]
+        if matrix.endswith("_exps") and len(tensor.shape) == 3:
+            for expert in range(tensor.shape[0]):
+                yield f"{stem}.{expert}.{ending}", GgufSlice(tensor, expert)
+        elif name != ROPE_FACTORS:  # these are part of the config
+            permuted = heads.get(matrix, 0)
+            yield name, GgufSlice(tensor, head_size=tensor.shape[0] // permuted if permuted else 0)
+
+
+# ------------------------------------------------------------------------------------ Blocks of values
+
+
+def decode_blocks(stored: Tensor, block_type: BlockType) -> GroupQuantized:
+    """Rows of a quantized GGUF tensor, uint8 [N, bytes of a row], as integers and scales."""
+    blocks = stored.reshape(-1, block_type.num_bytes)
+    numbers, zero = {"scales": _half(blocks, 0)}, 0
+    match block_type.name:
+        case "Q8_0":
+            bits, codes = 8, blocks[:, 2:].contiguous().view(torch.int8)
+        case "Q4_0":
+            bits, codes, zero = 4, _nibbles(blocks[:, 2:]), 8
+        case "Q4_1":
+            bits, codes = 4, _nibbles(blocks[:, 4:])
+            numbers["minimums"] = -_half(blocks, 2)
+        case "Q5_0":
+            bits, codes, zero = 5, _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6, None]), 16
+        case "Q4_K":
+            bits, codes, numbers = 4, _k_nibbles(blocks[:, 16:]), _k_numbers(blocks)
+        case "Q5_K":
+            bits, codes = 5, _k_nibbles(blocks[:, 48:]) | _fifth_bits(blocks[:, None, 16:48])
+            numbers = _k_numbers(blocks)
+        case "Q6_K":
+            bits, codes, zero = 6, _six_bits(blocks), 32
+            scales = blocks[:, 192:208].contiguous().view(torch.int8)
+            numbers = {"super_scales": _half(blocks, 208), "scales": scales}
+    parts = {name: part.reshape(len(stored), -1) for name, part in numbers.items()}
+    return GroupQuantized(codes.reshape(len(stored), -1), bits, zero=zero, **parts)
+
+
+def _half(blocks: Tensor, first: int) -> Tensor:
+    """The number at that byte of every block, float16 [B, 1]."""
+    return blocks[:, first : first + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(stored: Tensor) -> Tensor:
+    """uint8 [B, n] -> [B, 2 * n]: the low halves of all bytes, then the high halves."""
+    return torch.cat((stored & 15, stored >> 4), dim=1)
+
+
+def _fifth_bits(stored: Tensor) -> Tensor:
+    """uint8 [B, n, m], one of n or m being 1 -> [B, 8 * n * m]: each bit of a byte, above a nibble."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return (stored >> (shifts if stored.shape[2] == 1 else shifts[:, None]) & 1).flatten(1) << 4
+
+
+def _k_numbers(blocks: Tensor) -> dict[str, Tensor]:
+    """Scales and minimums of the eight groups of a block of Q4_K or Q5_K: integers of 6 bits, which lie in 12 bytes and
+    are multiplied by the two numbers of the block."""
+    low, middle, high = torch.split(blocks[:, 4:16], 4, dim=1)
+    return {
+        "super_scales": _half(blocks, 0),
+        "scales": torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), dim=1).to(torch.int8),
+        "super_minimums": _half(blocks, 2),
+        "minimums": torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), dim=1),
+    }
+
+
+def _k_nibbles(stored: Tensor) -> Tensor:
+    """uint8 [B, 128] -> [B, 256]: every 32 bytes hold two groups."""
+    return _nibbles(stored.reshape(-1, 32)).view(len(stored), -1)
+
+
+def _six_bits(blocks: Tensor) -> Tensor:
+    """Every 128 values of Q6_K have 64 bytes of lower halves and 32 bytes of upper pairs of bits."""
+    low = _nibbles(blocks[:, :128].reshape(-1, 64)).view(len(blocks), -1)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    return low | (blocks[:, 128:192].reshape(-1, 1, 32) >> shifts & 3).view(len(blocks), -1) << 4

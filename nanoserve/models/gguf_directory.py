@@ -1,10 +1,9 @@
-"""A GGUF file as a Hugging Face model directory: its metadata written as config.json and as the files of a tokenizer,
-beside a link to the file itself. All that reads a model directory reads it."""
+"""A GGUF file as a Hugging Face model directory: config.json and a tokenizer from its metadata, and a link to it."""
 
 import atexit
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ _SAMPLING_KEYS = {
 }
 """Keys of generation_config.json -> keys of GGUF behind general.sampling."""
 _CARD_SAMPLING = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
-"""What model cards recommend for chat models whose files say nothing, by general.basename."""
+"""Recommendations of model cards by general.basename, for chat models whose files have none."""
 
 # Token types of GGUF, which are those of sentencepiece.
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
@@ -107,6 +106,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     ends = (file.get(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot"))
     return config | {
         "model_type": family,
+        "tensor_names": "gguf",
         "vocab_size": embedding.shape[0],
         "dtype": "float16",
         "quantization_config": {"quant_method": "gguf", "tensor_types": types} if types else None,
@@ -120,11 +120,9 @@ def _config(file: GgufFile) -> dict[str, Any]:
 
 
 def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
-    kind = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    heads, hidden = (
-        file.get(f"{architecture}.{name}", int, 0) for name in ("attention.head_count", "embedding_length")
-    )
-    head_dim = file.get(f"{architecture}.attention.key_length", int, hidden // (heads or 1))
+    heads = file.get(f"{architecture}.attention.head_count", int, 0) or 1
+    whole = file.get(f"{architecture}.embedding_length", int, 0) // heads
+    head_dim = file.get(f"{architecture}.attention.key_length", int, whole)
     rotated = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
     rope: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim if head_dim else 1.0}
     if factors := file.tensors.get(ROPE_FACTORS):
@@ -132,14 +130,10 @@ def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
             raise file.fail(f"tensor {ROPE_FACTORS} is {factors.type.name}, not F32")
         stored = factors.data[factors.offset : factors.offset + factors.num_bytes]
         rope["frequency_factors"] = [factor for (factor,) in struct.iter_unpack("<f", stored)]
-    if kind != "none":
-        rope |= {
-            "rope_type": kind,
-            "factor": file.metadata.get(f"{architecture}.rope.scaling.factor"),
-            "original_max_position_embeddings": file.metadata.get(
-                f"{architecture}.rope.scaling.original_context_length"
-            ),
-        }
+    scaling = f"{architecture}.rope.scaling"
+    if (kind := file.metadata.get(f"{scaling}.type", "none")) != "none":
+        rope |= {"rope_type": kind, "factor": file.metadata.get(f"{scaling}.factor")}
+        rope["original_max_position_embeddings"] = file.metadata.get(f"{scaling}.original_context_length")
     return rope
 
 
@@ -159,9 +153,7 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
     if kind == "none":
         return
     tokens = _listed(file, "tokens", str)
-    types = _listed(file, "token_type", int)
-    if len(types) != len(tokens):
-        raise file.fail(f"the tokenizer has {len(tokens)} tokens, but types of {len(types)}")
+    types = _listed(file, "token_type", int, len(tokens))
     named = {f"{name}_token": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
     settings: dict[str, Any] = {
         name: tokens[number] for name, number in named.items() if isinstance(number, int) and 0 <= number < len(tokens)
@@ -171,17 +163,15 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
         for number, (token, token_type) in enumerate(zip(tokens, types, strict=True))
         if token_type in (_CONTROL, _USER_DEFINED)
     }
-    for name in ("add_bos_token", "add_eos_token"):
-        if f"tokenizer.ggml.{name}" in metadata:
-            settings[name] = metadata[f"tokenizer.ggml.{name}"]
+    adds_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"  # as llama.cpp assumes
+    settings["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
+    settings["add_eos_token"] = metadata.get("tokenizer.ggml.add_eos_token", False)
     if template := file.get("tokenizer.chat_template", str, ""):
         settings["chat_template"] = template
     if kind == "gpt2":
         replace_file(directory / "tokenizer.json", _byte_level_tokenizer(file, tokens, settings))
     elif kind == "llama":
-        scores = _listed(file, "scores", float)
-        if len(scores) != len(tokens):
-            raise file.fail(f"the tokenizer has {len(tokens)} tokens, but scores of {len(scores)}")
+        scores = _listed(file, "scores", float, len(tokens))
         prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
         try:
             replace_file(directory / "tokenizer.model", _sentencepiece_model(tokens, scores, types, prefix))
@@ -195,11 +185,13 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def _listed(file: GgufFile, name: str, kind: type[Item]) -> list[Item]:
-    """The tokenizer's list of that name, whose items are of one kind."""
+def _listed(file: GgufFile, name: str, kind: type[Item], count: int | None = None) -> list[Item]:
+    """The tokenizer's list of that name, whose items are of one kind; with a count, one for each token."""
     value = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
         raise file.fail(f"tokenizer.ggml.{name} is missing or not a list of {kind.__name__}")
+    if count not in (None, len(value)):
+        raise file.fail(f"the tokenizer has {count} tokens, but tokenizer.ggml.{name} has {len(value)}")
     return value
 
 
@@ -211,25 +203,22 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     if words not in _WORDS:
         raise file.fail(f"pre-tokenizer {words!r:.80} is not supported; supported: {', '.join(_WORDS)}")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in _listed(file, "merges", str))]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     try:
-        model = models.BPE(
-            {token: number for number, token in enumerate(tokens)}, pairs, ignore_merges=words == "llama-bpe"
-        )
+        model = models.BPE(vocabulary, pairs, ignore_merges=words == "llama-bpe")
     except Exception as error:  # the library raises nothing more specific
         raise file.fail(f"the tokenizer's merges do not fit its tokens ({error})") from error
     tokenizer = Tokenizer(model)
-    before: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if words == "smollm" else []
-    before.append(pre_tokenizers.Split(Regex(_WORDS[words]), "isolated"))
-    before.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
+    before = [pre_tokenizers.Digits(individual_digits=True)] if words == "smollm" else []
+    split = pre_tokenizers.Split(Regex(_WORDS[words]), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     if words == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     added = settings["added_tokens_decoder"].values()
-    tokenizer.add_special_tokens(
-        [AddedToken(entry["content"], normalized=False) for entry in added if entry["special"]]
-    )
-    tokenizer.add_tokens([AddedToken(entry["content"], normalized=False) for entry in added if not entry["special"]])
+    for special, add in ((True, tokenizer.add_special_tokens), (False, tokenizer.add_tokens)):
+        add([AddedToken(entry["content"], normalized=False) for entry in added if entry["special"] is special])
     text: str = tokenizer.to_str()
     return text
 
@@ -239,31 +228,20 @@ def _sentencepiece_model(tokens: list[str], scores: list[float], types: list[int
     bpe, byte_fallback = _integer(3, 2), _integer(35, int(types.count(_BYTE) == 256))
     normalizer = _text(1, b"identity") + _integer(3, int(bool(prefix))) + _integer(4, 0) + _integer(5, 1)
     pieces = (
-        _text(1, _text(1, token.encode()) + _float(2, score) + _integer(3, token_type))
+        _text(1, _text(1, token.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", score) + _integer(3, token_type))
         for token, score, token_type in zip(tokens, scores, types, strict=True)
     )
     return b"".join(pieces) + _text(2, bpe + byte_fallback) + _text(3, normalizer)
 
 
-def _variable(number: int) -> bytes:
-    """A varint: seven bits in each byte, the lowest first."""
-    return bytes(_sevens(number))
-
-
-def _sevens(number: int) -> Iterator[int]:
-    while number > 127:
-        yield number & 127 | 128
-        number >>= 7
-    yield number
+def _varint(number: int) -> bytes:
+    """Seven bits in each byte, the lowest first. Raises ValueError if the number is negative."""
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
 
 
 def _integer(field: int, number: int) -> bytes:
-    return _variable(field << 3) + _variable(number)
+    return _varint(field << 3) + _varint(number)
 
 
 def _text(field: int, content: bytes) -> bytes:
-    return _variable(field << 3 | 2) + _variable(len(content)) + content
-
-
-def _float(field: int, number: float) -> bytes:
-    return _variable(field << 3 | 5) + struct.pack("<f", number)
+    return _varint(field << 3 | 2) + _varint(len(content)) + content

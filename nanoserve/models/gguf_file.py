@@ -8,13 +8,13 @@ import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoserve.errors import ModelError
-from nanoserve.models.gguf_types import BLOCK_TYPES, TYPE_NAMES, BlockType
+from nanoserve.quantization import BLOCK_TYPES, BlockType
 
 Item = TypeVar("Item")
 
@@ -29,6 +29,12 @@ _DEFAULT_ALIGNMENT = 32
 # Scalar types of metadata by their number: the format characters of `struct`.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+# Names of all types of tensors, in the order of their numbers.
+_TYPE_NAMES = (
+    "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL"
+    " IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8"
+    " IQ4_NL_8_8 MXFP4 NVFP4 Q1_0"
+)
 
 _FIRST_OF_SEVERAL = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
 
@@ -70,7 +76,7 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         self._read_header()
-        if is_first and self.metadata.get("split.count", 1) != 1:
+        if is_first and self.metadata.get("split.count", 0) not in (0, 1):  # joined files keep the key, as 0
             self._add_other_files(self.metadata["split.count"])
 
     def _add_other_files(self, count: Any) -> None:
@@ -107,19 +113,19 @@ class GgufFile:
         for _ in range(num_entries):
             key = self._string(_MAX_NAME_BYTES)
             if key in self.metadata:
-                raise self.fail(f"metadata key {key!r:.80} stands twice")
+                raise self.fail(f"metadata key {key!r:.80} occurs twice")
             self.metadata[key] = self._value(self._number("I"))
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
             raise self.fail(f"general.alignment must be a multiple of 8, not {alignment!r:.80}")
         described = [self._tensor() for _ in range(num_tensors)]
         start = -(-self._position // alignment) * alignment
-        for name, shape, block_type, offset in described:
-            if name in self.tensors:
-                raise self.fail(f"tensor {name!r:.80} stands twice")
-            if offset % alignment:
-                raise self.fail(f"tensor {name!r:.80} does not begin at a multiple of {alignment} bytes")
-            self.tensors[name] = GgufTensor(name, shape, block_type, self.data, start + offset)
+        for tensor in described:
+            if tensor.name in self.tensors:
+                raise self.fail(f"tensor {tensor.name!r:.80} occurs twice")
+            if tensor.offset % alignment:
+                raise self.fail(f"tensor {tensor.name!r:.80} does not begin at a multiple of {alignment} bytes")
+            self.tensors[tensor.name] = replace(tensor, offset=start + tensor.offset)
         self._check_places()
 
     def _check_places(self) -> None:
@@ -130,23 +136,24 @@ class GgufFile:
         if placed and placed[-1].offset + placed[-1].num_bytes > len(self.data):
             raise self.fail(f"tensor {placed[-1].name!r:.80} ends beyond the file, which is truncated")
 
-    def _tensor(self) -> tuple[str, tuple[int, ...], BlockType, int]:
+    def _tensor(self) -> GgufTensor:
+        """The next description, whose offset is counted from the data's beginning."""
         name, num_dimensions = self._string(_MAX_NAME_BYTES), self._number("I")
         if not 0 < num_dimensions <= _MAX_DIMENSIONS:
             raise self.fail(f"tensor {name!r:.80} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are read")
         shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
         number, offset = self._number("I"), self._number("Q")
-        block_type = BLOCK_TYPES.get(number)
+        names = _TYPE_NAMES.split()
+        type_name = names[number] if number < len(names) else f"number {number}"
+        block_type = BLOCK_TYPES.get(type_name)
         if block_type is None:
-            names = TYPE_NAMES.split()
-            found = names[number] if number < len(names) else f"number {number}"
-            known = ", ".join(found.name for found in BLOCK_TYPES.values())
-            raise self.fail(f"tensor {name!r:.80} has type {found}, which is not read; use a file of {known}")
-        if math.prod(shape) == 0 or math.prod(shape) * block_type.num_bytes > len(self.data) * block_type.size:
+            known = ", ".join(BLOCK_TYPES)
+            raise self.fail(f"tensor {name!r:.80} has type {type_name}, which is not read; use a file of {known}")
+        if not 0 < math.prod(shape) * block_type.num_bytes <= len(self.data) * block_type.size:
             raise self.fail(f"tensor {name!r:.80} of shape {list(shape)} does not fit into the file")
         if shape[-1] % block_type.size:
             raise self.fail(f"tensor {name!r:.80}: rows of {shape[-1]} are not whole blocks of {block_type.size}")
-        return name, shape, block_type, offset
+        return GgufTensor(name, shape, block_type, self.data, offset)
 
     # ------------------------------------------------------------------------------------ Reading bytes in order
 

@@ -21,12 +21,12 @@ from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
 from nanoserve.models.gguf_directory import LINK_NAME
-from nanoserve.models.gguf_types import BLOCK_TYPES
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
-from nanoserve.models.quantized_tensors import INTEGERS, DecodeRows, Read, find_matrix
+from nanoserve.models.quantized_tensors import INTEGERS, Decode, OpenFile, find_matrix
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
+from nanoserve.quantization import BLOCK_TYPES
 from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest
 from triton_ops.packed import ROWS
 
@@ -39,9 +39,6 @@ _STORED_BYTES: Mapping[str, float] = {"F64": 8.0, INTEGERS: 1.0} | {
 """Bytes per number of the formats that are read, by the name in the file."""
 _MAPPED_BYTES = 64 << 20
 """Bytes to read before a file is opened again: until then, its mapped pages count as this process's memory."""
-
-OpenFile = Callable[[Path], Any]
-Decode = Callable[[OpenFile, slice], GroupQuantized | Tensor]
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) while a checkpoint is read."""
@@ -149,8 +146,8 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
 
 
 def fill_layers(decoder: Decoder, parts: Sequence[TensorPart], path: Path, config: ModelConfig) -> None:
-    """Fill parts of a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds them and
-    nothing else. Raises ModelError."""
+    """Fill a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds exactly these
+    parts. Raises ModelError."""
     with _OpenFiles() as files:
         stored = _with_matrices(parts, _stored_tensors(path.parent, {path: files(path)}), config, files)
     _fill(decoder, _check(parts, stored, config, path), stored, None)
@@ -237,8 +234,9 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, S
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
             stored[name] = StoredTensor(path, shape, dtype)
-            if isinstance(header, GgufSlice) and header.form is not None:
-                stored[name] = replace(stored[name], decode=partial(_decode_blocks, path, name), form=header.form)
+            if isinstance(header, GgufSlice) and (form := header.format) is not None:
+                decode = partial(_decode_blocks, path, name)
+                stored[name] = replace(stored[name], decode=decode, form=MatrixForm(form, None))
     index = directory / INDEX_NAME
     if index.is_file():
         for name, file in _weight_map(index).items():
@@ -256,19 +254,17 @@ def _with_matrices(
     parts: Iterable[TensorPart], stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
 ) -> dict[str, StoredTensor]:
     """The tensors with each quantized matrix in the place of those that make it. It stops at the first missing part."""
-    places = {name: found.path for name, found in stored.items()}
     left = dict(stored)
     for part in parts:
-        matrix = find_matrix(part, stored, config, _reader(places, open_file))
+        matrix = find_matrix(part, stored, config, open_file)
         if matrix is not None:
             names, decode = matrix
-            read_rows: Decode = partial(_decode_matrix, places, decode)
-            first, form = read_rows(open_file, slice(0, ROWS)), None
+            first, form = decode(open_file, slice(0, ROWS)), None
             if isinstance(first, GroupQuantized) and first.format.can_be_packed:
                 form = MatrixForm(first.format, first.order)
             for name in names:
                 left.pop(name, None)
-            left[part.name] = StoredTensor(places[names[0]], part.shape, INTEGERS, read_rows, form)
+            left[part.name] = StoredTensor(stored[names[0]].path, part.shape, INTEGERS, decode, form)
         elif part.name not in stored:
             break
     return left
@@ -276,16 +272,6 @@ def _with_matrices(
 
 def _decode_rounded(path: Path, name: str, form: PackedFormat, open_file: OpenFile, rows: slice) -> GroupQuantized:
     return round_to_nearest(open_file(path).get_slice(name)[rows], form.bits, form.group)
-
-
-def _decode_matrix(
-    places: Mapping[str, Path], decode: DecodeRows, open_file: OpenFile, rows: slice
-) -> GroupQuantized | Tensor:
-    return decode(_reader(places, open_file), rows)
-
-
-def _reader(places: Mapping[str, Path], open_file: OpenFile) -> Read:
-    return lambda name: open_file(places[name]).get_slice(name) if name in places else None
 
 
 def _check(

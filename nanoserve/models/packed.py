@@ -2,8 +2,8 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import torch
@@ -43,7 +43,7 @@ class PackedShape:
     segments: tuple[Segment, ...]
     columns: int
     experts: int = 0
-    """Number of matrices; 0 for a layer that is no mixture of experts."""
+    """Number of matrices; 0 outside a mixture of experts."""
 
 
 class PackedMatrix(nn.Module):
@@ -55,8 +55,7 @@ class PackedMatrix(nn.Module):
         experts = (shape.experts,) if shape.experts else ()
         sizes = [(-(-one.rows // ROWS), one.format.row_bytes(shape.columns)) for one in shape.segments]
         self.packed = _frozen(torch.zeros(*experts, *size, dtype=torch.uint8) for size in sizes)
-        ordered = (torch.arange(shape.columns) for one in shape.segments if one.has_order)
-        self.orders = _frozen(ordered)
+        self.orders = _frozen(torch.arange(shape.columns) for one in shape.segments if one.has_order)
         """The order of columns of each segment that has one, int64 [K]."""
 
     def region(self, part: TensorPart) -> Tensor:
@@ -127,9 +126,14 @@ class PackedExperts(nn.Module):
 
 def region_of(decoder: Decoder, part: TensorPart) -> Tensor:
     """The view of a parameter, or of a packed matrix, that the part fills."""
-    place, _, name = part.parameter.rpartition(".")
-    found = getattr(decoder.get_submodule(place), name)
+    found = _parameter(decoder, part.parameter)
     return found.region(part) if isinstance(found, PackedMatrix) else part.region(found)
+
+
+def _parameter(decoder: Decoder, name: str) -> Tensor | PackedMatrix:
+    module, _, attribute = name.rpartition(".")
+    found: Tensor | PackedMatrix = getattr(decoder.get_submodule(module), attribute)
+    return found
 
 
 def pack_decoder(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm]) -> None:
@@ -140,16 +144,18 @@ def pack_decoder(decoder: Decoder, parts: Iterable[TensorPart], forms: Mapping[s
         if len(part.shape) == 2:
             matrices[part.parameter].append(part)
     packed = {name: found for name, found in matrices.items() if all(part.name in forms for part in found)}
-    for part in (part for found in packed.values() for part in found):
-        _check_columns(part, forms[part.name], decoder.shard.degree)
-    found = [_shape(name, filling, forms, decoder) for name, filling in packed.items()]
-    pack_layers(decoder, [shape for shape in found if shape is not None])
+    shapes: list[PackedShape] = []
     for name, filling in packed.items():
-        place, _, attribute = name.rpartition(".")
-        matrix = getattr(decoder.get_submodule(place), attribute)
+        filling.sort(key=lambda part: part.first_row)
+        for part in filling:
+            _check_columns(part, forms[part.name], decoder.shard.degree)
+        shapes += _shape(name, filling, forms, decoder)
+    pack_layers(decoder, shapes)
+    for name, filling in packed.items():
+        matrix = _parameter(decoder, name)
         if isinstance(matrix, PackedMatrix):
-            orders = [forms[part.name].order for part in sorted(filling, key=lambda part: part.first_row)]
-            for own, order in zip(matrix.orders, (one for one in orders if one is not None), strict=True):
+            orders = (forms[part.name].order for part in filling)
+            for own, order in zip(matrix.orders, (order for order in orders if order is not None), strict=True):
                 own.copy_(order)
 
 
@@ -204,13 +210,8 @@ def rounded_forms(parts: Iterable[TensorPart], quantization: str, device: torch.
 
 def packed_shapes(module: nn.Module) -> tuple[PackedShape, ...]:
     """The packed matrices below a module, by their paths from it."""
-    found = []
-    for path, one in module.named_modules():
-        if isinstance(one, PackedMatrix):
-            shape = one.shape
-            own = path.removesuffix(".weight")
-            found.append(PackedShape(own, shape.segments, shape.columns, shape.experts))
-    return tuple(found)
+    found = {path: matrix.shape for path, matrix in module.named_modules() if isinstance(matrix, PackedMatrix)}
+    return tuple(replace(shape, path=path.removesuffix(".weight")) for path, shape in found.items())
 
 
 def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:
@@ -228,32 +229,22 @@ def _check_columns(part: TensorPart, form: MatrixForm, degree: int) -> None:
 
 def _shape(
     name: str, parts: Sequence[TensorPart], forms: Mapping[str, MatrixForm], decoder: Decoder
-) -> PackedShape | None:
-    """The packed shape of a matrix that these parts fill; None for experts of several formats."""
+) -> Iterator[PackedShape]:
+    """The packed shape of a matrix that these parts fill, in the order of rows; none for experts of several formats.
+    Rows that no part fills belong to the part before them."""
     columns = parts[0].shape[1] if parts[0].columns is None else len(parts[0].columns)
-    if parts[0].expert is None:
-        path = name.removesuffix(".weight")
-        rows = cast(Tensor, decoder.get_submodule(path).weight).shape[0]
-        return PackedShape(path, tuple(_segments(parts, forms, rows)), columns)
-    experts, rows, _ = decoder.get_parameter(name).shape
-    found = {(forms[part.name].format, forms[part.name].order is None) for part in parts}
-    (form, is_plain), *others = found
-    if others or not is_plain or any(part.first_row % ROWS for part in parts):
-        return None
-    return PackedShape(name, (Segment(0, rows, form, has_order=False),), columns, experts)
-
-
-def _segments(parts: Iterable[TensorPart], forms: Mapping[str, MatrixForm], rows: int) -> list[Segment]:
-    """The segments of a matrix with that many rows; rows that no part fills belong to the part before them."""
-    ordered = sorted(parts, key=lambda part: part.first_row)
-    ends = [part.first_row for part in ordered[1:]] + [rows]
+    *experts, rows, _ = decoder.get_parameter(name).shape
+    kinds = [(forms[part.name].format, forms[part.name].order is not None) for part in parts]
+    if experts:
+        if {*kinds} == {(kinds[0][0], False)} and not any(part.first_row % ROWS for part in parts):
+            yield PackedShape(name, (Segment(0, rows, *kinds[0]),), columns, *experts)
+        return
     segments: list[Segment] = []
-    for part, end in zip(ordered, ends, strict=True):
-        form = forms[part.name]
-        segment = Segment(part.first_row, end - part.first_row, form.format, form.order is not None)
+    ends = [part.first_row for part in parts[1:]] + [rows]
+    for part, (form, has_order), end in zip(parts, kinds, ends, strict=True):
         last = segments[-1] if segments else None
-        if last is not None and last[2:] == segment[2:] == (form.format, False) and last.rows % ROWS == 0:
+        if last is not None and not has_order and last[2:] == (form, False) and last.rows % ROWS == 0:
             segments[-1] = last._replace(rows=end - last.first_row)
         else:
-            segments.append(segment)
-    return segments
+            segments.append(Segment(part.first_row, end - part.first_row, form, has_order))
+    yield PackedShape(name.removesuffix(".weight"), tuple(segments), columns)

@@ -1,11 +1,12 @@
 """Quantized matrices of Hugging Face checkpoints: which stored tensors make one, and how they are decoded.
 
 Methods: compressed-tensors (packed integers, int8, fp8), GPTQ (versions 1 and 2), AWQ (gemm), fp8 and MXFP4. Modules
-that are left alone are known by their tensors, whatever config.json says of them.
+that are left alone are recognized by their tensors, not by config.json.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from nanoserve.models.weights import TensorPart
 from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized
 
+OpenFile = Callable[[Path], Any]
+Decode = Callable[[OpenFile, slice], GroupQuantized | Tensor]
+"""Reads some rows of a matrix, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
 Read = Callable[[str], Any]
 """Finds a stored tensor by its name: an object that is sliced like one; None if there is none."""
-DecodeRows = Callable[[Read, slice], GroupQuantized | Tensor]
-"""Reads some rows of a matrix, a multiple of 16 or to the end: integers, or float32 numbers for fp8."""
+_Rows = Callable[[Read, slice], GroupQuantized | Tensor]
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of its eight columns."""
@@ -40,8 +43,8 @@ _Known = tuple[tuple[str, ...], list[tuple[int, ...]]]
 
 
 def find_matrix(
-    part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, read: Read
-) -> tuple[list[str], DecodeRows] | None:
+    part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, open_file: OpenFile
+) -> tuple[list[str], Decode] | None:
     """The tensors that make a part of the model, the one with the numbers first, and their decoder; None if the part is
     not quantized. `stored` has the path, shape and dtype of every tensor. Raises ModelError, one line that names the
     file and the tensor, if one is missing or does not fit the part."""
@@ -50,6 +53,10 @@ def find_matrix(
         return None
     if plain is not None and plain.dtype not in ("I8", "F8_E4M3"):
         return None
+
+    def reader(files: OpenFile) -> Read:
+        return lambda name: files(stored[name].path).get_slice(name) if name in stored else None
+
     if quantization.method == "mxfp4":
         wanted, decode = _mxfp4(part, config)
     else:
@@ -60,10 +67,10 @@ def find_matrix(
     if not names:
         return None
     for name, known in wanted.items():
-        if problem := _problem(name, known, part, stored.get(name), quantization, read):
+        if problem := _problem(name, known, part, stored.get(name), quantization, reader(open_file)):
             path = stored[name if name in stored else names[0]].path
             raise ModelError(f"{path}: tensor {name} {problem}; the file is damaged, or not of its config.json")
-    return names + [f"{module}.{suffix}" for suffix in _UNUSED], decode
+    return names + [f"{module}.{suffix}" for suffix in _UNUSED], lambda files, rows: decode(reader(files), rows)
 
 
 def _problem(
@@ -96,33 +103,27 @@ def _wanted(rows: int, columns: int, dtype: str | None, quantization: Quantizati
 
     method, group, height = quantization.method, quantization.group, quantization.rows
     groups = 1 if group < 0 else -(-columns // group)
-    found: dict[str, _Known] = {}
+    found: dict[str, _Known]
     if method in ("gptq", "awq"):
-        found["qweight"] = _WORDS, [(words(columns), rows) if method == "gptq" else (columns, words(rows))]
-        found["qzeros"] = _WORDS, [(groups, words(rows))]
+        qweight = (words(columns), rows) if method == "gptq" else (columns, words(rows))
+        found = {"qweight": (_WORDS, [qweight]), "qzeros": (_WORDS, [(groups, words(rows))])}
         found["scales"] = _FLOATS, [(groups, rows)]
-        if method == "gptq":
-            found["g_idx"] = _INDICES, [(columns,)]
-        return found
+        return found | ({"g_idx": (_INDICES, [(columns,)])} if method == "gptq" else {})
     whole: list[tuple[int, ...]] = [(1,), ()] if (height, group) == (1, -1) else []
     if method == "fp8" or dtype == "F8_E4M3":
-        found["weight"] = ("F8_E4M3",), [(rows, columns)]
         scale = "weight_scale_inv" if method == "fp8" and group > 0 else "weight_scale"
-        found[scale] = (*_FLOATS, "F8_E8M0"), [(-(-rows // height), groups), *whole]
-        return found
+        scales = (*_FLOATS, "F8_E8M0"), [(-(-rows // height), groups), *whole]
+        return {"weight": (("F8_E4M3",), [(rows, columns)]), scale: scales}
     if dtype == "I8":
-        found["weight"] = ("I8",), [(rows, columns)]
-        found["weight_zero_point"] = ("I8",), [(rows, groups), *whole]
+        found = {"weight": (("I8",), [(rows, columns)]), "weight_zero_point": (("I8",), [(rows, groups), *whole])}
     else:
-        found["weight_packed"] = _WORDS, [(rows, words(columns))]
+        found = {"weight_packed": (_WORDS, [(rows, words(columns))]), "weight_shape": (_INDICES, [(2,)])}
         found["weight_zero_point"] = _WORDS, [(words(rows), groups)]
-        found["weight_shape"] = _INDICES, [(2,)]
     found["weight_scale"] = _FLOATS, [(rows, groups), *whole]
-    found["weight_g_idx"] = _INDICES, [(columns,)]
-    return found
+    return found | {"weight_g_idx": (_INDICES, [(columns,)])}
 
 
-def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], DecodeRows]:
+def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], _Rows]:
     """The tensors and the decoder of a matrix. All experts of a layer have theirs in one tensor, gate before up."""
     (rows, columns), stem = part.shape, part.name
     leading: tuple[int, ...] = ()
@@ -137,7 +138,7 @@ def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], De
 
 
 def _decode_mxfp4(stem: str, expert: int | None, first: int, read: Read, rows: slice) -> GroupQuantized:
-    """Codes of 5 bits, which hold twice the numbers, with half of the scale: both are exact."""
+    """Codes of 5 bits for twice the numbers, and half of the scale: both are exact."""
     taken: Any = slice(first + rows.start, first + rows.stop)
     taken = taken if expert is None else (expert, taken)
     blocks, exponents = read(f"{stem}_blocks")[taken], read(f"{stem}_scales")[taken]
@@ -148,7 +149,7 @@ def _decode_mxfp4(stem: str, expert: int | None, first: int, read: Read, rows: s
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """int32 [N, W] -> uint8 [N, count]: numbers of so many bits, the lowest bits first, dense across words."""
+    """int32 [N, W] -> uint8 [N, count]: numbers of `bits` bits, the lowest bits first, dense across words."""
     if _WORD_BITS % bits == 0:
         shifts = torch.arange(0, _WORD_BITS, bits)
         return (words[:, :, None] >> shifts & ((1 << bits) - 1)).to(torch.uint8).flatten(1)[:, :count]
@@ -188,7 +189,7 @@ def _decode_compressed(module: str, quantization: Quantization, read: Read, rows
 
 
 def _taken(numbers: Any, rows: slice, count: int) -> Tensor:
-    """The numbers [n, G] of so many rows, all of which may share one."""
+    """The numbers of `count` rows, [count, G], from one for each row or one for all."""
     found: Tensor = numbers[...]
     return found[rows] if found.numel() > 1 else found.reshape(1, 1).expand(count, 1)
 
@@ -217,7 +218,7 @@ def _decode_awq(module: str, quantization: Quantization, read: Read, rows: slice
 
 
 def _decode_fp8(module: str, quantization: Quantization, read: Read, rows: slice) -> Tensor:
-    """Blocks of rows and columns share a number, by which they are multiplied, whatever its name says."""
+    """A block of rows and columns is multiplied by its scale, also where that is called inverse."""
     stored = read(f"{module}.weight")
     numbers = read(f"{module}.weight_scale_inv") or read(f"{module}.weight_scale")
     scales, (height, columns) = numbers[...].float(), stored.get_shape()

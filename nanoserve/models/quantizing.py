@@ -1,13 +1,11 @@
 """Quantize a checkpoint layer by layer into one of compressed-tensors, as `nanoserve quantize` does.
 
 Each layer is computed in float32 on the CPU, first as it was, then as it was written, so only one is in memory. Its
-tensors go into a file of their own. A run that was interrupted computes the layers that are there, and goes on behind
-them.
+tensors go into a file of their own. After an interruption, a run computes the layers that are there and continues.
 """
 
 import hashlib
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,13 +19,11 @@ from torch import Tensor
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models import rounding
 from nanoserve.models.decoder import Decoder, DecoderLayer
-from nanoserve.models.gguf_directory import LINK_NAME
 from nanoserve.models.loading import INDEX_NAME, Checkpoint, Progress, fill_layers, load_model, open_checkpoint
 from nanoserve.models.packed import region_of
 from nanoserve.models.quantized_tensors import pack_words
-from nanoserve.models.rounding import InputStatistics, fold_awq_scales, gptq, input_statistics, rtn
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tied_parts
 from nanoserve.processes.files import read_optional_json_object, replace_file, unwritable_as_failure
@@ -36,7 +32,7 @@ from nanoserve.quantization import CALIBRATING, Quantization
 from triton_ops import GroupQuantized
 
 _STATE_NAME = "quantize.json"
-"""What an unfinished run does. It is removed at the end."""
+"""The settings of an unfinished run. It is removed at the end."""
 _SMALLEST_GROUP = 32
 _COPIED = (".json", ".model", ".jinja", ".txt")
 """Endings of the files of tokenizers and settings, which are copied."""
@@ -70,15 +66,14 @@ class Recipe:
             "format": "pack-quantized" if tokens is None else "int-quantized",
             "config_groups": {"group_0": scheme},
             "ignore": list(ignored),
-            "kv_cache_scheme": None,
         }
 
-    def quantize(self, weight: Tensor, statistics: InputStatistics | None, scale_dtype: torch.dtype) -> GroupQuantized:
+    def quantize(self, weight: Tensor, gram: Tensor | None, dtype: torch.dtype) -> GroupQuantized:
+        """The matrix, with scales of this dtype; `gram` is as in `gptq`."""
         if self.method != "gptq":
-            return rtn(weight, self.bits, self.group, scale_dtype=scale_dtype)
-        assert statistics is not None
-        found = statistics.gram
-        return gptq(weight, found, self.bits, self.group, act_order=self.act_order, scale_dtype=scale_dtype)
+            return rounding.rtn(weight, self.bits, self.group, scale_dtype=dtype)
+        assert gram is not None
+        return rounding.gptq(weight, gram, self.bits, self.group, act_order=self.act_order, scale_dtype=dtype)
 
     def stored(self, module: str, matrix: GroupQuantized) -> dict[str, Tensor]:
         """The tensors of a module, by their names in the checkpoint."""
@@ -103,16 +98,15 @@ def quantize_checkpoint(
 ) -> tuple[float, float] | None:
     """Write the model directory `source` quantized to `output`, which is new, empty, or the unfinished output of the
     same work. Texts are token ids, int64 [T] each. Returns the perplexities of the held-out texts before and after,
-    None if there are none. `progress` is told the layers that are done.
+    None if there are none. `progress` is called with the layers that are done.
 
     Raises ModelError if the model cannot be read, UsageError if it or the output does not suit, and RuntimeFailure if
-    it cannot be written; an error or Ctrl-C leaves whole layers behind, and says how to go on.
+    it cannot be written; an error or Ctrl-C leaves whole layers behind, and says how to continue.
     """
     config = ModelConfig.from_directory(source)
-    _check_model(source, config, recipe)
     with open_checkpoint(source, config) as checkpoint:
-        _check_groups([part for part in checkpoint.parts if _is_quantized(part)], recipe.group)
-        _begin(output, asdict(recipe) | {"model": _identity(checkpoint), "calibration": _digest(calibration)})
+        _check(source, config, recipe, [part for part in checkpoint.parts if _is_quantized(part)])
+        _begin(output, recipe, checkpoint, calibration)
         count = config.num_layers
         files = [output / f"model-{place:05}-of-{count + 1:05}.safetensors" for place in range(1, count + 2)]
         alone = [part for part in checkpoint.parts if part.parameter.endswith("router.weight")]
@@ -128,17 +122,19 @@ def quantize_checkpoint(
                 shard = Shard(range(index, index + 1), index, count)
                 decoder, _ = load_model(source, "float32", shard=shard)
                 parts = [part for part in shard_parts(checkpoint.parts, config, shard) if "layers." in part.parameter]
-                before = _run(decoder, before)
+                before = rounding.run_texts(decoder, before)
                 if not path.exists():
                     _write(path, _quantized_layer(decoder, parts, checkpoint, recipe, calibrating))
                 fill_layers(decoder, parts, path, quantized)
-                after, calibrating = _run(decoder, after), _run(decoder, calibrating)
+                after, calibrating = rounding.run_texts(decoder, after), rounding.run_texts(decoder, calibrating)
             _finish(source, output, files, section)
-    return (_perplexity(decoder, before, held_out), _perplexity(decoder, after, held_out)) if held_out else None
+    if not held_out:
+        return None
+    return rounding.perplexity(decoder, before, held_out), rounding.perplexity(decoder, after, held_out)
 
 
-def _check_model(source: Path, config: ModelConfig, recipe: Recipe) -> None:
-    if (source / LINK_NAME).is_file():
+def _check(source: Path, config: ModelConfig, recipe: Recipe, matrices: Sequence[TensorPart]) -> None:
+    if config.tensor_names == "gguf":
         raise UsageError("a GGUF file cannot be quantized again; give the Hugging Face directory of the model")
     if config.quantization is not None:
         raise UsageError(f"{source} is quantized already ({config.quantization.method}); give the model in 16 bits")
@@ -146,11 +142,8 @@ def _check_model(source: Path, config: ModelConfig, recipe: Recipe) -> None:
         raise UsageError(
             f"--method {recipe.method} does not quantize the experts of {config.family}; choose rtn or llm-int8"
         )
-
-
-def _check_groups(matrices: Sequence[TensorPart], group: int) -> None:
     for part in matrices:
-        columns = part.shape[1]
+        columns, group = part.shape[1], recipe.group
         if columns % (_SMALLEST_GROUP if group == -1 else group):
             fitting = [str(size) for size in (128, 64, 32) if all(one.shape[1] % size == 0 for one in matrices)]
             choice = f"choose {' or '.join(fitting)}" if fitting else "this model cannot be quantized"
@@ -158,23 +151,17 @@ def _check_groups(matrices: Sequence[TensorPart], group: int) -> None:
 
 
 def _is_quantized(part: TensorPart) -> bool:
-    return (
-        part.parameter.startswith("layers.") and len(part.shape) == 2 and not part.parameter.endswith("router.weight")
-    )
+    return "layers." in part.parameter and len(part.shape) == 2 and not part.parameter.endswith("router.weight")
 
 
-def _identity(checkpoint: Checkpoint) -> list[list[Any]]:
-    """The files of the weights, with sizes and times of change."""
-    paths = sorted({found.path for found in checkpoint.stored.values()})
-    return [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
-
-
-def _digest(texts: Sequence[Tensor]) -> str:
-    return hashlib.blake2s(json.dumps([text.tolist() for text in texts]).encode()).hexdigest()
-
-
-def _begin(output: Path, state: Mapping[str, Any]) -> None:
+def _begin(output: Path, recipe: Recipe, checkpoint: Checkpoint, calibration: Sequence[Tensor]) -> None:
     """Make the output directory, or check that it holds the beginning of the same work."""
+    paths = sorted({found.path for found in checkpoint.stored.values()})
+    texts = json.dumps([text.tolist() for text in calibration]).encode()
+    state = asdict(recipe) | {
+        "model": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths],
+        "calibration": hashlib.blake2s(texts).hexdigest(),
+    }
     with unwritable_as_failure(output):
         output.mkdir(parents=True, exist_ok=True)
         is_empty = not any(output.iterdir())
@@ -196,7 +183,7 @@ def _resumable(output: Path, files: Sequence[Path]) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, RuntimeFailure) as error:
         done = sum(path.exists() for path in files[1:])
-        state = f"{done} of {len(files) - 1} layers are in {output}; the same command goes on behind them"
+        state = f"{done} of {len(files) - 1} layers are in {output}; the same command continues after them"
         raise type(error)(f"{error}; {state}" if str(error) else state) from error
 
 
@@ -206,31 +193,16 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         replace_file(path, content)
 
 
-def _run(decoder: Decoder, entering: Sequence[Tensor]) -> list[Tensor]:
-    """Each text through one stage of the model."""
-    return [decoder(one, torch.arange(len(one)), DenseCausalAttention(decoder.config, 1, len(one))) for one in entering]
-
-
-def _perplexity(decoder: Decoder, hidden: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
-    """exp of the mean negative log probability of all tokens but the first of each text, from the hidden states that
-    leave the last stage."""
-    found = [
-        decoder.compute_logits(states[:-1]).log_softmax(-1).gather(1, text[1:, None]).double()
-        for states, text in zip(hidden, texts, strict=True)
-    ]
-    return math.exp(-torch.cat(found).mean())
-
-
 def _quantized_layer(
     decoder: Decoder, parts: Sequence[TensorPart], checkpoint: Checkpoint, recipe: Recipe, entering: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """The tensors that are stored for the only layer of the decoder."""
-    layer, statistics = cast(DecoderLayer, decoder.layers[0]), dict[str, InputStatistics]()
+    layer, statistics = cast(DecoderLayer, decoder.layers[0]), dict[str, rounding.InputStatistics]()
     if recipe.method in CALIBRATING:
-        with input_statistics(layer) as statistics:
-            _run(decoder, entering)
+        with rounding.input_statistics(layer) as statistics:
+            rounding.run_texts(decoder, entering)
     if recipe.method == "awq":
-        fold_awq_scales(layer, statistics, recipe.bits, recipe.group)
+        rounding.fold_awq_scales(layer, statistics, recipe.bits, recipe.group)
     stored, matrices = dict[str, Tensor](), defaultdict[tuple[str, int | None], list[TensorPart]](list)
     for part in parts:
         if _is_quantized(part):
@@ -239,9 +211,9 @@ def _quantized_layer(
             stored[part.name] = region_of(decoder, part).to(checkpoint.view(part).dtype)
     for (parameter, expert), filling in matrices.items():
         weight, name = decoder.get_parameter(parameter), parameter.removeprefix("layers.0.").removesuffix(".weight")
-        matrix = recipe.quantize(
-            weight if expert is None else weight[expert], statistics.get(name), checkpoint.view(filling[0]).dtype
-        )
+        gram = statistics[name].gram if name in statistics else None
+        dtype = checkpoint.view(filling[0]).dtype
+        matrix = recipe.quantize(weight if expert is None else weight[expert], gram, dtype)
         for part in filling:
             rows = torch.arange(part.first_row, part.first_row + part.shape[0])
             stored |= recipe.stored(part.name.removesuffix(".weight"), matrix.rows(rows))

@@ -5,14 +5,17 @@ for each group of columns: those of compressed-tensors. Groups of -1 are whole r
 gets one scale. GPTQ and AWQ need statistics of what enters a layer, which a run over a text gathers.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanoserve.models.decoder import DecoderLayer, FeedForward
+from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.decoder import Decoder, DecoderLayer, FeedForward
 from triton_ops import GroupQuantized
 
 _GPTQ_BLOCK = 128
@@ -23,7 +26,7 @@ _AWQ_EXPONENTS = [place / 20 for place in range(20)]
 
 
 def rtn(weight: Tensor, bits: int, group: int = -1, *, scale_dtype: torch.dtype = torch.float32) -> GroupQuantized:
-    """Each number becomes the nearest one that has a code."""
+    """Round each number to the nearest code."""
     groups = weight.float().view(len(weight), -1, weight.shape[1] if group == -1 else group)
     scales = _scales(groups, bits, scale_dtype)
     return _quantized(_codes(groups, scales.float()[:, :, None], bits).view(weight.shape), bits, scales)
@@ -70,7 +73,7 @@ def _inverse_factor(gram: Tensor) -> Tensor:
     """The upper Cholesky factor of the damped Hessian's inverse, float32. The factor 2 of the Hessian cancels out."""
     damped = gram.double()
     damped.diagonal().add_(_DAMPING * damped.diagonal().mean())
-    damped.diagonal()[damped.diagonal() == 0] = 1.0  # no input has ever been there
+    damped.diagonal()[damped.diagonal() == 0] = 1.0  # the inputs of these columns are always zero
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
     return factor.float()
@@ -100,14 +103,29 @@ def llm_int8(input: Tensor, weight: Tensor, *, threshold: float = 6.0) -> Tensor
     return exact + functional.linear(regular_input, regular_weight)
 
 
+def run_texts(decoder: Decoder, entering: Sequence[Tensor]) -> list[Tensor]:
+    """Each text, token ids [T] or hidden states, through one stage of a model."""
+    return [decoder(one, torch.arange(len(one)), DenseCausalAttention(decoder.config, 1, len(one))) for one in entering]
+
+
+def perplexity(decoder: Decoder, hidden: Sequence[Tensor], texts: Sequence[Tensor]) -> float:
+    """exp of the mean negative log probability of all tokens but the first of each text, from the hidden states that
+    leave the last stage."""
+    losses = [
+        functional.cross_entropy(decoder.compute_logits(states[:-1]), text[1:], reduction="none")
+        for states, text in zip(hidden, texts, strict=True)
+    ]
+    return math.exp(torch.cat(losses).double().mean())
+
+
 class InputStatistics:
-    """What is known of the inputs of a linear layer with K columns."""
+    """Statistics of the inputs of a linear layer with K columns."""
 
     def __init__(self, columns: int) -> None:
         self.gram = torch.zeros(columns, columns)
         """The inputs' ``X^T X``."""
         self.magnitudes = torch.zeros(columns)
-        """Sums of absolute values, which are to each other as their means."""
+        """Sums of absolute values, which are proportional to their means."""
 
     def add(self, input: Tensor) -> None:
         """input [T, K]"""
@@ -120,47 +138,40 @@ class InputStatistics:
 def input_statistics(layer: DecoderLayer) -> Iterator[dict[str, InputStatistics]]:
     """Statistics of the inputs of the layer's matrices, by their names in it, of all runs within the block."""
     found = dict[str, InputStatistics]()
-    hooks = []
-    for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear):
-            own = found[name] = InputStatistics(module.in_features)
-            hooks.append(module.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0])))
-    try:
+    with ExitStack() as hooks:
+        for name, module in layer.named_modules():
+            if isinstance(module, nn.Linear):
+                own = found[name] = InputStatistics(module.in_features)
+                hook = module.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0]))
+                hooks.callback(hook.remove)
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def fold_awq_scales(layer: DecoderLayer, statistics: dict[str, InputStatistics], bits: int, group: int = -1) -> None:
     """Multiply the columns of a dense layer's matrices by their `awq_scales`, and divide the norm or the matrix before
     them, so that the layer computes what it did. Values are shared by the query heads of a group, and so are the scales
     behind them."""
-    config, feed_forward = layer.config, layer.feed_forward
-    assert isinstance(feed_forward, FeedForward)
+    config, feed_forward = layer.config, cast(FeedForward, layer.feed_forward)
 
-    def search(name: str, magnitudes: Tensor) -> Tensor:
-        matrix = layer.get_submodule(name).weight
-        assert isinstance(matrix, Tensor)
-        scales = awq_scales(matrix, statistics[name].gram, magnitudes, bits, group)
-        matrix.mul_(scales)
+    sizes = {name: known.magnitudes for name, known in statistics.items()}
+    by_head = sizes["output"].view(config.num_kv_heads, -1, config.head_dim)
+    sizes["output"] = by_head.mean(1, keepdim=True).expand_as(by_head).flatten()
+
+    def scale(linear: nn.Linear, name: str) -> Tensor:
+        scales = awq_scales(linear.weight, statistics[name].gram, sizes[name], bits, group)
+        linear.weight.mul_(scales)
         return scales
 
-    down = search("feed_forward.down", statistics["feed_forward.down"].magnitudes)
-    _divide_rows(feed_forward.gate_up, config.intermediate_size, down)
-    by_head = statistics["output"].magnitudes.view(config.num_kv_heads, -1, config.head_dim)
-    output = search("output", by_head.mean(1, keepdim=True).expand_as(by_head).flatten())
-    _divide_rows(layer.qkv, layer.query_size + layer.kv_size, output.view_as(by_head)[:, 0].flatten())
-    layer.attention_norm.weight.div_(search("qkv", statistics["qkv"].magnitudes))
-    gate_up = search("feed_forward.gate_up", statistics["feed_forward.gate_up"].magnitudes)
-    layer.feed_forward_norm.weight.div_(gate_up)
+    def divide_rows(linear: nn.Linear, first: int, divisors: Tensor) -> None:
+        linear.weight[first:].div_(divisors[:, None])
+        if linear.bias is not None:
+            linear.bias[first:].div_(divisors)
 
-
-def _divide_rows(linear: nn.Linear, first: int, divisors: Tensor) -> None:
-    """Divide all rows from the first on, and their biases."""
-    linear.weight[first:].div_(divisors[:, None])
-    if linear.bias is not None:
-        linear.bias[first:].div_(divisors)
+    divide_rows(feed_forward.gate_up, config.intermediate_size, scale(feed_forward.down, "feed_forward.down"))
+    values = scale(layer.output, "output").view_as(by_head)[:, 0].flatten()
+    divide_rows(layer.qkv, layer.query_size + layer.kv_size, values)
+    layer.attention_norm.weight.div_(scale(layer.qkv, "qkv"))
+    layer.feed_forward_norm.weight.div_(scale(feed_forward.gate_up, "feed_forward.gate_up"))
 
 
 def _scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

@@ -120,8 +120,8 @@ def _layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Ite
         norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
     if config.qk_norm:
-        norms["query_norm"] = ("self_attn.q_norm", head_dim)
-        norms["key_norm"] = ("self_attn.k_norm", head_dim)
+        norms["query_norm"] = (layer.query_norm, head_dim)
+        norms["key_norm"] = (layer.key_norm, head_dim)
     for parameter, (name, size) in norms.items():
         yield TensorPart(f"{prefix}{name}.weight", f"{target}{parameter}.weight", (size,))
     qkv_names = tuple(prefix + name for name in layer.qkv)
@@ -153,10 +153,11 @@ def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, h
     yield TensorPart(f"{prefix}{layer.router}.weight", f"{target}router.weight", (moe.num_experts, hidden))
     inner = moe.intermediate_size
     for expert in range(moe.num_experts):
-        name = prefix + layer.expert.format(expert)
         for block, matrix in enumerate(layer.expert_gate_up):
-            yield TensorPart(f"{name}.{matrix}.weight", f"{target}gate_up", (inner, hidden), block * inner, expert)
-        yield TensorPart(f"{name}.{layer.expert_down}.weight", f"{target}down", (hidden, inner), 0, expert)
+            name = f"{prefix}{matrix.format(expert)}.weight"
+            yield TensorPart(name, f"{target}gate_up", (inner, hidden), block * inner, expert)
+        name = f"{prefix}{layer.expert_down.format(expert)}.weight"
+        yield TensorPart(name, f"{target}down", (hidden, inner), 0, expert)
 
 
 def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[str]:

@@ -265,7 +265,7 @@ def _intensity_claims() -> list[Claim]:
     for name, bits in _STORED_BITS.items():
         exact, balance = _bound_by_operations(costs, bits), costs.machine.device.intensity
         gain = _feed_forward(costs, 1, CONTEXT, bits) / _feed_forward(costs, 1, CONTEXT)
-        limit = balance * bits / 16  # a multiply-add for each sequence and weight of so many bits
+        limit = balance * bits / 16  # a multiply-add for each sequence and weight
         ours = {f"2.3.1 {name}": gain, f"2.3.1 {name} batch": limit}
         found += claims("lecture", ours, bits=bits, exact=exact)
     return found

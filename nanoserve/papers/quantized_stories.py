@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanoserve.llm import LLM
-from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models import rounding
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.loading import load_model
@@ -35,7 +35,7 @@ FACTOR = 64.0
 """How much larger outliers are made. A power of two, so that float32 computes the same bits as without them."""
 WINDOW = 512
 METHODS = ("RTN", "mixed", "AWQ", "GPTQ")
-"""Of quantizing weights alone."""
+"""They quantize weights alone."""
 _CALIBRATION = 4  # stories
 
 Outliers = Literal["natural weights", "8 salient outliers", "3 random outliers"]
@@ -55,8 +55,8 @@ class DrawnStories:
         samples = _CALIBRATION + self.readings
         with LLM(dtype="float32") as llm:
             start = llm.tokenizer.encode("Once upon a time")
-            alike = partial(SamplingParams, n=samples, max_tokens=WINDOW - len(start), ignore_eos=True)
-            params = [alike(seed=seed) for seed in self.seeds]
+            length = WINDOW - len(start)
+            params = [SamplingParams(n=samples, max_tokens=length, ignore_eos=True, seed=seed) for seed in self.seeds]
             outputs = llm.generate([start] * len(params), params)
         drawn = [tuple((*start, *one.token_ids) for one in output.outputs) for output in outputs]
         return [(own[:_CALIBRATION], own[_CALIBRATION:]) for own in drawn]
@@ -95,13 +95,14 @@ class QuantizedReading:
 
         by_row: Multiply = partial(llm_int8, threshold=math.inf)
         for name, multiply in (("per tensor", _by_tensor), ("per row", by_row), ("LLM.int8()", decomposed)):
-            found[f"{name}, W8A8"] = read(_multiplying(decoder, multiply))
+            with _multiplying(decoder, multiply):
+                found[f"{name}, W8A8"] = read(decoder)
         return QuantizedPerplexities(found, torch.cat(kept).float().mean().item())
 
 
 @torch.inference_mode()
 def storyteller(outliers: Outliers, seed: int, calibration: Stories) -> Decoder:
-    """The bundled model. Of outliers, the norm's weights are multiplied, and the columns behind them divided."""
+    """The bundled model. Weights of a norm are multiplied to make outliers, and the columns behind them divided."""
     decoder, _ = load_model(cast(Path, resolve_model(None).directory), "float32")
     generator = torch.Generator().manual_seed(seed)
     for layer, known in zip(_layers(decoder), gather(decoder, calibration), strict=True):
@@ -119,12 +120,8 @@ def storyteller(outliers: Outliers, seed: int, calibration: Stories) -> Decoder:
 @torch.inference_mode()
 def perplexity(decoder: Decoder, stories: Stories) -> float:
     """exp of the mean negative log probability of every token after the first of its story."""
-    losses = []
-    for story in stories:
-        ids = torch.tensor(story)
-        hidden = decoder(ids, torch.arange(len(ids)), DenseCausalAttention(decoder.config, 1, len(ids)))
-        losses.append(functional.cross_entropy(decoder.compute_logits(hidden[:-1]), ids[1:], reduction="none"))
-    return math.exp(torch.cat(losses).double().mean())
+    texts = [torch.tensor(story) for story in stories]
+    return rounding.perplexity(decoder, rounding.run_texts(decoder, texts), texts)
 
 
 def gather(decoder: Decoder, stories: Stories) -> list[dict[str, InputStatistics]]:
@@ -166,10 +163,11 @@ def _by_tensor(input: Tensor, weight: Tensor) -> Tensor:
     return functional.linear(*(rtn(part.reshape(1, -1), 8).dequantize().view_as(part) for part in (input, weight)))
 
 
-def _multiplying(decoder: Decoder, multiply: Multiply) -> Decoder:
-    """A copy whose layers multiply inputs [T, K] and weights [N, K] so."""
-    copied = deepcopy(decoder)
-    for module in copied.layers.modules():
+def _multiplying(decoder: Decoder, multiply: Multiply) -> ExitStack:
+    """Until it is closed, the decoder's layers multiply inputs [T, K] and weights [N, K] by this function."""
+    hooks = ExitStack()
+    for module in decoder.layers.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda own, inputs, _: multiply(inputs[0], own.weight))
-    return copied
+            hook = module.register_forward_hook(lambda own, inputs, _: multiply(inputs[0], own.weight))
+            hooks.callback(hook.remove)
+    return hooks

@@ -100,8 +100,8 @@ class Stage:
 
     def poll(self) -> None:
         """Load what has been built meanwhile: it takes over between two steps."""
-        if self.runner.device.type == "cpu":
-            cpu_operators().set_batch_invariant(wanted=self._batch_invariant)
+        if self.runner.device.type == "cpu" and cpu_operators().loaded:  # one setting for all stages of the process
+            torch.ops.nanoserve.set_batch_invariant(self._batch_invariant)
         if self._unloaded:
             for library in self._unloaded:
                 library.poll()

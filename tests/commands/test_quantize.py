@@ -53,11 +53,12 @@ def test_bad_input_is_one_line(command: Run, story: str, tmp_path: Path) -> None
         ([], "Missing option '--output'", 2),
         (["--method", "nf4"], "'nf4' is not one of rtn, awq, gptq, llm-int8", 2),
         (["--bits", "5"], "--method rtn has weights of 3 or 4 or 8 bits, not 5", 2),
+        (["--bits", "0"], "--method rtn has weights of 3 or 4 or 8 bits, not 0", 2),
         (["--method", "llm-int8", "--bits", "4"], "--method llm-int8 has weights of 8 bits, not 4", 2),
         (["--method", "llm-int8", "--group", "32"], "has a scale for each row: leave out --group", 2),
         (["--group", "20"], "--group must be -1 or a multiple of 32, not 20", 2),
         (["--group", "0"], "--group must be -1 or a multiple of 32, not 0", 2),
-        (["--act-order"], "--act-order is of --method gptq, not of rtn", 2),
+        (["--act-order"], "--act-order needs --method gptq, not rtn", 2),
         (["--method", "gptq"], "needs a text to run through the model: give --calibrate FILE", 2),
         (["--calibrate", str(tmp_path / "none.txt")], "none.txt: No such file or directory", 2),
         (["--calibrate", str(tmp_path / "latin.txt")], "latin.txt is not UTF-8 text", 2),
@@ -96,7 +97,7 @@ def test_ctrl_c_leaves_whole_files(times: int, tmp_path: Path) -> None:
     out, err = process.communicate(timeout=240)
     assert (process.returncode, out) == (130, "")
     assert err.startswith("nanoserve: interrupted")
-    assert times == 2 or err.endswith("layers are in output; the same command goes on behind them\n")
+    assert times == 2 or err.endswith("layers are in output; the same command continues after them\n")
     assert len(err.splitlines()) == 1
     for path in tmp_path.glob("output/model-*"):
         with safe_open(path, "pt") as file:

@@ -73,7 +73,8 @@ def test_rounded_weights_are_refused_for_a_quantized_model_and_where_groups_do_n
 def test_layers_of_unlike_formats_are_counted_apart() -> None:
     kinds = {f"blk.{layer}.ffn_down": kind for layer, kind in enumerate(["Q4_K", "Q6_K"])}
     config = {"quant_method": "gguf", "tensor_types": kinds}
-    model = tiny_model(intermediate_size=256, quantization=Quantization.from_hf(config, "config.json"))
+    quantization = Quantization.from_hf(config, "config.json")
+    model = tiny_model(intermediate_size=256, quantization=quantization, tensor_names="gguf")
     plain = ModelCounts(replace(model, quantization=None)).stage_weight_bytes(0)
     rows = 16  # of 8 rows, padded
     packed = 256 * rows * (4.625 + 6.5625) / 8

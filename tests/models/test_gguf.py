@@ -13,10 +13,10 @@ from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import SparseExperts
 from nanoserve.models.gguf_directory import gguf_directory
-from nanoserve.models.gguf_types import BLOCK_TYPES
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedEmbedding, PackedExperts
 from nanoserve.models.shards import make_shards
+from nanoserve.quantization import BLOCK_TYPES
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.models.test_decoder import random_tokens
 from tests.models.test_resharding import assert_goes_to_and_fro
@@ -82,7 +82,7 @@ def test_weights_that_change_their_layout(tmp_path: Path) -> None:
 def test_ranks_may_not_cut_a_group(tmp_path: Path) -> None:
     _, directory = make_model("glm4", "Q6_K", tmp_path)
     shard = make_shards(ModelConfig.from_directory(directory), pipeline_parallel=1, tensor_parallel=2)[0]
-    with pytest.raises(UsageError, match=r"--tp 2 would cut groups of 256 columns in model.layers.0.self_attn.o_proj"):
+    with pytest.raises(UsageError, match=r"--tp 2 would cut groups of 256 columns in blk.0.attn_output"):
         load_model(directory, "float32", shard=shard, group=ThreadGroup.alone())
 
 

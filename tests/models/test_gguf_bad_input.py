@@ -57,7 +57,7 @@ BAD = {
     file([], [tensor("weight", (4, 16), offset=32)]): "ends beyond the file, which is truncated",
     file([], [tensor("weight", (4, 16), offset=1 << 62)]): "ends beyond the file",
     file([], [tensor("weight", (4, 16), offset=7)]): "does not begin at a multiple of 32 bytes",
-    file([], [WEIGHT, WEIGHT]): "tensor 'weight' stands twice",
+    file([], [WEIGHT, WEIGHT]): "tensor 'weight' occurs twice",
     file([], [WEIGHT, tensor("other", (4, 16), offset=32)], 512): "tensors 'weight' and 'other' overlap",
     file([], [tensor("weight", (1 << 62, 1 << 62))]): "does not fit into the file",
     file([], [tensor("weight", (0, 16))]): "does not fit into the file",
@@ -69,7 +69,7 @@ BAD = {
     file([entry("split.count", 2, struct.pack("<H", 3))], [WEIGHT]): "one of several files of a model; give the first,"
     " whose name ends in -00001-of-00003.gguf",
     file([], [tensor("weight", (4, 16), Q4_0)]): "rows of 16 are not whole blocks of 32",
-    file([entry("key", 4, bytes(4))] * 2, [WEIGHT]): "metadata key 'key' stands twice",
+    file([entry("key", 4, bytes(4))] * 2, [WEIGHT]): "metadata key 'key' occurs twice",
     file([entry("key", 99, bytes(4))], [WEIGHT]): "metadata of the unknown type 99",
     file([entry("key", 9, struct.pack("<IQ", 9, 1))], [WEIGHT]): "a metadata array of the type 9",
     file([entry("key", 9, struct.pack("<IQ", 8, 1 << 60))], [WEIGHT]): "the file ends in its header",
@@ -127,6 +127,13 @@ def test_a_model_in_several_files(sound: Path, tmp_path: Path) -> None:
         gguf_directory(Path(alone))
 
 
+def test_joined_files_say_that_they_are_of_none(tmp_path: Path) -> None:
+    """``llama-gguf-split --merge`` leaves a count of 0."""
+    joined = file([entry("split.count", 2, struct.pack("<H", 0))], [WEIGHT])
+    (tmp_path / "model.gguf").write_bytes(joined)
+    assert GgufFile(tmp_path / "model.gguf").tensors.keys() == {"weight"}
+
+
 METADATA = st.one_of(
     st.booleans(),
     st.integers(-3, 1 << 64),
@@ -159,6 +166,19 @@ def test_any_metadata_are_an_error_or_a_model(
         remove_directory(directory)
 
 
+def test_a_vocabulary_without_a_word_about_bos_has_it_where_llama_cpp_adds_it(
+    sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, expected in (("llama-bpe", [1, 4]), ("qwen2", [4])):
+        found = GgufFile(sound)
+        found.metadata |= {f"tokenizer.ggml.{key}": value for key, value in (("model", "gpt2"), ("merges", []))}
+        found.metadata["tokenizer.ggml.pre"] = words
+        monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path, found=found: found)
+        tokenizer = load_tokenizer(gguf_directory.__wrapped__(sound))
+        assert tokenizer.encode("a") == expected
+        tokenizer.close()
+
+
 def refusal(sound: Path, monkeypatch: pytest.MonkeyPatch, **changed: GgufTensor) -> str:
     found = GgufFile(sound)
     found.tensors |= {name.replace("__", "."): tensor for name, tensor in changed.items()}
@@ -173,11 +193,11 @@ def test_tensors_of_an_unexpected_form(sound: Path, monkeypatch: pytest.MonkeyPa
     tensors = GgufFile(sound).tensors
     embedding, factors = tensors["token_embd.weight"], tensors["rope_freqs.weight"]
     line = refusal(sound, monkeypatch, output_norm__weight=replace(embedding, shape=(64,)))
-    assert line == f"{sound}: tensor model.norm.weight is stored as Q8_0; only matrices may be"
+    assert line == f"{sound}: tensor output_norm.weight is stored as Q8_0; only matrices may be"
     damaged = bytearray(embedding.data)
     damaged[embedding.offset : embedding.offset + 2] = b"\x00\x7e"  # NaN as float16
     line = refusal(sound, monkeypatch, token_embd__weight=replace(embedding, data=damaged))
-    assert line == f"{sound}: tensor model.embed_tokens.weight has scales that are NaN or infinite; the file is damaged"
+    assert line == f"{sound}: tensor token_embd.weight has scales that are NaN or infinite; the file is damaged"
     line = refusal(sound, monkeypatch, blk__weight=factors)
     assert line == f"{sound}: tensor blk.weight does not belong to a llama model of this config"
     line = refusal(sound, monkeypatch, rope_freqs__weight=embedding)

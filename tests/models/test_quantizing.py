@@ -131,7 +131,9 @@ def test_an_interrupted_run_goes_on_where_it_was(llama: Path, recipe: Recipe, tm
         if done == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt, match=r"2 of 3 layers are in .*output; the same command goes on behind them"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"2 of 3 layers are in .*output; the same command continues after them"
+    ):
         quantize(llama, output, recipe, interrupt)
     written = {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}
     assert len(written) == 3

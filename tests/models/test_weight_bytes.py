@@ -11,13 +11,13 @@ from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.config import ModelConfig
 from nanoserve.costs import ParallelLayout, Precision, StepWork
 from nanoserve.costs.counts import ModelCounts
-from nanoserve.costs.weight_bits import GGUF_BITS, ROWS
+from nanoserve.costs.weight_bits import ROWS
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.gguf_blocks import decode_blocks
-from nanoserve.models.gguf_types import BLOCK_TYPES
+from nanoserve.models.gguf_checkpoint import decode_blocks
 from nanoserve.models.hub import find_shape
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import make_shards
+from nanoserve.quantization import BLOCK_TYPES
 from tests.models.test_gguf import make_model
 from tests.models.thread_ranks import ThreadGroup
 from tests.oracle import gguf_files
@@ -143,5 +143,5 @@ def test_bits_of_gguf_types_are_those_that_are_packed() -> None:
     for block_type in BLOCK_TYPES.values():
         if block_type.size > 1:
             form = decode_blocks(torch.zeros(1, block_type.num_bytes, dtype=torch.uint8), block_type).format
-            assert GGUF_BITS[block_type.name] == 8 * form.row_bytes(block_type.size) / packed.ROWS / block_type.size
+            assert block_type.loaded_bits == 8 * form.row_bytes(block_type.size) / packed.ROWS / block_type.size
     assert packed.ROWS == ROWS

@@ -6,6 +6,7 @@ What was written for a dummy model is kept in the user's cache directory: its we
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -138,19 +139,16 @@ def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
-    names = gguf.get_tensor_name_map(architecture, config.num_layers)
     parameters = dict(decoder.named_parameters())
-    for part in tensor_parts(config):
+    for part in tensor_parts(replace(config, tensor_names="gguf")):
         tensor = part.region(parameters[part.parameter]).detach()
-        if architecture is gguf.MODEL_ARCH.LLAMA and ("q_proj" in part.name or "k_proj" in part.name):
+        if architecture is gguf.MODEL_ARCH.LLAMA and (".attn_q." in part.name or ".attn_k." in part.name):
             tensor = _interleaved(tensor, config.head_dim)
-        name = names.get_name(part.name, try_suffixes=(".weight", ".bias"))
-        assert name is not None, f"GGUF has no place for {part.name}"
         if tensor.dim() == 1:
-            writer.add_tensor(name, tensor.float().numpy())
+            writer.add_tensor(part.name, tensor.float().numpy())
         else:
             content = tensor.contiguous().view(torch.uint8).numpy()
-            writer.add_tensor(name, content, raw_dtype=gguf.GGMLQuantizationType[storage])
+            writer.add_tensor(part.name, content, raw_dtype=gguf.GGMLQuantizationType[storage])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

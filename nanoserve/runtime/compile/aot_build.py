@@ -58,7 +58,7 @@ def layer_kind(part: LayerPart, config: ModelConfig, index: int, packed: tuple[P
         bos_token_id=None,
         eos_token_ids=(),
         sampling_defaults=SamplingDefaults(),
-        renamed_as_chatglm=False,
+        tensor_names=None,
         quantization=None,
     )
     return CompiledKind(part, alone, packed)

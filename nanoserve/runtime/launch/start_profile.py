@@ -90,7 +90,7 @@ def _shape(model: ModelConfig) -> ModelConfig:
         bos_token_id=None,
         eos_token_ids=(),
         sampling_defaults=SamplingDefaults(),
-        renamed_as_chatglm=False,
+        tensor_names=None,
     )
 
 
