@@ -146,9 +146,9 @@ def _multiplied(numbers: Tensor, supers: Tensor | None) -> Tensor:
 
 
 def round_to_nearest(weight: Tensor, bits: int, group: int) -> GroupQuantized:
-    """weight [N, K], any float dtype, as codes of 4, 6 or 8 bits. Each group of columns has a float16 scale; with 6 bits
-    scales are those of SIX_BITS. With 4 and 6 bits, the value of the largest size gets the lowest code, which no other
-    sign has."""
+    """weight [N, K], any float dtype, as codes of 4, 6 or 8 bits. Each group of columns has a float16 scale; with 6
+    bits scales are those of SIX_BITS. With 4 and 6 bits, the value of the largest size gets the lowest code, which no
+    other sign has."""
     groups, half = weight.float().view(len(weight), -1, group), 1 << bits - 1
     if bits == 8:
         scales = (groups.abs().amax(-1) / 127).half()
