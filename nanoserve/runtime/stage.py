@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nanoserve.engine_config import EngineConfig
-from nanoserve.errors import RuntimeFailure
+from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.processes.sizes import format_size
 from nanoserve.runtime.compile.layer_runner import LayerRunner
@@ -74,7 +74,7 @@ class Stage:
         batch_invariant: bool = False,
         **settings: Any,
     ) -> "Stage":
-        """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not suffice, or answers
+        """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not suffice, UsageError if answers
         cannot be `batch_invariant`.
 
         Without `layers` plain torch runs them. A part of the host pool is for swaps; with a processor too, that attends
@@ -85,7 +85,7 @@ class Stage:
         size = format_size(num_blocks * kv_bytes_per_block(decoder.config, block_size, decoder.dtype))
         decoder.eval()
         if batch_invariant and decoder.dtype == torch.float32:
-            raise RuntimeFailure("--batch-invariant is for 16 bits: choose --dtype bfloat16, or leave it out")
+            raise UsageError("--batch-invariant is for 16 bits: choose --dtype bfloat16, or leave it out")
         if batch_invariant and not cpu_operators().wait():
             raise RuntimeFailure(f"--batch-invariant needs the C++ operators ({cpu_operators().problem}); leave it out")
         with memory_errors(device, f"a KV cache of {size} does not fit", "lower --kv-cache-memory"):
