@@ -74,8 +74,8 @@ class Stage:
         batch_invariant: bool = False,
         **settings: Any,
     ) -> "Stage":
-        """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not suffice, UsageError if answers
-        cannot be `batch_invariant`.
+        """The stage of a decoder, with its KV cache. Raises RuntimeFailure if memory does not suffice, UsageError for a
+        dtype whose answers cannot be `batch_invariant`.
 
         Without `layers` plain torch runs them. A part of the host pool is for swaps; with a processor too, that attends
         for the sequences whose KV is there. `settings` are others of the ModelRunner.

@@ -35,12 +35,6 @@ class CpuOperators(BackgroundLibrary):
     def command(self) -> list[str]:
         return [sys.executable, "-I", building.__file__, self._job.to_json()]
 
-    def set_batch_invariant(self, *, wanted: bool) -> None:
-        """Whether from now on a row's result must not depend on the other rows of a call, in the whole process. That
-        needs the loaded operators."""
-        if self.loaded:
-            torch.ops.nanoserve.set_batch_invariant(wanted)
-
     def open(self, library: Path) -> None:
         torch.ops.load_library(library)  # type: ignore[no-untyped-call]  # torch left it untyped
 
