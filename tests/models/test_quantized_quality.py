@@ -17,7 +17,7 @@ from nanoserve.models.hub import resolve_model
 from nanoserve.models.loading import load_model
 from tests.oracle.gguf_files import write_gguf
 
-STORIES, LENGTH = 8, 200
+STORIES, LENGTH = 40, 200
 
 
 def ours(decoder: Decoder, config: ModelConfig, tokens: Tensor) -> Tensor:

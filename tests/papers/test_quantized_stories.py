@@ -86,7 +86,8 @@ def test_outliers_break_rounding_and_the_remedies_mend_it(
         *(f"{method}, W8A8" for method in ("per tensor", "per row", "LLM.int8()")),
     ]
     for bits in (4, 3):
-        assert all(1 < lost[f"{method}, {bits} bits"] < lost[f"RTN, {bits} bits"] for method in methods[1:])
+        # The text is the one that was calibrated on: a remedy may come out a little below float32.
+        assert all(0.9 < lost[f"{method}, {bits} bits"] < lost[f"RTN, {bits} bits"] for method in methods[1:])
     assert lost["RTN, 3 bits"] > lost["RTN, 4 bits"] > 1.2
     assert lost["per tensor, W8A8"] > lost["per row, W8A8"] > 1.2
     assert lost["LLM.int8(), W8A8"] == pytest.approx(1.0, abs=0.02)
