@@ -217,7 +217,7 @@ class LLM:
         params = params or self.default_sampling_params()
         text, tokens = self._tokenize(prompt)
         limit = self.config.max_position_embeddings  # --max-model-len cannot be raised beyond it
-        if len(tokens) >= limit:
+        if len(tokens) + (params.max_tokens != 0) > limit:
             raise UsageError(
                 f"the prompt has {len(tokens)} tokens, but the model's own limit is {limit} with at least one for the "
                 "answer; shorten the prompt"

@@ -56,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the sequence, at most 1024."""
     max_tokens: int | None = None
-    """None means until the context is full."""
+    """None means until the context is full. 0 needs prompt_logprobs: then the prompt is computed and nothing else."""
     min_tokens: int = 0
     """End tokens are not sampled before the output has this many tokens."""
     ignore_eos: bool = False
@@ -77,12 +77,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        optional = {"seed": (0, MAX_SEED), "max_tokens": (1, MAX_TOKENS)}
+        optional = {"seed": (0, MAX_SEED), "max_tokens": (1 if self.prompt_logprobs is None else 0, MAX_TOKENS)}
         optional |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
         for name, bounds in optional.items():
             if (value := getattr(self, name)) is not None:
                 _check_integer(name, value, *bounds)
-        _check_integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_TOKENS)
+        _check_integer("min_tokens", self.min_tokens, 0, MAX_TOKENS if self.max_tokens is None else self.max_tokens)
         self._check_stops()
         self._check_logit_bias()
         self._check_json_schema()
@@ -333,6 +333,8 @@ class Sequence:
         """Append sampled tokens up to the one that ends the sequence, with their log probabilities if there are any.
         Returns the tokens appended, and why the sequence ends with them, if it does."""
         reason, known, before = None, self.tokens, len(self.tokens)
+        if before == self.max_length:  # max_tokens is 0, and the prompt is computed
+            return (), FinishReason.LENGTH
         for token in tokens:
             known.append(token)
             if token in self.stop_tokens and len(known) > self.min_length:

@@ -121,7 +121,7 @@ class SequenceTable:
         length, params, longest = len(request.prompt), request.params, self.max_model_len
         if length == 0:
             raise UsageError("the prompt is empty: give at least one token")
-        if length >= longest:
+        if length + (params.max_tokens != 0) > longest:
             raise UsageError(
                 f"the prompt has {length} tokens, but the context holds {longest} with at least one "
                 "for the answer; shorten the prompt or raise --max-model-len"
@@ -131,9 +131,9 @@ class SequenceTable:
                 f"min_tokens {params.min_tokens} can never be reached: after a prompt of {length} tokens the "
                 f"context of {longest} has room for {longest - length}; lower it"
             )
-        tokens = min(longest, length + (params.max_tokens or longest))
-        # Attention never reads the last token, so its KV is never written.
-        if (needed := self.blocks.pool.blocks_for(tokens - 1)) > self.fewest_blocks:
+        tokens = min(longest, length + (longest if params.max_tokens is None else params.max_tokens))
+        # Attention never reads the last token of an answer, so its KV is never written.
+        if (needed := self.blocks.pool.blocks_for(max(length, tokens - 1))) > self.fewest_blocks:
             raise UsageError(
                 f"the request may grow to {tokens} tokens, which take {needed} KV blocks, but there are "
                 f"{self.fewest_blocks}; lower max_tokens or raise --kv-cache-memory"
@@ -141,7 +141,8 @@ class SequenceTable:
 
     def _new_sequence(self, request: Request, index: int, stop_tokens: frozenset[int]) -> Sequence:
         params, length = request.params, len(request.prompt)
-        max_length = min(self.max_model_len, length + (params.max_tokens or self.max_model_len))
+        most = self.max_model_len if params.max_tokens is None else params.max_tokens
+        max_length = min(self.max_model_len, length + most)
         sequence = Sequence(
             next(self._ids),
             request,

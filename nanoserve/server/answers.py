@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.request import CompletionOutput, TokenLogprob
+from nanoserve.outputs import Detokenizer, TokenDecoder
+from nanoserve.request import CompletionOutput, RequestOutput, TokenLogprob
 from nanoserve.text.tokenizer import Tokenizer
 
 
@@ -42,8 +43,10 @@ class CompletionFormat(ABC):
         self._offsets = Counter[int]()  # where the next text begins, by choice
 
     @abstractmethod
-    def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
-        """One choice, or what is new of it; a chat has its text in the field ``name``."""
+    def choice(
+        self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
+    ) -> dict[str, Any]:
+        """One choice of a request, or what is new of it; a chat has its text in the field ``name``."""
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
         """The whole answer or a chunk of it, with these choices."""
@@ -54,7 +57,9 @@ class CompletionFormat(ABC):
 class ChatFormat(CompletionFormat):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
+    def choice(
+        self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
+    ) -> dict[str, Any]:
         content = {"role": "assistant", "content": output.text}
         if index in self._offsets:  # the role comes with the first text: clients time the first chunk
             content = {"content": output.text} if output.text else {}
@@ -74,18 +79,43 @@ class ChatFormat(CompletionFormat):
 class TextFormat(CompletionFormat):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
-        logprobs = None if output.logprobs is None else self._logprobs(index, output.logprobs)
-        return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+    def __init__(
+        self, model: str, text_of: Callable[[int], str], tokenizer: TokenDecoder, echoes: Iterable[str] = ()
+    ) -> None:
+        """``echoes`` are the texts with which the choices begin, if they echo their prompts."""
+        super().__init__(model, text_of)
+        self._tokenizer = tokenizer
+        self._echoes = dict(enumerate(echoes))  # not sent yet, by choice
+        self._detokenizers: dict[int, Detokenizer] = {}  # by choice
 
-    def _logprobs(self, index: int, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """Parallel lists; ``text_offset`` says where each token's text begins in the choice."""
+    def choice(
+        self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
+    ) -> dict[str, Any]:
+        echo, logprobs = self._echoes.pop(index, None), None
+        if output.logprobs is not None:
+            scored: list[tuple[int, TokenLogprob | None]] = [(one.token, one) for one in output.logprobs]
+            continued = request.prompt_token_ids
+            if echo is not None:
+                scored[:0] = zip(continued, request.prompt_logprobs or (), strict=True)
+                continued = ()
+            if index not in self._detokenizers:
+                self._detokenizers[index] = Detokenizer(self._tokenizer, continued)
+            logprobs = self._logprobs(index, scored)
+        text = (echo or "") + output.text
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+    def _logprobs(self, index: int, scored: Iterable[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+        """Parallel lists; ``text_offset`` says where each token's text begins in the choice. Nothing predicts the first
+        token of a prompt, so it has None."""
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for one in logprobs:
-            text = self._text_of(one.token)
-            # The sampled token is listed too, even if it is not among the likeliest.
-            top = {self._text_of(token): logprob for token, logprob in (*one.top, (one.token, one.logprob))}
-            for name, value in zip(lists, (text, one.logprob, top, self._offsets[index]), strict=True):
+        for token, one in scored:
+            logprob, top = None, None
+            if one is not None:
+                logprob, top = one.logprob, dict[str, float]()
+                # The token itself is listed too. Parts of characters have one text: the likeliest of them counts.
+                for other in (*one.top, (token, logprob)):
+                    top.setdefault(self._text_of(other[0]), other[1])
+            for name, value in zip(lists, (self._text_of(token), logprob, top, self._offsets[index]), strict=True):
                 lists[name].append(value)
-            self._offsets[index] += len(text)
+            self._offsets[index] += len(self._detokenizers[index].push([token]))
         return lists

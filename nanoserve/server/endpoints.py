@@ -60,15 +60,20 @@ async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
 async def completions(http: HttpRequest) -> "CompletionAnswer":
     service, asked = await _asked(http, schemas.CompletionRequest)
     facts = service.facts()
-    prompts = []
-    for given in _prompts(asked.prompt, service.limits.prompts):
+    prompts, as_given = [], _prompts(asked.prompt, service.limits.prompts)
+    for given in as_given:
         if isinstance(given, str):
             prompts.append(await service.encode(given, context=facts.max_model_len))
         else:
             schemas.check_token_ids(given, facts, "prompt")
             prompts.append(given)
     each = schemas.completion_params(asked, facts, [len(prompt) for prompt in prompts])
-    return _begin(http, asked, TextFormat(service.model_name, service.text_of), prompts, each)
+    echoes: list[str] = []
+    for given in as_given if asked.echo else ():
+        text = given if isinstance(given, str) else await service.decode(given, skip_special_tokens=True)
+        echoes += [text] * each[0].n
+    answer = TextFormat(service.model_name, service.text_of, service.tokenizer, echoes)
+    return _begin(http, asked, answer, prompts, each)
 
 
 def _prompts(given: str | list[str | int | list[int]], most: int) -> list[str | list[int]]:
@@ -148,11 +153,11 @@ class CompletionAnswer:
     async def whole(self) -> Event:
         outputs = await wholes(self.streams)
         choices, tokens = [], 0
-        for place, sample in enumerate(sample for output in outputs for sample in output.outputs):
+        for place, (output, sample) in enumerate((one, sample) for one in outputs for sample in one.outputs):
             _check(sample)
             tokens += len(sample.token_ids)
             # One at a time: thousands of samples with log probabilities take long, and other requests run in between.
-            choices.append(msgspec.Raw(msgspec.json.encode(self.answer.choice(place, sample))))
+            choices.append(msgspec.Raw(msgspec.json.encode(self.answer.choice(place, output, sample))))
             await asyncio.sleep(0)
         usage = self._usage(tokens, sum(output.cached_tokens for output in outputs))
         return self.answer.envelope(self.answer.kind, choices) | {"usage": usage}
@@ -167,7 +172,7 @@ class CompletionAnswer:
                 tokens += len(sample.token_ids)
                 if sample.text or sample.finish_reason or sample.logprobs:
                     index = place * self.streams[0].request.params.n + sample.index
-                    chunk = self._chunk(self.answer.choice(index, sample, name="delta"))
+                    chunk = self._chunk(self.answer.choice(index, output, sample, name="delta"))
                     if options.include_usage:
                         chunk["usage"] = self._usage(tokens, 0) if options.continuous_usage_stats else None
                     yield chunk

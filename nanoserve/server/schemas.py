@@ -82,7 +82,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: Annotated[Any, _nothing("false")] = None
+    echo: bool | None = None
+    """Each answer begins with its prompt, and its log probabilities with those of the prompt."""
     suffix: Annotated[Any, _nothing('""')] = None
     best_of: Annotated[Any, _nothing("1")] = None
 
@@ -225,7 +226,11 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
 
 def completion_params(asked: CompletionRequest, facts: EngineFacts, lengths: Sequence[int]) -> list[SamplingParams]:
     """The parameters of each prompt; prompts with the same max_tokens share theirs. Raises as ``chat_params`` does."""
-    return _params(asked, facts, lengths, asked.max_tokens, DEFAULT_COMPLETION_TOKENS, logprobs=asked.logprobs)
+    if asked.max_tokens == 0 and not asked.echo:
+        raise ApiError(400, "max_tokens 0 needs echo to be true", code="invalid_value", param="max_tokens")
+    scored = asked.logprobs or 0 if asked.echo and (asked.logprobs is not None or asked.max_tokens == 0) else None
+    settings = {"logprobs": asked.logprobs, "prompt_logprobs": scored}
+    return _params(asked, facts, lengths, asked.max_tokens, DEFAULT_COMPLETION_TOKENS, **settings)
 
 
 def _params(
@@ -236,6 +241,7 @@ def _params(
     default: int | None,
     *,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
     json_schema: str | None = None,
 ) -> list[SamplingParams]:
     if asked.stream_options is not None and not asked.stream:
@@ -244,7 +250,7 @@ def _params(
     check_token_ids(asked.logit_bias or (), facts, "logit_bias")
     given = {name: value for name in SAMPLING_NAMES if (value := getattr(asked, name)) is not None}
     settings = msgspec.structs.asdict(facts.default_params) | given
-    settings |= {"logprobs": logprobs, "json_schema": json_schema}
+    settings |= {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "json_schema": json_schema}
     tokens = [_max_tokens(max_tokens, default, facts.max_model_len, length) for length in prompt_lengths]
     try:
         shared = {most: SamplingParams.from_mapping(settings | {"max_tokens": most}) for most in dict.fromkeys(tokens)}
@@ -253,10 +259,10 @@ def _params(
         named = _FIELD.search(message)
         param = "response_format" if message.startswith("json_schema") else named and named.group()
         raise ApiError(400, message, code="invalid_value", param=param) from None
-    samples = shared[tokens[0]].n
-    if logprobs is not None and (logprobs + 1) * samples * sum(tokens) > MAX_LOGPROBS_PER_REQUEST:
+    told = shared[tokens[0]].n * sum(tokens if prompt_logprobs is None else (*tokens, *prompt_lengths))
+    if logprobs is not None and (logprobs + 1) * told > MAX_LOGPROBS_PER_REQUEST:
         message = (
-            f"logprobs: {samples * sum(tokens)} tokens with {logprobs + 1} log probabilities each are more than "
+            f"logprobs: {told} tokens with {logprobs + 1} log probabilities each are more than "
             f"{MAX_LOGPROBS_PER_REQUEST} in one request; ask for a smaller max_tokens, n or logprobs, or fewer prompts"
         )
         raise ApiError(400, message, code="invalid_value", param="logprobs")
@@ -266,7 +272,7 @@ def _params(
 def _max_tokens(wanted: int | None, default: int | None, context: int, prompt_length: int) -> int:
     room = context - prompt_length
     has, param = f"the prompt has {prompt_length} tokens", "max_tokens"
-    if room < 1:
+    if room < (wanted != 0):
         message = f"{has}, but the context holds {context} with at least one for the answer"
         param = "messages" if default is None else "prompt"
     elif wanted is not None and wanted > room:

@@ -120,8 +120,8 @@ class Service:
         characters = max(_INLINE_CHARACTERS + 1, len(msgspec.json.encode(given)))
         return await self._tokenize(encode, "messages", context, characters=characters)
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._unbounded_thread, decode)
 
     async def check_json_schema(self, schema: str) -> None:

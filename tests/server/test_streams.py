@@ -38,7 +38,9 @@ class Client:
     def __init__(self, asked: SamplingFields = CHAT, **params: Any) -> None:
         letters = Letters()
         texts: Any = None  # of log probabilities, which nobody asks for
-        answer: CompletionFormat = (ChatFormat if asked is CHAT else TextFormat)("letters", texts)
+        answer: CompletionFormat = (
+            ChatFormat("letters", texts) if asked is CHAT else TextFormat("letters", texts, letters)
+        )
         request = Request("r", (1, 2), SamplingParams(**params), seed=0)
         self.stream = RequestStream(request, letters, asyncio.Event())
         service: Any = None

@@ -117,9 +117,11 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
     seen: list[int] = []
 
     class Counting(TextFormat):
-        def choice(self, index: int, output: CompletionOutput, name: str = "message") -> dict[str, Any]:
+        def choice(
+            self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
+        ) -> dict[str, Any]:
             made.append(index)
-            return super().choice(index, output, name)
+            return super().choice(index, request, output, name)
 
     async def outputs(_streams: object) -> list[RequestOutput]:
         return [RequestOutput(str(number), None, (1,), samples, True, 0, None) for number in range(128)]
@@ -133,7 +135,9 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
         monkeypatch.setattr(endpoints, "wholes", outputs)
         streams: Any = [SimpleNamespace(request=Request("a", (1,), SamplingParams(n=16), 0))] * 128
         service = cast(Service, SimpleNamespace(limits=ClientLimits()))
-        whole = endpoints.CompletionAnswer(service, _asked(), Counting("m", cast(Any, None)), streams).whole()
+        whole = endpoints.CompletionAnswer(
+            service, _asked(), Counting("m", cast(Any, None), cast(Any, None)), streams
+        ).whole()
         answer, _ = await asyncio.gather(whole, other())
         return cast(dict[str, Any], msgspec.json.decode(msgspec.json.encode(answer)))
 
