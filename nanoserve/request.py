@@ -149,9 +149,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         try:
             return msgspec.convert(settings, cls)
         except msgspec.ValidationError as error:
-            for name, value in settings.items():
+            for some in (settings, *({name: value} for name, value in settings.items())):
                 with suppress(TypeError, AttributeError):  # an unknown name, or no list where one is needed
-                    cls(**{name: value})  # its own checks say which values a setting takes
+                    cls(**some)  # its own checks say which values a setting takes
             raise UsageError(f"sampling settings: {error}") from None
 
 

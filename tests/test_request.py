@@ -44,6 +44,7 @@ from nanoserve.request import (
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"max_tokens": 0}, "max_tokens must be a whole number from 1"),
+        ({"max_tokens": 0, "min_tokens": 1, "prompt_logprobs": 0}, "min_tokens must be a whole number from 0 to 0"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 2**63}, "max_tokens"),
         ({"max_tokens": 3, "min_tokens": 4}, "min_tokens must be a whole number from 0 to 3"),

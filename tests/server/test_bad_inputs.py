@@ -188,7 +188,7 @@ def test_what_chats_do_not_have(server: Server, fields: dict[str, Any], param: s
 
 
 @pytest.mark.parametrize(
-    "fields", [{"echo": True}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 21}, {"logprobs": -1}]
+    "fields", [{"max_tokens": 0}, {"echo": 1}, {"best_of": 2}, {"suffix": "x"}, {"logprobs": 21}, {"logprobs": -1}]
 )
 def test_what_completions_do_not_have(server: Server, fields: dict[str, Any]) -> None:
     (name,) = fields
