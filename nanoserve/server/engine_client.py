@@ -100,7 +100,8 @@ class EngineChild:
         readable, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(self._process.pulse, readable.set)
         try:
-            await asyncio.wait_for(readable.wait(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for of Python 3.11 may lose a cancellation
+                await readable.wait()
         finally:
             loop.remove_reader(self._process.pulse)
         return self._process.beats()

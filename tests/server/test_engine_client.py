@@ -1,6 +1,7 @@
 """What the front end makes of what its engines say, in this process."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,3 +210,28 @@ def test_engines_that_die_without_a_culprit_are_given_up_for_a_while(
         stream.whole()
     front.begin()
     assert front.ready() == "200"
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_whoever_watches_an_engine_can_be_told_to_end_at_any_moment(turns: int) -> None:
+    """Also in the few turns of the event loop that a heartbeat takes to come through: the server could not end."""
+    beating, pulse = os.pipe()[::-1]
+    child = EngineChild.__new__(EngineChild)
+    child.ready, child._process = True, cast(Any, SimpleNamespace(pulse=pulse, beats=lambda: bool(os.read(pulse, 64))))
+
+    async def end() -> None:
+        watcher = asyncio.create_task(child.death())
+        await asyncio.sleep(0)
+        os.write(beating, b".")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        watcher.cancel()
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert watcher.cancelled()
+
+    try:
+        asyncio.run(end())
+    finally:
+        os.close(beating)
+        os.close(pulse)
