@@ -86,6 +86,16 @@ def test_prompt_logprobs_cover_all_but_the_first_token(storyteller: LLM) -> None
     assert [entry.token for entry in scored[1:] if entry] == prompt[1:]
 
 
+def test_a_prompt_can_be_scored_without_an_answer(storyteller: LLM) -> None:
+    prompt = storyteller.tokenizer.encode("The cat sat on the mat.")
+    params = SamplingParams(n=2, max_tokens=0, prompt_logprobs=0)
+    for tokens in (prompt, [300] * storyteller.max_model_len):
+        output = storyteller.generate(tokens, params)[0]
+        assert [(one.text, one.token_ids, one.finish_reason) for one in output.outputs] == [("", (), "length")] * 2
+        assert [one.token for one in output.prompt_logprobs or () if one] == tokens[1:]
+    assert _all_blocks_are_back(storyteller)
+
+
 def test_times_are_told(storyteller: LLM) -> None:
     metrics = storyteller.generate("Once", GREEDY)[0].outputs[0].metrics
     assert metrics.queue_time is not None and metrics.time_to_first_token is not None and metrics.latency is not None

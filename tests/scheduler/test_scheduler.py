@@ -80,6 +80,11 @@ def test_a_request_that_outgrows_the_whole_cache_is_refused() -> None:
         engine.add(_request("r", 10))
     engine.add(_request("r", 10, max_tokens=7))  # 17 tokens, of which the last is never attended to
     assert len(_finish(engine)) == 7
+    with pytest.raises(UsageError, match="may grow to 17 tokens, which take 5 KV blocks, but there are 4"):
+        engine.add(_request("r", 17, max_tokens=0, prompt_logprobs=0))  # a prompt is computed to its end
+    engine.add(_request("r", 16, max_tokens=0, prompt_logprobs=0))
+    (update,) = _finish(engine)
+    assert (update.new_tokens, update.sequence.finish_reason) == ((), FinishReason.LENGTH)
 
 
 def test_a_prompt_as_long_as_the_context_allows_gives_one_token() -> None:
