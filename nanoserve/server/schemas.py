@@ -229,8 +229,8 @@ def completion_params(asked: CompletionRequest, facts: EngineFacts, lengths: Seq
     if asked.max_tokens == 0 and not asked.echo:
         raise ApiError(400, "max_tokens 0 needs echo to be true", code="invalid_value", param="max_tokens")
     scored = asked.logprobs or 0 if asked.echo and (asked.logprobs is not None or asked.max_tokens == 0) else None
-    settings = {"logprobs": asked.logprobs, "prompt_logprobs": scored}
-    return _params(asked, facts, lengths, asked.max_tokens, DEFAULT_COMPLETION_TOKENS, **settings)
+    wanted, default = asked.max_tokens, DEFAULT_COMPLETION_TOKENS
+    return _params(asked, facts, lengths, wanted, default, logprobs=asked.logprobs, prompt_logprobs=scored)
 
 
 def _params(
