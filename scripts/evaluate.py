@@ -1,6 +1,6 @@
 """Runs lm-evaluation-harness on transformers and on servers of the same checkpoint, and compares them item by item.
 
-    pip install "lm_eval[api]"
+    pip install "lm_eval[api,hf]"
     python -m scripts.evaluate --text stories.txt --model smollm2
 
 The two tasks are made from any English text: which of two short sentences comes next (multiple choice), and the
@@ -104,7 +104,8 @@ def run_harness(model: str, settings: dict[str, object], tasks: Path, output: Pa
         ",".join(TASKS),
     ]
     words += ["--model_args", ",".join(f"{name}={value}" for name, value in settings.items())]
-    words += ["--batch_size", "1", "--log_samples", "--output_path", str(output)]
+    batch = "16" if model == "hf" else "1"  # a server makes its batches itself, of concurrent requests
+    words += ["--batch_size", batch, "--log_samples", "--output_path", str(output)]
     caches = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tasks / "cache")}
     subprocess.run(words, check=True, env=os.environ | caches)
 
