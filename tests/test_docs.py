@@ -47,3 +47,16 @@ def test_the_readme_has_exactly_two_commands() -> None:
     assert [len(block.strip().splitlines()) for block in blocks] == [1, 1]
     assert "nanoserve chat" in blocks[0]
     assert "pytest" in blocks[1]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_link_to_a_section_leads_to_a_heading(document: Path) -> None:
+    for path, section in re.findall(r"\]\(((?:[\w./-]+\.md)?)#([^)\s]+)\)", document.read_text()):
+        target = document.parent / path if path else document
+        assert section in headings(target), f"{path}#{section}"
+
+
+def headings(document: Path) -> set[str]:
+    """The names that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
