@@ -1,4 +1,4 @@
-"""Explanation: what a run's steps saw, decided and did, as data to look at. JSON leaves out fields at their defaults."""
+"""Explanation: what the steps of a run saw, decided and did, as data. JSON leaves out fields at their defaults."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
