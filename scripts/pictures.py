@@ -6,6 +6,7 @@ The chat is played back as fast as it came; only the typing is made up. The file
 """
 
 import codecs
+import math
 import os
 import pty
 import re
@@ -13,7 +14,7 @@ import select
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -28,14 +29,15 @@ PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 COMMAND = "nanoserve chat --seed 9"
 QUESTION = "tell me a story about a fox and a boat"
 COLUMNS = 80
-KEY_SECONDS, PAUSE_SECONDS, END_SECONDS, FRAME_SECONDS = 0.06, 1.0, 6.0, 0.04
+FRAME_SECONDS, END_SECONDS = 0.05, 6.0
 CELL, LINE, MARGIN = 8.4, 19, 16  # pixels
-STYLE = """text{font:14px ui-monospace,Menlo,'DejaVu Sans Mono',monospace;fill:#d8dee9;white-space:pre}
+STYLE = """text{font:14px ui-monospace,Menlo,'DejaVu Sans Mono',monospace;fill:#d8dee9}
 .dim{fill:#8b95a7}"""
 _CODES = re.compile(r"\x1b\[(\??)([\d;]*)([A-Za-z])|(.)", re.DOTALL)
 
 Cells = dict[tuple[int, int], tuple[str, str]]  # characters and their styles, by row and column
-Piece = tuple[int, int, str, str, float, float | None]  # row, column, text, style, begin and end in seconds
+Frame = tuple[float, Cells]  # what the screen showed, and how many seconds after the command was entered
+Piece = tuple[int, int, str, str, float, float]  # row, column, text, style, begin and end in seconds
 
 
 class Screen:
@@ -49,15 +51,12 @@ class Screen:
         for private, number, command, character in _CODES.findall(text):
             if command == "m":
                 self.style = "dim" if number == "2" else ""
-            elif command in ("C", "D"):
-                self.column += int(number or 1) * (1 if command == "C" else -1)
-            elif command == "A":
-                self.row -= int(number or 1)
+            elif command in ("A", "C", "D"):
+                down, right = {"A": (-1, 0), "C": (0, 1), "D": (0, -1)}[command]
+                self.row, self.column = self.row + down * int(number or 1), self.column + right * int(number or 1)
             elif command in ("J", "K") and not private:
-                first, last_row = 0 if number == "2" else self.column, self.row if command == "K" else float("inf")
-                for row, column in list(self.cells):
-                    if (self.row < row <= last_row) or (row == self.row and column >= first):
-                        del self.cells[row, column]
+                first, last_row = 0 if number == "2" else self.column, self.row if command == "K" else math.inf
+                self.cells = {at: cell for at, cell in self.cells.items() if at < (self.row, first) or at[0] > last_row}
             elif character == "\r":
                 self.column = 0
             elif character == "\n":
@@ -71,124 +70,80 @@ class Screen:
         return sum(self.cells.get((row, 2)) == (">", "") for row in range(self.row + 1))
 
 
-class Recording:
-    """A command on a pseudo-terminal, and what its screen showed: frames with seconds since it was entered."""
-
-    def __init__(self, command: str) -> None:
-        self.process, self.terminal = pty.fork()
-        if self.process == 0:
-            termios.tcsetwinsize(0, (50, COLUMNS))
-            settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "COLUMNS": str(COLUMNS)}
-            os.execve(sys.executable, [sys.executable, "-m", *command.split()], os.environ | settings)
-        self.screen, self.began = Screen(), time.monotonic()
-        self.screen.write(f"$ {command}\r\n")
-        self.frames: list[tuple[float, Cells]] = [(0.0, dict(self.screen.cells))]
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
-
-    def watch(self, is_over: Callable[[], bool]) -> None:
-        while not is_over():
-            end = time.monotonic() + FRAME_SECONDS
-            while (left := end - time.monotonic()) > 0:
-                if select.select([self.terminal], [], [], left)[0]:
-                    self.screen.write(self._decoder.decode(os.read(self.terminal, 1 << 16)))
-            self.frames.append((time.monotonic() - self.began, dict(self.screen.cells)))
-
-    def type(self, keys: str, pause: float) -> None:
-        for key in keys:
-            os.write(self.terminal, key.encode())
-            end = time.monotonic() + pause
-            self.watch(lambda end=end: time.monotonic() >= end)
-
-    def close(self) -> None:
-        os.write(self.terminal, b"\x04")
-        while select.select([self.terminal], [], [], PAUSE_SECONDS)[0]:
-            try:
-                os.read(self.terminal, 1 << 16)
-            except OSError:  # Linux tells by an error that the other end is closed
-                break
-        os.waitpid(self.process, 0)
-        os.close(self.terminal)
+def record() -> list[Frame]:
+    """A chat: someone reads for a second, types the question, and reads the answer."""
+    process, terminal = pty.fork()
+    if process == 0:
+        termios.tcsetwinsize(0, (50, COLUMNS))
+        settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "COLUMNS": str(COLUMNS)}
+        os.execve(sys.executable, [sys.executable, "-m", *COMMAND.split()], os.environ | settings)
+    decode, began, screen = codecs.getincrementaldecoder("utf-8")().decode, time.monotonic(), Screen()
+    screen.write(f"$ {COMMAND}\r\n")
+    frames = [(0.0, dict(screen.cells))]
+    keys = ["\r", *reversed(QUESTION), *[""] * 20]  # from the last to the first, one for each frame
+    while screen.prompts < 2:
+        end = time.monotonic() + FRAME_SECONDS
+        while (left := end - time.monotonic()) > 0:
+            if select.select([terminal], [], [], left)[0]:
+                screen.write(decode(os.read(terminal, 1 << 16)))
+        frames.append((time.monotonic() - began, dict(screen.cells)))
+        if screen.prompts and keys:
+            os.write(terminal, keys.pop().encode())
+    os.close(terminal)  # hangs up
+    os.waitpid(process, 0)
+    return frames
 
 
-def pieces(frames: Sequence[tuple[float, Cells]]) -> Iterator[Piece]:
+def pieces(frames: Sequence[Frame]) -> Iterator[Piece]:
     """Neighbours of one style that come and go together."""
-    found = []
+    found: list[tuple[int, float, float, str, int, str]] = []
     shown: dict[tuple[int, int], tuple[tuple[str, str], float]] = {}
-    for now, cells in [*frames, (None, {})]:
-        for at in [at for at, (cell, _) in shown.items() if cells.get(at) != cell]:
-            (character, style), begin = shown.pop(at)
-            found.append((at[0], begin, now, style, at[1], character))
+    for now, cells in [*frames, (math.inf, {})]:
+        for row, column in [at for at, (cell, _) in shown.items() if cells.get(at) != cell]:
+            (character, style), begin = shown.pop((row, column))
+            found.append((row, begin, now, style, column, character))
         shown |= {at: (cell, now) for at, cell in cells.items() if at not in shown}
-    found.sort(key=lambda one: (one[0], one[1], one[2] or float("inf"), one[3], one[4]))
-    numbered = enumerate(found)
-    for (row, begin, end, style, _), group in groupby(numbered, lambda pair: (*pair[1][:4], pair[1][4] - pair[0])):
-        cells = [cell for _, cell in group]
-        text = "".join(cell[5] for cell in cells).rstrip()
-        if text:
-            yield row, cells[0][4], text, style, begin, end
+    for (*place, _), group in groupby(enumerate(sorted(found)), lambda pair: (*pair[1][:4], pair[1][4] - pair[0])):
+        row, begin, end, style = place
+        columns, characters = zip(*[cell[4:] for _, cell in group], strict=True)
+        text = "".join(characters)
+        if text.strip():
+            yield row, columns[0] + len(text) - len(text.lstrip()), text.strip(), style, begin, end
 
 
-def animation(frames: Sequence[tuple[float, Cells]], title: str) -> str:
+def animation(frames: Sequence[Frame]) -> str:
     """An SVG that plays the frames again and again. Programs that do not animate show the last one."""
     seconds = frames[-1][0] + END_SECONDS
-    rows = 1 + max(row for row, _ in frames[-1][1])
-    width, height = COLUMNS * CELL + 2 * MARGIN, rows * LINE + 2 * MARGIN
-    texts = []
+    width, height = (cells * size + 2 * MARGIN for cells, size in ((COLUMNS, CELL), (max(frames[-1][1])[0] + 1, LINE)))
+    drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}">']
+    drawn += [f"<title>{escape(f'{COMMAND}: {QUESTION}')}</title><style>{STYLE}</style>"]
+    drawn += [f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#1f2430"/>']
     for row, column, text, style, begin, end in pieces(frames):
         place = f'x="{MARGIN + column * CELL:g}" y="{MARGIN + (row + 0.75) * LINE:g}" textLength="{len(text) * CELL:g}"'
-        values = "0;1" if end is None else "0;1;0"
-        times = ";".join(f"{moment / seconds:.4f}" for moment in (0, begin, end) if moment is not None)
-        timing = f'values="{values}" keyTimes="{times}" calcMode="discrete" dur="{seconds:.2f}s"'
+        stays = end == math.inf
+        times = ";".join(f"{moment / seconds:.4f}" for moment in (0, begin, end) if moment <= seconds)
+        timing = f'values="0;1{"" if stays else ";0"}" keyTimes="{times}" calcMode="discrete" dur="{seconds:.2f}s"'
         motion = f'<animate attributeName="opacity" {timing} repeatCount="indefinite"/>' if begin else ""
-        look = (f' class="{style}"' if style else "") + ("" if end is None else ' opacity="0"')
-        texts.append(f"<text {place}{look}>{escape(text)}{motion}</text>")
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}">',
-            f"<title>{escape(title)}</title><style>{STYLE}</style>",
-            f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#1f2430"/>',
-            *texts,
-            "</svg>\n",
-        ]
-    )
-
-
-def chat() -> str:
-    """A person who waits a moment, types a question, and reads."""
-    recording = Recording(COMMAND)
-    recording.watch(lambda: recording.screen.prompts == 1)
-    recording.type("", 0)
-    recording.type(QUESTION, KEY_SECONDS)
-    recording.type("\r", KEY_SECONDS)
-    recording.watch(lambda: recording.screen.prompts == 2)
-    recording.close()
-    return animation(recording.frames, f"{COMMAND}: {QUESTION}")
+        look = f'class="{style}"' + ("" if stays else ' opacity="0"')
+        drawn.append(f"<text {place} {look}>{escape(text)}{motion}</text>")
+    return "\n".join([*drawn, "</svg>\n"])
 
 
 def schedules() -> Chart:
     """`nanoserve simulate --policy sarathi,throttling --rate 3 --requests 200`: the same second under both policies."""
     options = SimulateOptions(policy="sarathi,throttling", rate=3.0, requests=200)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
-    window, panels = None, []
+    window, panels, blocks, times = None, [], hardware.kv_blocks[0], hardware.predictors
     for name, policy in parse_policies(options.policy, options.max_num_batched_tokens).items():
         window = StepWindow(beside=window)
         result = simulate(
-            policy,
-            hardware.layouts[0],
-            options.workload(),
-            num_blocks=hardware.kv_blocks[0],
-            observers=(window,),
-            predictors=hardware.predictors,
+            policy, hardware.layouts[0], options.workload(), num_blocks=blocks, observers=(window,), predictors=times
         )
-        gaps = "" if result.itl_ms is None else f", p99 gap between tokens {result.itl_ms.p99:,.0f} ms"
+        gaps = result.itl_ms and f", p99 gap between tokens {result.itl_ms.p99:,.0f} ms"
         panels.append(window.gantt(f"{name}: idle for {result.bubble_share:.0%} of the run{gaps}"))
     return Chart(f"{options.model} in {options.pp} pipeline stages, simulated", panels, columns=2)
 
 
-def main() -> None:
-    (PICTURES / "chat.svg").write_text(chat(), encoding="utf-8")
-    draw(schedules(), PICTURES / "schedule.png", panel_size=(6, 2.6))
-
-
 if __name__ == "__main__":
-    main()
+    (PICTURES / "chat.svg").write_text(animation(record()), encoding="utf-8")
+    draw(schedules(), PICTURES / "schedule.png", panel_size=(6, 2.6))

@@ -52,7 +52,7 @@ def test_the_chat_is_the_one_that_the_script_records() -> None:
 
 def test_pieces_of_an_animation_come_and_go_at_their_times() -> None:
     first = {(0, 0): ("a", ""), (0, 1): ("b", "")}
-    drawn = animation([(0.0, {}), (1.0, first), (2.0, {(0, 0): ("a", "")})], "a title")
+    drawn = animation([(0.0, {}), (1.0, first), (2.0, {(0, 0): ("a", "")})])
     texts = {"".join(element.itertext()): element for element in ElementTree.fromstring(drawn)[3:]}
     assert {letter: element[0].get("keyTimes") for letter, element in texts.items()} == {
         "a": "0.0000;0.1250",
