@@ -155,8 +155,8 @@ class SequenceBlocks:
 
     def grow(self, sequence: Sequence, count: int) -> tuple[list[int], tuple[int, int] | None]:
         """Append the blocks that ``count`` more positions need; they must be free. Returns them, and the (source,
-        target) of a block to copy before the first of them is written: at its first write a fork copies the block in
-        which its prompt ends, unless it is the only owner."""
+        target) of a block to copy before the first of them is written. This is copy-on-write: at its first write a fork
+        copies the block in which its prompt ends, unless it is the only owner."""
         held, end = len(sequence.block_table), sequence.computed + count
         if end <= held * self._block_size:  # a fork that has not written yet misses one block at least
             return [], None
@@ -193,7 +193,7 @@ class SequenceBlocks:
         sibling.chain = parent.chain[:full]
         self.pool.share(sibling.block_table)
         if partial:
-            # Copied when the sibling first writes. Until then the parent may write to the block: only after the
+            # Copied by `grow` when the sibling first writes. Until then the parent may write to the block: only after the
             # prompt, where the sibling does not read.
             sibling.copy_source = parent.block_table[full]
             self.pool.share([sibling.copy_source])

@@ -1,4 +1,5 @@
-"""Host sequences whose token is under way: asynchronous overlap (APEX) advances a cohort about one layer a plan."""
+"""Host sequences whose token is under way: Asynchronous Overlap (APEX) advances a cohort by at most one layer a plan,
+so its token takes L + 1 plans at least."""
 
 from collections.abc import Mapping
 

@@ -152,7 +152,8 @@ class HybridPass:
 
         A group whose attention in a layer is done when the step reaches that layer's second half joins it and the first
         half of the next layer, whose attention is then the CPU's next task. Other groups try again in the next step:
-        the device waits only if it has nothing else to do. No group advances by more than a layer.
+        the device waits only if it has nothing else to do. No group advances by more than a layer, so a token takes at
+        least L + 1 steps in a model of L layers: it enters layer 0 in one step, and ends layer L - 1 in the L-th after.
 
         The groups in `entering` are at the first layer of this stage. Returns hidden states of the device's rows after
         the last layer, [T, hidden_size], and the groups that passed it.
