@@ -43,6 +43,7 @@ HELP = """A compact LLM inference engine.
   nanoserve quantize MODEL --calibrate text.txt --output DIR   in 4 bits
   nanoserve analyze -m qwen3-8b --hardware h100   where the time goes
   nanoserve profile --json here.json              the same on this machine
+  nanoserve explain "Once upon a time"            a run, step by step
   nanoserve simulate --policy sarathi,throttling  policies on any hardware
   nanoserve plan -m qwen3-32b --hardware l4 --gpus 8   parallel layouts
 
@@ -73,6 +74,7 @@ COMMANDS = {
     "analyze": "Count a model's operations and bytes, and say what each takes on hardware that need not be here.",
     "profile": "Time a model's layers, attention, head and the work around them on this machine, over their sizes.",
     "policies": "List the scheduling policies: where each comes from, what it is good for, its parameters.",
+    "explain": "Go through a run step by step: what the policy saw and decided, the rows, the blocks, the tokens.",
     "simulate": "Run the scheduler in virtual time: the engine's own classes, over a model of hardware and links.",
     "plan": "Rank all ways to spread a model over devices, with data, tensor and pipeline parallelism (D2T2P2).",
     "bench": BENCH_HELP.partition("\n")[0],

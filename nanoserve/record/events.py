@@ -46,6 +46,16 @@ class Blocks(msgspec.Struct, frozen=True):
         return 1 - (self.host - self.used_host) / self.host if self.host else 0.0
 
 
+class HeldBlocks(msgspec.Struct, frozen=True):
+    """A sequence's blocks on both tiers, between two plans; it has both while it moves."""
+
+    sequence: int
+    device: tuple[int, ...]
+    host: tuple[int, ...]
+    tokens: int
+    """Tokens that they hold once everything in flight is computed."""
+
+
 class Arrived(msgspec.Struct, frozen=True):
     """The engine took a request in; the time is on its clock."""
 
@@ -75,6 +85,8 @@ class Planned(msgspec.Struct, frozen=True):
     """Blocks after the plan's rows and swaps; the plan itself says what it took and freed."""
     forecast: Forecast | None
     """The prediction for the plan; None if it was not predicted."""
+    tables: tuple[HeldBlocks, ...] = ()
+    """All block tables after the plan was made, oldest sequence first; empty unless the recorder keeps tables."""
 
 
 class Worked(msgspec.Struct, frozen=True):

@@ -1,13 +1,22 @@
 """Explanation: what the steps of a run saw, decided and did, as data. JSON leaves out fields at their defaults."""
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain, count
 from typing import Any, Literal
 
 import msgspec
 
-from nanoserve.scheduler.plan import Tier
+from nanoserve.record.events import HeldBlocks
+from nanoserve.record.run_record import RunRecord, Span
+from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.plan import Row, Tier
 
-Span = tuple[float, float]
+MOST_TOKENS, MOST_CHARACTERS = 8, 60
+_NOT_SHOWN = ("previous", "predictor", "bound", "alternatives")  # of loads and decisions
+Texts = Callable[[Sequence[int]], tuple[str, ...]]
+"""The texts of tokens, one by one."""
 
 
 class ExplainedSequence(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -106,3 +115,82 @@ class Explanation(msgspec.Struct, frozen=True):
 
     title: str
     runs: tuple[ExplainedRun, ...]
+
+
+def _ids(tokens: Sequence[int]) -> tuple[str, ...]:
+    return tuple(map(str, tokens))
+
+
+def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, texts: Texts = _ids) -> ExplainedRun:
+    """What a record tells of a run, from its engine's first step on; the recorder kept the block tables."""
+    sequences = tuple(_sequences(record, texts))
+    moments = [event.clock for event in record.planned.values()] + [one.arrival_time for one in record.arrivals]
+    begin = min(moments, default=0.0)
+    spans = defaultdict[int, list[Span]](list)
+    workers = max((times.rank for times in record.stage_times), default=0) + 1
+    for times in chain.from_iterable(record.stages(max(1, workers // stages))):
+        spans[times.step].append((times.started - begin, times.computed - begin))
+    steps = []
+    for step, planned in record.planned.items():
+        plan, blocks, ended, result = planned.plan, planned.blocks, record.known.get(step), record.result_of.get(step)
+        owners = Counter(chain.from_iterable(table.device for table in planned.tables))
+        explained = ExplainedStep(
+            step=step,
+            began=planned.clock - begin,
+            ended=None if ended is None else ended - begin,
+            load=_shown(planned.load),
+            decision=_shown(planned.decision),
+            bound=planned.decision.bound,
+            layout=plan.layout,
+            strategy=plan.strategy,
+            transition=plan.transition,
+            rows=tuple(_row(row, sequences[row.sequence], texts) for row in plan.rows),
+            tables=tuple(chain.from_iterable(map(_tables, planned.tables))),
+            shared=tuple(sorted(block for block, times in owners.items() if times > 1)),
+            copies=tuple((copy.source, copy.target) for copy in plan.copies),
+            swaps=tuple(ExplainedSwap(one.sequence, one.direction, len(one.device_blocks)) for one in plan.swaps),
+            ended_sequences=plan.end,
+            free_blocks=blocks.device - blocks.used_device,
+            total_blocks=blocks.device,
+            free_host=blocks.host - blocks.used_host,
+            total_host=blocks.host,
+            answers=tuple(
+                ExplainedAnswer(one.sequence, texts(one.tokens)) for one in (result.answers if result else ())
+            ),
+            spans=tuple(spans[step]),
+        )
+        steps.append(explained)
+    return ExplainedRun(policy, block_size, stages, sequences, tuple(steps))
+
+
+def _sequences(record: RunRecord, texts: Texts) -> Iterator[ExplainedSequence]:
+    """The samples of the requests in the order of their arrival, which is how a scheduler numbers them."""
+    numbers = count()
+    for request in record.arrivals:
+        prompt = "" if texts is _ids else "".join(texts(request.prompt[:MOST_CHARACTERS]))[:MOST_CHARACTERS]
+        for index in range(request.params.n):
+            name = request.request_id if request.params.n == 1 else f"{request.request_id}/{index}"
+            yield ExplainedSequence(next(numbers), name, len(request.prompt), prompt)
+
+
+def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
+    shown = ("?",) if row.fed else texts(row.tokens[:MOST_TOKENS])
+    in_prompt = len(row.tokens) > 1 or row.start < sequence.prompt_tokens
+    kind: Literal["prefill", "decode"] = "prefill" if in_prompt else "decode"
+    return ExplainedRow(row.sequence, row.start, len(row.tokens), kind, row.tier, row.sample, shown)
+
+
+def _tables(table: HeldBlocks) -> Iterator[ExplainedTable]:
+    if table.device:
+        yield ExplainedTable(table.sequence, "device", table.device, table.tokens)
+    if table.host:
+        yield ExplainedTable(table.sequence, "host", table.host, table.tokens)
+
+
+def _shown(value: Load | Decision | None) -> dict[str, Any]:
+    """The fields that differ from their defaults, in plain types."""
+    found = () if value is None else [one.name for one in fields(value) if getattr(value, one.name) != one.default]
+    plain: dict[str, Any] = msgspec.to_builtins(
+        {name: getattr(value, name) for name in found if name not in _NOT_SHOWN}
+    )
+    return plain

@@ -48,6 +48,7 @@ class Recorder:
         self.executor = executor
         self.executor_seconds = 0.0  # real time spent in the executor
         self.losses = 0  # how often the executor's workers died and new ones were started
+        self.keeps_tables = False  # whether observers see the block tables after each plan
         self.forecasts = Forecasts(scheduler.predictors, self._emit)
         self._scheduler = scheduler
         self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
@@ -113,7 +114,7 @@ class Recorder:
         if self._observers:
             clock, forecasts = handed_over if self._clock is None else self._clock, self.forecasts
             decided = forecasts.load, forecasts.decision, events.Blocks.of(self._scheduler), forecasts.of(plan.step)
-            self._emit(events.Planned(handed_over, clock, plan, *decided))
+            self._emit(events.Planned(handed_over, clock, plan, *decided, self._tables()))
         self._show_times()
 
     def collect(self, until: float | None) -> list[StepResult]:
@@ -172,6 +173,14 @@ class Recorder:
             stages = tuple([one for one in times if isinstance(one, StageTimes)])
             beside = tuple([one for one in times if not isinstance(one, StageTimes)])
             self._emit(events.Worked(stages, beside))
+
+    def _tables(self) -> tuple[events.HeldBlocks, ...]:
+        sequences = self._scheduler.table.sequences.values() if self.keeps_tables else ()
+        return tuple(
+            events.HeldBlocks(one.sequence_id, tuple(one.block_table), tuple(one.host_table), one.computed)
+            for one in sequences
+            if one.block_table or one.host_table
+        )
 
     def _after(self, clock: float) -> float:
         # Rounded up: a request that is due on the executor's clock is due on this one. No two moments are equal, or a

@@ -59,6 +59,8 @@ class Decision:
     until a token was answered since the last drain began."""
     alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
     """What ``strategy`` was chosen from, for traces and figures; empty where there was no choice."""
+    bound: str = field(default="", compare=False)
+    """Which part of the policy's formula gave the numbers, for whoever looks at the step."""
 
 
 @dataclass(frozen=True, slots=True)

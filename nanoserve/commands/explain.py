@@ -1,0 +1,141 @@
+"""``nanoserve explain``: what each step of a run saw, decided and did."""
+
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import msgspec
+
+from nanoserve.benchmarks.policy_names import parse_policies
+from nanoserve.commands.batch_files import PromptRow, read_rows
+from nanoserve.commands.engine_options import SamplingOptions, WorkersOptions, check_utf8, sampling_params
+from nanoserve.commands.explain_view import print_steps, show_steps
+from nanoserve.commands.options import HARDWARE_PANEL, argument, file_option, option
+from nanoserve.commands.simulate import HardwareOptions, SimulatedHardware, WorkloadOptions
+from nanoserve.commands.terminal import is_terminal, remark
+from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.models.hub import find_shape
+from nanoserve.processes.files import read_bytes, replace_file
+from nanoserve.record.explanation import ExplainedRun, Explanation, explain_run
+from nanoserve.record.run_record import RunRecord
+from nanoserve.simulator.scenarios import SCENARIOS, explained_simulation
+
+_SIMULATED_MODEL = "qwen2.5-14b"  # unless another is named
+
+
+class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
+    prompts: list[str] | None = argument(None, "Texts to go on with.")
+    file: Path | None = file_option("Prompts: a text file with one per line, or .jsonl rows.", "-f")
+    recorded: Path | None = file_option("A run that --json wrote.")
+    scenario: str | None = option(None, "A drawing of a paper.", choices=tuple(SCENARIOS))
+    simulate: bool = option(False, "Run the requests of --lengths in virtual time.")
+    policy: str | None = option(None, "One policy or several, to compare.", metavar="NAME,NAME")
+    json: str | None = option(None, "Write the run to a file; - is stdout.", metavar="FILE")
+    samples: int = option(1, "Answers to each prompt, which share its blocks.", minimum=1)
+    max_tokens: int | None = option(16, "Longest answer.", "-n")
+    seed: int = option(0, "Makes the run repeatable.", minimum=0)
+    requests: int = option(8, "How many.", minimum=1, maximum=10_000)
+    hardware: str = option(HardwareOptions.hardware, "A machine or device.", metavar="NAME", panel=HARDWARE_PANEL)
+    num_blocks: int | None = option(None, "KV blocks; default: what fits.", minimum=1, panel=HARDWARE_PANEL)
+
+    def simulated(self) -> HardwareOptions:
+        """What is simulated: the options of an engine mean the same of it."""
+        names = [field.name for field in fields(HardwareOptions) if hasattr(self, field.name)]
+        profile = None if self.profile is None else Path(self.profile)
+        settings = {name: getattr(self, name) for name in names} | {"profile": profile}
+        return HardwareOptions(**settings | {"model": self.model or _SIMULATED_MODEL})
+
+
+def run(options: ExplainOptions) -> None:
+    """For each step: the snapshot that the policy saw, its decision and which part of its formula gave it, the rows,
+    the block tables and the tokens. On a terminal, the arrow keys go from step to step and q ends.
+
+    [bold]Examples[/bold]
+
+      nanoserve explain "Once upon a time" "A dog and a kite"
+      nanoserve explain --simulate --pp 4 --policy sarathi,throttling
+      nanoserve explain --scenario gllm-7 --json run.json
+      nanoserve explain --recorded run.json
+    """
+    sources = (options.prompts, options.file, options.recorded, options.scenario, options.simulate)
+    if len(list(filter(None, sources))) != 1:
+        raise UsageError("give one of these: prompts, --file, --recorded, --scenario, --simulate")
+    explanation = _explanation(options)
+    if options.json == "-":
+        sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
+    elif options.json is not None:
+        replace_file(Path(options.json), msgspec.json.encode(explanation))
+        remark(f"{options.json} holds {sum(len(one.steps) for one in explanation.runs)} steps")
+    elif is_terminal(sys.stdout) and is_terminal(sys.stdin):
+        show_steps(explanation)
+    else:
+        print_steps(explanation)
+
+
+def _explanation(options: ExplainOptions) -> Explanation:
+    if options.recorded is not None:
+        try:
+            return msgspec.json.decode(read_bytes(options.recorded, UsageError), type=Explanation)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError(f"{options.recorded} is not what explain --json writes: {error}") from None
+    if options.scenario is not None:
+        scenario = SCENARIOS[options.scenario]
+        model = find_shape(options.model or _SIMULATED_MODEL, options.quantization)
+        policies = parse_policies(options.policy or scenario.policies, scenario.token_budget)
+        return Explanation(scenario.title, tuple(scenario.run(*named, model) for named in policies.items()))
+    if options.simulate:
+        return _simulated(options)
+    texts = [check_utf8(text, "the prompt") for text in options.prompts or ()]
+    rows = (
+        [PromptRow(place, prompt=text) for place, text in enumerate(texts)]
+        if options.file is None
+        else read_rows(options.file)
+    )
+    if wrong := next((row for row in rows if row.error is not None), None):
+        raise UsageError(f"{options.file} line {wrong.index + 1}: {wrong.error}")
+    names = (options.policy or "").split(",")
+    return Explanation(f"{len(rows)} prompts", tuple(_live(options, name or None, rows) for name in names))
+
+
+def _simulated(options: ExplainOptions) -> Explanation:
+    policies = parse_policies(options.policy or "throttling", options.max_num_batched_tokens)
+    simulated = options.simulated()
+    hardware = SimulatedHardware.of(simulated, options.max_num_batched_tokens)
+    runs = [
+        explained_simulation(
+            name,
+            policy,
+            options.workload(),
+            hardware.layouts,
+            hardware.kv_blocks,
+            hardware.host_blocks,
+            predictors=hardware.predictors,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+        )
+        for name, policy in policies.items()
+    ]
+    return Explanation(f"{simulated.model} on {options.hardware}, {hardware.name}, simulated", tuple(runs))
+
+
+def _live(options: ExplainOptions, policy: str | None, rows: list[PromptRow]) -> ExplainedRun:
+    """One run on this machine, all prompts at once. Raises UsageError for one that cannot be used."""
+    given = options.given() | {"n": options.samples}
+    with replace(options, policy=policy).open_llm() as llm:
+        engine, defaults, tokenizer = llm.engine, llm.default_sampling_params(), llm.tokenizer
+        record = RunRecord(engine.executor.max_in_flight)
+        engine.recorder.keeps_tables = True
+        engine.recorder.add(record)
+        items = [(row.prompt, sampling_params(defaults, given, row.settings)) for row in rows]
+        for _, output in llm.generate_as_completed(items):
+            if isinstance(output, NanoserveError):
+                raise output
+        engine.recorder.finish()
+        name = policy or llm.engine_config.policy_name
+        return explain_run(
+            name,
+            record,
+            llm.engine_config.block_size,
+            engine.scheduler.pipeline_depth,
+            lambda tokens: tuple(tokenizer.decode([one], skip_special_tokens=False) for one in tokens),
+        )

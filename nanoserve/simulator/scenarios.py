@@ -1,0 +1,94 @@
+"""The papers' own drawings, as small runs to explain: each is a few requests on a small model, in virtual time."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from nanoserve.config import ModelConfig
+from nanoserve.costs import ParallelLayout, StepCosts, load_machine
+from nanoserve.costs.predictor import Predictor, layout_predictors
+from nanoserve.engine import Engine
+from nanoserve.measures.workloads import RequestShape
+from nanoserve.record.explanation import ExplainedRun, explain_run
+from nanoserve.request import Request
+from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor
+from nanoserve.simulator.pipeline import TieredTimes
+from nanoserve.simulator.replay import record_run
+from nanoserve.simulator.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A drawing: what it shows, the policies to compare, and requests as (arrival in seconds, prompt, answer)."""
+
+    title: str
+    policies: str
+    requests: tuple[tuple[float, int, int], ...]
+    layouts: tuple[str, ...]
+    num_blocks: int
+    host_blocks: int = 0
+    hardware: str = "gllm-l20"
+    num_layers: int = 28
+    token_budget: int = 2048
+
+    def run(self, name: str, policy: Policy, model: ModelConfig) -> ExplainedRun:
+        """The drawing under one policy, with as many layers of this model."""
+        costs = [
+            StepCosts(
+                replace(model, num_layers=self.num_layers), load_machine("gllm-l20"), ParallelLayout.parse(layout)
+            )
+            for layout in self.layouts
+        ]
+        arrivals, prompts, answers = zip(*self.requests, strict=True)
+        requests = Workload(arrivals, map(RequestShape, prompts, answers))
+        blocks = [self.num_blocks] * len(costs)
+        return explained_simulation(
+            name, policy, requests, costs, blocks, self.host_blocks, predictors=layout_predictors(costs)
+        )
+
+
+SCENARIOS = {
+    "gllm-7": Scenario(
+        title="gLLM, figure 7: prompts come while others decode, on two stages",
+        policies="sarathi,throttling:iterations=3",
+        requests=((0.0, 64, 24), (0.0, 64, 24), (0.0, 64, 24), (0.2, 480, 8), (0.2, 480, 8), (0.2, 480, 8)),
+        layouts=("P2",),
+        num_blocks=100,
+        token_budget=512,
+    ),
+}
+
+
+def explained_simulation(
+    name: str,
+    policy: Policy,
+    requests: Iterable[Request],
+    layouts: Sequence[TieredTimes],
+    num_blocks: Sequence[int],
+    host_blocks: int,
+    *,
+    predictors: Sequence[Predictor],
+    block_size: int = 16,
+    max_num_seqs: int = 256,
+) -> ExplainedRun:
+    """A simulated run, with the KV blocks and the step times of each layout. Raises UsageError if a request can never
+    run."""
+    capacities = [LayoutCapacity(blocks, one.num_stages) for blocks, one in zip(num_blocks, layouts, strict=True)]
+    scheduler = Scheduler(
+        policy,
+        num_blocks=num_blocks[0],
+        block_size=block_size,
+        max_model_len=min(num_blocks) * block_size + 1,
+        max_num_seqs=max_num_seqs,
+        prefix_caching=False,
+        pipeline_depth=layouts[0].num_stages,
+        host_blocks=host_blocks,
+        other_layouts=capacities[1:],
+        predictors=predictors,
+    )
+    engine = Engine(scheduler, SimulatedExecutor(*layouts, block_size=block_size), vocab_size=VOCAB_SIZE)
+    engine.recorder.keeps_tables = True
+    record = record_run(engine, requests)
+    return explain_run(name, record, block_size, layouts[0].num_stages, lambda tokens: ("",) * len(tokens))
