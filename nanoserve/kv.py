@@ -193,8 +193,8 @@ class SequenceBlocks:
         sibling.chain = parent.chain[:full]
         self.pool.share(sibling.block_table)
         if partial:
-            # Copied by `grow` when the sibling first writes. Until then the parent may write to the block: only after the
-            # prompt, where the sibling does not read.
+            # `grow` copies it when the sibling first writes. Until then the parent may write to the block: only after
+            # the prompt, where the sibling does not read.
             sibling.copy_source = parent.block_table[full]
             self.pool.share([sibling.copy_source])
 
