@@ -5,7 +5,6 @@ failure while running, 2 a request that makes no sense, 3 a model that cannot be
 the pipe early (``| head``) got what it wanted: exit 0.
 """
 
-import contextlib
 import inspect
 import io
 import os
@@ -136,9 +135,11 @@ class _Benchmarks(_LazyGroup):
 def run(*first: str) -> NoReturn:
     """Entry point of the console script; ``first`` are words put before the process's arguments."""
     code = EXIT_INTERRUPTED
-    with contextlib.suppress(KeyboardInterrupt):  # one that comes when the last line is written already
+    try:
         code = main([*first, *sys.argv[1:]])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but the interpreter's own end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but the interpreter's own end
+    except KeyboardInterrupt:  # one that comes when the last line is written already
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 
 

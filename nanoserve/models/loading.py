@@ -26,6 +26,7 @@ from nanoserve.models.quantized_tensors import INTEGERS, Decode, OpenFile, find_
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
 from nanoserve.processes.files import read_json_object
+from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.quantization import BLOCK_TYPES
 from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest
 from triton_ops.packed import ROWS
@@ -39,6 +40,8 @@ _STORED_BYTES: Mapping[str, float] = {"F64": 8.0, INTEGERS: 1.0} | {
 """Bytes per number of the formats that are read, by the name in the file."""
 _MAPPED_BYTES = 64 << 20
 """Bytes to read before a file is opened again: until then, its mapped pages count as this process's memory."""
+
+_reading = deferred_interrupts()  # safetensors turns a KeyboardInterrupt inside a read into a ValueError
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read, bytes in all) while a checkpoint is read."""
@@ -250,6 +253,7 @@ def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> G
     return found.quantized(rows)
 
 
+@_reading
 def _with_matrices(
     parts: Iterable[TensorPart], stored: dict[str, StoredTensor], config: ModelConfig, open_file: OpenFile
 ) -> dict[str, StoredTensor]:
@@ -353,6 +357,7 @@ class _OpenFiles(ExitStack):
         return self._files[path]
 
 
+@_reading
 def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
     try:
         view: Tensor = file.get_slice(part.name)[part.source]
@@ -361,6 +366,7 @@ def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
     return view
 
 
+@_reading
 def _read(part: TensorPart, stored: StoredTensor, open_file: OpenFile, *, packed: bool) -> Tensor:
     """A part as its parameter holds it: numbers, or packed integers."""
     if stored.decode is None:

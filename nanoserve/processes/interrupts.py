@@ -9,7 +9,8 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt after the block instead of inside it; a second Ctrl-C is raised at once.
+    """Raise KeyboardInterrupt after the block instead of inside it; a second Ctrl-C is raised at once. If a library
+    turns the second one into an error of its own, KeyboardInterrupt takes its place.
 
     This holds where Python raises it: in the main thread, with the default handler.
     """
@@ -29,5 +30,5 @@ def deferred_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted:
-        raise KeyboardInterrupt
+        if interrupted:
+            raise KeyboardInterrupt
