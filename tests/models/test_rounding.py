@@ -103,17 +103,17 @@ def test_gptq_with_inputs_that_are_always_zero() -> None:
 def test_awq_takes_the_best_scales_of_its_grid() -> None:
     inputs = correlated(300, 64)
     weight, sizes = torch.randn(24, 64), inputs.abs().mean(0)
-    errors = {}
+    found, grid = awq_scales(weight, inputs.T @ inputs, sizes, 3, 32), []
     for exponent in range(20):
         scales = sizes.pow(exponent / 20)
-        scales = (scales / (scales.max() * scales.min()).sqrt()).double()
-        rounded = nearest((weight * scales).view(-1, 32), 3)[0].view(24, 64) / scales
-        errors[exponent] = float(((rounded - weight) @ inputs.double().T).square().sum())
-    best = min(errors, key=errors.__getitem__)
-    assert best > 0
-    scales = sizes.pow(best / 20)
-    found = awq_scales(weight, inputs.T @ inputs, sizes, 3, 32)
-    torch.testing.assert_close(found, scales / (scales.max() * scales.min()).sqrt())
+        scales = scales / (scales.max() * scales.min()).sqrt()
+        rounded = nearest((weight * scales.double()).view(-1, 32), 3)[0].view(24, 64) / scales
+        error = float(((rounded - weight) @ inputs.double().T).square().sum())
+        grid.append((error, torch.allclose(found, scales)))
+    least = min(error for error, _ in grid)
+    assert grid[0][0] > 1.05 * least
+    # float32 may fall to the other side of a half, so the second best by a hair may be taken.
+    assert [error for error, is_found in grid if is_found and error < 1.02 * least]
 
 
 @torch.inference_mode()
