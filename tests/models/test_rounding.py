@@ -111,9 +111,9 @@ def test_awq_takes_the_best_scales_of_its_grid() -> None:
         error = float(((rounded - weight) @ inputs.double().T).square().sum())
         grid.append((error, torch.allclose(found, scales)))
     least = min(error for error, _ in grid)
-    assert grid[0][0] > 1.05 * least
-    # float32 may fall to the other side of a half, so the second best by a hair may be taken.
-    assert [error for error, is_found in grid if is_found and error < 1.02 * least]
+    assert grid[0][0] > 1.1 * least
+    # float32 may fall to the other side of a half, where the largest number of each group lies: errors differ by 3 %.
+    assert [error for error, is_found in grid if is_found and error < 1.05 * least]
 
 
 @torch.inference_mode()
