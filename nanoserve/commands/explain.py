@@ -17,6 +17,7 @@ from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.models.hub import find_shape
 from nanoserve.processes.files import read_bytes, replace_file
 from nanoserve.record.explanation import ExplainedRun, Explanation, explain_run
+from nanoserve.record.explanation_page import explanation_page
 from nanoserve.record.run_record import RunRecord
 from nanoserve.simulator.scenarios import SCENARIOS, explained_simulation
 
@@ -31,6 +32,7 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
     simulate: bool = option(False, "Run the requests of --lengths in virtual time.")
     policy: str | None = option(None, "One policy or several, to compare.", metavar="NAME,NAME")
     json: str | None = option(None, "Write the run to a file; - is stdout.", metavar="FILE")
+    html: Path | None = file_option("Write the run as a page for a browser.")
     samples: int = option(1, "Answers to each prompt, which share its blocks.", minimum=1)
     max_tokens: int | None = option(16, "Longest answer.", "-n")
     seed: int = option(0, "Makes the run repeatable.", minimum=0)
@@ -54,19 +56,24 @@ def run(options: ExplainOptions) -> None:
 
       nanoserve explain "Once upon a time" "A dog and a kite"
       nanoserve explain --simulate --pp 4 --policy sarathi,throttling
-      nanoserve explain --scenario gllm-7 --json run.json
+      nanoserve explain --scenario gllm-7 --json run.json --html run.html
       nanoserve explain --recorded run.json
     """
     sources = (options.prompts, options.file, options.recorded, options.scenario, options.simulate)
     if len(list(filter(None, sources))) != 1:
         raise UsageError("give one of these: prompts, --file, --recorded, --scenario, --simulate")
     explanation = _explanation(options)
+    if options.html is not None:
+        replace_file(options.html, explanation_page(explanation))
     if options.json == "-":
         sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
     elif options.json is not None:
         replace_file(Path(options.json), msgspec.json.encode(explanation))
-        remark(f"{options.json} holds {sum(len(one.steps) for one in explanation.runs)} steps")
-    elif is_terminal(sys.stdout) and is_terminal(sys.stdin):
+    for path in filter(None, (options.html, None if options.json == "-" else options.json)):
+        remark(f"{path} holds {sum(len(one.steps) for one in explanation.runs)} steps")
+    if options.html is not None or options.json is not None:
+        return
+    if is_terminal(sys.stdout) and is_terminal(sys.stdin):
         show_steps(explanation)
     else:
         print_steps(explanation)

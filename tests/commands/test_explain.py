@@ -28,6 +28,16 @@ def test_two_policies_are_compared_and_written(command: Run, tmp_path: Path) -> 
     assert "prefill 0: positions 0-39" in out
 
 
+def test_a_page_is_written_beside_json(command: Run, tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    code, out, err = command(*SIMULATED, "--html", str(page), "--json", "-")
+    assert code == 0
+    assert out.strip() in page.read_text().replace("\\u003c", "<")
+    assert err == f"{page} holds {len(msgspec.json.decode(out)['runs'][0]['steps'])} steps\n"
+    code, _, err = command(*SIMULATED, "--html", str(tmp_path / "none" / "run.html"))
+    assert (code, len(err.splitlines())) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
