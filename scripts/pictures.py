@@ -140,10 +140,10 @@ def schedules() -> Chart:
             policy, hardware.layouts[0], options.workload(), num_blocks=blocks, observers=(window,), predictors=times
         )
         gaps = result.itl_ms and f", p99 gap between tokens {result.itl_ms.p99:,.0f} ms"
-        panels.append(window.gantt(f"{name}: idle for {result.bubble_share:.0%} of the run{gaps}"))
+        panels.append(window.gantt(f"{name}: {result.bubble_share:.0%} idle{gaps}"))
     return Chart(f"{options.model} in {options.pp} pipeline stages, simulated", panels, columns=2)
 
 
 if __name__ == "__main__":
     (PICTURES / "chat.svg").write_text(animation(record()), encoding="utf-8")
-    draw(schedules(), PICTURES / "schedule.png", panel_size=(6, 2.6))
+    draw(schedules(), PICTURES / "schedule.png", panel_size=(4.6, 2.2))
