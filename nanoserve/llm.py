@@ -14,7 +14,7 @@ from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
-from nanoserve.models.hub import resolve_model
+from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.outputs import RequestTracker
 from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.interrupts import deferred_interrupts
@@ -37,17 +37,23 @@ class LLM:
         with LLM() as llm:
             print(llm.generate("Once upon a time")[0].outputs[0].text)
 
-    ``model`` is a directory, a Hugging Face id, ``dummy:NAME``, or None for the bundled storyteller. ``progress`` is
-    called with (stage, done, total) while downloading and loading. ``settings`` are the fields of EngineConfig. Raises
-    ModelError if the model cannot be used, UsageError if a setting is not valid for this model or machine.
+    ``model`` is a directory, a Hugging Face id, ``dummy:NAME``, None for the bundled storyteller, or what
+    `resolve_model` found. ``progress`` is called with (stage, done, total) while downloading and loading. ``settings``
+    are the fields of EngineConfig. Raises ModelError if the model cannot be used, UsageError if a setting is not valid
+    for this model or machine.
     """
 
-    def __init__(self, model: str | Path | None = None, *, progress: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str | Path | ResolvedModel | None = None, *, progress: Any = None, **settings: Any
+    ) -> None:
         self.engine_config = EngineConfig(**settings)
         self._random = random.Random(self.engine_config.seed)
-        name = None if model is None else str(model)
         with unreadable_as_model_error():
-            resolved = resolve_model(name, offline=self.engine_config.offline, progress=progress)
+            if isinstance(model, ResolvedModel):
+                resolved = model
+            else:
+                name = None if model is None else str(model)
+                resolved = resolve_model(name, offline=self.engine_config.offline, progress=progress)
             self.model_name = resolved.name
             self.tokenizer = load_tokenizer(resolved.tokenizer_directory)
         with ExitStack() as failing:

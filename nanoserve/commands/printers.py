@@ -12,7 +12,6 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.containers import Lines
 from rich.live_render import LiveRender
-from rich.markdown import Markdown
 from rich.text import Text
 
 from nanoserve.commands.terminal import is_terminal
@@ -50,6 +49,8 @@ class BlockSplitter:
         if not self.pending.strip():
             self.pending = ""
             return []
+        from rich.markdown import Markdown  # here and below: late, because it is large
+
         tops = [token for token in Markdown(self.pending).parsed if token.level == 0 and token.nesting >= 0]
         if ended and not tops:  # it has only what other blocks would refer to
             rest, self.pending = self.pending.rstrip(), ""
@@ -192,6 +193,8 @@ class _Redrawn:
             source = source.replace("\n", "  \n")
         if block.kind == _HEADING and source.lstrip().startswith("#"):  # rich would centre it in a box
             source = f"**{source.strip().strip('#').strip()}**"
+        from rich.markdown import Markdown
+
         return self._ansi(Markdown(source, code_theme=_CODE_THEME, hyperlinks=False)).strip("\n") + "\n\n"
 
     def _wrapped(self, text: str) -> Lines:

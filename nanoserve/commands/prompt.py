@@ -4,7 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nanoserve.commands.terminal import remark
@@ -53,6 +53,16 @@ class ChatPrompt:
             enable_suspend=True,
             output=create_output(sys.stdout if sys.stdout.isatty() else sys.stderr),
         )
+
+    def on_drawn(self, action: Callable[[], None]) -> None:
+        """Call ``action`` whenever the prompt has been drawn."""
+        self._session.app.after_render += lambda _: action()
+
+    def fail(self, error: BaseException) -> None:
+        """End `read` with this error if it reads; another thread may call this."""
+        app = self._session.app
+        if app.loop is not None:
+            app.loop.call_soon_threadsafe(lambda: app.exit(exception=error) if app.is_running else None)
 
     def read(self) -> str:
         """One message; three quotes begin and end one of several lines. Raises EOFError on Ctrl-D in an empty line."""

@@ -102,6 +102,8 @@ class LocalExecutor:
 
     def _launch(self, stage: Stage, plan: StepPlan) -> PreparedStep:
         stage.poll()
+        if stage.runner.device.type == "cuda":
+            torch.cuda.set_device(stage.runner.device)  # a setting of each thread, and another one may have loaded it
         began = self.now()
         with self._failing_clearly(stage, lambda: _problem(plan)):
             step = stage.runner.prepare(plan)

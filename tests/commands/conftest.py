@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.main import main
 from tests.commands import fake_llm
 
@@ -35,6 +36,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[fake_llm.FakeLLM]:
 
     stand_in.LLM = Remembered
     monkeypatch.setitem(sys.modules, "nanoserve.llm", stand_in)
+    monkeypatch.setattr(EngineOptions, "find_model", fake_llm.find_model)
     for name in [name for name in os.environ if name.startswith("NANOSERVE_")]:
         monkeypatch.delenv(name)
     return opened

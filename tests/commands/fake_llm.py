@@ -13,9 +13,13 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from nanoserve.commands.engine_options import EngineOptions
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError
+from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, SequenceUpdate
 
@@ -47,7 +51,8 @@ class FakeTokenizer:
 class FakeLLM:
     """The part of LLM that commands use. ``prompts`` and ``params`` record what was asked."""
 
-    def __init__(self, model: str | None = None, *, max_model_len: int | None = None, **settings: Any) -> None:
+    def __init__(self, found: Any = None, *, max_model_len: int | None = None, **settings: Any) -> None:
+        model = getattr(found, "name", found)
         if model == "missing":
             raise ModelError("no model at missing: name a directory")
         if model == "interrupted":
@@ -58,6 +63,10 @@ class FakeLLM:
         if model == "slow":
             print("loading", flush=True)
             time.sleep(30)
+        if model == "loading":
+            for done in range(10_000):
+                settings["progress"]("load", done, 10_000)
+                time.sleep(PAUSE)
         if model == "broken":
             raise ZeroDivisionError("a bug\nof two lines")
         if settings.get("progress") is not None:
@@ -78,6 +87,9 @@ class FakeLLM:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.closed = True
 
     def start_preparing(self) -> None:
@@ -187,6 +199,12 @@ def _whole(deltas: list[RequestOutput], n: int) -> RequestOutput:
     return RequestOutput("fake", None, deltas[-1].prompt_token_ids, samples, finished=True, cached_tokens=1)
 
 
+def find_model(options: EngineOptions) -> ResolvedModel:
+    """Every name is that of a model."""
+    EngineConfig(**options.settings())
+    return ResolvedModel(options.model or "storyteller", None, Path())
+
+
 def module() -> types.ModuleType:
     """A stand-in for nanoserve.llm."""
     stand_in = types.ModuleType("nanoserve.llm")
@@ -197,5 +215,6 @@ def module() -> types.ModuleType:
 if __name__ == "__main__":
     from nanoserve.commands.main import run
 
+    EngineOptions.find_model = find_model  # type: ignore[method-assign]  # the fake has no files
     sys.modules["nanoserve.llm"] = module()
     run()

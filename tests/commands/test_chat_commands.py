@@ -2,14 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nanoserve.commands import chat
-from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.chat import ChatOptions, Conversation
-from tests.commands.fake_llm import FakeLLM
 from tests.commands.test_chat_session import ChatSession, answer, fake, make_session
 
 Said = Callable[[str], str]
@@ -116,8 +113,7 @@ def test_bad_settings_are_messages(session: ChatSession, said: Said, line: str, 
 
 
 def test_a_seed_of_the_command_line_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    llm: Any = FakeLLM()
-    said = saying(ChatSession(LocalModel(llm, seed=7), notify=print), capsys)
+    said = saying(make_session(seed=7)[0], capsys)
     assert "seed = (another for each answer, drawn from --seed 7)\n" in said("/show")
     said("/set seed=3")
     assert "seed = 3\n" in said("/show")

@@ -19,7 +19,8 @@ from tests.commands.fake_llm import FakeLLM
 def make_session(**settings: Any) -> tuple[ChatSession, list[str]]:
     notices: list[str] = []
     llm: Any = FakeLLM(max_model_len=settings.pop("max_model_len", 200))
-    return ChatSession(LocalModel(llm), notify=notices.append, **settings), notices
+    model = LocalModel("storyteller", lambda *_: llm, notices.append, settings.pop("seed", None))
+    return ChatSession(model, notify=notices.append, **settings), notices
 
 
 def fake(session: ChatSession) -> FakeLLM:

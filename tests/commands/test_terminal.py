@@ -111,6 +111,26 @@ def test_a_conversation(chat: Terminal, tmp_path: Path) -> None:
     assert "+some **bold** words" in (tmp_path / "nanoserve" / "history").read_text()
 
 
+@pytest.mark.parametrize(
+    ("model", "steps", "code"),
+    [
+        ("missing", ["no model at missing"], 3),
+        ("broken", ["unexpected ZeroDivisionError"], 1),
+        ("loading", [">>>", "\x04"], 0),
+        ("loading", [">>>", "/help\r", "this list", "/exit\r"], 0),
+        ("loading", [">>>", "hi\r", "load ", "\x03", "nanoserve: interrupted"], 130),
+    ],
+)
+def test_a_chat_ends_while_its_model_loads(tmp_path: Path, model: str, steps: list[str], code: int) -> None:
+    """What is shown and what is typed, in turn."""
+    terminal = Terminal("chat", "--no-history", "-m", model, state=tmp_path)
+    for place, step in enumerate(steps):
+        (terminal.type if place % 2 else terminal.wait_for)(step)
+    assert terminal.exit_code() == code
+    assert "Traceback" not in terminal.shown
+    os.close(terminal.descriptor)
+
+
 def test_remarks_and_errors_break_between_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -170,13 +190,19 @@ def converse(monkeypatch: pytest.MonkeyPatch, session: ChatSession, *lines: str,
         def __init__(self, *_: object) -> None:
             pass
 
+        def on_drawn(self, action: object) -> None:
+            pass
+
+        def fail(self, error: BaseException) -> None:
+            pass
+
         def read(self) -> str:
             if (line := next(typed, None)) is None:
                 raise EOFError
             return line
 
     monkeypatch.setattr(chat_command, "ChatPrompt", Typed)
-    chat_command.Conversation(session, chat_command.ChatOptions(plain=plain, no_history=True)).run()
+    chat_command.Conversation(session, chat_command.ChatOptions(model="fake", plain=plain, no_history=True)).run()
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> Screen:

@@ -30,7 +30,6 @@ import msgspec
 
 from nanoserve import __version__
 from nanoserve.errors import RuntimeFailure, UsageError, first_line
-from nanoserve.processes.sockets import local_address
 
 CONNECT_SECONDS = 60.0
 """How long reaching the first machine may take: torchrun's own processes have met before ours start."""
@@ -299,6 +298,8 @@ class Rendezvous:
         Raises RuntimeFailure if the directory's name is too long for a socket, or no port is free."""
         process = self.torchrun
         if process is None:
+            from nanoserve.processes.sockets import local_address  # and ZeroMQ, late: all commands import this module
+
             return Addresses(local_address(directory), local_address(directory), f"file://{directory / 'meeting'}")
         plans, reports = process.free_addresses(2)
         place = f"nanoserve/{process.run}/{self.number}/group"
