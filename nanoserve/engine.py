@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 
-from nanoserve.errors import RuntimeFailure, UsageError, WorkersFailed
+from nanoserve.errors import PolicyFailed, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.record.recorder import Recorder
 from nanoserve.request import FinishReason, Request, SequenceUpdate
@@ -116,8 +116,11 @@ class Engine:
         return updates
 
     def _fail(self, error: RuntimeFailure, updates: SequenceOf[SequenceUpdate] = ()) -> list[SequenceUpdate]:
-        """End what is in flight with an error, or all sequences if the workers are gone; ``updates`` came before."""
-        if isinstance(error, WorkersFailed):
+        """End what is in flight with an error, or all sequences if the workers are gone; ``updates`` came before. All
+        end too if the policy failed, but what is in flight is still answered then, and the engine goes on."""
+        if isinstance(error, PolicyFailed):
+            failed = self.scheduler.stop_all(str(error), self.now())
+        elif isinstance(error, WorkersFailed):
             self.failure = str(error)
             failed = self.scheduler.fail_all(self.failure, self.now())
         else:

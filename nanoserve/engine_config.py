@@ -10,6 +10,7 @@ from nanoserve.scheduler.policies import POLICIES
 
 MOST_PARALLEL = 64
 """Limit of each degree: pipeline stages, tensor-parallel ranks, engines."""
+MOST_BATCHED_TOKENS = 2**31
 PAIR_OPTIONS = ("--prefill-parallel", "--decode-parallel")
 """The options that name two layouts, in the order of their numbers."""
 DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
@@ -19,7 +20,7 @@ _BOUNDS = {
     "kv_cache_memory": (1, 2**50),
     "block_size": (1, 1024),
     "max_num_seqs": (1, 65536),
-    "max_num_batched_tokens": (1, 2**31),
+    "max_num_batched_tokens": (1, MOST_BATCHED_TOKENS),
     **dict.fromkeys(("pipeline_parallel", "tensor_parallel", "data_parallel"), (1, MOST_PARALLEL)),
     "host_kv_memory": (1, 2**50),
     "host_threads": (1, MOST_THREADS),
@@ -48,7 +49,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
     policy: str | None = None
-    """Name of a scheduling policy; None takes the default (`policy_name`)."""
+    """A scheduling policy as `make_policy` names it; None takes the default (`policy_name`)."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prefixes."""
     eager: bool = False
@@ -99,7 +100,8 @@ class EngineConfig:
     @property
     def attends_on_host(self) -> bool:
         """Whether the CPU attends to keys and values in host memory beside the device's steps."""
-        return self.policy_name in POLICIES and POLICIES[self.policy_name].attends_on_host
+        name, *_ = self.policy_name.split(":")  # a policy from a file never does, and workers must not read the file
+        return name in POLICIES and POLICIES[name].attends_on_host
 
     @property
     def uses_host_memory(self) -> bool:
@@ -145,7 +147,7 @@ class EngineConfig:
             raise UsageError(f"{first} and {second} are one layout: there is nothing to change between them")
         if self.pipeline_split is not None:
             raise UsageError(f"--pp-split is for one layout; leave it out with {' and '.join(PAIR_OPTIONS)}")
-        if self.policy_name != POLICY_OF_TWO_LAYOUTS:
+        if self.policy_name.partition(":")[0] != POLICY_OF_TWO_LAYOUTS:
             raise UsageError(
                 f"--policy {self.policy} runs under one layout; leave it out with {' and '.join(PAIR_OPTIONS)}, "
                 f"which {POLICY_OF_TWO_LAYOUTS} is for"

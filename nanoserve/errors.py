@@ -15,6 +15,10 @@ class WorkersFailed(RuntimeFailure):
     """The processes that run the model died again and again, and the engine gave up; the message says why."""
 
 
+class PolicyFailed(RuntimeFailure):
+    """A scheduling policy from a user's file raised an error, or answered nonsense."""
+
+
 class UsageError(NanoserveError, ValueError):
     """The caller asked for something that is not allowed; the message says what to change."""
 

@@ -124,15 +124,19 @@ class LLM:
         self,
         prompts: str | SequenceOf[int] | SequenceOf[str | SequenceOf[int]],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        priority: int | SequenceOf[int] = 0,
+        user: str | SequenceOf[str] = "",
     ) -> list[RequestOutput]:
         """Continue one prompt or several, each as text or as token ids; the outputs are in the order of the prompts.
 
-        ``params`` are one for all prompts or one for each; None takes the model's defaults. Raises UsageError if a
-        prompt can never run here; then none of them runs.
+        ``params`` are one for all prompts or one for each; None takes the model's defaults. So are ``priority`` and
+        ``user``, by which policies may order. Raises UsageError if a prompt can never run here; then none of them runs.
         """
         one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         # mypy cannot infer from the line above whether it is one prompt or several.
-        return self._run_all([prompts] if one else list(prompts), params)  # type: ignore[list-item, arg-type]
+        every = [prompts] if one else list(prompts)
+        return self._run_all(every, params, priority, user)  # type: ignore[arg-type]
 
     def chat(
         self,
@@ -201,15 +205,29 @@ class LLM:
                 self._forget(tracker)
 
     def _run_all(
-        self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams] | None
+        self,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None,
+        priority: int | SequenceOf[int] = 0,
+        user: str | SequenceOf[str] = "",
     ) -> list[RequestOutput]:
-        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise UsageError(f"{len(prompts)} prompts but {len(each)} sampling parameters: give one, or one for each")
+        def for_each(name: str, given: Any, one: type | tuple[type, ...]) -> list[Any]:
+            each = [given] * len(prompts) if isinstance(given, one) else list(given)
+            if len(each) != len(prompts):
+                raise UsageError(f"{len(prompts)} prompts but {len(each)} {name}: give one, or one for each")
+            return each
+
+        every = zip(
+            prompts,
+            for_each("sampling parameters", params, (SamplingParams, type(None))),
+            for_each("priorities", priority, int),
+            for_each("users", user, str),
+            strict=True,
+        )
         trackers: list[RequestTracker] = []
         try:
-            for prompt, prompt_params in zip(prompts, each, strict=True):
-                trackers.append(self._add(prompt, prompt_params))
+            for one in every:
+                trackers.append(self._add(*one))
             while not all(tracker.finished for tracker in trackers):
                 self._step()
             return [tracker.whole() for tracker in trackers]
@@ -219,7 +237,7 @@ class LLM:
 
     # ---- engine -----------------------------------------------------------------------------------------------
 
-    def _add(self, prompt: Prompt, params: SamplingParams | None) -> RequestTracker:
+    def _add(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, user: str = "") -> RequestTracker:
         params = params or self.default_sampling_params()
         text, tokens = self._tokenize(prompt)
         limit = self.config.max_position_embeddings  # --max-model-len cannot be raised beyond it
@@ -237,6 +255,8 @@ class LLM:
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
             end_tokens=self.end_tokens,
             arrival_time=self.driven.now(),
+            priority=priority,
+            user=user,
         )
         self.driven.add(request)
         tracker = RequestTracker(request, self.tokenizer, prompt=text)

@@ -189,6 +189,10 @@ class Request:
     """Seconds on the executor's clock."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    priority: int = 0
+    """Lower goes first, as in vLLM, where the policy orders by priority."""
+    user: str = ""
+    """Whose request it is, where the policy shares between users."""
     resumed: tuple[tuple[int, ...], ...] = ()
     """Tokens that each sample already got from an engine that died; it continues after them."""
 
@@ -259,7 +263,7 @@ class Sequence:
     """One sample of one request: its tokens, its blocks and its state. Only the Scheduler changes it."""
 
     sequence_id: int
-    """Unique and increasing with arrival, so it is also the age."""
+    """Unique and increasing with arrival."""
     request: Request
     index: int
     tokens: list[int]
@@ -299,6 +303,11 @@ class Sequence:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    rank: tuple[float, int] = field(init=False)
+    """Its place among all: the policy's rank of its request, then its age."""
+
+    def __post_init__(self) -> None:
+        self.rank = 0.0, self.sequence_id
 
     @property
     def prompt_length(self) -> int:

@@ -19,10 +19,10 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.commands.simulate import SimulatedHardware, SimulateOptions
 from nanoserve.measures.charts import Chart, draw
 from nanoserve.record.window import StepWindow
+from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator import simulate
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"

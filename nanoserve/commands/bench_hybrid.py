@@ -10,7 +10,6 @@ from typing import Any
 from nanoserve.benchmarks.policies.metrics import findings, throughputs_picture, tier_metrics
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, ratios_within
 from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine, PolicyVariant, fitted
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import MOST_REQUESTS, operators_title
 from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions
@@ -20,7 +19,7 @@ from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import parse_lengths
 from nanoserve.scheduler.plan import LayoutCapacity
-from nanoserve.scheduler.policies import POLICIES
+from nanoserve.scheduler.policies import find_policy, parse_policies
 
 _NEVER_WORSE, _PREDICTING = 0.98, "hybrid"
 """What the policy that chooses by prediction is to reach of the device alone, in every case. An engine that is opened
@@ -223,7 +222,7 @@ def parse_contenders(text: str, token_budget: int) -> tuple[str, ...]:
 
 
 def _attends_on_host(policy: str) -> bool:
-    return POLICIES[policy.partition(":")[0]].attends_on_host
+    return find_policy(policy)[0].attends_on_host
 
 
 def hybrid_benches(

@@ -9,7 +9,6 @@ from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.policies.metrics import stage_metrics, stages_picture
 from nanoserve.benchmarks.policies.rounds import Ratio
 from nanoserve.benchmarks.policies.variants import PolicyVariant, fitted
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.serving.requests import parse_rates
 from nanoserve.benchmarks.tables import columns
 from nanoserve.commands.bench_options import LengthOptions, fitting_work, operators_title
@@ -21,6 +20,7 @@ from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS
 from nanoserve.errors import UsageError
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
+from nanoserve.scheduler.policies import parse_policies
 
 METADATA: tuple[Literal["decoupled", "coupled"], ...] = ("decoupled", "coupled")
 _KEYS = (("policy, engine", "variant"), ("read", "state"))

@@ -13,7 +13,14 @@ from nanoserve.client.address import parse_url
 from nanoserve.commands.options import Options, file_option, flag_of, option
 from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import say
-from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
+from nanoserve.engine_config import (
+    DEFAULT_POLICY,
+    MOST_BATCHED_TOKENS,
+    MOST_PARALLEL,
+    PAIR_OPTIONS,
+    POLICY_OF_TWO_LAYOUTS,
+    EngineConfig,
+)
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel, resolve_model
@@ -22,7 +29,7 @@ from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import MOST_THREADS, prepare_threads
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.policies import POLICIES
+from nanoserve.scheduler.policies import POLICIES, make_policy
 
 if TYPE_CHECKING:
     from nanoserve.client.connection import ApiClient
@@ -41,6 +48,12 @@ quantization_option = partial(
     metavar="INT[:N]",
     panel=MODEL_PANEL,
 )
+
+
+def _checked_policy(name: str, flag: str) -> str:
+    """The name, before anything is loaded. Raises UsageError if there is no such policy; a file is executed."""
+    make_policy(name, MOST_BATCHED_TOKENS)
+    return name
 
 
 class EngineOptions(Options, panel="Engine", has_variables=True):
@@ -64,8 +77,11 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     max_num_batched_tokens: int = option(_DEFAULTS.max_num_batched_tokens, "Token budget of one step.")
     policy: str | None = option(
         None,
-        f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}.",
-        choices=tuple(POLICIES),
+        f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}. One of "
+        f"{', '.join(POLICIES)}, or FILE.py:CLASS, which is executed.",
+        metavar="NAME",
+        suggestions=tuple(POLICIES),
+        parse=_checked_policy,
     )
     no_prefix_caching: bool = option(False, "Compute every prompt from its start.")
     eager: bool = option(False, "Compile and capture nothing; slower, same answers.")

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.commands.batch_files import PromptRow, read_rows
 from nanoserve.commands.engine_options import SamplingOptions, WorkersOptions, check_utf8, sampling_params
 from nanoserve.commands.explain_view import print_steps, show_steps
@@ -19,6 +18,7 @@ from nanoserve.processes.files import read_bytes, replace_file
 from nanoserve.record.explanation import ExplainedRun, Explanation, explain_run
 from nanoserve.record.explanation_page import explanation_page
 from nanoserve.record.run_record import RunRecord
+from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator.scenarios import SCENARIOS, explained_simulation
 
 _SIMULATED_MODEL = "qwen2.5-14b"  # unless another is named

@@ -54,6 +54,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: Sequence[str] = (),
+    suggestions: Sequence[str] = (),
     panel: str | None = None,
     variables: Sequence[str] | None = None,
     parse: Callable[[str, str], Any] | None = None,
@@ -61,8 +62,9 @@ def option(
     """A field that is an option, whose long flag is named after the field; a bool is a switch.
 
     Help shows ``metavar`` for the value and the ``minimum``, but not the ``maximum``, which leaves too little room for
-    other columns. By default its group decides on ``panel`` and environment ``variables``. ``parse`` makes the field's
-    value of a text, also of ``default``, and of the flag.
+    other columns. The shell completes ``suggestions``, but other values are taken too. By default its group decides on
+    ``panel`` and environment ``variables``. ``parse`` makes the field's value of a text, also of ``default``, and of
+    the flag.
     """
 
     def check(value: Any) -> Any:
@@ -73,7 +75,7 @@ def option(
         return value
 
     def complete(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.startswith(incomplete)]
+        return [choice for choice in choices or suggestions if choice.startswith(incomplete)]
 
     settings = {
         "parse": parse,
@@ -83,7 +85,7 @@ def option(
         "min": minimum,
         # Older typers fail at the callback of a list that is not given.
         "callback": check if choices or maximum is not None else None,
-        "autocompletion": complete if choices else None,
+        "autocompletion": complete if choices or suggestions else None,
         "rich_help_panel": panel,
         "envvar": variables,
     }

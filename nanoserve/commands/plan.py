@@ -5,7 +5,6 @@ from itertools import islice
 
 import msgspec
 
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions
@@ -15,6 +14,7 @@ from nanoserve.commands.simulate import StepLimitOptions
 from nanoserve.commands.terminal import remark
 from nanoserve.costs import load_machine
 from nanoserve.models.hub import find_shape
+from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator.planning import PlannedWork, find_candidates
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions
@@ -28,6 +27,7 @@ from nanoserve.models.hub import find_shape
 from nanoserve.processes.sizes import parse_size
 from nanoserve.record.trace import RunTrace
 from nanoserve.record.window import StepWindow
+from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, simulate, trace_arrivals, trace_lengths
 from nanoserve.simulator.fleet import check_replicas, make_router
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED

@@ -1,5 +1,6 @@
 """What runs next: policies, the Scheduler that carries them out, and the words it says to executors. No torch."""
 
+from nanoserve.scheduler.load import Decision, Load, Policy, parameter
 from nanoserve.scheduler.policies import POLICIES, make_policy
 
-__all__ = ["POLICIES", "make_policy"]
+__all__ = ["POLICIES", "Decision", "Load", "Policy", "make_policy", "parameter"]

@@ -1,19 +1,22 @@
 """Load, the snapshot a policy sees; Decision, what it answers; and Policy, what every policy is.
 
 A policy is a pure function of a Load, which holds state such as the previous decision too. It chooses *how many*; the
-Scheduler chooses *which*: oldest first.
+Scheduler chooses *which*: the oldest first, or in the policy's order.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import PolicyFailed, UsageError, first_line
 
 if TYPE_CHECKING:  # the registry of policies is imported for --help, which must not load the cost model
     from nanoserve.costs.predictor import Predictor
     from nanoserve.costs.work import Strategy
+    from nanoserve.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,9 @@ class Decision:
     ones, and finishes their tokens within the step. "overlap" has one batch: this many ready sequences begin a token,
     and all that are under way advance without being counted."""
     swap_out: int = 0
-    """Ready decodes to move from device to host memory, newest first, as far as the host has room."""
+    """Ready decodes to move from device to host memory, the last in order first, as far as the host has room."""
     swap_in: int = 0
-    """Ready host sequences to move to the device, oldest first. Each of its decodes keeps a block to grow into."""
+    """Ready host sequences to move to the device, in order. Each of its decodes keeps a block to grow into."""
     park: bool = False
     """Prompts that this step completes move to host memory. A prompt whose blocks the host cannot hold is not begun."""
     preempt_to_host: bool = False
@@ -176,11 +179,25 @@ def parameter(default: Any, at_least: float, *, below: float = math.inf, up_to: 
     return field(default=default, metadata={"range": (at_least, below, up_to)})
 
 
+FIRST_COME = "first-come"
+ORDERS: "dict[str, Callable[[Request, float], float]]" = {
+    FIRST_COME: lambda request, fair_start: 0.0,
+    "shortest-first": lambda request, fair_start: len(request.prompt),
+    "priority": lambda request, fair_start: request.priority,
+    "fair-share": lambda request, fair_start: fair_start,
+}
+"""The rank of a request by the name of the order, which every policy has as a parameter."""
+
+
 class Policy(ABC):
     """A scheduling policy: a dataclass of its parameters, which raises UsageError if one is out of its range."""
 
     __slots__ = ()
 
+    order: ClassVar[str] = FIRST_COME
+    """Which requests go first, by name; a policy may have a `rank` of its own instead."""
+    aging: ClassVar[int] = 1000
+    """Steps after which a request goes before all younger ones, whatever their ranks, so that none waits for ever."""
     reads_forecast: ClassVar[bool] = False
     """Whether it reads ``expected_growth`` or ``longest_remaining``. Only then does the Scheduler estimate them."""
 
@@ -194,6 +211,37 @@ class Policy(ABC):
                 upper += f" and below {below}" if below < math.inf else ""
                 raise UsageError(f"{one.name} must be at least {low}{upper}, not {value}")
 
+    @classmethod
+    def ordered(cls, **changed: Any) -> type[Self]:
+        """The same policy with another ``order`` or ``aging``. Raises UsageError for an order that there is not."""
+        differing = {name: value for name, value in changed.items() if value != getattr(cls, name)}
+        order, aging = changed.get("order", FIRST_COME), changed.get("aging", 1)
+        if order not in ORDERS or aging < 1:
+            raise UsageError(f"order must be one of {', '.join(ORDERS)}, not {order!r:.40}, and aging at least 1")
+        return type(cls.__name__, (cls,), {"__slots__": (), **differing}) if differing else cls
+
     @abstractmethod
     def decide(self, load: Load) -> Decision:
         """What the next step should hold: a pure function of the snapshot, which it does not change."""
+
+    def rank(self, request: "Request", fair_start: float) -> float:
+        """The place of an arriving request, which all its sequences keep: lower ranks begin first, and the highest
+        gives way first where blocks run out. Of equal ranks the oldest is first. ``fair_start`` is lower, the less the
+        request's user has been served (`FairShare`)."""
+        return ORDERS[self.order](request, fair_start)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether requests may overtake each other. If not, `rank` is never called."""
+        return self.order != FIRST_COME or type(self).rank is not Policy.rank
+
+
+@contextmanager
+def policy_failures(where: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """Raises PolicyFailed, in one line, for any error within ``but`` those."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:
+        raise PolicyFailed(f"policy {where}: {type(error).__name__}: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""The plan builder: turns a Decision into a StepPlan, oldest sequences first."""
+"""The plan builder: turns a Decision into a StepPlan, sequences in order of rank."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ _FED = (0,)
 class PlanBuilder:
     """A plan that is being put together. Its rows are in flight as soon as they are added.
 
-    A sequence is skipped in this plan if older ones need its blocks, whether it can be preempted now or is in flight.
-    Once a sequence is skipped or short of blocks no waiting prompt is admitted, so that blocks taken from one sequence
-    never go to a newer one.
+    A sequence is skipped in this plan if ones before it need its blocks, whether it can be preempted now or is in
+    flight. Once a sequence is skipped or short of blocks no waiting prompt is admitted, so that blocks taken from one
+    sequence never go to one behind it. Without ranks, the order is that of age.
     """
 
     table: SequenceTable
@@ -61,7 +61,7 @@ class PlanBuilder:
 
     def build(self, decodes: list[Sequence], prefills: list[Sequence], on_host: list[Sequence]) -> None:
         """Carry the decision out as far as the blocks go: swaps, then decodes, then prompts. The lists may enter the
-        plan, oldest first; ``prefills`` are partly computed prompts. Host sequences may move to the device instead."""
+        plan, in order; ``prefills`` are partly computed prompts. Host sequences may move to the device instead."""
         decision = self.decision
         if decision.swap_out and self._blocks.host_pool.num_blocks:
             decodes = self._swap_out(decodes)
@@ -121,12 +121,12 @@ class PlanBuilder:
         if not self.admits or self._skipped:
             return
         while budget > 0 and self._blocks.pool.free_blocks and table.free_slots > 0:
-            if (oldest := table.next_waiting) is None or (self._parks and not self._can_park(oldest)):
+            if (prompt := table.next_waiting) is None or (self._parks and not self._can_park(prompt)):
                 return
-            table.admit(oldest)
-            computed = self._add_chunk(oldest, budget) if self._fits_beside_decodes(oldest) else 0
+            table.admit(prompt)
+            computed = self._add_chunk(prompt, budget) if self._fits_beside_decodes(prompt) else 0
             if computed == 0:
-                table.unadmit(oldest)
+                table.unadmit(prompt)
                 return
             budget -= computed
 
@@ -159,9 +159,9 @@ class PlanBuilder:
             for sequence in list(running):
                 self._preempt(sequence, to_host=True)
 
-    def force_oldest(self) -> None:
-        """Nothing is in flight and the decision moved nothing: run the oldest sequence, whatever that takes."""
-        sequence = self.table.oldest
+    def force_first(self) -> None:
+        """Nothing is in flight and the decision moved nothing: run the first sequence, whatever that takes."""
+        sequence = self.table.first
         assert sequence is not None, "a sequence is neither running, on the host nor waiting, with nothing in flight"
         if sequence.place is _HOST:
             self._move_in(sequence)  # nothing runs, so the device is empty
@@ -176,14 +176,14 @@ class PlanBuilder:
             raise RuntimeError(f"sequence {sequence.sequence_id} does not fit an otherwise empty device")
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
-        """Preempt newer sequences, newest first, until ``count`` more positions fit."""
+        """Preempt sequences behind it, the last first, until ``count`` more positions fit."""
         while not self._blocks.fits(sequence, count):
             leaving = sum(len(swap.device_blocks) for swap in self.table.leaving("out"))  # at most: shared ones stay
             if leaving and count <= self._blocks.capacity(sequence) + leaving * self._block_size:
                 self.table.wait_for_blocks(sequence)
                 return False
-            victim = self.table.running.newest
-            if victim is None or victim.sequence_id <= sequence.sequence_id:
+            victim = self.table.running.last
+            if victim is None or victim.rank <= sequence.rank:
                 return False
             if victim.in_flight:
                 # It can give way when it is answered. The next plan decides again.
@@ -203,7 +203,7 @@ class PlanBuilder:
     # ---- swaps ------------------------------------------------------------------------------------------------
 
     def _swap_out(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Move decodes to the host as decided, newest first; returns those that may enter the plan. One that has
+        """Move decodes to the host as decided, the last first; returns those that may enter the plan. One that has
         computed no token since it came from there stays, or it could go to and fro endlessly. One in flight cannot move
         before its token, but does not enter the plan either."""
         chosen = [sequence for sequence in reversed(decodes) if sequence.begun][: self.decision.swap_out]
@@ -214,7 +214,7 @@ class PlanBuilder:
         return [sequence for sequence in decodes if sequence.sequence_id not in leaving]
 
     def _swap_in(self, ready: list[Sequence]) -> list[Sequence]:
-        """Move host sequences to the device as decided, oldest first; returns those that stay. A block stays free for
+        """Move host sequences to the device as decided, in order; returns those that stay. A block stays free for
         each decode to grow into, so that nothing has to leave again at once."""
         pool, table = self._blocks.pool, self.table
         for moved, sequence in enumerate(ready[: self.decision.swap_in]):
@@ -250,9 +250,9 @@ class PlanBuilder:
             self._kept_free = self._blocks.pool.blocks_for(len(prompt.tokens)) - len(prompt.block_table)
 
     def _may_grow(self, decode: Sequence) -> bool:
-        """Whether a decode may take a block. The oldest always may, so that the device empties in the end."""
+        """Whether a decode may take a block. The first always may, so that the device empties in the end."""
         kept = self._kept_free
-        return kept == 0 or decode is self.table.running.oldest or self._blocks.pool.free_blocks > kept
+        return kept == 0 or decode is self.table.running.first or self._blocks.pool.free_blocks > kept
 
     def _can_park(self, prompt: Sequence) -> bool:
         """Whether the host can hold the prompt and its first token."""
@@ -346,10 +346,10 @@ class PlanBuilder:
         sequence.computed = length
 
     def _make_host_room(self, sequence: Sequence) -> bool:
-        """As on the device: preempt newer host sequences, newest first."""
+        """As on the device: preempt host sequences behind it, the last first."""
         while not self._blocks.can_reserve(sequence, len(sequence.tokens)):
-            victim = self.table.on_host.newest
-            if victim is None or victim.sequence_id <= sequence.sequence_id or victim.in_flight:
+            victim = self.table.on_host.last
+            if victim is None or victim.rank <= sequence.rank or victim.in_flight:
                 return False
             if any(self.table.leaving("in")):
                 return False

@@ -17,6 +17,7 @@ from nanoserve.kv import BlockPool, SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.ordering import Ordering
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.sequence_table import SequenceTable
@@ -124,6 +125,7 @@ class Scheduler:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             feeds_tokens=feeds_tokens,
+            ordering=Ordering(policy) if policy.ranks else None,
         )
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self.predictors = tuple(predictors)
@@ -163,10 +165,18 @@ class Scheduler:
             self.table.release_siblings(sequence)
         return [SequenceUpdate(request_id, sequence.index, (), sequence) for sequence in family]
 
+    def stop_all(self, error: str, now: float) -> list[SequenceUpdate]:
+        """End every request with an error, as `stop` does."""
+        for sequence in self.table.sequences.values():
+            sequence.error = error
+        stopped = [self.stop(request_id, now, reason=_ERROR) for request_id in list(self.table.requests)]
+        return [update for updates in stopped for update in updates]
+
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
         if len(self.plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self.layouts.target is not None:
             return None
+        self.table.age(self.steps)
         builder = self._build(now)
         if not builder.does_something:
             if self.plans_in_flight:
@@ -212,13 +222,13 @@ class Scheduler:
 
     def _break_deadlock(self, now: float, builder: PlanBuilder) -> PlanBuilder:
         """Nothing is in flight and the decision moved nothing, so nothing would ever change. While partly computed
-        prompts hold all blocks, preempt the newest and ask again; at last, run the oldest."""
+        prompts hold all blocks, preempt the last and ask again; at last, run the first."""
         while len(self.running) > 1 and all(sequence.status is _PREFILL for sequence in self.running):
             self.table.preempt(self.running[-1])
             builder = self._build(now, admits=False)
             if builder.does_something:
                 return builder
-        builder.force_oldest()
+        builder.force_first()
         self.forced_steps += 1
         return builder
 

@@ -1,23 +1,25 @@
-"""The sequence table: which sequences wait, run and move, in order of age, and the blocks that they hold."""
+"""The sequence table: which sequences wait, run and move, in order of rank, and the blocks that they hold."""
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import Literal
 
 from nanoserve.errors import UsageError
 from nanoserve.kv import SequenceBlocks
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
+from nanoserve.scheduler.ordering import Ordering
 from nanoserve.scheduler.plan import Swap
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
 _NONE, _DEVICE, _HOST, _MOVING = Place.NONE, Place.DEVICE, Place.HOST, Place.MOVING
 
 
-def _age(sequence: Sequence) -> int:
-    return sequence.sequence_id
+_rank = attrgetter("rank")
 
 
 def _tokens_of(family: list[Sequence]) -> int:
@@ -25,32 +27,33 @@ def _tokens_of(family: list[Sequence]) -> int:
     return family[0].prompt_length + sum(sequence.output_length for sequence in family)
 
 
-class AgeOrdered(list[Sequence]):
-    """A set of sequences, oldest first. It is fast at both ends, where the scheduler works."""
+class RankOrdered(list[Sequence]):
+    """A set of sequences in order of rank, oldest first unless the policy ranks them. It is fast at both ends, where
+    the scheduler works."""
 
     def __contains__(self, sequence: object) -> bool:
         assert isinstance(sequence, Sequence)
-        position = bisect_left(self, _age(sequence), key=_age)
+        position = bisect_left(self, _rank(sequence), key=_rank)
         return self[position : position + 1] == [sequence]
 
     @property
-    def oldest(self) -> Sequence | None:
+    def first(self) -> Sequence | None:
         return self[0] if self else None
 
     @property
-    def newest(self) -> Sequence | None:
+    def last(self) -> Sequence | None:
         return self[-1] if self else None
 
     def add(self, sequence: Sequence) -> None:
-        insort(self, sequence, key=_age)
+        insort(self, sequence, key=_rank)
 
     def remove(self, sequence: Sequence) -> None:
         if sequence not in self:
             raise ValueError(f"sequence {sequence.sequence_id} is not here")
-        del self[bisect_left(self, _age(sequence), key=_age)]
+        del self[bisect_left(self, _rank(sequence), key=_rank)]
 
 
-class WaitingQueue(AgeOrdered):
+class WaitingQueue(RankOrdered):
     """Sequences that hold no blocks, and the sum of their tokens."""
 
     tokens = 0
@@ -82,6 +85,8 @@ class SequenceTable:
     """Sequences that run on the device at a time, moving ones included."""
     feeds_tokens: bool
     """Whether the executor takes fed rows."""
+    ordering: Ordering | None = None
+    """None where requests are served first come."""
 
     def __post_init__(self) -> None:
         self.quarantine = Quarantine()
@@ -89,9 +94,9 @@ class SequenceTable:
         self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()  # hold no KV
-        self.running = AgeOrdered()  # hold KV on the device
-        self.on_host = AgeOrdered()  # hold KV in host memory
-        self.moving = AgeOrdered()  # move between the two; finished ones stay until they arrive
+        self.running = RankOrdered()  # hold KV on the device
+        self.on_host = RankOrdered()  # hold KV in host memory
+        self.moving = RankOrdered()  # move between the two; finished ones stay until they arrive
         self._queues = {_NONE: self.waiting, _DEVICE: self.running, _HOST: self.on_host, _MOVING: self.moving}
         self.host_disabled = False  # nothing moves to the host any longer
         self._swaps: dict[int, Swap] = {}  # in flight, by id
@@ -111,7 +116,10 @@ class SequenceTable:
         self._check_admissible(request)
         end_tokens = () if request.params.ignore_eos else request.end_tokens
         stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples
-        family = [self._new_sequence(request, index, stop_tokens) for index in range(request.params.n)]
+        rank = 0.0 if self.ordering is None else self.ordering.rank(request)
+        family = [self._new_sequence(request, index, stop_tokens, rank) for index in range(request.params.n)]
+        if self.ordering is not None:
+            self.ordering.watch(range(family[0].sequence_id, family[-1].sequence_id + 1))
         self.requests[request.request_id] = family
         self.outstanding += _tokens_of(family)
         self.waiting.add(family[0])
@@ -121,6 +129,8 @@ class SequenceTable:
         length, params, longest = len(request.prompt), request.params, self.max_model_len
         if length == 0:
             raise UsageError("the prompt is empty: give at least one token")
+        if request.priority != 0 and self.ordering is None:
+            raise UsageError(f"priority {request.priority} has no effect here: start with --policy NAME:order=priority")
         if length + (params.max_tokens != 0) > longest:
             raise UsageError(
                 f"the prompt has {length} tokens, but the context holds {longest} with at least one "
@@ -139,7 +149,7 @@ class SequenceTable:
                 f"{self.fewest_blocks}; lower max_tokens or raise --kv-cache-memory"
             )
 
-    def _new_sequence(self, request: Request, index: int, stop_tokens: frozenset[int]) -> Sequence:
+    def _new_sequence(self, request: Request, index: int, stop_tokens: frozenset[int], rank: float) -> Sequence:
         params, length = request.params, len(request.prompt)
         most = self.max_model_len if params.max_tokens is None else params.max_tokens
         max_length = min(self.max_model_len, length + most)
@@ -154,6 +164,7 @@ class SequenceTable:
             # The token it waits for must not be its last one.
             fed_below=max_length - 1 if self.feeds_tokens and params.may_be_fed else 0,
         )
+        sequence.rank = rank, sequence.sequence_id
         self.sequences[sequence.sequence_id] = sequence
         return sequence
 
@@ -162,6 +173,19 @@ class SequenceTable:
         self._queues[sequence.place].remove(sequence)
         sequence.place = place
         self._queues[place].add(sequence)
+
+    def age(self, step: int) -> None:
+        """Sequences that have come long before this step go before all younger ones from now on, whatever their
+        ranks."""
+        for sequence_id in () if self.ordering is None else self.ordering.overdue(step):
+            if (sequence := self.sequences.get(sequence_id)) is None:
+                continue
+            queue = self._queues[sequence.place]
+            if is_queued := sequence in queue:  # a sibling may not wait there yet
+                queue.remove(sequence)
+            sequence.rank = -math.inf, sequence_id
+            if is_queued:
+                queue.add(sequence)
 
     def unfinished(self, request_id: str) -> list[Sequence]:
         """The unfinished samples of a request; none if it is unknown or finished."""
@@ -175,19 +199,19 @@ class SequenceTable:
 
     @property
     def next_waiting(self) -> Sequence | None:
-        """The oldest waiting sequence; while a suspected request has to run alone, the oldest of that request."""
+        """The first waiting sequence; while a suspected request has to run alone, the first of that request."""
         if not self.waiting:
             return None
         suspect = self.quarantine.suspect
         return next((one for one in self.waiting if suspect in (None, one.request.request_id)), None)
 
     @property
-    def oldest(self) -> Sequence | None:
-        """The oldest running sequence; if none runs, the oldest of those that may begin or live on the host."""
+    def first(self) -> Sequence | None:
+        """The first running sequence; if none runs, the first of those that may begin or live on the host."""
         if self.running:
-            return self.running.oldest
-        others = (self.next_waiting, self.on_host.oldest)
-        return min((one for one in others if one is not None), key=_age, default=None)
+            return self.running.first
+        others = (self.next_waiting, self.on_host.first)
+        return min((one for one in others if one is not None), key=_rank, default=None)
 
     @property
     def free_slots(self) -> int:
@@ -213,6 +237,8 @@ class SequenceTable:
             self.blocks.take_prefix(sequence)
             if sequence.first_scheduled_time is None:
                 sequence.cached_tokens = sequence.computed
+        if self.ordering is not None:
+            self.ordering.admit(sequence.request)
         sequence.move_to(Status.PREFILL)
         self._enter(sequence, _DEVICE)
 
@@ -385,6 +411,8 @@ class SequenceTable:
         if all(member.sequence_id not in self.sequences for member in family):
             del self.requests[sequence.request.request_id]
             self.outstanding -= _tokens_of(family)
+            if self.ordering is not None:
+                self.ordering.end(sequence.request, _tokens_of(family) - sequence.prompt_length)
             self.quarantine.forget(sequence.request.request_id)
 
     def _release(self, sequence: Sequence) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -98,8 +99,9 @@ def _begin(
 ) -> "CompletionAnswer":
     service, key = _service(http), http.scope.get("api_key")
     pairs = zip(prompts, params, strict=True)
-    requests = [service.request(answer.answer_id, prompt, each, key) for prompt, each in pairs]
-    return CompletionAnswer(service, asked, answer, service.begin(requests))
+    user = asked.user or (asked.safety_identifier if isinstance(asked, schemas.ChatRequest) else None) or ""
+    request = partial(service.request, answer.answer_id, key=key, priority=asked.priority or 0, user=user)
+    return CompletionAnswer(service, asked, answer, service.begin([request(*pair) for pair in pairs]))
 
 
 @dataclass(frozen=True)

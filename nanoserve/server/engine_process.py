@@ -14,7 +14,7 @@ import zmq
 
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
-from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, WorkersFailed
+from nanoserve.errors import NanoserveError, PolicyFailed, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.record.counters import RecentStep
@@ -73,7 +73,7 @@ class EngineLoop:
         request_id = command.request.request_id
         try:
             self._engine.add(command.request)
-        except UsageError as error:
+        except (UsageError, PolicyFailed) as error:
             self._mailbox.send(messages.Failed(str(error), error.exit_code, request_id))
         for index in command.finished:
             self._engine.stop(request_id, index=index)

@@ -22,6 +22,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat's answer may fill the context."""
 MAX_LOGPROBS_PER_REQUEST = 1 << 22
 """Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
+_Name = Annotated[str, msgspec.Meta(max_length=256)]
 _PATH = re.compile(r" - at (`key` in )?`\$\.?([^`]*)`$")
 _UNKNOWN_OR_MISSING = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 
@@ -52,8 +53,10 @@ class SamplingFields(ModelField, frozen=True, kw_only=True):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    """Accepted because OpenAI has it; it does not change the answer."""
+    user: _Name | None = None
+    """For policies that share between users; it does not change the answer."""
+    priority: int | None = None
+    """vLLM's: lower goes first, under a policy that orders by it."""
 
     n: int | None = None
     temperature: float | None = None
@@ -110,7 +113,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
-    safety_identifier: str | None = None
+    safety_identifier: _Name | None = None
     """OpenAI's new name for ``user``."""
 
     tools: Annotated[Any, _nothing("[]")] = None

@@ -83,7 +83,11 @@ def test_help_shows_panels_and_variables(command: Run, name: str) -> None:
         (["--bogus"], 2, "--bogus"),
         (["sing"], 2, "sing"),
         (["chat", "hi", "--bogus"], 2, "--bogus (nanoserve chat --help lists what there is)"),
-        (["chat", "hi", "--policy", "magic"], 2, "'magic' is not one of prefill-first, decode-first, sarathi"),
+        (
+            ["chat", "hi", "--policy", "magic"],
+            2,
+            "unknown policy 'magic'; choose one of prefill-first, decode-first",
+        ),
         (["chat", "hi", "--dtype", "int3"], 2, "int3"),
         (["chat", "hi", "--temperature", "nan"], 2, "temperature must be a number from 0 to 100, not nan"),
         (["chat", "hi", "--temperature", "-1"], 2, "temperature"),

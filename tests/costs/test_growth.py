@@ -10,7 +10,7 @@ from nanoserve.engine import Engine
 from nanoserve.request import Place, Request, SamplingParams, Sequence
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.sequence_table import AgeOrdered
+from nanoserve.scheduler.sequence_table import RankOrdered
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
 
@@ -84,7 +84,7 @@ def test_old_answers_are_forgotten() -> None:
 
 
 def test_only_who_begins_on_the_device_is_added_and_with_nobody_left_nothing_is_expected() -> None:
-    running, forecaster = AgeOrdered(), GrowthForecast()
+    running, forecaster = RankOrdered(), GrowthForecast()
     here, there = _sequence(0, prompt=5, produced=0), _sequence(1, prompt=7, produced=0)
     here.place, there.place = Place.DEVICE, Place.HOST
     running.add(here)

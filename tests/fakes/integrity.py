@@ -31,7 +31,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     admitted = (one for one in table.waiting if table.quarantine.admits(one.request.request_id))
     if next_waiting is not next(admitted, None):
         raise RuntimeError("the next waiting sequence is not the oldest that the quarantine admits")
-    if sorted(swap.sequence for swap in table._swaps.values()) != [one.sequence_id for one in table.moving]:
+    if sorted(swap.sequence for swap in table._swaps.values()) != sorted(one.sequence_id for one in table.moving):
         raise RuntimeError("the sequences of swaps and those that move differ")
 
 

@@ -210,7 +210,7 @@ def test_blocks_in_flight_come_back_with_the_last_answer() -> None:
     engine = make_engine()
     engine.add(request("r", 1, 2, 3))
     step_until_two_are_in_flight(engine)
-    free, sequence = engine.scheduler.pool.free_blocks, engine.scheduler.running.oldest
+    free, sequence = engine.scheduler.pool.free_blocks, engine.scheduler.running.first
     (update,) = engine.stop("r")
     assert update.sequence.finish_reason is FinishReason.ABORT
     for left in (1, 0):

@@ -7,7 +7,6 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from nanoserve.benchmarks.policy_names import named_policy
 from nanoserve.config import ModelConfig
 from nanoserve.costs.predictor import Predictor
 from nanoserve.engine import Engine
@@ -21,6 +20,7 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Executor, LayoutCapacity, StepPlan
+from nanoserve.scheduler.policies import make_policy
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing, device_fits_pool
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import TieredTimes
@@ -109,7 +109,7 @@ class PolicyVariant:
         assert config.max_model_len is not None, "known since the engines are open"
         budget = config.max_num_batched_tokens
         return Scheduler(
-            kind(budget) if kind else named_policy(self.policy, budget),
+            kind(budget) if kind else make_policy(self.policy, budget),
             num_blocks=first.num_blocks,
             block_size=config.block_size,
             max_model_len=config.max_model_len,

@@ -1,7 +1,8 @@
 """The scheduling policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
 from nanoserve.errors import UsageError
@@ -12,6 +13,7 @@ from nanoserve.scheduler.policies.hybrid import HybridByPrediction
 from nanoserve.scheduler.policies.placement import HybridPolicy, PreemptingBySwap
 from nanoserve.scheduler.policies.token_throttling import AdaptiveThrottling, TokenThrottling
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
+from nanoserve.scheduler.policy_files import load_policy_class, start_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,12 @@ class PolicyEntry:
     @property
     def defaults(self) -> dict[str, Any]:
         """Its parameters other than the budget, each with its default."""
-        parameters = fields(self.kind)  # type: ignore[arg-type]  # every policy is a dataclass
-        return {one.name: one.default for one in parameters if one.default is not MISSING and one.name != self.budget}
+        return {one.name: one.default for one in self.fields if one.default is not MISSING and one.name != self.budget}
+
+    @property
+    def fields(self) -> tuple[Field[Any], ...]:
+        """Of a policy of nanoserve, or a user's own, which may be no dataclass."""
+        return fields(self.kind) if is_dataclass(self.kind) else ()
 
 
 POLICIES: dict[str, PolicyEntry] = {
@@ -75,23 +81,70 @@ POLICIES: dict[str, PolicyEntry] = {
 """Choices of ``--policy``."""
 
 
+_PARSERS: dict[type, Callable[[str], Any]] = {
+    bool: {"true": True, "false": False}.__getitem__,
+    int: int,
+    float: float,
+    str: str,
+}
+
+
+def find_policy(name: str) -> tuple[PolicyEntry, str]:
+    """The policy of a name such as "throttling:iterations=4" or "mine.py:Mine:speed=2", and its parameters behind the
+    first colon that is left. Raises UsageError for an unknown name, and a file without such a class."""
+    first, _, rest = name.partition(":")
+    if first.endswith(".py"):
+        name, _, rest = rest.partition(":")
+        kind = load_policy_class(first, name)
+        return PolicyEntry(kind, "", ""), rest
+    if first not in POLICIES:
+        raise UsageError(f"unknown policy {first!r:.60}; choose one of {', '.join(POLICIES)}, or FILE.py:CLASS")
+    return POLICIES[first], rest
+
+
 def make_policy(
     name: str, token_budget: int, parameters: Mapping[str, Any] | None = None, *, swaps: bool = False
 ) -> Policy:
-    """The policy of that name, with parameters that differ from its defaults. With ``swaps`` preempted sequences may
-    move to host memory; a policy that attends there decides so itself. Raises UsageError for an unknown name or
-    parameter, or one out of its range."""
-    if name not in POLICIES:
-        raise UsageError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
+    """The policy of that name, as for `find_policy`, with parameters that differ from its defaults. With ``swaps``
+    preempted sequences may move to host memory; a policy that attends there decides so itself. Raises UsageError for an
+    unknown name or parameter, or one out of its range, and for a file that is none."""
+    entry, words = find_policy(name)
     if token_budget < 1:
         raise UsageError(f"the token budget of a step must be at least 1, not {token_budget}")
-    entry, chosen = POLICIES[name], dict(parameters or {})
-    defaults = entry.defaults
+    defaults = entry.defaults | {"order": entry.kind.order, "aging": entry.kind.aging}
+    chosen = _parse_parameters(words, defaults) | dict(parameters or {})
     if unknown := sorted(chosen.keys() - defaults):
-        known = f"it has {', '.join(defaults)}" if defaults else "it has none"
-        raise UsageError(f"the policy has no parameter {unknown[0]!r}; {known}")
+        raise UsageError(f"the policy has no parameter {unknown[0]!r:.60}; it has {', '.join(defaults)}")
     if "min_prefill" in defaults:  # its default may be more than a small budget allows
         chosen.setdefault("min_prefill", min(defaults["min_prefill"], token_budget))
-    construct: Callable[..., Policy] = entry.kind
-    policy = construct(**{entry.budget: token_budget}, **chosen)
-    return PreemptingBySwap(policy) if swaps and not entry.attends_on_host else policy
+    if any(one.name == entry.budget for one in entry.fields):  # a user's own policy may have none
+        chosen[entry.budget] = token_budget
+    ordering = {name: chosen.pop(name, defaults[name]) for name in ("order", "aging")}
+    policy = start_policy(entry.kind.ordered(**ordering), chosen)
+    return PreemptingBySwap.ordered(**ordering)(policy) if swaps and not entry.attends_on_host else policy
+
+
+def _parse_parameters(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as "iterations=4:without_wt". Raises UsageError for one that is given twice or has no such value."""
+    parameters: dict[str, Any] = {}
+    for word in filter(None, text.split(":")):
+        key, equals, value = (piece.strip() for piece in word.partition("="))
+        if key in parameters:
+            raise UsageError(f"{key} is given twice: {text!r:.60}")
+        kind = type(defaults.get(key, 0.0))
+        try:
+            parameters[key] = _PARSERS[kind](value if equals else "true")
+        except (KeyError, ValueError):
+            parameters[key] = math.nan
+        if kind is not str and not -math.inf < parameters[key] < math.inf:
+            wanted = f"{key} is a whole number, " if kind is int else ""
+            raise UsageError(f"{wanted}{word!r:.60} is no parameter such as iterations=4 or without_wt")
+    return parameters
+
+
+def parse_policies(text: str, token_budget: int) -> dict[str, Policy]:
+    """Policies by name, from names separated by commas. Raises UsageError as `make_policy`, and for a repeated one."""
+    names = [part.strip() for part in text.split(",")]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{twice} is named twice: give each parameters of its own, as throttling:iterations=4")
+    return {name: make_policy(name, token_budget) for name in names}

@@ -14,6 +14,7 @@ from nanoserve.scheduler.load import Decision, Load, Policy
 
 if TYPE_CHECKING:
     from nanoserve.costs.predictor import Predictor
+    from nanoserve.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,13 @@ class PreemptingBySwap(Policy):
         decision = self.inner.decide(replace(load, waiting_tokens=unfinished, first_waiting_tokens=unfinished))
         prefill = min(decision.prefill_tokens, unfinished)
         return replace(decision, prefill_tokens=prefill, swap_in=load.fitting_host, preempt_to_host=is_cheaper)
+
+    def rank(self, request: "Request", fair_start: float) -> float:
+        return self.inner.rank(request, fair_start)
+
+    @property
+    def ranks(self) -> bool:
+        return self.inner.ranks
 
 
 def _swapping_is_cheaper(load: Load) -> bool:

@@ -4,12 +4,12 @@ import pytest
 
 from nanoserve.benchmarks.policies.rounds import Metrics, PolicyRound, pairs, ratios, samples, summarize
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Distribution
 from nanoserve.record.run_record import StageShares
 from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.policies import parse_policies
 from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from nanoserve.simulator.executor import SimulatedExecutor
 from tests.simulator.linear_times import LinearTimes

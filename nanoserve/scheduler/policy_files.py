@@ -1,0 +1,91 @@
+"""Policies of a user's own: a class in a Python file that is named on the command line, and executed."""
+
+import ast
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from nanoserve.errors import PolicyFailed, UsageError, first_line
+from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler.load import Decision, Load, Policy, policy_failures
+from nanoserve.scheduler.ordering import Ordering
+
+_IDLE = Load(None, 100, 100, 0, 0, 0, 0, 60, 60, 16, 4)
+_BUSY = Load(Decision(32, 3), 900, 300, 7, 3, 1, 500, 20, 60, 16, 2, steps_in_flight=1, pipeline_depth=2)
+_FULL = Load(Decision(32, 8), 900, 300, 8, 8, 0, 960, 0, 60, 16, 2)
+_SAMPLE_REQUEST = Request("sample", (1, 2, 3), SamplingParams(), seed=0, priority=1, user="somebody")
+
+
+class _FromFile(Policy):
+    """What stands before a user's class: whatever it raises or answers, the user reads one line about it."""
+
+    __slots__ = ()
+
+    def decide(self, load: Load) -> Decision:
+        with policy_failures(f"{type(self).__name__}.decide"):
+            decision = super().decide(load)  # type: ignore[safe-super]  # the user's class follows in the order
+            _check(decision)
+        return decision
+
+
+def _check(decision: Any) -> None:
+    """Raises ValueError for what no scheduler could carry out."""
+    if not isinstance(decision, Decision):
+        raise ValueError(f"it answers {decision!r:.60}, which is no Decision")
+    for name in ("prefill_tokens", "decodes", "swap_out", "swap_in", "layout"):
+        value = getattr(decision, name)
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} must be a whole number from 0, not {value!r:.60}")
+    if decision.strategy != "device" or decision.host_decodes != (0, 0):
+        raise ValueError("only policies of nanoserve have the CPU attend: leave strategy and host_decodes out")
+
+
+@cache
+def load_policy_class(path: str, name: str) -> type[Policy]:
+    """The class of that name, guarded. The file is executed, once in a process. Raises UsageError if it cannot be read,
+    imports torch, raises or has no such policy."""
+    try:
+        source = Path(path).read_bytes()
+        tree = ast.parse(source, path)
+        _refuse_torch(tree, path)
+        module = sys.modules[f"policy {path}"] = ModuleType(f"policy {path}")  # dataclasses look for it there
+        exec(compile(tree, path, "exec"), module.__dict__)  # the user named this file to have it executed
+    except UsageError:
+        raise
+    except OSError as error:
+        raise UsageError(f"--policy: cannot read {path}: {error.strerror}") from error
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--policy {path}: {type(error).__name__}: {first_line(error)}") from error
+    found = module.__dict__.get(name)
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        classes = [key for key, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
+        has = f"it has {', '.join(classes)}" if classes else "it has none"
+        raise UsageError(f"--policy {path}:{name or 'NAME'}: the file has no such subclass of Policy; {has}")
+    return type(name, (_FromFile, found), {"__slots__": ()})
+
+
+def _refuse_torch(tree: ast.Module, path: str) -> None:
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.partition(".")[0] == "torch" for name in names):
+            raise UsageError(f"--policy {path} imports torch: a policy decides by the Load alone; leave it out")
+
+
+def start_policy(kind: type[Policy], parameters: Mapping[str, Any]) -> Policy:
+    """A policy of the class; one from a file after it has answered for a few loads and a request. Raises UsageError for
+    a parameter out of range, and if anything is wrong with the class."""
+    if not issubclass(kind, _FromFile):
+        return kind(**parameters)
+    try:
+        with policy_failures(kind.__name__, but=UsageError):
+            policy = kind(**parameters)
+        for load in (_IDLE, _BUSY, _FULL):
+            policy.decide(load)
+        Ordering(policy).rank(_SAMPLE_REQUEST)
+    except PolicyFailed as error:
+        raise UsageError(str(error)) from error
+    return policy
