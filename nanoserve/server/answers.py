@@ -3,7 +3,7 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,7 +12,9 @@ import msgspec
 
 from nanoserve.outputs import Detokenizer, TokenDecoder
 from nanoserve.request import CompletionOutput, RequestOutput, TokenLogprob
+from nanoserve.text.reasoning import ReasoningSplitter
 from nanoserve.text.tokenizer import Tokenizer
+from nanoserve.text.tool_calls import CallPiece, ToolCallParser
 
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
@@ -57,19 +59,61 @@ class CompletionFormat(ABC):
 class ChatFormat(CompletionFormat):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self,
+        model: str,
+        text_of: Callable[[int], str],
+        splitter: Callable[[], ReasoningSplitter] | None = None,
+        parser: Callable[[], ToolCallParser] | None = None,
+    ) -> None:
+        """``splitter`` and ``parser`` are made for each choice, if its text may hold reasoning or tool calls."""
+        super().__init__(model, text_of)
+        self._splitters = None if splitter is None else defaultdict[int, ReasoningSplitter](splitter)
+        self._parsers = None if parser is None else defaultdict[int, ToolCallParser](parser)
+
     def choice(
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
     ) -> dict[str, Any]:
-        content = {"role": "assistant", "content": output.text}
-        if index in self._offsets:  # the role comes with the first text: clients time the first chunk
-            content = {"content": output.text} if output.text else {}
-        self._offsets[index] += len(output.text)
+        content = self._content(index, output.text, ended=output.finish_reason is not None)
+        for call in content.get("tool_calls", ()) if name == "message" else ():
+            del call["index"]  # for chunks
         entries = [
             self._entry(one.token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
             for one in output.logprobs or ()
         ]
         logprobs = None if output.logprobs is None else {"content": entries}
-        return {"index": index, name: content, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        called = output.finish_reason == "stop" and self._parsers is not None and self._parsers[index].calls
+        reason = "tool_calls" if called else output.finish_reason
+        return {"index": index, name: content, "logprobs": logprobs, "finish_reason": reason}
+
+    def _content(self, index: int, text: str, *, ended: bool) -> dict[str, Any]:
+        """The message, or what is new of it."""
+        answer, thoughts = text, ""
+        if self._splitters is not None:
+            parts = self._splitters[index].push(text) + (self._splitters[index].flush() if ended else [])
+            answer, thoughts = ("".join(one for kind, one in parts if kind == part) for part in ("answer", "thinking"))
+        calls: dict[int, dict[str, Any]] = {}
+        if self._parsers is not None:
+            pieces = self._parsers[index].push(answer, ended=ended)
+            answer = "".join(piece for piece in pieces if isinstance(piece, str))
+            for piece in pieces:
+                if isinstance(piece, CallPiece):
+                    call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+                    if piece.name is not None:
+                        call |= {
+                            "id": secrets.token_hex(5)[:9],
+                            "type": "function",
+                        }  # Mistral's ids have nine characters
+                        call["function"] = {"name": piece.name, "arguments": ""}
+                    call["function"]["arguments"] += piece.arguments
+        if not (answer or thoughts or calls or ended):
+            return {}
+        content: dict[str, Any] = {"content": answer} if answer else {}
+        if index not in self._offsets:  # the role comes with the first text: clients time the first chunk
+            content = {"role": "assistant", "content": answer or (None if thoughts or calls else "")}
+        self._offsets[index] += len(text)
+        content |= {"reasoning_content": thoughts} if thoughts else {}
+        return content | ({"tool_calls": list(calls.values())} if calls else {})
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text_of(token)

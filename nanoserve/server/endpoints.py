@@ -22,6 +22,7 @@ from nanoserve.server.engine_client import EngineState
 from nanoserve.server.http_bodies import ApiError, JsonResponse, as_api_error, read_json_body, until_client_goes
 from nanoserve.server.service import Service
 from nanoserve.server.streams import RequestStream, deltas, wholes
+from nanoserve.server.tools import tool_use
 
 Fields = TypeVar("Fields", bound=schemas.ModelField)
 T = TypeVar("T")
@@ -51,11 +52,21 @@ async def _asked(http: HttpRequest, schema: type[Fields]) -> tuple[Service, Fiel
 async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     service, asked = await _asked(http, schemas.ChatRequest)
     facts = service.facts()
-    prompt = await service.encode_chat(asked.messages, context=facts.max_model_len)
-    params = schemas.chat_params(asked, facts, len(prompt))
+    use = tool_use(asked, service.tokenizer.template)
+    call_schema = use.call_schema() if use and use.required else None
+    structured = asked.response_format is not None and asked.response_format.type != "text"
+    prompt = await service.encode_chat(
+        asked.messages,
+        context=facts.max_model_len,
+        tools=use.tools if use else (),
+        answer=use.form.opening if use and use.required else "" if structured else None,
+    )
+    params = schemas.chat_params(asked, facts, len(prompt), call_schema)
     if params.json_schema is not None:
-        await service.check_json_schema(params.json_schema)
-    return _begin(http, asked, ChatFormat(service.model_name, service.text_of), [prompt], [params])
+        await service.check_json_schema(params.json_schema, "tools" if call_schema else "response_format")
+    splitter, parser = service.reasoning_splitter(prompt), use.parser if use else None
+    answer = ChatFormat(service.model_name, service.text_of, splitter, parser)
+    return _begin(http, asked, answer, [prompt], [params])
 
 
 async def completions(http: HttpRequest) -> "CompletionAnswer":
@@ -172,9 +183,10 @@ class CompletionAnswer:
             for sample in output.outputs:
                 _check(sample)
                 tokens += len(sample.token_ids)
-                if sample.text or sample.finish_reason or sample.logprobs:
-                    index = place * self.streams[0].request.params.n + sample.index
-                    chunk = self._chunk(self.answer.choice(index, output, sample, name="delta"))
+                index = place * self.streams[0].request.params.n + sample.index
+                choice = self.answer.choice(index, output, sample, name="delta")
+                if any(choice.get(name) for name in ("delta", "text", "finish_reason", "logprobs")):
+                    chunk = self._chunk(choice)
                     if options.include_usage:
                         chunk["usage"] = self._usage(tokens, 0) if options.continuous_usage_stats else None
                     yield chunk

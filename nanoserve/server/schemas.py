@@ -20,6 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat's answer may fill the context."""
+MAX_TOOLS = 128
 MAX_LOGPROBS_PER_REQUEST = 1 << 22
 """Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
 _Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -105,6 +106,31 @@ class ResponseFormat(_Strict, frozen=True, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
 
 
+class Function(_Strict, frozen=True, kw_only=True, omit_defaults=True):
+    """A tool as a model sees it."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments."""
+    strict: bool | None = None
+    """A call that is required follows its schema, whatever this says; one that the model chose to make may not."""
+
+
+class Tool(_Strict, frozen=True, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Strict, frozen=True, kw_only=True):
+    name: str
+
+
+class NamedTool(_Strict, frozen=True, kw_only=True):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """``/v1/chat/completions``. Messages are checked by text.chat_template."""
 
@@ -116,9 +142,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     safety_identifier: _Name | None = None
     """OpenAI's new name for ``user``."""
 
-    tools: Annotated[Any, _nothing("[]")] = None
-    tool_choice: Annotated[Any, _nothing('"none"', '"auto"')] = None
-    parallel_tool_calls: Annotated[Any, _nothing("false", "true")] = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: Annotated[Any, _nothing("[]")] = None
     function_call: Annotated[Any, _nothing('"none"', '"auto"')] = None
     modalities: Annotated[Any, _nothing('["text"]')] = None
@@ -198,15 +224,18 @@ _ANY_OBJECT = '{"type":"object"}'
 _FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "logprobs")) + r")\b")
 
 
-def chat_params(asked: ChatRequest, facts: EngineFacts, prompt_length: int) -> SamplingParams:
-    """The parameters of a chat completion. Raises ApiError (400) for values out of range and prompts too long."""
+def chat_params(
+    asked: ChatRequest, facts: EngineFacts, prompt_length: int, call_schema: str | None = None
+) -> SamplingParams:
+    """The parameters of a chat completion. With ``call_schema``, the answer has to follow this JSON schema of a tool
+    call. Raises ApiError (400) for values out of range and prompts too long."""
     if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", code="invalid_value", param="top_logprobs")
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     wanted = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    schema = _json_schema(asked.response_format)
+    schema = call_schema or _json_schema(asked.response_format)
     return _params(asked, facts, [prompt_length], wanted, None, logprobs=logprobs, json_schema=schema)[0]
 
 
@@ -221,10 +250,15 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
         return _ANY_OBJECT if asked.type == "json_object" else None
     if asked.json_schema is None:
         raise ApiError(400, f"{field} is missing", code="missing_required_parameter", param=field)
+    return schema_text(asked.json_schema.schema, f"{field}.schema")
+
+
+def schema_text(schema: dict[str, Any], field: str) -> str:
+    """The text of a JSON schema; ApiError (400) names the field if it is nested too deeply."""
     try:
-        return msgspec.json.encode(asked.json_schema.schema).decode()
+        return msgspec.json.encode(schema).decode()
     except RecursionError:
-        raise ApiError(400, f"{field}.schema is nested too deeply", code="invalid_value", param=field) from None
+        raise ApiError(400, f"{field} is nested too deeply", code="invalid_value", param=field) from None
 
 
 def completion_params(asked: CompletionRequest, facts: EngineFacts, lengths: Sequence[int]) -> list[SamplingParams]:
@@ -260,7 +294,8 @@ def _params(
     except UsageError as error:
         message = str(error).removeprefix("sampling settings: ")
         named = _FIELD.search(message)
-        param = "response_format" if message.startswith("json_schema") else named and named.group()
+        of_schema = "tools" if getattr(asked, "tools", None) else "response_format"
+        param = of_schema if message.startswith("json_schema") else named and named.group()
         raise ApiError(400, message, code="invalid_value", param=param) from None
     told = shared[tokens[0]].n * sum(tokens if prompt_logprobs is None else (*tokens, *prompt_lengths))
     if logprobs is not None and (logprobs + 1) * told > MAX_LOGPROBS_PER_REQUEST:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,20 @@ def _check_message(message: Any, name: str) -> dict[str, Any]:
     unknown = sorted(str(field) for field in set(message) - _FIELDS)
     if unknown:
         raise UsageError(f"{name} has unknown fields: {', '.join(unknown)[:80]}")
-    checked = {field: _check_value(value, f"{name}.{field}") for field, value in message.items() if field != "content"}
+    calls = message.get("tool_calls")
+    given = {**message, "tool_calls": [*map(_with_arguments, calls)]} if isinstance(calls, list) else message
+    checked = {field: _check_value(value, f"{name}.{field}") for field, value in given.items() if field != "content"}
     return {**checked, "role": role, "content": _check_content(message, f"{name}.content")}
+
+
+def _with_arguments(call: Any) -> Any:
+    """A tool call with its arguments as templates expect them, as an object. OpenAI's clients send the object's text;
+    other text, which a model may have written, stays."""
+    with suppress(TypeError, LookupError, ValueError, RecursionError):
+        function = call["function"]
+        if isinstance(arguments := json.loads(function["arguments"]), dict):
+            return {**call, "function": {**function, "arguments": arguments}}
+    return call
 
 
 def _check_content(message: Mapping[str, Any], name: str) -> str:

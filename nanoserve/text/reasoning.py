@@ -51,7 +51,7 @@ class ReasoningSplitter:
     def _take_thinking(self) -> str:
         end = self._held.find(CLOSE)
         if end < 0:
-            undecided = _length_of_partial_tag(self._held)
+            undecided = length_of_partial_tag(self._held, CLOSE)
             return self._take(len(self._held[: len(self._held) - undecided].rstrip()))
         thinking = self._take(end).rstrip()
         self._state, self._held, self._after_tag = "answer", self._held[len(CLOSE) :], True
@@ -66,10 +66,10 @@ class ReasoningSplitter:
         return taken
 
 
-def _length_of_partial_tag(text: str) -> int:
-    """Number of characters at the end of `text` that may begin the closing tag."""
-    longest = min(len(text), len(CLOSE) - 1)
-    return next((length for length in range(longest, 0, -1) if CLOSE.startswith(text[-length:])), 0)
+def length_of_partial_tag(text: str, tag: str) -> int:
+    """Number of characters at the end of `text` that may begin a tag."""
+    longest = min(len(text), len(tag) - 1)
+    return next((length for length in range(longest, 0, -1) if tag.startswith(text[-length:])), 0)
 
 
 def opens_reasoning(prompt: str) -> bool:

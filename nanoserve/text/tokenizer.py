@@ -16,6 +16,7 @@ from nanoserve.text.chat_template import (
     check_text,
     load_chat_template,
 )
+from nanoserve.text.reasoning import CLOSE, opens_reasoning
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -95,8 +96,10 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         template_arguments: Mapping[str, Any] | None = None,
         limit: int | None = None,
+        answer: str | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's own chat format.
+        """Token ids of a conversation in the model's own chat format. With `answer`, the answer begins with this text;
+        reasoning that the template opens is closed before it.
 
         Tokens that structure the prompt, flagged special or not, come only from the template: their spellings in
         messages, tool descriptions, tool calls and other arguments are ordinary text. The `content` of assistants is
@@ -113,6 +116,8 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             arguments=self._markup.mark_all(arguments, mark),
         )
+        if answer is not None:
+            rendered += (f"\n{CLOSE}\n\n" if opens_reasoning(rendered) else "") + answer
         texts = [piece if isinstance(piece, int) else piece.replace(mark, "") for piece in self._markup.split(rendered)]
         pieces = [piece for piece in texts if piece != ""]
         self._check_length(pieces, limit)
@@ -142,6 +147,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the model brought a chat template of its own."""
         return isinstance(self._template, ChatTemplate)
+
+    @property
+    def template(self) -> str:
+        """The text of the model's chat template; empty without one."""
+        return self._template.source
 
     @property
     def notice(self) -> str | None:

@@ -171,7 +171,7 @@ def test_messages_that_are_none(server: Server, messages: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
         ({"top_logprobs": 5}, "top_logprobs"),

@@ -1,0 +1,167 @@
+"""Tools over HTTP, through OpenAI's own client: calls of the bundled model, with a template in the style of Qwen's."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from nanoserve.models.hub import resolve_model
+from nanoserve.request import CompletionOutput
+from nanoserve.server.answers import ChatFormat
+from nanoserve.text.reasoning import ReasoningSplitter
+from nanoserve.text.tool_calls import ToolCallParser, call_form
+from tests.server.conftest import MODEL
+from tests.server.starting import Server, running
+from tests.text.templates import QWEN
+
+CITY = {"$defs": {"City": {"enum": ["Paris", "Rome"]}}, "properties": {"city": {"$ref": "#/$defs/City"}}}
+WEATHER = {"name": "get_weather", "description": "The weather.", "parameters": CITY | {"required": ["city"]}}
+TOOLS: list[Any] = [{"type": "function", "function": one} for one in (WEATHER, {"name": "get_time"})]
+ASKED: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
+REQUIRED = {"tools": TOOLS, "tool_choice": "required"}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("model") / "caller"
+    directory.mkdir()
+    for file in resolve_model(None).tokenizer_directory.iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "chat_template.jinja").write_text(QWEN)
+    with running("-m", str(directory), *MODEL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def caller(tool_server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=tool_server.url + "/v1", api_key="none", max_retries=0, timeout=240)
+
+
+def ask(client: openai.OpenAI, messages: list[Any] = ASKED, **settings: Any) -> Any:
+    settings = {"seed": 3, "max_tokens": 60} | settings
+    return client.chat.completions.create(model="caller", messages=messages, **settings)
+
+
+def test_the_loop_of_a_client_with_tools(caller: openai.OpenAI) -> None:
+    """Call, result, answer: the model's own message goes back as the client's object."""
+    answer = ask(caller, tools=TOOLS, tool_choice=named("get_weather")).choices[0]
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    (call,) = answer.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "get_weather") and len(call.id) == 9
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    history = [*ASKED, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "31 degrees"}]
+    for settings in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {}):
+        last = ask(caller, history, max_tokens=5, **settings).choices[0]
+        assert last.finish_reason == "length" and last.message.content and not last.message.tool_calls
+
+
+@pytest.mark.parametrize("choice", ["required", named("get_time")], ids=str)
+def test_a_stream_has_the_same_call(caller: openai.OpenAI, choice: Any) -> None:
+    whole = ask(caller, tools=TOOLS, tool_choice=choice, n=2, temperature=1.5).choices
+    chunks = list(ask(caller, tools=TOOLS, tool_choice=choice, n=2, temperature=1.5, stream=True))
+    for choice_of_answer in whole:
+        mine = [one for chunk in chunks for one in chunk.choices if one.index == choice_of_answer.index]
+        parts = [call for one in mine for call in one.delta.tool_calls or ()]
+        assert mine[0].delta.role == "assistant" and mine[-1].finish_reason == "tool_calls"
+        assert {part.index for part in parts} == {0} and parts[0].id and not any(part.id for part in parts[1:])
+        (call,) = choice_of_answer.message.tool_calls
+        assert parts[0].function.name == call.function.name
+        assert "".join(part.function.arguments for part in parts) == call.function.arguments
+        assert isinstance(json.loads(call.function.arguments), dict)
+
+
+@pytest.mark.parametrize(
+    ("settings", "param", "message"),
+    [
+        ({"tools": TOOLS, "tool_choice": named("nobody")}, "tool_choice", "none of the tools"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": TOOLS * 500}, "tools", "length <= 128"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two tools have the name get_weather"),
+        ({"tools": [named("a b")]}, "tools[0].function.name", "regex"),
+        ({"tools": [named("a\n")]}, "tools[0].function.name", "regex"),
+        ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0].type", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+        ({**REQUIRED, "response_format": {"type": "json_object"}}, "response_format", "does not go with tools"),
+        ({"functions": [{"name": "a"}]}, "functions", "not supported"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "not supported"),
+        *(
+            ({"tools": [{"type": "function", "function": {"name": "a", "parameters": schema}}], **more}, "tools", said)
+            for more in ({"tool_choice": "required"}, {"tool_choice": named("a")})
+            for schema, said in (
+                ({"type": "string"}, "must have the type object"),
+                ({"properties": {"a": {"$ref": "http://127.0.0.1:9/x.json"}}}, "does not fetch"),
+                ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "without end"),
+                ({"properties": {"a": {"multipleOf": 123_456_789, "type": "integer"}}}, "too complex"),
+                (
+                    {"properties": {"a": {"enum": [f"value {i}" for i in range(9_000)]}}},
+                    "far more tokens than the context",
+                ),
+            )
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "a", "parameters": json.loads('{"a":' * 70 + "1" + "}" * 70)},
+                    }
+                ]
+            },
+            None,
+            "nested more than 64",
+        ),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_tools_that_cannot_be_used(caller: openai.OpenAI, settings: Any, param: str | None, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        ask(caller, **settings)
+    if "context" not in message:
+        assert caught.value.param == param
+    assert "\n" not in caught.value.message
+
+
+def test_a_template_without_tools(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="takes no tools"):
+        client.chat.completions.create(model="storyteller", messages=ASKED, tools=TOOLS)
+    kept = client.chat.completions.create(
+        model="storyteller", messages=ASKED, tools=TOOLS, tool_choice="none", max_tokens=3
+    )
+    assert kept.choices[0].message.content
+
+
+def test_reasoning_text_and_calls_of_one_answer() -> None:
+    """Each in its own field, whole and streamed."""
+    text = (
+        '<think>\nhm\n</think>\n\nLet me see.\n<tool_call>\n{"name": "get_time", "arguments": {"a": 1}}\n</tool_call>'
+    )
+
+    def answer() -> ChatFormat:
+        names = ["get_time"]
+        return ChatFormat("m", str, ReasoningSplitter, lambda: ToolCallParser(call_form(QWEN), names))
+
+    def output(text: str, reason: str | None) -> CompletionOutput:
+        return CompletionOutput(0, text, (), None, reason, None, None)
+
+    request: Any = None
+    whole = answer().choice(0, request, output(text, "stop"))
+    call = whole["message"].pop("tool_calls")[0]
+    assert whole["message"] == {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm"}
+    assert call["function"] == {"name": "get_time", "arguments": '{"a": 1}'} and "index" not in call
+    assert whole["finish_reason"] == "tool_calls"
+    streamed = answer()
+    choices = [streamed.choice(0, request, output(one, None), "delta") for one in text]
+    choices.append(streamed.choice(0, request, output("", "stop"), "delta"))
+    deltas = [choice["delta"] for choice in choices if choice["delta"]]
+    assert deltas[0] == {"role": "assistant", "content": None, "reasoning_content": "h"}
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Let me see."
+    parts = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [part["index"] for part in parts] == [0] * len(parts) and parts[0]["type"] == "function"
+    assert "".join(part["function"]["arguments"] for part in parts) == '{"a": 1}'
+    assert choices[-1]["finish_reason"] == "tool_calls"

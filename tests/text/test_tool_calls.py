@@ -1,0 +1,129 @@
+"""Tool calls as each family publishes them, whole and cut at every place."""
+
+import json
+from typing import Any
+
+import pytest
+
+from nanoserve.errors import UsageError
+from nanoserve.text.tool_calls import CallPiece, ToolCallParser, call_form
+from tests.text.templates import CHATML, GLM, LLAMA_3, MISTRAL, QWEN
+
+NAMES = ("get_weather", "get_time", "add")
+Read = tuple[str, list[tuple[str, Any]]]
+PARIS = {"city": "Paris", "unit": 'a "quoted" } \\ {brace', "days": [1, {"deep": []}]}
+ROME: dict[str, Any] = {}
+
+
+def spelled(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+HERMES = f'<tool_call>\n{{"name": "get_weather", "arguments": {spelled(PARIS)}}}\n</tool_call>'
+CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    (QWEN, "It is warm.\n", "It is warm.\n", []),
+    (QWEN, HERMES, "", [("get_weather", PARIS)]),
+    (QWEN, f"Let me look. \n\n{HERMES}\n", "Let me look.", [("get_weather", PARIS)]),
+    (
+        QWEN,
+        HERMES + '\n<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call> Done <b>.',
+        "Done <b>.",
+        [("get_weather", PARIS), ("get_time", ROME)],
+    ),
+    (QWEN, HERMES.replace('"get_weather"', '"nobody"'), HERMES.replace('"get_weather"', '"nobody"'), []),
+    (
+        QWEN,
+        f'<tool_call>{{"arguments": {spelled(PARIS)}, "name": "get_weather"}}</tool_call>',
+        "",
+        [("get_weather", PARIS)],
+    ),
+    (QWEN, "a < b <tool_ <tool_call> {1} is text", "a < b <tool_<tool_call> {1} is text", []),
+    (QWEN, '<tool_call>\n{"name": "get_ti', '<tool_call>\n{"name": "get_ti', []),
+    (QWEN, '{"name": "get_time", "arguments": {}}', '{"name": "get_time", "arguments": {}}', []),
+    (LLAMA_3, f'{{"name": "get_weather", "parameters": {spelled(PARIS)}}}', "", [("get_weather", PARIS)]),
+    (LLAMA_3, f'<|python_tag|>{{"name": "get_weather", "parameters": {spelled(PARIS)}}}', "", [("get_weather", PARIS)]),
+    (
+        LLAMA_3,
+        '{"type": "function", "name": "add", "parameters": {"a": "1"}}; {"name": "get_time", "parameters": {}}',
+        "",
+        [("add", {"a": "1"}), ("get_time", {})],
+    ),
+    (LLAMA_3, '{"name": "Ada", "parameters": {"a": 1}} is JSON', '{"name": "Ada", "parameters": {"a": 1}} is JSON', []),
+    (LLAMA_3, '{"answer": [{"name": "add"}]}', '{"answer": [{"name": "add"}]}', []),
+    (LLAMA_3, " Hello {there}", " Hello {there}", []),
+    (MISTRAL, f'[TOOL_CALLS] [{{"name": "get_weather", "arguments": {spelled(PARIS)}}}]', "", [("get_weather", PARIS)]),
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "Vvv}EtCK"}, {"name": "get_time", "arguments": {}}]',
+        "",
+        [("add", {"a": 1}), ("get_time", {})],
+    ),
+    (MISTRAL, "[TOOL] [1, 2]", "[TOOL] [1, 2]", []),
+    (GLM, f"get_weather\n{spelled(PARIS)}", "", [("get_weather", PARIS)]),
+    (GLM, "\nget_time\n{}", "", [("get_time", {})]),
+    (GLM, "get_weather is a tool", "get_weather is a tool", []),
+    (GLM, "add\nnothing", "add\nnothing", []),
+    (GLM, "Hello,\nthere", "Hello,\nthere", []),
+]
+
+
+def read(parser: ToolCallParser, pieces: list[str]) -> Read:
+    text, calls = "", list[tuple[str, str]]()
+    for number, piece in enumerate(pieces, 1):
+        for part in parser.push(piece, ended=number == len(pieces)):
+            if isinstance(part, str):
+                text += part
+                continue
+            if part.name is not None:
+                calls.append((part.name, ""))
+            assert part.index == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
+    assert parser.calls == len(calls)
+    return text, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize(("template", "answer", "text", "calls"), CASES)
+def test_each_family_cut_at_every_place(template: str, answer: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    form = call_form(template)
+    assert read(ToolCallParser(form, NAMES), [answer]) == (text, calls)
+    assert read(ToolCallParser(form, NAMES), [*answer]) == (text, calls), "one character at a time"
+    for cut in range(len(answer)):
+        assert read(ToolCallParser(form, NAMES), [answer[:cut], answer[cut:]]) == (text, calls), cut
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA_3, MISTRAL, GLM])
+def test_a_demanded_call_is_json_alone(template: str) -> None:
+    form = call_form(template)
+    answer = f'{{"name": "get_weather", "{form.key}": {spelled(PARIS)}}}'
+    assert read(ToolCallParser(form, NAMES, only=True), [*answer]) == ("", [("get_weather", PARIS)])
+
+
+def test_arguments_arrive_as_they_are_written() -> None:
+    parser = ToolCallParser(call_form(QWEN), NAMES)
+    assert parser.push('Well. <tool_call>{"name": "add"') == ["Well."]
+    assert parser.push(', "arguments": {"a": ') == [CallPiece(0, "add"), CallPiece(0, None, '{"a": ')]
+    assert parser.push("1, ") == [CallPiece(0, None, "1, ")]
+    assert parser.push('"b": 2}}</tool') == [CallPiece(0, None, '"b": 2}')]
+    assert parser.push("_call>", ended=True) == []
+
+
+def test_one_call_alone() -> None:
+    for answer in (HERMES + "\n" + HERMES, f'<tool_call>{{"arguments": {{}}, "name": "add"}}</tool_call>{HERMES} and'):
+        parser = ToolCallParser(call_form(QWEN), NAMES, parallel=False)
+        text, calls = read(parser, [*answer])
+        assert (text, len(calls)) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (CHATML, "takes no tools"),
+        ("", "takes no tools"),
+        (QWEN + "<arg_key>", "<arg_key>"),
+        (QWEN + "<function=", "<function="),
+        (MISTRAL + "[ARGS]", r"\[ARGS\]"),
+    ],
+)
+def test_forms_that_are_not_read(template: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        call_form(template)
