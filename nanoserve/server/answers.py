@@ -14,7 +14,7 @@ from nanoserve.outputs import Detokenizer, TokenDecoder
 from nanoserve.request import CompletionOutput, RequestOutput, TokenLogprob
 from nanoserve.text.reasoning import ReasoningSplitter
 from nanoserve.text.tokenizer import Tokenizer
-from nanoserve.text.tool_calls import CallPiece, ToolCallParser
+from nanoserve.text.tool_calls import ToolCallParser
 
 
 def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
@@ -92,20 +92,9 @@ class ChatFormat(CompletionFormat):
         if self._splitters is not None:
             parts = self._splitters[index].push(text) + (self._splitters[index].flush() if ended else [])
             answer, thoughts = ("".join(one for kind, one in parts if kind == part) for part in ("answer", "thinking"))
-        calls: dict[int, dict[str, Any]] = {}
+        calls: list[dict[str, Any]] = []
         if self._parsers is not None:
-            pieces = self._parsers[index].push(answer, ended=ended)
-            answer = "".join(piece for piece in pieces if isinstance(piece, str))
-            for piece in pieces:
-                if isinstance(piece, CallPiece):
-                    call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
-                    if piece.name is not None:
-                        call |= {
-                            "id": secrets.token_hex(5)[:9],
-                            "type": "function",
-                        }  # Mistral's ids have nine characters
-                        call["function"] = {"name": piece.name, "arguments": ""}
-                    call["function"]["arguments"] += piece.arguments
+            answer, calls = self._parsers[index].push(answer, ended=ended)
         if not (answer or thoughts or calls or ended):
             return {}
         content: dict[str, Any] = {"content": answer} if answer else {}
@@ -113,7 +102,7 @@ class ChatFormat(CompletionFormat):
             content = {"role": "assistant", "content": answer or (None if thoughts or calls else "")}
         self._offsets[index] += len(text)
         content |= {"reasoning_content": thoughts} if thoughts else {}
-        return content | ({"tool_calls": list(calls.values())} if calls else {})
+        return content | ({"tool_calls": calls} if calls else {})
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text_of(token)

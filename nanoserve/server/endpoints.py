@@ -53,19 +53,13 @@ async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     service, asked = await _asked(http, schemas.ChatRequest)
     facts = service.facts()
     use = tool_use(asked, service.tokenizer.template)
-    call_schema = use.call_schema() if use and use.required else None
-    structured = asked.response_format is not None and asked.response_format.type != "text"
-    prompt = await service.encode_chat(
-        asked.messages,
-        context=facts.max_model_len,
-        tools=use.tools if use else (),
-        answer=use.form.opening if use and use.required else "" if structured else None,
-    )
-    params = schemas.chat_params(asked, facts, len(prompt), call_schema)
+    prompt = await service.encode_chat(asked.messages, context=facts.max_model_len, **(use.rendering() if use else {}))
+    schema = use.call_schema() if use and use.required else None
+    params = schemas.chat_params(asked, facts, len(prompt), schema)
     if params.json_schema is not None:
-        await service.check_json_schema(params.json_schema, "tools" if call_schema else "response_format")
-    splitter, parser = service.reasoning_splitter(prompt), use.parser if use else None
-    answer = ChatFormat(service.model_name, service.text_of, splitter, parser)
+        await service.check_json_schema(params.json_schema, "tools" if schema else "response_format")
+    splitter = None if params.json_schema else service.reasoning_splitter(prompt)
+    answer = ChatFormat(service.model_name, service.text_of, splitter, use.parser if use else None)
     return _begin(http, asked, answer, [prompt], [params])
 
 

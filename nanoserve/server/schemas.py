@@ -107,8 +107,6 @@ class ResponseFormat(_Strict, frozen=True, kw_only=True):
 
 
 class Function(_Strict, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool as a model sees it."""
-
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -118,17 +116,10 @@ class Function(_Strict, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Tool(_Strict, frozen=True, kw_only=True):
+    """A tool; in ``tool_choice`` only its name is read."""
+
     type: Literal["function"]
     function: Function
-
-
-class FunctionName(_Strict, frozen=True, kw_only=True):
-    name: str
-
-
-class NamedTool(_Strict, frozen=True, kw_only=True):
-    type: Literal["function"]
-    function: FunctionName
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):
@@ -143,7 +134,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     """OpenAI's new name for ``user``."""
 
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     functions: Annotated[Any, _nothing("[]")] = None
     function_call: Annotated[Any, _nothing('"none"', '"auto"')] = None
@@ -224,19 +215,17 @@ _ANY_OBJECT = '{"type":"object"}'
 _FIELD = re.compile(r"\b(" + "|".join((*SAMPLING_NAMES, "logprobs")) + r")\b")
 
 
-def chat_params(
-    asked: ChatRequest, facts: EngineFacts, prompt_length: int, call_schema: str | None = None
-) -> SamplingParams:
-    """The parameters of a chat completion. With ``call_schema``, the answer has to follow this JSON schema of a tool
-    call. Raises ApiError (400) for values out of range and prompts too long."""
+def chat_params(asked: ChatRequest, facts: EngineFacts, length: int, call: str | None = None) -> SamplingParams:
+    """The parameters of a chat completion whose prompt has this length, and whose answer has to be a tool call if
+    ``call`` is its JSON schema. Raises ApiError (400) for values out of range and prompts too long."""
     if asked.top_logprobs and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", code="invalid_value", param="top_logprobs")
     if asked.max_tokens is not None and asked.max_completion_tokens not in (None, asked.max_tokens):
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
     wanted = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    schema = call_schema or _json_schema(asked.response_format)
-    return _params(asked, facts, [prompt_length], wanted, None, logprobs=logprobs, json_schema=schema)[0]
+    schema = call or _json_schema(asked.response_format)
+    return _params(asked, facts, [length], wanted, None, logprobs=logprobs, json_schema=schema)[0]
 
 
 def _json_schema(asked: ResponseFormat | None) -> str | None:
@@ -250,15 +239,10 @@ def _json_schema(asked: ResponseFormat | None) -> str | None:
         return _ANY_OBJECT if asked.type == "json_object" else None
     if asked.json_schema is None:
         raise ApiError(400, f"{field} is missing", code="missing_required_parameter", param=field)
-    return schema_text(asked.json_schema.schema, f"{field}.schema")
-
-
-def schema_text(schema: dict[str, Any], field: str) -> str:
-    """The text of a JSON schema; ApiError (400) names the field if it is nested too deeply."""
     try:
-        return msgspec.json.encode(schema).decode()
+        return msgspec.json.encode(asked.json_schema.schema).decode()
     except RecursionError:
-        raise ApiError(400, f"{field} is nested too deeply", code="invalid_value", param=field) from None
+        raise ApiError(400, f"{field}.schema is nested too deeply", code="invalid_value", param=field) from None
 
 
 def completion_params(asked: CompletionRequest, facts: EngineFacts, lengths: Sequence[int]) -> list[SamplingParams]:

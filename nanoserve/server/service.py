@@ -29,8 +29,6 @@ from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 _INLINE_CHARACTERS = 4096
 """Longer texts are tokenized in a thread, because other requests would wait too long."""
 _LONG_CHARACTERS = 32768
-_TOKENS_OF_A_TAG = 16
-"""At the end of a prompt; blanks may follow the tag."""
 _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 """A field of every answer in OpenAI's client, which sends it back in the next request."""
 
@@ -104,16 +102,10 @@ class Service:
         return await self._tokenize(encode, "prompt", context, characters=len(text))
 
     async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        context: int | None = None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        answer: str | None = None,
+        self, messages: Sequence[Mapping[str, Any]], *, context: int | None = None, **settings: Any
     ) -> list[int]:
-        """Token ids of a conversation. Null fields of a message count as absent; ``context`` as for ``encode``, and
-        ``answer`` as for `Tokenizer.encode_chat`.
+        """Token ids of a conversation. Null fields of a message count as absent; ``context`` as for ``encode``. The
+        settings are those of `Tokenizer.encode_chat`.
 
         Raises UsageError or ModelError for messages that are malformed or that the template refuses, and ApiError (400)
         if there are too many of them or they are far too long.
@@ -125,16 +117,9 @@ class Service:
             {name: value for name, value in message.items() if value is not None and (name, value) != _NO_ANNOTATIONS}
             for message in messages
         ]
-        encode = partial(
-            self.tokenizer.encode_chat,
-            given,
-            add_generation_prompt=add_generation_prompt,
-            template_arguments={"tools": tools} if tools else None,
-            limit=context,
-            answer=answer,
-        )
+        encode = partial(self.tokenizer.encode_chat, given, limit=context, **settings)
         # Rendering waits for another process, so it always runs in a thread.
-        characters = max(_INLINE_CHARACTERS + 1, len(msgspec.json.encode([given, tools])))
+        characters = max(_INLINE_CHARACTERS + 1, len(msgspec.json.encode([given, settings])))
         return await self._tokenize(encode, "messages", context, characters=characters)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -143,10 +128,9 @@ class Service:
 
     def reasoning_splitter(self, prompt: Sequence[int]) -> Callable[[], ReasoningSplitter] | None:
         """What makes a splitter for an answer to this prompt, or None if the model's chat template has no reasoning."""
-        if CLOSE not in self.tokenizer.template:
-            return None
-        end = self.tokenizer.decode(prompt[-_TOKENS_OF_A_TAG:], skip_special_tokens=False)
-        return partial(ReasoningSplitter, starts_inside=opens_reasoning(end))
+        end = self.tokenizer.decode(prompt[-16:], skip_special_tokens=False)  # enough for a tag and blanks after it
+        splitter = partial(ReasoningSplitter, starts_inside=opens_reasoning(end))
+        return splitter if CLOSE in self.tokenizer.template else None
 
     async def check_json_schema(self, schema: str, param: str) -> None:
         """Raise ApiError (400), for this field, for a JSON schema that cannot become a grammar."""

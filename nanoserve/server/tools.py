@@ -7,11 +7,10 @@ from typing import Any
 import msgspec
 
 from nanoserve.server.http_bodies import ApiError
-from nanoserve.server.schemas import ChatRequest, Function, NamedTool, schema_text
+from nanoserve.server.schemas import ChatRequest, Function, Tool
 from nanoserve.text.tool_calls import CallForm, ToolCallParser, call_form
 
-_NO_ARGUMENTS: dict[str, Any] = {"properties": {}}
-_OTHER_SOURCES_OF_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
+_MORE_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,33 +18,36 @@ class ToolUse:
     """What a request does with its tools."""
 
     form: CallForm
-    tools: Sequence[dict[str, Any]]
-    """For the chat template, as the client gave them."""
+    tools: Sequence[Tool]
     callable: Sequence[Function]
-    """Those of which the answer may be a call: all, or the one that is named."""
+    """Those that the answer may call: all, or the one that is named."""
     required: bool
     parallel: bool
 
+    def rendering(self) -> dict[str, Any]:
+        """Settings of `Tokenizer.encode_chat`."""
+        answer = self.form.opening if self.required else None
+        return {"template_arguments": {"tools": msgspec.to_builtins(self.tools)}, "answer": answer}
+
     def parser(self) -> ToolCallParser:
         """A parser for one answer."""
-        names = {function.name for function in self.callable}
-        return ToolCallParser(self.form, names, only=self.required, parallel=self.parallel)
+        form = CallForm() if self.required else self.form
+        return ToolCallParser(form, [one.name for one in self.callable], parallel=self.parallel)
 
     def call_schema(self) -> str:
         """The JSON schema of a call. Raises ApiError (400) for tools whose arguments are no object."""
         options = []
         for place, function in enumerate(self.callable):
-            arguments = (function.parameters or _NO_ARGUMENTS) | {"type": "object"}
-            if (function.parameters or {}).get("type", "object") != "object":
-                message = f"the parameters of the tool {function.name} must have the type object"
-                raise ApiError(400, message, code="invalid_value", param="tools")
-            if not any(word in arguments for word in _OTHER_SOURCES_OF_PROPERTIES):
+            arguments = {"type": "object", **(function.parameters or {"properties": {}})}
+            if arguments["type"] != "object":
+                raise _wrong(f"the parameters of the tool {function.name} must have the type object", "tools")
+            if not any(word in arguments for word in _MORE_PROPERTIES):
                 arguments.setdefault("additionalProperties", False)
             arguments = _moved(arguments, f"#/anyOf/{place}/properties/{self.form.key}")
             properties = {"name": {"const": function.name}, self.form.key: arguments}
             option = {"type": "object", "properties": properties, "required": [*properties]}
             options.append(option | {"additionalProperties": False})
-        return schema_text({"anyOf": options}, "tools")
+        return msgspec.json.encode({"anyOf": options}).decode()
 
 
 def tool_use(asked: ChatRequest, template: str) -> ToolUse | None:
@@ -53,29 +55,25 @@ def tool_use(asked: ChatRequest, template: str) -> ToolUse | None:
 
     Raises ApiError (400) for tools and choices that do not fit, and UsageError for a template without tools.
     """
-    functions = [tool.function for tool in asked.tools or ()]
-    names = [function.name for function in functions]
-    choice = asked.tool_choice or "auto"
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ApiError(400, f"two tools have the name {twice}", code="invalid_value", param="tools")
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in names:
-            message = f"tool_choice names {choice.function.name!r:.80}, which is none of the tools"
-            raise ApiError(400, message, code="invalid_value", param="tool_choice")
-    elif choice == "required" and not names:
-        raise ApiError(400, "tool_choice required needs tools", code="invalid_value", param="tool_choice")
-    if not names or choice == "none":
+    tools, choice = [tool.function for tool in asked.tools or ()], asked.tool_choice or "auto"
+    names = [tool.name for tool in tools]
+    if len({*names}) < len(names):
+        raise _wrong("two tools have the same name", "tools")
+    if choice == "required" and not tools:
+        raise _wrong("tool_choice required needs tools", "tool_choice")
+    if isinstance(choice, Tool) and choice.function.name not in names:
+        raise _wrong(f"tool_choice names {choice.function.name}, which is none of the tools", "tool_choice")
+    if not tools or choice == "none":
         return None
     if asked.response_format is not None and asked.response_format.type != "text":
-        message = "response_format does not go with tools that may be called: use one of them, or tool_choice none"
-        raise ApiError(400, message, code="invalid_value", param="response_format")
-    return ToolUse(
-        call_form(template),
-        [{"type": "function", "function": msgspec.to_builtins(function)} for function in functions],
-        [one for one in functions if not isinstance(choice, NamedTool) or one.name == choice.function.name],
-        required=choice != "auto",
-        parallel=asked.parallel_tool_calls is not False,
-    )
+        raise _wrong("response_format does not go with tools: give one of them, or tool_choice none", "response_format")
+    chosen = [tool for tool in tools if not isinstance(choice, Tool) or tool.name == choice.function.name]
+    parallel, required = asked.parallel_tool_calls is not False, choice != "auto"
+    return ToolUse(call_form(template), asked.tools or (), chosen, required, parallel)
+
+
+def _wrong(message: str, param: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param=param)
 
 
 def _moved(schema: Any, root: str) -> Any:

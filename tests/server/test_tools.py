@@ -82,7 +82,7 @@ def test_a_stream_has_the_same_call(caller: openai.OpenAI, choice: Any) -> None:
         ({"tools": TOOLS, "tool_choice": named("nobody")}, "tool_choice", "none of the tools"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": TOOLS * 500}, "tools", "length <= 128"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two tools have the name get_weather"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two tools have the same name"),
         ({"tools": [named("a b")]}, "tools[0].function.name", "regex"),
         ({"tools": [named("a\n")]}, "tools[0].function.name", "regex"),
         ({"tools": [{"type": "custom", "function": {"name": "a"}}]}, "tools[0].type", "not supported"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nanoserve.errors import UsageError
-from nanoserve.text.tool_calls import CallPiece, ToolCallParser, call_form
+from nanoserve.text.tool_calls import CallForm, ToolCallParser, call_form
 from tests.text.templates import CHATML, GLM, LLAMA_3, MISTRAL, QWEN
 
 NAMES = ("get_weather", "get_time", "add")
@@ -37,7 +37,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("get_weather", PARIS)],
     ),
-    (QWEN, "a < b <tool_ <tool_call> {1} is text", "a < b <tool_<tool_call> {1} is text", []),
+    (QWEN, "a < b <tool_ <tool_call> {1} is text", "a < b <tool_ <tool_call> {1} is text", []),
     (QWEN, '<tool_call>\n{"name": "get_ti', '<tool_call>\n{"name": "get_ti', []),
     (QWEN, '{"name": "get_time", "arguments": {}}', '{"name": "get_time", "arguments": {}}', []),
     (LLAMA_3, f'{{"name": "get_weather", "parameters": {spelled(PARIS)}}}', "", [("get_weather", PARIS)]),
@@ -68,18 +68,17 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 
 
 def read(parser: ToolCallParser, pieces: list[str]) -> Read:
-    text, calls = "", list[tuple[str, str]]()
+    shown, calls = "", list[tuple[str, str]]()
     for number, piece in enumerate(pieces, 1):
-        for part in parser.push(piece, ended=number == len(pieces)):
-            if isinstance(part, str):
-                text += part
-                continue
-            if part.name is not None:
-                calls.append((part.name, ""))
-            assert part.index == len(calls) - 1
-            calls[-1] = (calls[-1][0], calls[-1][1] + part.arguments)
-    assert parser.calls == len(calls)
-    return text, [(name, json.loads(arguments)) for name, arguments in calls]
+        text, parts = parser.push(piece, ended=number == len(pieces))
+        shown += text
+        for part in parts:
+            if "id" in part:
+                assert (part["type"], len(part["id"])) == ("function", 9)
+                calls.append((part["function"]["name"], ""))
+            assert part["index"] == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + part["function"]["arguments"])
+    return shown, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 @pytest.mark.parametrize(("template", "answer", "text", "calls"), CASES)
@@ -95,22 +94,22 @@ def test_each_family_cut_at_every_place(template: str, answer: str, text: str, c
 def test_a_demanded_call_is_json_alone(template: str) -> None:
     form = call_form(template)
     answer = f'{{"name": "get_weather", "{form.key}": {spelled(PARIS)}}}'
-    assert read(ToolCallParser(form, NAMES, only=True), [*answer]) == ("", [("get_weather", PARIS)])
+    assert read(ToolCallParser(CallForm(), NAMES), [*answer]) == ("", [("get_weather", PARIS)])
 
 
 def test_arguments_arrive_as_they_are_written() -> None:
     parser = ToolCallParser(call_form(QWEN), NAMES)
-    assert parser.push('Well. <tool_call>{"name": "add"') == ["Well."]
-    assert parser.push(', "arguments": {"a": ') == [CallPiece(0, "add"), CallPiece(0, None, '{"a": ')]
-    assert parser.push("1, ") == [CallPiece(0, None, "1, ")]
-    assert parser.push('"b": 2}}</tool') == [CallPiece(0, None, '"b": 2}')]
-    assert parser.push("_call>", ended=True) == []
+    assert parser.push('Well. <tool_call>{"name": "add"') == ("Well.", [])
+    text, (part,) = parser.push(', "arguments": {"a": ')
+    assert (text, part["function"]) == ("", {"name": "add", "arguments": '{"a": '})
+    assert parser.push("1, ") == ("", [{"index": 0, "function": {"arguments": "1, "}}])
+    assert parser.push('"b": 2}}</tool') == ("", [{"index": 0, "function": {"arguments": '"b": 2}'}}])
+    assert parser.push("_call>", ended=True) == ("", [])
 
 
 def test_one_call_alone() -> None:
-    for answer in (HERMES + "\n" + HERMES, f'<tool_call>{{"arguments": {{}}, "name": "add"}}</tool_call>{HERMES} and'):
-        parser = ToolCallParser(call_form(QWEN), NAMES, parallel=False)
-        text, calls = read(parser, [*answer])
+    for answer in (HERMES + "\n" + HERMES, f'<tool_call>{{"arguments": {{}}, "name": "add"}}</tool_call>{HERMES}'):
+        text, calls = read(ToolCallParser(call_form(QWEN), NAMES, parallel=False), [*answer])
         assert (text, len(calls)) == ("", 1)
 
 
