@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,9 @@ from tests.scheduler.golden import Prompt, play
 
 
 def storyteller() -> Path:
-    return Path(resolve_model(None).directory)
+    directory = resolve_model(None).directory
+    assert directory is not None, "the bundled model has one"
+    return directory
 
 
 def typed_control_tokens() -> None:
@@ -92,11 +95,11 @@ def shards_of_the_storyteller() -> None:
 
 def steps_of_a_host_token() -> None:
     """11. How many steps a token takes whose attention is the CPU's; the model has 4 layers."""
-    settings = {"policy": "overlap", "kv_cache_memory": 700_000, "host_kv_memory": 16_000_000, "host_threads": 1}
-    with LLM(eager=True, max_model_len=96, **settings) as llm:
+    sizes: dict[str, Any] = {"max_model_len": 96, "kv_cache_memory": 700_000, "host_kv_memory": 16_000_000}
+    with LLM(eager=True, policy="overlap", host_threads=1, **sizes) as llm:
         record = RunRecord(llm.engine.executor.max_in_flight)
         with llm.engine.recorder.observed_by(record):
-            llm.generate([[number] * 30 for number in range(10, 30)], SamplingParams(max_tokens=40, ignore_eos=True))
+            llm.generate([[number] * 30 for number in range(10, 26)], SamplingParams(max_tokens=24, ignore_eos=True))
     begun: dict[int, int] = {}
     taken: Counter[int] = Counter()
     for step, result in record.result_of.items():

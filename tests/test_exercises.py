@@ -1,0 +1,36 @@
+"""The tour's answers are what its exercises print."""
+
+import pytest
+
+from scripts.exercises import EXERCISES
+from tests.test_docs import ROOT
+
+PRINTED = {
+    1: ["'Hello<|end|>': 1 end tokens"],
+    2: ["10 steps"],
+    4: ["9 blocks of 16 tokens", "96 of the prompt's tokens"],
+    6: ["slots [149, 127, 64, 65]"],
+    8: ["'ough E' comes, ('ENough ', None)"],
+    10: ["worker 3: stage 1, layers 2 to 3, 4 query heads, 2 key heads, 384 inner columns"],
+}
+
+
+@pytest.mark.parametrize("number", PRINTED)
+def test_an_exercise_prints_what_the_tour_says(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    EXERCISES[number]()
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in PRINTED[number]), printed
+
+
+@pytest.mark.slow
+def test_a_token_of_a_host_sequence_takes_a_step_more_than_the_model_has_layers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    EXERCISES[11]()
+    fewest, *_ = capsys.readouterr().out.split()
+    assert int(fewest) >= 5, "later is possible: a busy CPU"
+
+
+def test_the_tour_has_the_plans_of_its_exercise(capsys: pytest.CaptureFixture[str]) -> None:
+    EXERCISES[5]()
+    assert capsys.readouterr().out in (ROOT / "docs/tour.md").read_text()
