@@ -2,15 +2,21 @@
 
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanoserve.papers.gllm.code_size import rooms
+from nanoserve.scheduler.load import Load
+from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from scripts.pictures import COMMAND, QUESTION, animation, schedules
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+POLICY = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "(Policy)" in block)
 PICTURES = ROOT / "docs" / "pictures"
 TOLERANCE = 2_000  # lines that the code may gain or lose before a figure is written anew
 
@@ -26,7 +32,32 @@ def test_the_numbers_of_lines_are_right() -> None:
     scheduler, whole = (int(number.replace(",", "")) for number in re.findall(r"about\s+([\d,]+) lines", README))
     sizes = rooms()
     assert abs(whole - sum(size.lines for name, size in sizes.items() if name.startswith("nanoserve"))) <= TOLERANCE
-    assert abs(scheduler - sizes["nanoserve/scheduler"].lines) <= TOLERANCE / 10
+    assert abs(scheduler - sizes["nanoserve/scheduler"].lines) <= TOLERANCE / 4
+
+
+@given(
+    st.builds(
+        Load,
+        previous=st.none(),
+        waiting_tokens=st.integers(0, 30_000),
+        first_waiting_tokens=st.integers(0, 4_000),
+        running_decodes=st.integers(0, 300),
+        ready_decodes=st.integers(0, 300),
+        ready_prefills=st.integers(0, 2),
+        context_tokens=st.just(0),
+        free_blocks=st.integers(0, 1_000),
+        total_blocks=st.just(1_000),
+        block_size=st.just(16),
+        free_slots=st.just(256),
+        steps_in_flight=st.integers(0, 1),
+        pipeline_depth=st.integers(1, 4),
+    )
+)
+def test_the_policy_of_twelve_lines_decides_as_token_throttling(load: Load) -> None:
+    assert len([line for line in POLICY.splitlines() if line]) <= 12
+    defined: dict[str, Any] = {}
+    exec(POLICY, defined)
+    assert defined["Mine"]().decide(load) == TokenThrottling().decide(load)
 
 
 def test_the_simulated_figure_is_what_the_simulator_says() -> None:
