@@ -32,8 +32,9 @@ class AsymmetricPipelining(HybridPolicy):
         alone, pipelined = advanced / step.step_seconds, (advanced + sum(sizes)) / seconds
         weighed = Alternative("device", step.step_seconds, alone), Alternative("asymmetric", seconds, pipelined)
         if pipelined > alone:
-            return replace(plan, strategy="asymmetric", host_decodes=sizes, alternatives=weighed)
-        return replace(plan, alternatives=weighed)
+            bound = "NEO: two sub-batches advance more sequences a second"
+            return replace(plan, strategy="asymmetric", host_decodes=sizes, alternatives=weighed, bound=bound)
+        return replace(plan, alternatives=weighed, bound="NEO: the device alone advances more sequences a second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,14 @@ class AsynchronousOverlap(HybridPolicy):
     cohorts: int = parameter(1, at_least=1)
 
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
-        return _overlapped(load, plan, self.cohorts)
+        return _overlapped(load, plan, self.cohorts, "section 3.3: a cohort has its token after L + 1 steps")
 
 
-def _overlapped(load: Load, plan: Decision, cohorts: int) -> Decision:
+def _overlapped(load: Load, plan: Decision, cohorts: int, bound: str) -> Decision:
     begin = load.ready_host - plan.swap_in if len(load.cohorts) < cohorts else 0
     if begin == 0 and not load.cohorts:
         return plan
-    return replace(plan, strategy="overlap", host_decodes=(begin, 0))
+    return replace(plan, strategy="overlap", host_decodes=(begin, 0), bound=bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ class ApexAlgorithm1(HybridPolicy):
         if pipelined > alone:
             sizes, _ = step.pipelined(step.host)
             if sum(sizes) > 0:
-                return replace(plan, strategy="asymmetric", host_decodes=sizes)
-        return _overlapped(load, plan, cohorts=1)
+                return replace(plan, strategy="asymmetric", host_decodes=sizes, bound="inequality 5 holds")
+        return _overlapped(load, plan, 1, "inequality 5 does not hold, or the CPU would end too late")
 
 
 def device_rate(ng: float, tlin: float, tgatt: float) -> float:

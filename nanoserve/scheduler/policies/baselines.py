@@ -15,7 +15,8 @@ class _Baseline(Policy):
     def _whole_prompts(self, load: Load) -> Decision | None:
         if not load.first_waiting_fits(admission_reserve=self.admission_reserve):
             return None
-        return Decision(self.token_budget, 0, whole_prompts=True, admission_reserve=self.admission_reserve)
+        bound, reserve = "the next prompt fits: prompts alone", self.admission_reserve
+        return Decision(self.token_budget, 0, whole_prompts=True, admission_reserve=reserve, bound=bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class PrefillFirst(_Baseline):
 
     def decide(self, load: Load) -> Decision:
         decodes = load.decode_share if self.virtual_engines else load.ready_decodes
-        return self._whole_prompts(load) or Decision(prefill_tokens=0, decodes=decodes)
+        return self._whole_prompts(load) or Decision(0, decodes, bound="no prompt waits or fits: decodes alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class DecodeFirst(_Baseline):
     def decide(self, load: Load) -> Decision:
         forming = load.running_decodes == 0 or (load.previous is not None and load.previous.prefill_tokens > 0)
         prompts = self._whole_prompts(load) if forming else None
-        return prompts or Decision(prefill_tokens=0, decodes=load.ready_decodes)
+        return prompts or Decision(0, load.ready_decodes, bound="the batch decodes to its end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +51,5 @@ class ChunkedPrefill(_Baseline):
 
     def decide(self, load: Load) -> Decision:
         decodes = min(load.decode_share if self.virtual_engines else load.ready_decodes, self.token_budget)
-        return Decision(self.token_budget - decodes, decodes, admission_reserve=self.admission_reserve)
+        bound = "all ready decodes; prompts get the rest of the token budget"
+        return Decision(self.token_budget - decodes, decodes, admission_reserve=self.admission_reserve, bound=bound)

@@ -58,9 +58,9 @@ class HybridByPrediction(HybridPolicy):
         )
         alone, overlap, pipelined = (one.per_second for one in weighed)
         if pipelined > max(overlap, (1 + self.worthwhile) * alone):
-            plan = replace(plan, strategy="asymmetric", host_decodes=sizes)
+            plan = replace(plan, strategy="asymmetric", host_decodes=sizes, bound="predicted best: two sub-batches")
         elif overlap > alone:
-            plan = beside
+            plan = replace(beside, bound="predicted best: the CPU beside the steps")
         return replace(plan, alternatives=weighed)
 
     def _pays(self, load: Load, step: DeviceStep) -> bool:

@@ -90,7 +90,7 @@ def device_first(load: Load, token_budget: int) -> Decision:
     again: the growth may be overestimated until the first answers have ended.
     """
     decodes = min(load.decode_share, token_budget)
-    plan = Decision(prefill_tokens=token_budget - decodes, decodes=decodes)
+    plan = Decision(token_budget - decodes, decodes, bound="rule 1: the device first")
     if load.host_blocks == 0:
         return plan
     plan = replace(plan, swap_in=load.fitting_host, preempt_to_host=True)
@@ -110,14 +110,16 @@ def device_first(load: Load, token_budget: int) -> Decision:
         may_park = host_has_room or load.ready_prefills > 0  # a begun prompt has reserved its host blocks
         if prompt > room or not may_park:
             leave = _leaving(load, prompt - room)
-            return replace(plan, prefill_tokens=0, decodes=min(decodes, load.ready_decodes - leave), swap_out=leave)
+            decodes, bound = min(decodes, load.ready_decodes - leave), "rule 1: no room for the next prompt"
+            return replace(plan, prefill_tokens=0, decodes=decodes, swap_out=leave, bound=bound)
     return replace(plan, prefill_tokens=_prompt_tokens(load, plan.prefill_tokens, room), park=park)
 
 
 def device_alone(load: Load, token_budget: int) -> Decision:
     """ChunkedPrefill, while host sequences come back until one block is left for each decode."""
     back = max(load.fitting_host, _returning(load, load.free_blocks - load.running_decodes))
-    plan = Decision(0, min(load.ready_decodes, token_budget), swap_in=back, preempt_to_host=True)
+    decodes, bound = min(load.ready_decodes, token_budget), "the host would gain too little: the device alone"
+    plan = Decision(0, decodes, swap_in=back, preempt_to_host=True, bound=bound)
     return replace(plan, prefill_tokens=fitting_tokens(load, token_budget, plan))
 
 

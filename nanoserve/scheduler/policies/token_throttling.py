@@ -8,6 +8,9 @@ from typing import ClassVar
 
 from nanoserve.scheduler.load import Decision, Load, Policy, parameter
 
+_BY_WAITING = "equation 3: #WP / #T"
+_BY_FREE = "equation 3: MaxP (KVfree - KVthresh) / (1 - KVthresh)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Throttling(Policy):
@@ -26,14 +29,25 @@ class _Throttling(Policy):
         """UT, equation 2: fewer prompt tokens, the closer the free blocks come to the reserve."""
         return int(self.max_prefill * (load.free_fraction - reserve) / (1 - reserve))
 
-    def _prefill_tokens(self, load: Load, wanted: int, reserve: float) -> int:
+    def _prefill_tokens(self, load: Load, wanted: int, reserve: float, term: str) -> tuple[int, str]:
         """``wanted``, but at least MinP and at most what the step, the prompts and the free blocks hold; 0 below the
-        reserve, unless nothing but one partly computed prompt runs: then no decode needs room."""
+        reserve, unless nothing but one partly computed prompt runs: then no decode needs room. Also which of these
+        bound it; ``term`` names what is wanted."""
         if load.ready_prefills == 1 and load.running_decodes == load.steps_in_flight == 0:
-            return min(self.max_prefill, load.first_waiting_tokens)
+            return min(self.max_prefill, load.first_waiting_tokens), "a prompt that runs alone passes the threshold"
+        waiting, free, most = load.waiting_tokens, load.free_tokens, self.max_prefill
+        if waiting == 0:
+            return 0, "equation 4: #RD / P; no prompt waits"
         if load.free_fraction < reserve:
-            return 0
-        return min(max(wanted, self.min_prefill), self.max_prefill, load.waiting_tokens, load.free_tokens)
+            return 0, "equation 3: KVfree < KVthresh, no prompt tokens"
+        tokens = min(max(wanted, self.min_prefill), most, waiting, free)
+        if tokens == wanted:
+            return tokens, term
+        if tokens == self.min_prefill:
+            return tokens, "equation 3: MinP"
+        if tokens == waiting:
+            return tokens, "equation 3: all #WP, fewer than MinP"
+        return tokens, "equation 3: MaxP" if tokens == most else "equation 3: the free blocks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +73,10 @@ class TokenThrottling(_Throttling):
     def decide(self, load: Load) -> Decision:
         by_waiting = self.max_prefill if self.without_wt else self._by_waiting(load)
         by_free = self.max_prefill if self.without_ut else self._by_free(load, self.threshold)
-        prefill = self._prefill_tokens(load, min(by_waiting, by_free), self.threshold)
+        term = _BY_WAITING if by_waiting <= by_free else _BY_FREE
+        prefill, bound = self._prefill_tokens(load, min(by_waiting, by_free), self.threshold, term)
         decodes = load.ready_decodes if self.without_decode_throttling else load.decode_share
-        return Decision(prefill, decodes, admission_reserve=self.admission_reserve)
+        return Decision(prefill, decodes, admission_reserve=self.admission_reserve, bound=bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,4 +106,6 @@ class AdaptiveThrottling(_Throttling):
         by_rule = min(self._by_waiting(load), self._by_free(load, max(self.threshold, reserve)))
         unreserved = load.free_tokens - reserve * load.total_blocks * load.block_size
         filling = min(self.fill - load.decode_share, int(unreserved) // self.iterations)
-        return Decision(self._prefill_tokens(load, max(by_rule, filling), reserve), load.decode_share)
+        term = "ours: min(fill - D, F / T)" if filling > by_rule else "equation 3 with the reserve R"
+        prefill, bound = self._prefill_tokens(load, max(by_rule, filling), reserve, term)
+        return Decision(prefill, load.decode_share, bound=bound)

@@ -39,9 +39,10 @@ class TransitionMinimizing(Policy):
         if load.layouts == 1 or load.host_blocks == 0:
             budget = self.token_budget if load.first_waiting_fits() else 0
             decodes = 0 if budget else load.decode_share
-            return Decision(budget, decodes, whole_prompts=True, swap_in=load.fitting_host, layout=load.layout)
+            back, bound = load.fitting_host, "one layout, or no pool: prompts first"
+            return Decision(budget, decodes, whole_prompts=True, swap_in=back, layout=load.layout, bound=bound)
         if load.previous is not None and load.previous.layout != load.layout:
-            return Decision(prefill_tokens=0, decodes=0, layout=load.previous.layout)  # a transition is under way
+            return Decision(0, 0, layout=load.previous.layout, bound="a transition is under way")
         return self._decode(load) if load.layout == _DECODE else self._prefill(load)
 
     def _prefill(self, load: Load) -> Decision:
@@ -54,18 +55,26 @@ class TransitionMinimizing(Policy):
         # Moving sequences occupy slots. Prompts wait for these slots, not for the other layout.
         waits_for_slots = load.moving > 0 and load.free_slots <= 0 and load.waiting_tokens > 0
         if nothing_to_do and not waits_for_slots and load.host_decodes + load.moving > 0:
-            return Decision(prefill_tokens=0, decodes=0, layout=_DECODE)
+            return Decision(0, 0, layout=_DECODE, bound="section 4.2: the pool is full, or no prompt is left")
         # Where no further prompt fits, finish the partly computed one and begin no other.
         unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0
         tokens = self.token_budget if next_fits else unfinished
-        leaving = load.ready_decodes
-        return Decision(tokens, load.decode_share, swap_out=leaving, park=park, preempt_to_host=True, layout=_PREFILL)
+        return Decision(
+            tokens,
+            load.decode_share,
+            swap_out=load.ready_decodes,
+            park=park,
+            preempt_to_host=True,
+            layout=_PREFILL,
+            bound="section 4.2: prompts until the pool is full",
+        )
 
     def _decode(self, load: Load) -> Decision:
         pool_is_empty = load.host_decodes == load.moving == 0
         if pool_is_empty and load.first_waiting_tokens > 0 and (load.running_decodes == 0 or self._turns_back(load)):
-            return Decision(prefill_tokens=0, decodes=0, layout=_PREFILL)
-        return Decision(0, load.decode_share, swap_in=load.fitting_host, preempt_to_host=True, layout=_DECODE)
+            return Decision(0, 0, layout=_PREFILL, bound="section 4.2: the pool is empty and a prompt waits")
+        back, bound = load.fitting_host, "section 5.1: #RD / PP decodes"
+        return Decision(0, load.decode_share, swap_in=back, preempt_to_host=True, layout=_DECODE, bound=bound)
 
     def _pool_room(self, load: Load) -> int:
         return load.host_free_blocks
