@@ -12,7 +12,7 @@ from nanoserve.record.forecasts import Forecast
 from nanoserve.record.times import Beside, StageTimes
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.plan import StepPlan, StepResult
+from nanoserve.scheduler.plan import StepPlan, StepResult, Tier
 from nanoserve.scheduler.scheduler import Scheduler
 
 
@@ -47,11 +47,11 @@ class Blocks(msgspec.Struct, frozen=True):
 
 
 class HeldBlocks(msgspec.Struct, frozen=True):
-    """A sequence's blocks on both tiers, between two plans; it has both while it moves."""
+    """A sequence's block table on one tier, between two plans; while it moves, it has two."""
 
     sequence: int
-    device: tuple[int, ...]
-    host: tuple[int, ...]
+    tier: Tier
+    blocks: tuple[int, ...]
     tokens: int
     """Tokens that they hold once everything in flight is computed."""
 
@@ -86,7 +86,7 @@ class Planned(msgspec.Struct, frozen=True):
     forecast: Forecast | None
     """The prediction for the plan; None if it was not predicted."""
     tables: tuple[HeldBlocks, ...] = ()
-    """All block tables after the plan was made, oldest sequence first; empty unless the recorder keeps tables."""
+    """All block tables after the plan was made, oldest sequence first; none unless the recorder keeps them."""
 
 
 class Worked(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import msgspec
 from nanoserve.record.events import HeldBlocks
 from nanoserve.record.run_record import RunRecord, Span
 from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.plan import Row, Tier
+from nanoserve.scheduler.plan import Copy, Row, Tier
 
 MOST_TOKENS, MOST_CHARACTERS = 8, 60
 _NOT_SHOWN = ("previous", "predictor", "bound", "alternatives")  # of loads and decisions
@@ -20,20 +20,17 @@ Texts = Callable[[Sequence[int]], tuple[str, ...]]
 
 
 class ExplainedSequence(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A sequence, the request that it answers, and the beginning of its prompt."""
-
     sequence: int
     request: str
     prompt_tokens: int
     prompt: str = ""
-    """At most MOST_CHARACTERS; empty without a tokenizer."""
+    """Its beginning, at most MOST_CHARACTERS; empty without a tokenizer."""
 
 
 class ExplainedRow(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Positions ``start`` to ``start + count - 1`` of a sequence, which the step computes."""
-
     sequence: int
     start: int
+    """First position; the step computes ``count`` of them."""
     count: int
     kind: Literal["prefill", "decode"]
     tier: Tier = "device"
@@ -42,39 +39,27 @@ class ExplainedRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """The first MOST_TOKENS of its tokens, as texts; ids without a tokenizer, "?" where the device fills it in."""
 
 
-class ExplainedTable(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The blocks of a sequence on one tier; while it moves, it has a table on both."""
-
-    sequence: int
-    tier: Tier
-    blocks: tuple[int, ...]
-    tokens: int
-    """Tokens that the blocks hold once the rows in flight are computed."""
-
-
 class ExplainedSwap(msgspec.Struct, frozen=True):
     sequence: int
     direction: Literal["out", "in"]
-    """"out" is device to host."""
     blocks: int
 
 
 class ExplainedAnswer(msgspec.Struct, frozen=True):
     sequence: int
     tokens: tuple[str, ...]
-    """Texts, or ids without a tokenizer."""
 
 
 class ExplainedStep(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step: the snapshot, the decision, the plan, the blocks after it, and its answers. Times are seconds."""
+    """One step: the snapshot, the decision, the plan, the blocks after it, and its answers. Times are seconds from the
+    beginning of the run."""
 
     step: int
     began: float
-    """When the plan was made; the run begins at 0."""
+    """When the plan was made."""
     load: Mapping[str, Any]
-    """The fields of Load that differ from their defaults; those without a default always."""
     decision: Mapping[str, Any]
-    """The fields of Decision that differ from their defaults; those without a default always."""
+    """The fields of Load, and of Decision, that differ from their defaults; those without a default always."""
     free_blocks: int
     total_blocks: int
     ended: float | None = None
@@ -85,11 +70,11 @@ class ExplainedStep(msgspec.Struct, frozen=True, omit_defaults=True):
     strategy: str = "device"
     transition: int | None = None
     rows: tuple[ExplainedRow, ...] = ()
-    tables: tuple[ExplainedTable, ...] = ()
+    tables: tuple[HeldBlocks, ...] = ()
     """All block tables after the plan was made, in order of the sequences."""
     shared: tuple[int, ...] = ()
     """Device blocks that are in more than one table."""
-    copies: tuple[tuple[int, int], ...] = ()
+    copies: tuple[Copy, ...] = ()
     """Copy on write: (source, target)."""
     swaps: tuple[ExplainedSwap, ...] = ()
     ended_sequences: tuple[int, ...] = ()
@@ -133,7 +118,8 @@ def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, te
     steps = []
     for step, planned in record.planned.items():
         plan, blocks, ended, result = planned.plan, planned.blocks, record.known.get(step), record.result_of.get(step)
-        owners = Counter(chain.from_iterable(table.device for table in planned.tables))
+        on_device = chain.from_iterable(table.blocks for table in planned.tables if table.tier == "device")
+        answers = () if result is None else result.answers
         explained = ExplainedStep(
             step=step,
             began=planned.clock - begin,
@@ -145,18 +131,16 @@ def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, te
             strategy=plan.strategy,
             transition=plan.transition,
             rows=tuple(_row(row, sequences[row.sequence], texts) for row in plan.rows),
-            tables=tuple(chain.from_iterable(map(_tables, planned.tables))),
-            shared=tuple(sorted(block for block, times in owners.items() if times > 1)),
-            copies=tuple((copy.source, copy.target) for copy in plan.copies),
+            tables=planned.tables,
+            shared=tuple(sorted(block for block, times in Counter(on_device).items() if times > 1)),
+            copies=plan.copies,
             swaps=tuple(ExplainedSwap(one.sequence, one.direction, len(one.device_blocks)) for one in plan.swaps),
             ended_sequences=plan.end,
             free_blocks=blocks.device - blocks.used_device,
             total_blocks=blocks.device,
             free_host=blocks.host - blocks.used_host,
             total_host=blocks.host,
-            answers=tuple(
-                ExplainedAnswer(one.sequence, texts(one.tokens)) for one in (result.answers if result else ())
-            ),
+            answers=tuple(ExplainedAnswer(one.sequence, texts(one.tokens)) for one in answers),
             spans=tuple(spans[step]),
         )
         steps.append(explained)
@@ -180,17 +164,9 @@ def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
     return ExplainedRow(row.sequence, row.start, len(row.tokens), kind, row.tier, row.sample, shown)
 
 
-def _tables(table: HeldBlocks) -> Iterator[ExplainedTable]:
-    if table.device:
-        yield ExplainedTable(table.sequence, "device", table.device, table.tokens)
-    if table.host:
-        yield ExplainedTable(table.sequence, "host", table.host, table.tokens)
-
-
 def _shown(value: Load | Decision | None) -> dict[str, Any]:
     """The fields that differ from their defaults, in plain types."""
-    found = () if value is None else [one.name for one in fields(value) if getattr(value, one.name) != one.default]
-    plain: dict[str, Any] = msgspec.to_builtins(
-        {name: getattr(value, name) for name in found if name not in _NOT_SHOWN}
-    )
+    found = {} if value is None else {one.name: (getattr(value, one.name), one.default) for one in fields(value)}
+    shown = {name: own for name, (own, default) in found.items() if own != default and name not in _NOT_SHOWN}
+    plain: dict[str, Any] = msgspec.to_builtins(shown)
     return plain

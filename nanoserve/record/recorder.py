@@ -114,7 +114,7 @@ class Recorder:
         if self._observers:
             clock, forecasts = handed_over if self._clock is None else self._clock, self.forecasts
             decided = forecasts.load, forecasts.decision, events.Blocks.of(self._scheduler), forecasts.of(plan.step)
-            self._emit(events.Planned(handed_over, clock, plan, *decided, self._tables()))
+            self._emit(events.Planned(handed_over, clock, plan, *decided, tuple(self._tables())))
         self._show_times()
 
     def collect(self, until: float | None) -> list[StepResult]:
@@ -174,13 +174,12 @@ class Recorder:
             beside = tuple([one for one in times if not isinstance(one, StageTimes)])
             self._emit(events.Worked(stages, beside))
 
-    def _tables(self) -> tuple[events.HeldBlocks, ...]:
-        sequences = self._scheduler.table.sequences.values() if self.keeps_tables else ()
-        return tuple(
-            events.HeldBlocks(one.sequence_id, tuple(one.block_table), tuple(one.host_table), one.computed)
-            for one in sequences
-            if one.block_table or one.host_table
-        )
+    def _tables(self) -> Iterator[events.HeldBlocks]:
+        for one in self._scheduler.table.sequences.values() if self.keeps_tables else ():
+            if one.block_table:
+                yield events.HeldBlocks(one.sequence_id, "device", tuple(one.block_table), one.computed)
+            if one.host_table:
+                yield events.HeldBlocks(one.sequence_id, "host", tuple(one.host_table), one.computed)
 
     def _after(self, clock: float) -> float:
         # Rounded up: a request that is due on the executor's clock is due on this one. No two moments are equal, or a

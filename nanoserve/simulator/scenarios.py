@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine
@@ -35,12 +36,8 @@ class Scenario:
 
     def run(self, name: str, policy: Policy, model: ModelConfig) -> ExplainedRun:
         """The drawing under one policy, with as many layers of this model."""
-        costs = [
-            StepCosts(
-                replace(model, num_layers=self.num_layers), load_machine("gllm-l20"), ParallelLayout.parse(layout)
-            )
-            for layout in self.layouts
-        ]
+        model, machine = replace(model, num_layers=self.num_layers), load_machine(self.hardware)
+        costs = [StepCosts(model, machine, ParallelLayout.parse(layout)) for layout in self.layouts]
         arrivals, prompts, answers = zip(*self.requests, strict=True)
         requests = Workload(arrivals, map(RequestShape, prompts, answers))
         blocks = [self.num_blocks] * len(costs)
@@ -49,14 +46,40 @@ class Scenario:
         )
 
 
+_HYBRID = partial(Scenario, layouts=("T1",), hardware="apex-a10", num_layers=4, num_blocks=20, host_blocks=200)
 SCENARIOS = {
     "gllm-7": Scenario(
         title="gLLM, figure 7: prompts come while others decode, on two stages",
         policies="sarathi,throttling:iterations=3",
-        requests=((0.0, 64, 24), (0.0, 64, 24), (0.0, 64, 24), (0.2, 480, 8), (0.2, 480, 8), (0.2, 480, 8)),
+        requests=((0.0, 32, 14),) * 4 + ((0.1, 400, 4),) * 3 + ((0.35, 400, 4),) * 5,
         layouts=("P2",),
+        num_blocks=120,
+    ),
+    "gllm-8": Scenario(
+        title="gLLM, figure 8: sixteen sequences decode on four stages",
+        policies="sarathi,throttling",
+        requests=((0.0, 16, 6),) * 16,
+        layouts=("P4",),
         num_blocks=100,
-        token_budget=512,
+        token_budget=128,
+    ),
+    "apex-2": _HYBRID(
+        title="APEX, figure 2: asymmetric pipelining, two sub-batches in turn",
+        policies="sarathi,neo",
+        requests=((0.0, 60, 12),) * 16,
+    ),
+    "apex-4": _HYBRID(
+        title="APEX, figure 4: asynchronous overlap, a host sequence has its token after L + 1 steps",
+        policies="neo,overlap",
+        requests=((0.0, 60, 12),) * 16,
+    ),
+    "seesaw-2": Scenario(
+        title="Seesaw, figure 2: prompts first, decodes first, and as few transitions as the pool allows",
+        policies="prefill-first,decode-first,seesaw",
+        requests=((0.0, 60, 8),) * 12,
+        layouts=("P2", "T2"),
+        num_blocks=20,
+        host_blocks=40,
     ),
 }
 
