@@ -21,7 +21,7 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator.scenarios import SCENARIOS, explained_simulation
 
-_SIMULATED_MODEL = "qwen2.5-14b"  # unless another is named
+_MODEL = "qwen2.5-14b"  # unless another is named
 
 
 class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
@@ -31,7 +31,7 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
     scenario: str | None = option(None, "A drawing of a paper.", choices=tuple(SCENARIOS))
     simulate: bool = option(False, "Run the requests of --lengths in virtual time.")
     policy: str | None = option(None, "One policy or several, to compare.", metavar="NAME,NAME")
-    json: str | None = option(None, "Write the run to a file; - is stdout.", metavar="FILE")
+    json: Path | None = file_option("Write the run to a file; - is stdout.")
     html: Path | None = file_option("Write the run as a page for a browser.")
     samples: int = option(1, "Answers to each prompt, which share its blocks.", minimum=1)
     max_tokens: int | None = option(16, "Longest answer.", "-n")
@@ -42,10 +42,9 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
 
     def simulated(self) -> HardwareOptions:
         """What is simulated: the options of an engine mean the same of it."""
-        names = [field.name for field in fields(HardwareOptions) if hasattr(self, field.name)]
+        shared = {one.name: getattr(self, one.name) for one in fields(HardwareOptions) if hasattr(self, one.name)}
         profile = None if self.profile is None else Path(self.profile)
-        settings = {name: getattr(self, name) for name in names} | {"profile": profile}
-        return HardwareOptions(**settings | {"model": self.model or _SIMULATED_MODEL})
+        return HardwareOptions(**shared | {"model": self.model or _MODEL, "profile": profile})
 
 
 def run(options: ExplainOptions) -> None:
@@ -63,20 +62,19 @@ def run(options: ExplainOptions) -> None:
     if len(list(filter(None, sources))) != 1:
         raise UsageError("give one of these: prompts, --file, --recorded, --scenario, --simulate")
     explanation = _explanation(options)
-    if options.html is not None:
-        replace_file(options.html, explanation_page(explanation))
-    if options.json == "-":
-        sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
+    if options.json == Path("-"):
+        print(msgspec.json.encode(explanation).decode())
     elif options.json is not None:
-        replace_file(Path(options.json), msgspec.json.encode(explanation))
-    for path in filter(None, (options.html, None if options.json == "-" else options.json)):
-        remark(f"{path} holds {sum(len(one.steps) for one in explanation.runs)} steps")
-    if options.html is not None or options.json is not None:
-        return
-    if is_terminal(sys.stdout) and is_terminal(sys.stdin):
-        show_steps(explanation)
-    else:
-        print_steps(explanation)
+        _write(options.json, msgspec.json.encode(explanation), explanation)
+    if options.html is not None:
+        _write(options.html, explanation_page(explanation), explanation)
+    if options.html is options.json is None:
+        (show_steps if is_terminal(sys.stdout) and is_terminal(sys.stdin) else print_steps)(explanation)
+
+
+def _write(path: Path, content: str | bytes, explanation: Explanation) -> None:
+    replace_file(path, content)
+    remark(f"{path} holds {sum(len(run.steps) for run in explanation.runs)} steps")
 
 
 def _explanation(options: ExplainOptions) -> Explanation:
@@ -87,17 +85,14 @@ def _explanation(options: ExplainOptions) -> Explanation:
             raise UsageError(f"{options.recorded} is not what explain --json writes: {error}") from None
     if options.scenario is not None:
         scenario = SCENARIOS[options.scenario]
-        model = find_shape(options.model or _SIMULATED_MODEL, options.quantization)
+        model = find_shape(options.model or _MODEL, options.quantization)
         policies = parse_policies(options.policy or scenario.policies, scenario.token_budget)
         return Explanation(scenario.title, tuple(scenario.run(*named, model) for named in policies.items()))
     if options.simulate:
         return _simulated(options)
     texts = [check_utf8(text, "the prompt") for text in options.prompts or ()]
-    rows = (
-        [PromptRow(place, prompt=text) for place, text in enumerate(texts)]
-        if options.file is None
-        else read_rows(options.file)
-    )
+    rows = [PromptRow(place, prompt=text) for place, text in enumerate(texts)]
+    rows += [] if options.file is None else read_rows(options.file)
     if wrong := next((row for row in rows if row.error is not None), None):
         raise UsageError(f"{options.file} line {wrong.index + 1}: {wrong.error}")
     names = (options.policy or "").split(",")
@@ -130,8 +125,7 @@ def _live(options: ExplainOptions, policy: str | None, rows: list[PromptRow]) ->
     given = options.given() | {"n": options.samples}
     with replace(options, policy=policy).open_llm() as llm:
         engine, defaults, tokenizer = llm.engine, llm.default_sampling_params(), llm.tokenizer
-        record = RunRecord(engine.executor.max_in_flight)
-        engine.recorder.keeps_tables = True
+        record = RunRecord(engine.executor.max_in_flight, keeps_tables=True)
         engine.recorder.add(record)
         items = [(row.prompt, sampling_params(defaults, given, row.settings)) for row in rows]
         for _, output in llm.generate_as_completed(items):

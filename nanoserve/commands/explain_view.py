@@ -4,21 +4,22 @@ import sys
 from collections.abc import Iterator, Mapping
 from io import StringIO
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nanoserve.record.explanation import ExplainedRow, ExplainedRun, ExplainedStep, ExplainedTable, Explanation
+from nanoserve.record.events import HeldBlocks
+from nanoserve.record.explanation import ExplainedRow, ExplainedRun, ExplainedStep, Explanation
 
 _COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
-_HELP = "left, right: one step · home, end · up, down: scroll · q: leave · * shared block, + just copied"
+_HELP = "left, right: step · home, end · up, down: scroll · q: leave · *shared +copied"
+_MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "home": (-(2**30), 0), "end": (2**30, 0)}
 
 
 def print_steps(explanation: Explanation) -> None:
     """All steps, one below the other."""
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=len(explanation.runs) == 1)
+    console = Console(file=sys.stdout, highlight=False)
     console.print(explanation.title, markup=False)
     for number in range(_length(explanation)):
         console.print(_side_by_side(explanation, number))
@@ -28,34 +29,32 @@ def show_steps(explanation: Explanation) -> None:
     """One step at a time on the whole terminal, until q is pressed."""
     from prompt_toolkit.application import Application
     from prompt_toolkit.formatted_text import ANSI
-    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 
-    last, keys = max(0, _length(explanation) - 1), KeyBindings()
     step = line = 0
+    keys = KeyBindings()
 
     def shown() -> ANSI:
-        output = StringIO()
-        width = application.output.get_size().columns
+        output, width = StringIO(), application.output.get_size().columns
         console = Console(file=output, width=width, force_terminal=True, color_system="standard", highlight=False)
         console.print(_side_by_side(explanation, step))
-        heading = f"{explanation.title}\n\x1b[2m{_HELP}\x1b[0m\n\n"
-        return ANSI(heading + "".join(output.getvalue().splitlines(keepends=True)[line:]))
+        lines = output.getvalue().splitlines()[line:]
+        return ANSI("\n".join((explanation.title[:width], f"\x1b[2m{_HELP}\x1b[0m", "", *lines)))
 
-    def bind(key: str, steps: int, lines: int = 0) -> None:
-        @keys.add(key)
-        def _(_event: object) -> None:
-            nonlocal step, line
-            step, line = min(max(0, step + steps), last), max(0, line + lines) if lines else 0
+    def move(event: KeyPressEvent) -> None:
+        nonlocal step, line
+        steps, lines = _MOVES[event.key_sequence[0].key]
+        step = min(max(0, step + steps), max(0, _length(explanation) - 1))
+        line = max(0, line + lines) if lines else 0
 
-    for key, steps, lines in (("left", -1, 0), ("right", 1, 0), ("up", 0, -1), ("down", 0, 1)):
-        bind(key, steps, lines)
-    bind("home", -last)
-    bind("end", last)
-    for key in ("q", "escape", "c-c"):
+    for key in _MOVES:
+        keys.add(key)(move)
+    for key in ("q", "c-c"):
         keys.add(key)(lambda event: event.app.exit())
-    window = Window(FormattedTextControl(shown))
-    application: Application[None] = Application(Layout(window), key_bindings=keys, full_screen=True)
+    application: Application[None] = Application(
+        Layout(Window(FormattedTextControl(shown))), key_bindings=keys, full_screen=True
+    )
     application.run()
 
 
@@ -68,68 +67,54 @@ def _side_by_side(explanation: Explanation, number: int) -> Table:
     grid = Table.grid(padding=(0, 2), expand=True)
     for _ in explanation.runs:
         grid.add_column(ratio=1)
-    runs = explanation.runs
-    grid.add_row(*(_step(run, run.steps[number]) if number < len(run.steps) else Text() for run in runs))
+    grid.add_row(*(_step(run, run.steps[number]) if number < len(run.steps) else "" for run in explanation.runs))
     return grid
 
 
 def _step(run: ExplainedRun, step: ExplainedStep) -> Text:
-    text = Text()
     times = f"{step.began:.3f} s" if step.ended is None else f"{step.began:.3f}-{step.ended:.3f} s"
-    text.append(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}\n", "bold")
-    changed = "" if step.transition is None else f"change to layout {step.transition}"
-    where = "" if (step.layout, step.strategy) == (0, "device") else f"{step.strategy} in layout {step.layout}"
+    text = Text().append(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}\n", "bold")
     host = f", {step.free_host} of {step.total_host} on the host" if step.total_host else ""
-    parts = [
-        ("saw", _listed(step.load)),
-        ("decided", _listed(step.decision)),
-        ("because", step.bound),
-        ("runs", where or changed),
-        ("ended", " ".join(map(str, step.ended_sequences))),
-        *(("swap", f"sequence {one.sequence}, {one.blocks} blocks {one.direction}") for one in step.swaps),
-    ]
-    for name, content in parts:
-        if content:
-            text.append(f"{name:8}", "dim").append(f"{content}\n")
-    for row in step.rows:
-        text.append(f"{row.kind:8}", "dim").append_text(_row(row)).append("\n")
-    for table in step.tables:
-        text.append(f"{'blocks':8}", "dim").append_text(_table(table, step)).append("\n")
-    text.append(f"{'free':8}", "dim").append(f"{step.free_blocks} of {step.total_blocks} blocks{host}\n")
-    for answer in step.answers:
-        texts = " ".join(repr(one) for one in answer.tokens if one) or "a token"
-        text.append(f"{'answer':8}", "dim").append(f"{answer.sequence}: {texts}\n", _color(answer.sequence))
+    load, decision = (
+        ", ".join(f"{name} {one}" for name, one in of.items() if one) for of in (step.load, step.decision)
+    )
+    where = f"{step.strategy} in layout {step.layout}" if (step.layout, step.strategy) != (0, "device") else ""
+    where = where if step.transition is None else f"change from layout {step.layout} to {step.transition}"
+    lines: list[tuple[str, str, int | None]] = [("saw", load, None), ("decided", decision, None)]
+    lines += [("because", step.bound, None)] if step.bound else []
+    lines += [("runs", where, None)] if where else []
+    lines += [("ended", f"{sequence}", sequence) for sequence in step.ended_sequences]
+    lines += [("swap", f"{one.sequence}: {one.blocks} blocks {one.direction}", one.sequence) for one in step.swaps]
+    lines += [(row.kind, _row(row), row.sequence) for row in step.rows]
+    lines += [("blocks", _blocks(table, step), table.sequence) for table in step.tables]
+    lines += [("free", f"{step.free_blocks} of {step.total_blocks} blocks{host}", None)]
+    lines += [("answer", f"{one.sequence}: {_quoted(one.tokens) or 'a token'}", one.sequence) for one in step.answers]
+    for name, content, sequence in lines:
+        color = "" if sequence is None else _COLORS[sequence % len(_COLORS)]
+        text.append(f"{name:8}", "dim").append(f"{content}\n", color)
     return text
 
 
-def _row(row: ExplainedRow) -> Text:
+def _quoted(texts: tuple[str, ...]) -> str:
+    return " ".join(repr(one) for one in texts if one)
+
+
+def _row(row: ExplainedRow) -> str:
     last = row.start + row.count - 1
     place = f"position {row.start}" if row.count == 1 else f"positions {row.start}-{last}" if row.count else "goes on"
-    texts = " ".join(repr(one) for one in row.tokens if one)
-    more = " ..." if texts and row.count > len(row.tokens) else ""
-    sampled = ", sampled" if row.sample else ""
-    host = " on the host" if row.tier == "host" else ""
-    return Text(f"{row.sequence}: {place}{host}{sampled} {texts}{more}".rstrip(), _color(row.sequence))
+    more = " ..." if row.count > len(row.tokens) and any(row.tokens) else ""
+    host, sampled = " on the host" * (row.tier == "host"), ", sampled" * row.sample
+    return f"{row.sequence}: {place}{host}{sampled} {_quoted(row.tokens)}{more}".rstrip()
 
 
-def _table(table: ExplainedTable, step: ExplainedStep) -> Text:
+def _blocks(table: HeldBlocks, step: ExplainedStep) -> str:
     """Ranges of blocks: 3-5 7* 9+; a star marks shared ones, a plus copies."""
-    copied = {target for _, target in step.copies} if table.tier == "device" else set()
-    marks = {block: "*" for block in step.shared if table.tier == "device"} | dict.fromkeys(copied, "+")
-    spans = " ".join(_spans(table.blocks, marks))
-    host = " on the host" if table.tier == "host" else ""
-    return Text(f"{table.sequence}: {spans}{host}, {table.tokens} tokens", _color(table.sequence))
+    marks = dict.fromkeys(step.shared, "*") | {copy.target: "+" for copy in step.copies}
+    spans = " ".join(_spans(table.blocks, marks if table.tier == "device" else {}))
+    return f"{table.sequence}: {spans}{' on the host' * (table.tier == 'host')}, {table.tokens} tokens"
 
 
 def _spans(blocks: tuple[int, ...], marks: Mapping[int, str]) -> Iterator[str]:
     for (_, mark), members in groupby(enumerate(blocks), lambda item: (item[1] - item[0], marks.get(item[1], ""))):
         span = [block for _, block in members]
         yield (str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}") + mark
-
-
-def _color(sequence: int) -> str:
-    return _COLORS[sequence % len(_COLORS)]
-
-
-def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value)

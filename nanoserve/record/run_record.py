@@ -25,8 +25,9 @@ E = TypeVar("E")
 class RunRecord:
     """An observer that keeps every event in order; everything else is read when the run is over."""
 
-    def __init__(self, max_in_flight: int, events: Iterable[Event] = ()) -> None:
+    def __init__(self, max_in_flight: int, events: Iterable[Event] = (), *, keeps_tables: bool = False) -> None:
         self.max_in_flight = max_in_flight  # plans that the executor takes at a time
+        self.keeps_tables = keeps_tables  # whether the recorder is to add the block tables to every plan
         self.events: list[Event] = list(events)
 
     def __call__(self, event: Event) -> None:

@@ -7,16 +7,13 @@ from functools import partial
 from nanoserve.config import ModelConfig
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine
 from nanoserve.costs.predictor import Predictor, layout_predictors
-from nanoserve.engine import Engine
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.explanation import ExplainedRun, explain_run
+from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy
-from nanoserve.scheduler.plan import LayoutCapacity
-from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.executor import VOCAB_SIZE, SimulatedExecutor
 from nanoserve.simulator.pipeline import TieredTimes
-from nanoserve.simulator.replay import record_run
+from nanoserve.simulator.simulation import OtherLayout, simulate
 from nanoserve.simulator.workload import Workload
 
 
@@ -66,12 +63,12 @@ SCENARIOS = {
     "apex-2": _HYBRID(
         title="APEX, figure 2: asymmetric pipelining, two sub-batches in turn",
         policies="sarathi,neo",
-        requests=((0.0, 60, 12),) * 16,
+        requests=((0.0, 60, 10),) * 12,
     ),
     "apex-4": _HYBRID(
         title="APEX, figure 4: asynchronous overlap, a host sequence has its token after L + 1 steps",
         policies="neo,overlap",
-        requests=((0.0, 60, 12),) * 16,
+        requests=((0.0, 60, 10),) * 12,
     ),
     "seesaw-2": Scenario(
         title="Seesaw, figure 2: prompts first, decodes first, and as few transitions as the pool allows",
@@ -98,20 +95,17 @@ def explained_simulation(
 ) -> ExplainedRun:
     """A simulated run, with the KV blocks and the step times of each layout. Raises UsageError if a request can never
     run."""
-    capacities = [LayoutCapacity(blocks, one.num_stages) for blocks, one in zip(num_blocks, layouts, strict=True)]
-    scheduler = Scheduler(
+    record = RunRecord(layouts[0].num_stages, keeps_tables=True)
+    simulate(
         policy,
+        layouts[0],
+        requests,
         num_blocks=num_blocks[0],
         block_size=block_size,
-        max_model_len=min(num_blocks) * block_size + 1,
         max_num_seqs=max_num_seqs,
-        prefix_caching=False,
-        pipeline_depth=layouts[0].num_stages,
+        observers=[record],
         host_blocks=host_blocks,
-        other_layouts=capacities[1:],
+        other_layouts=list(map(OtherLayout, layouts[1:], num_blocks[1:])),
         predictors=predictors,
     )
-    engine = Engine(scheduler, SimulatedExecutor(*layouts, block_size=block_size), vocab_size=VOCAB_SIZE)
-    engine.recorder.keeps_tables = True
-    record = record_run(engine, requests)
     return explain_run(name, record, block_size, layouts[0].num_stages, lambda tokens: ("",) * len(tokens))

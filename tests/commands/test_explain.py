@@ -46,7 +46,7 @@ def test_a_page_is_written_beside_json(command: Run, tmp_path: Path) -> None:
         (["--recorded", "missing.json"], "cannot read missing.json"),
         (["--scenario", "gllm-9"], "'gllm-9' is not one of gllm-7"),
         (["--simulate", "--policy", "magic"], "unknown policy 'magic'"),
-        (["--simulate", "--lengths", "500000+5", "--num-blocks", "10"], "the context holds 161"),
+        (["--simulate", "--lengths", "500000+5", "--num-blocks", "10"], "use more or larger devices"),
         (["--file", "missing.txt"], "cannot read missing.txt"),
     ],
 )

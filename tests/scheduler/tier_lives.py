@@ -1,6 +1,6 @@
 """Random lives with a host tier and several parallel layouts, perhaps of workers that die, and policies for them."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
@@ -114,9 +114,15 @@ TIERS = st.fixed_dictionaries(
 
 
 def check(
-    policy: Policy, life: dict, tiers: dict, deaths: Collection[int] = (), host_losses: Collection[int] = ()
+    policy: Policy,
+    life: dict,
+    tiers: dict,
+    deaths: Collection[int] = (),
+    host_losses: Collection[int] = (),
+    watch: Callable[[Engine], None] = lambda engine: None,
 ) -> None:
-    """Every request gets the tokens that it would get alone, and all blocks come back."""
+    """Every request gets the tokens that it would get alone, and all blocks come back. ``watch`` gets the engine before
+    it runs."""
     layouts = [LayoutCapacity(life["num_blocks"], life["depth"]), *tiers["other_layouts"]]
     if life["feeds_tokens"]:
         layouts = [replace(layout, pipeline_depth=1) for layout in layouts]
@@ -151,7 +157,9 @@ def check(
     )
     if not arrivals:
         return
-    outputs, reasons = live(Engine(scheduler, executor, vocab_size=50), arrivals)
+    engine = Engine(scheduler, executor, vocab_size=50)
+    watch(engine)
+    outputs, reasons = live(engine, arrivals)
     check_outputs(arrivals, longest, outputs, reasons, executor.losses)
     assert scheduler.pool.free_blocks == layouts[scheduler.layouts.current].num_blocks
     assert scheduler.host_pool.free_blocks == tiers["host_blocks"]
