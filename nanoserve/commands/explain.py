@@ -95,8 +95,9 @@ def _explanation(options: ExplainOptions) -> Explanation:
     rows += [] if options.file is None else read_rows(options.file)
     if wrong := next((row for row in rows if row.error is not None), None):
         raise UsageError(f"{options.file} line {wrong.index + 1}: {wrong.error}")
-    names = (options.policy or "").split(",")
-    return Explanation(f"{len(rows)} prompts", tuple(_live(options, name or None, rows) for name in names))
+    names = [None] if options.policy is None else list(parse_policies(options.policy, options.max_num_batched_tokens))
+    title = "one prompt" if len(rows) == 1 else f"{len(rows)} prompts"
+    return Explanation(f"{title}, run here", tuple(_live(options, name, rows) for name in names))
 
 
 def _simulated(options: ExplainOptions) -> Explanation:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.policy_names import parse_policies
 from nanoserve.models.hub import find_shape
 from nanoserve.record.explanation import ExplainedRun, ExplainedStep
+from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator.scenarios import SCENARIOS
 
 GOLDEN = Path(__file__).with_name("scenarios.txt")
