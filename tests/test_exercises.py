@@ -1,8 +1,14 @@
 """The tour's answers are what its exercises print."""
 
+import re
+from dataclasses import replace
+from types import ModuleType
+
 import pytest
 
+from nanoserve.scheduler.load import Decision
 from scripts.exercises import EXERCISES
+from tests.scheduler.loads import IDLE
 from tests.test_docs import ROOT
 
 PRINTED = {
@@ -34,3 +40,13 @@ def test_a_token_of_a_host_sequence_takes_a_step_more_than_the_model_has_layers(
 def test_the_tour_has_the_plans_of_its_exercise(capsys: pytest.CaptureFixture[str]) -> None:
     EXERCISES[5]()
     assert capsys.readouterr().out in (ROOT / "docs/tour.md").read_text()
+
+
+def test_the_policy_of_the_tour_decides() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(), flags=re.DOTALL)
+    assert len(code.splitlines()) == 12
+    module = ModuleType("gentle")
+    exec(code, module.__dict__)
+    gentle = module.__dict__["Gentle"](2048)
+    assert gentle.decide(replace(IDLE, ready_decodes=3)) == Decision(256, 3)
+    assert gentle.decide(IDLE) == Decision(2048, 0)
