@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from nanoserve.commands.answers import LocalModel
-from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean
+from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean, last_log
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import AnswerPrinter, visible
-from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, history_path
+from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, state_directory
 from nanoserve.commands.terminal import (
     StopOnInterrupt,
     is_terminal,
@@ -40,7 +40,8 @@ class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", 
     json: bool = option(False, "One JSON object instead of text.")
     plain: bool = option(False, "Do not render markdown on a terminal.")
     hide_thinking: bool = option(False, "Do not show <think> blocks.")
-    no_history: bool = option(False, "Keep no history of input lines.")
+    continue_: bool = option(False, "Go on with the last conversation.", variables=())
+    no_history: bool = option(False, "Log no conversations and no input lines.")
 
 
 @on_all_machines
@@ -64,6 +65,12 @@ def run(options: ChatOptions) -> None:
         settings["seed"] = options.seed
     with closing(_model(options)) as model:
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
+        logs = state_directory() / "conversations"
+        if (question is None or options.continue_) and not options.no_history:
+            session.logs = logs
+        if options.continue_:
+            session.load(last_log(logs))
+            session.system, session.settings = options.system or session.system, session.settings | settings
         if question is None:
             return Conversation(session, options).run()
         pieces = session.ask(question)
@@ -134,10 +141,11 @@ class Conversation:
 
     def run(self) -> None:
         model = self._session.model
-        prompt = ChatPrompt(None if self._options.no_history else history_path(), self.names)
+        prompt = ChatPrompt(None if self._options.no_history else state_directory() / "history", self.names)
         remark(f"{model.name}. /help lists the commands, Ctrl-D leaves.")
         if self._options.model is None and self._options.url is None:
             remark(_BUNDLED)
+        self._show_last()
         prompt.on_drawn(partial(model.start, prompt.fail))  # while the user reads and types
         while not self._has_ended:
             try:
@@ -232,7 +240,11 @@ class Conversation:
         path = _path(argument, "/load")
         self._session.load(path)
         remark(f"loaded {len(self._session.turns)} messages from {path}")
-        if turns := self._session.turns[-2:]:  # as they stood on the terminal when they were new
+        self._show_last()
+
+    def _show_last(self) -> None:
+        """Show the last turn as it stood on the terminal when it was new."""
+        if turns := self._session.turns[-2:]:
             remark(f"{PROMPT}{visible(turns[0].content)}")
             printer = _printer(plain=self._options.plain, hide_thinking=True)
             printer.answer(turns[1].content)

@@ -1,9 +1,9 @@
 """A conversation with a model, without any terminal: turns, settings, and what is done when the context is full."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +12,7 @@ import msgspec
 
 from nanoserve.commands.answers import ChatAnswer, ContextFull, LocalModel
 from nanoserve.commands.engine_options import sampling_params
+from nanoserve.commands.prompt import private_file
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 from nanoserve.request import SamplingParams
@@ -24,6 +25,8 @@ _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context i
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 CHANGEABLE = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop", *_PENALTIES)  # by /set
 
+_MOST_LOGS = 100
+
 Steps = Callable[[Iterator[ChatAnswer]], Iterator[ChatAnswer]]
 
 
@@ -35,10 +38,12 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     interrupted: bool = False
 
 
-class SavedChat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file of ``/save``."""
+class SavedTurns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One line of a saved conversation: its newest turns. ``/save`` writes all in one line, a log a line per answer."""
 
     messages: list[Message]
+    position: int = 0  # how many of the messages before them stay
+    system: str | None = None
     settings: dict[str, Any] = {}
 
 
@@ -53,6 +58,9 @@ class ChatSession:
     turns: list[Message] = field(default_factory=list)  # user and assistant in alternation, a user's first
     last_answer: ChatAnswer | None = None  # also when it was interrupted
     answers: int = 0
+    logs: Path | None = None  # the directory of conversations; None logs nothing
+    _log: Path | None = field(default=None, init=False)  # the file of this conversation
+    _dropped: int = field(default=0, init=False)  # turns that the log has before ours
 
     def ask(self, question: str, steps: Steps = iter) -> Iterator[Piece]:
         """Send a message and yield the answer; history changes when the answer has ended.
@@ -69,7 +77,7 @@ class ChatSession:
             except ContextFull:  # of a server that does not count for us
                 if not self.turns:
                     raise
-                del self.turns[:2]
+                self._drop(2)
                 self.notify("the server's context is full: the oldest turn was dropped")
 
     def _answer(self, message: Message, steps: Steps) -> Iterator[Piece]:
@@ -107,18 +115,20 @@ class ChatSession:
         try:
             yield from self.ask(question, steps)
         finally:
-            self.turns += old if self.answers == count else []
+            if self.answers == count:
+                self.turns += old
+                self._record(len(old))
 
     def undo(self) -> str:
         """Take back the last question and its answer; returns the question. Raises UsageError if there is none."""
         if not self.turns:
             raise UsageError("there is no answer yet")
         *self.turns, question, _ = self.turns
+        self._record(0)
         return question.content
 
     def reset(self) -> None:
-        self.turns.clear()
-        self.last_answer = None
+        self.turns, self.last_answer, self._log = [], None, None
 
     def change(self, name: str, value: object) -> None:
         """Change one setting; None puts the default back. Raises UsageError for a wrong name or value."""
@@ -141,29 +151,52 @@ class ChatSession:
 
     def save(self, path: Path) -> None:
         """Write messages and settings as JSON: the whole file or, with RuntimeFailure, nothing."""
-        saved = msgspec.to_builtins(SavedChat(self.messages(), self.settings))
         with unwritable_as_failure(path):
             # A new file would take the place of a device or pipe, which others use, and of a link.
             if path.exists() and not path.is_file():
                 raise RuntimeFailure(f"cannot write {path}: it is no regular file")
             target = path.resolve()
-        replace_file(target, json.dumps(saved, indent=2, ensure_ascii=False) + "\n", mode=0o600)
+        replace_file(target, self._line(0, 0).decode(), mode=0o600)
+
+    def _line(self, first: int, position: int) -> bytes:
+        """A line of a saved conversation, with the turns from ``first`` on."""
+        return msgspec.json.encode(SavedTurns(self.turns[first:], position, self.system, self.settings)) + b"\n"
+
+    def _record(self, new: int) -> None:
+        """Log the newest turns; a new file begins with all. What is taken back is overwritten when it is read."""
+        if self.logs is None or not (new or self._log):
+            return
+        first = len(self.turns) - new
+        try:
+            if self._log is None:
+                self._log, self._dropped, first = _new_log(self.logs), 0, 0
+            with self._log.open("ab") as file:
+                file.write(self._line(first, self._dropped + first))
+        except OSError as error:
+            self.notify(f"the conversation is not logged: cannot write to {self.logs}: {error.strerror}")
+            self.logs = None
 
     def load(self, path: Path) -> None:
         """Take over a saved conversation and its settings. Raises UsageError, and stays as it was, for other files."""
+        content = read_bytes(path, UsageError)
+        whole = content[: content.rfind(b"\n") + 1] or content  # a full disk may have cut a log's last line
         try:
-            saved = msgspec.json.decode(read_bytes(path, UsageError), type=SavedChat)
+            lines = msgspec.json.Decoder(SavedTurns).decode_lines(whole)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path} is not a saved chat: {error}") from None
-        if unknown := set(saved.settings) - set(CHANGEABLE):
+        if not lines:
+            raise UsageError(f"{path} is not a saved chat: it is empty")
+        turns: list[Message] = []
+        for line in lines:
+            turns[line.position :] = line.messages
+        settings = lines[-1].settings
+        if unknown := set(settings) - set(CHANGEABLE):
             raise UsageError(f"{path} has unknown settings: {', '.join(sorted(unknown))}")
-        self.sampling_params(saved.settings)
-        has_system = bool(saved.messages) and saved.messages[0].role == "system"
-        turns = saved.messages[has_system:]
+        SamplingParams.from_mapping(settings)
         if any(turn.role != ("user", "assistant")[index % 2] for index, turn in enumerate(turns)) or len(turns) % 2:
             raise UsageError(f"{path} is not a saved chat: user and assistant must take turns, the user first")
-        self.system = saved.messages[0].content if has_system else None
-        self.turns, self.settings, self.last_answer = turns, saved.settings, None
+        self.reset()
+        self.system, self.turns, self.settings = lines[-1].system, turns, settings
 
     def context_used(self) -> int | None:
         """Tokens of the conversation so far, as the model would see it; None where nobody can tell."""
@@ -186,19 +219,39 @@ class ChatSession:
         if length >= context:
             raise UsageError(f"the message makes {length} tokens, the context holds {context}: shorten it")
         if dropped:
-            del self.turns[: 2 * dropped]
+            self._drop(2 * dropped)
             what = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.notify(f"the context of {context} tokens is full: the oldest {what} dropped")
+
+    def _drop(self, turns: int) -> None:
+        """Forget the oldest turns, which stay in the log."""
+        del self.turns[:turns]
+        self._dropped += turns
 
     def _conclude(self, message: Message, answer: ChatAnswer | None) -> None:
         if answer is None or (answer.finish_reason is None and not answer.text):
             self.notify("stopped before the answer began; the message was taken back")
             return
         self.turns += [message, Message("assistant", answer.text, interrupted=answer.finish_reason is None)]
+        self._record(2)
         self.answers += 1
         total, context = answer.usage.total_tokens, self.model.context
         if answer.finish_reason == "length" and total is not None and context is not None and total >= context:
             self.notify("the answer was cut where the context ends")
+
+
+def last_log(directory: Path) -> Path:
+    """The newest conversation. Raises UsageError if there is none."""
+    if (newest := max(directory.glob("*.jsonl"), default=None)) is None:
+        raise UsageError(f"there is no conversation to continue in {directory}; leave out --continue")
+    return newest
+
+
+def _new_log(directory: Path) -> Path:
+    """A new private file, named by the time. The oldest of too many are removed."""
+    for old in sorted(directory.glob("*.jsonl"))[: 1 - _MOST_LOGS]:
+        old.unlink(missing_ok=True)
+    return private_file(directory / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}.jsonl")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

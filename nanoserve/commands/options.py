@@ -102,7 +102,7 @@ def argument(default: Any, help: str, metavar: str | None = None) -> Any:
 
 
 def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return "--" + name.rstrip("_").replace("_", "-")  # "continue_": Python has the word for itself
 
 
 def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:

@@ -15,11 +15,11 @@ PROMPT, CONTINUATION = ">>> ", "... "
 BLOCK_QUOTES = '"""'
 
 
-def history_path() -> Path:
-    """Where the platform keeps state: XDG_STATE_HOME, or ~/.local/state; ~/Library on macOS."""
+def state_directory() -> Path:
+    """Where we keep state, in the platform's place for it: XDG_STATE_HOME, or ~/.local/state; ~/Library on macOS."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     base = Path.home() / "Library" / "Application Support" if sys.platform == "darwin" else state
-    return base / "nanoserve" / "history"
+    return base / "nanoserve"
 
 
 def private_file(path: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanoserve.commands.answers import LocalModel
-from nanoserve.commands.chat_session import ChatSession, Message, Steps
+from nanoserve.commands.chat_session import ChatSession, Message, Steps, last_log
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from tests.commands.fake_llm import FakeLLM
 
@@ -182,7 +182,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     session.save(path)
     saved = json.loads(path.read_text("utf-8"))
     assert saved["settings"] == {"seed": 3}
-    assert saved["messages"][0] == {"role": "system", "content": "Rule."}
+    assert saved["system"] == "Rule."
     assert saved["messages"][-1] == {"role": "assistant", "content": "You ", "interrupted": True}
     other, _ = make_session(system="Other.")
     other.load(path)
@@ -256,3 +256,69 @@ def test_what_is_no_saved_chat_changes_nothing(tmp_path: Path, content: bytes) -
     with pytest.raises(UsageError, match="cannot read"):
         session.load(tmp_path / "other.json")
     assert session.messages() == before
+
+
+def contents(session: ChatSession) -> list[str]:
+    return [turn.content for turn in session.turns]
+
+
+def test_a_conversation_is_logged_turn_by_turn_and_continued(tmp_path: Path) -> None:
+    session, _ = make_session(system="Rule.", settings={"seed": 3}, logs=tmp_path / "logs")
+    with pytest.raises(UsageError, match="no conversation to continue"):
+        last_log(tmp_path / "logs")
+    for question in ("one", "two"):
+        answer(session, question)
+        other, _ = make_session()
+        other.load(last_log(tmp_path / "logs"))
+        assert (other.messages(), other.settings) == (session.messages(), session.settings)
+    (log,) = (tmp_path / "logs").iterdir()
+    assert len(log.read_text().splitlines()) == 2
+    assert stat.S_IMODE(log.stat().st_mode) == 0o600
+    log.write_bytes(log.read_bytes()[:-9])  # the disk was full
+    other, _ = make_session(logs=tmp_path / "logs")
+    other.load(log)
+    assert contents(other) == ["one", "You said: one"]
+    answer(other, "three")  # goes into a new file, with what was before
+    assert last_log(tmp_path / "logs") != log
+    session.load(last_log(tmp_path / "logs"))
+    assert contents(session)[::2] == ["one", "three"]
+
+
+def test_what_is_taken_back_or_dropped(tmp_path: Path) -> None:
+    """The log has what the conversation has, and the turns for which the context has no room."""
+    session, _ = make_session(max_model_len=40, logs=tmp_path)
+    questions = [f"question {number} with some words" for number in range(4)]
+    for question in questions:
+        answer(session, question)
+    session.undo()
+    kept, _ = make_session()
+    kept.load(last_log(tmp_path))
+    assert len(session.turns) < len(kept.turns)
+    assert contents(kept)[::2] == questions[:3]
+    list(session.regenerate(first(1)))
+    list(session.regenerate(first(0)))  # without a new answer
+    kept.load(last_log(tmp_path))
+    assert contents(kept)[-2:] == [questions[2], "You "]
+    session.reset()
+    answer(session, "new")
+    kept.load(last_log(tmp_path))
+    assert contents(kept) == ["new", "You said: new"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_only_so_many_logs_are_kept(tmp_path: Path) -> None:
+    for number in range(120):
+        (tmp_path / f"2000-{number:03}.jsonl").touch()
+    session, _ = make_session(logs=tmp_path)
+    answer(session, "one")
+    assert len(names := sorted(os.listdir(tmp_path))) == 100
+    assert names[0] == "2000-021.jsonl" and tmp_path / names[-1] == last_log(tmp_path)
+
+
+def test_a_log_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    session, notices = make_session(logs=tmp_path / "file")
+    answer(session, "one")
+    answer(session, "two")
+    assert len(session.turns) == 4
+    assert notices == [f"the conversation is not logged: cannot write to {tmp_path / 'file'}: File exists"]

@@ -11,7 +11,7 @@ import pytest
 from prompt_toolkit.application import Application, create_app_session
 from prompt_toolkit.input import create_pipe_input
 
-from nanoserve.commands.prompt import ChatPrompt, edit_text, history_path, private_file
+from nanoserve.commands.prompt import ChatPrompt, edit_text, private_file, state_directory
 from nanoserve.errors import RuntimeFailure
 
 PASTE_BEGINS, PASTE_ENDS, ENTER, CONTROL_C, CONTROL_D, CONTROL_Z = (
@@ -87,10 +87,10 @@ def test_a_history_that_cannot_be_kept_is_no_failure(
 @pytest.mark.skipif(sys.platform != "linux", reason="where Linux keeps state")
 def test_where_the_history_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert history_path() == tmp_path / "nanoserve" / "history"
+    assert state_directory() == tmp_path / "nanoserve"
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert history_path() == tmp_path / ".local" / "state" / "nanoserve" / "history"
+    assert state_directory() == tmp_path / ".local" / "state" / "nanoserve"
 
 
 def test_the_editor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,26 @@ def test_what_leaves(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     assert [turn.content for turn in session.turns[::2]] == ["one"]
 
 
+def test_the_last_conversation_goes_on(tmp_path: Path) -> None:
+    for arguments, question in [([], "one"), (["--continue"], "two")]:
+        terminal = Terminal("chat", "--plain", *arguments, state=tmp_path)
+        if arguments:
+            terminal.wait_for(">>> one")
+            terminal.wait_for("You said: one")
+        terminal.wait_for(">>>")
+        terminal.type(f"{question}\r")
+        terminal.wait_for(f"You said: {question}")
+        terminal.wait_for("/200")
+        os.kill(terminal.process, signal.SIGKILL)  # nothing is lost
+        assert terminal.exit_code() == -signal.SIGKILL
+        os.close(terminal.descriptor)
+    terminal = Terminal("chat", "--continue", "three", state=tmp_path)  # one answer, logged as well
+    assert terminal.exit_code() == 0
+    os.close(terminal.descriptor)
+    newest = max((tmp_path / "nanoserve" / "conversations").iterdir()).read_text()
+    assert all(f"You said: {word}" in newest for word in ("one", "two", "three"))
+
+
 def test_no_history(tmp_path: Path) -> None:
     terminal = Terminal("chat", "--no-history", "--plain", state=tmp_path)
     terminal.wait_for(">>>")
