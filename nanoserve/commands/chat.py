@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
-from nanoserve.commands.answers import LocalModel
+from nanoserve.commands.answers import ChatModel, LocalModel, RemoteModel
 from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean, last_log
 from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
 from nanoserve.commands.options import argument, option
@@ -29,9 +29,6 @@ from nanoserve.commands.terminal import (
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.text.reasoning import Piece
-
-if TYPE_CHECKING:
-    from nanoserve.commands.remote_model import RemoteModel
 
 
 class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", has_variables=True):
@@ -61,9 +58,14 @@ def run(options: ChatOptions) -> None:
         raise UsageError("--json answers one message: give it as an argument or on stdin")
     if options.system is not None:
         check_utf8(options.system, "the system prompt")
-    if options.url is not None and options.seed is not None:
-        settings["seed"] = options.seed
-    with closing(_model(options)) as model:
+    model: ChatModel
+    if options.url is None:
+        found = options.find_model()
+        model = LocalModel(found.name, partial(options.open_llm, found), say, options.seed)
+    else:
+        model = RemoteModel(options.client(options), options.model, say)
+        settings |= {} if options.seed is None else {"seed": options.seed}
+    with closing(model):
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
         logs = state_directory() / "conversations"
         if (question is None or options.continue_) and not options.no_history:
@@ -79,15 +81,6 @@ def run(options: ChatOptions) -> None:
         deque(pieces, maxlen=0)
         if session.last_answer is not None:
             print(session.last_answer.json(model.name))
-
-
-def _model(options: ChatOptions) -> "LocalModel | RemoteModel":
-    if options.url is None:
-        found = options.find_model()
-        return LocalModel(found.name, partial(options.open_llm, found), say, options.seed)
-    from nanoserve.commands.remote_model import RemoteModel  # and ssl, which only --url needs
-
-    return RemoteModel(options.client(options), options.model, say)
 
 
 def _question(message: str | None) -> str | None:

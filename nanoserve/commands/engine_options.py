@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import Field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 import nanoserve
 from nanoserve.client.address import parse_url
+from nanoserve.client.connection import ApiClient
 from nanoserve.commands.options import Options, file_option, flag_of, option
 from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import say
@@ -30,9 +31,6 @@ from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import MOST_THREADS, prepare_threads
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.policies import POLICIES, make_policy
-
-if TYPE_CHECKING:
-    from nanoserve.client.connection import ApiClient
 
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
@@ -198,11 +196,9 @@ class ServerOptions(Options, panel="Server", has_variables=True):
         None, "What the server wants to be shown.", metavar="KEY", variables=["NANOSERVE_API_KEY", "OPENAI_API_KEY"]
     )
 
-    def client(self, engine: WorkersOptions) -> "ApiClient":
+    def client(self, engine: WorkersOptions) -> ApiClient:
         """A client of the server at --url. The user is told which options of an ``engine`` of this process are given
         and have no effect there. Raises UsageError for a wrong URL or key."""
-        from nanoserve.client.connection import ApiClient  # and ssl, which only --url needs
-
         client = ApiClient(parse_url(self.url or ""), self.api_key)
         effective = ("model", "seed", "offline", "threads")  # people set the last two once for all commands
         idle = [field for field in fields(WorkersOptions) if getattr(engine, field.name) != field.default]

@@ -5,6 +5,7 @@ failure while running, 2 a request that makes no sense, 3 a model that cannot be
 the pipe early (``| head``) got what it wanted: exit 0.
 """
 
+import gc
 import inspect
 import io
 import os
@@ -134,6 +135,7 @@ class _Benchmarks(_LazyGroup):
 
 def run(*first: str) -> NoReturn:
     """Entry point of the console script; ``first`` are words put before the process's arguments."""
+    gc.set_threshold(50_000)  # imports make many objects and little garbage
     code = EXIT_INTERRUPTED
     try:
         code = main([*first, *sys.argv[1:]])

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -46,7 +46,6 @@ def show_progress() -> Iterator[Progress]:
         if done > stage.first:  # at the pace since the beginning
             left = str(timedelta(seconds=round((now - stage.began) * (total - done) / (done - stage.first))))
         if is_watched:
-            drawn.start()
             shown = "" if is_over else f"{left} left"
             drawn.update(stage.bar, completed=done, total=total, left=shown, visible=not is_over)
             if is_over or now - stage.shown > REDRAW_SECONDS:
@@ -56,11 +55,8 @@ def show_progress() -> Iterator[Progress]:
             stage.shown = now
             remark(f"{what}: {done / total:.0%}, about {left} left")
 
-    try:
+    with drawn if is_watched else nullcontext():
         yield show
-    finally:
-        if is_watched:
-            drawn.stop()
 
 
 def counted(progress: Progress, what: str, total: int) -> Callable[[], None]:

@@ -13,9 +13,9 @@ import pytest
 
 from nanoserve.client.address import parse_url
 from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
+from nanoserve.commands.answers import RemoteModel
 from nanoserve.commands.chat import ChatOptions, Conversation
 from nanoserve.commands.chat_session import ChatSession, Message
-from nanoserve.commands.remote_model import RemoteModel
 from nanoserve.commands.terminal import StopOnInterrupt
 from nanoserve.errors import NanoserveError, UsageError
 from tests.client.foreign import HELLO, Asked, Foreign, Scripted, as_error, as_json, as_stream, foreign, said, used
