@@ -75,7 +75,7 @@ def record() -> list[Frame]:
     process, terminal = pty.fork()
     if process == 0:
         termios.tcsetwinsize(0, (50, COLUMNS))
-        settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "COLUMNS": str(COLUMNS)}
+        settings = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NANOSERVE_NO_HISTORY": "1"}
         os.execve(sys.executable, [sys.executable, "-m", *COMMAND.split()], os.environ | settings)
     decode, began, screen = codecs.getincrementaldecoder("utf-8")().decode, time.monotonic(), Screen()
     screen.write(f"$ {COMMAND}\r\n")
