@@ -24,7 +24,7 @@ from nanoserve.engine_config import (
 )
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
-from nanoserve.models.hub import ResolvedModel, resolve_model
+from nanoserve.models.hub import ResolvedModel, known_models, resolve_model
 from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.sizes import parse_size
@@ -61,6 +61,7 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         "-m",
         metavar="MODEL",
         panel=MODEL_PANEL,
+        suggestions=lambda: (name for name, *_ in known_models()),
     )
     quantization: str | None = quantization_option()
     dtype: str = option(_DEFAULTS.dtype, "Number format of weights and KV cache.", choices=DTYPES, panel=MODEL_PANEL)

@@ -73,6 +73,7 @@ COMMANDS = {
     "quantize": "Write a model's weights in 3, 4 or 8 bits, as a checkpoint that nanoserve and vLLM load.",
     "analyze": "Count a model's operations and bytes, and say what each takes on hardware that need not be here.",
     "profile": "Time a model's layers, attention, head and the work around them on this machine, over their sizes.",
+    "models": "List the models on this machine, with their sizes.",
     "policies": "List the scheduling policies: where each comes from, what it is good for, its parameters.",
     "explain": "Go through a run step by step: what the policy saw and decided, the rows, the blocks, the tokens.",
     "simulate": "Run the scheduler in virtual time: the engine's own classes, over a model of hardware and links.",

@@ -6,7 +6,7 @@ errors and exits, lies below the running command.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, dataclass_transform, get_type_hints
@@ -54,7 +54,7 @@ def option(
     minimum: float | None = None,
     maximum: float | None = None,
     choices: Sequence[str] = (),
-    suggestions: Sequence[str] = (),
+    suggestions: Sequence[str] | Callable[[], Iterable[str]] = (),
     panel: str | None = None,
     variables: Sequence[str] | None = None,
     parse: Callable[[str, str], Any] | None = None,
@@ -75,7 +75,8 @@ def option(
         return value
 
     def complete(incomplete: str) -> list[str]:
-        return [choice for choice in choices or suggestions if choice.startswith(incomplete)]
+        words = suggestions() if callable(suggestions) else choices or suggestions
+        return [word for word in words if word.startswith(incomplete)]
 
     settings = {
         "parse": parse,

