@@ -1,5 +1,6 @@
 """``nanoserve explain``: what each step of a run saw, decided and did."""
 
+import os
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,7 +14,6 @@ from nanoserve.commands.options import HARDWARE_PANEL, argument, file_option, op
 from nanoserve.commands.simulate import HardwareOptions, SimulatedHardware, WorkloadOptions
 from nanoserve.commands.terminal import is_terminal, remark
 from nanoserve.errors import NanoserveError, UsageError
-from nanoserve.models.hub import find_shape
 from nanoserve.processes.files import read_bytes, replace_file
 from nanoserve.record.explanation import ExplainedRun, Explanation, explain_run
 from nanoserve.record.explanation_page import explanation_page
@@ -36,7 +36,7 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
     samples: int = option(1, "Answers to each prompt, which share its blocks.", minimum=1)
     max_tokens: int | None = option(16, "Longest answer.", "-n")
     seed: int = option(0, "Makes the run repeatable.", minimum=0)
-    requests: int = option(8, "How many.", minimum=1, maximum=10_000)
+    requests: int = option(8, "How many.", minimum=1, maximum=1000)
     hardware: str = option(HardwareOptions.hardware, "A machine or device.", metavar="NAME", panel=HARDWARE_PANEL)
     num_blocks: int | None = option(None, "KV blocks; default: what fits.", minimum=1, panel=HARDWARE_PANEL)
 
@@ -85,9 +85,8 @@ def _explanation(options: ExplainOptions) -> Explanation:
             raise UsageError(f"{options.recorded} is not what explain --json writes: {error}") from None
     if options.scenario is not None:
         scenario = SCENARIOS[options.scenario]
-        model = find_shape(options.model or _MODEL, options.quantization)
         policies = parse_policies(options.policy or scenario.policies, scenario.token_budget)
-        return Explanation(scenario.title, tuple(scenario.run(*named, model) for named in policies.items()))
+        return Explanation(scenario.title, tuple(scenario.run(*named) for named in policies.items()))
     if options.simulate:
         return _simulated(options)
     texts = [check_utf8(text, "the prompt") for text in options.prompts or ()]
@@ -102,29 +101,18 @@ def _explanation(options: ExplainOptions) -> Explanation:
 
 def _simulated(options: ExplainOptions) -> Explanation:
     policies = parse_policies(options.policy or "throttling", options.max_num_batched_tokens)
-    simulated = options.simulated()
+    simulated, limits = options.simulated(), {"block_size": options.block_size, "max_num_seqs": options.max_num_seqs}
     hardware = SimulatedHardware.of(simulated, options.max_num_batched_tokens)
-    runs = [
-        explained_simulation(
-            name,
-            policy,
-            options.workload(),
-            hardware.layouts,
-            hardware.kv_blocks,
-            hardware.host_blocks,
-            predictors=hardware.predictors,
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-        )
-        for name, policy in policies.items()
-    ]
+    what = hardware.layouts, hardware.kv_blocks, hardware.host_blocks, hardware.predictors
+    runs = [explained_simulation(*named, options.workload(), *what, **limits) for named in policies.items()]
     return Explanation(f"{simulated.model} on {options.hardware}, {hardware.name}, simulated", tuple(runs))
 
 
 def _live(options: ExplainOptions, policy: str | None, rows: list[PromptRow]) -> ExplainedRun:
     """One run on this machine, all prompts at once. Raises UsageError for one that cannot be used."""
     given = options.given() | {"n": options.samples}
-    with replace(options, policy=policy).open_llm() as llm:
+    record_file = options.record or os.devnull  # workers tell their times only where they are recorded
+    with replace(options, policy=policy, record=record_file).open_llm() as llm:
         engine, defaults, tokenizer = llm.engine, llm.default_sampling_params(), llm.tokenizer
         record = RunRecord(engine.executor.max_in_flight, keeps_tables=True)
         engine.recorder.add(record)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from io import StringIO
 from itertools import groupby
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -71,28 +71,30 @@ def _side_by_side(explanation: Explanation, number: int) -> Table:
     return grid
 
 
-def _step(run: ExplainedRun, step: ExplainedStep) -> Text:
+def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
     times = f"{step.began:.3f} s" if step.ended is None else f"{step.began:.3f}-{step.ended:.3f} s"
-    text = Text().append(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}\n", "bold")
-    host = f", {step.free_host} of {step.total_host} on the host" if step.total_host else ""
+    title = Text(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}", "bold")
     load, decision = (
         ", ".join(f"{name} {one}" for name, one in of.items() if one) for of in (step.load, step.decision)
     )
     where = f"{step.strategy} in layout {step.layout}" if (step.layout, step.strategy) != (0, "device") else ""
     where = where if step.transition is None else f"change from layout {step.layout} to {step.transition}"
+    host = f", {step.free_host} of {step.total_host} on the host" if step.total_host else ""
     lines: list[tuple[str, str, int | None]] = [("saw", load, None), ("decided", decision, None)]
-    lines += [("because", step.bound, None)] if step.bound else []
-    lines += [("runs", where, None)] if where else []
+    lines += [("because", step.bound, None), ("runs", where, None)]
     lines += [("ended", f"{sequence}", sequence) for sequence in step.ended_sequences]
     lines += [("swap", f"{one.sequence}: {one.blocks} blocks {one.direction}", one.sequence) for one in step.swaps]
+    lines += [("copy", f"block {copy.source} to {copy.target}", None) for copy in step.copies]
     lines += [(row.kind, _row(row), row.sequence) for row in step.rows]
     lines += [("blocks", _blocks(table, step), table.sequence) for table in step.tables]
     lines += [("free", f"{step.free_blocks} of {step.total_blocks} blocks{host}", None)]
     lines += [("answer", f"{one.sequence}: {_quoted(one.tokens) or 'a token'}", one.sequence) for one in step.answers]
+    grid = Table.grid(padding=(0, 1))
     for name, content, sequence in lines:
-        color = "" if sequence is None else _COLORS[sequence % len(_COLORS)]
-        text.append(f"{name:8}", "dim").append(f"{content}\n", color)
-    return text
+        if content:
+            color = "" if sequence is None else _COLORS[sequence % len(_COLORS)]
+            grid.add_row(Text(name, "dim"), Text(content, color))
+    return Group(title, grid, "")
 
 
 def _quoted(texts: tuple[str, ...]) -> str:

@@ -109,8 +109,7 @@ def _ids(tokens: Sequence[int]) -> tuple[str, ...]:
 def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, texts: Texts = _ids) -> ExplainedRun:
     """What a record tells of a run, from its engine's first step on; the recorder kept the block tables."""
     sequences = tuple(_sequences(record, texts))
-    moments = [event.clock for event in record.planned.values()] + [one.arrival_time for one in record.arrivals]
-    begin = min(moments, default=0.0)
+    begin = record.arrivals[0].arrival_time if record.arrivals else 0.0
     spans = defaultdict[int, list[Span]](list)
     workers = max((times.rank for times in record.stage_times), default=0) + 1
     for times in chain.from_iterable(record.stages(max(1, workers // stages))):

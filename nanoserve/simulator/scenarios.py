@@ -1,12 +1,14 @@
 """The papers' own drawings, as small runs to explain: each is a few requests on a small model, in virtual time."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from pathlib import Path
 
-from nanoserve.config import ModelConfig
+import msgspec
+
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine
 from nanoserve.costs.predictor import Predictor, layout_predictors
+from nanoserve.costs.tables import load_shape, read_toml
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.explanation import ExplainedRun, explain_run
 from nanoserve.record.run_record import RunRecord
@@ -16,14 +18,15 @@ from nanoserve.simulator.pipeline import TieredTimes
 from nanoserve.simulator.simulation import OtherLayout, simulate
 from nanoserve.simulator.workload import Workload
 
+_MODEL = "qwen2.5-14b"
 
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """A drawing: what it shows, the policies to compare, and requests as (arrival in seconds, prompt, answer)."""
+
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A drawing: what it shows, the policies to compare, and the requests, as the file spells them."""
 
     title: str
     policies: str
-    requests: tuple[tuple[float, int, int], ...]
+    requests: tuple[tuple[float, int, int, int], ...]
     layouts: tuple[str, ...]
     num_blocks: int
     host_blocks: int = 0
@@ -31,54 +34,17 @@ class Scenario:
     num_layers: int = 28
     token_budget: int = 2048
 
-    def run(self, name: str, policy: Policy, model: ModelConfig) -> ExplainedRun:
-        """The drawing under one policy, with as many layers of this model."""
-        model, machine = replace(model, num_layers=self.num_layers), load_machine(self.hardware)
+    def run(self, name: str, policy: Policy) -> ExplainedRun:
+        """The drawing under one policy, with so many layers of a published model."""
+        model, machine = replace(load_shape(_MODEL), num_layers=self.num_layers), load_machine(self.hardware)
         costs = [StepCosts(model, machine, ParallelLayout.parse(layout)) for layout in self.layouts]
-        arrivals, prompts, answers = zip(*self.requests, strict=True)
-        requests = Workload(arrivals, map(RequestShape, prompts, answers))
-        blocks = [self.num_blocks] * len(costs)
-        return explained_simulation(
-            name, policy, requests, costs, blocks, self.host_blocks, predictors=layout_predictors(costs)
-        )
+        listed = [(time, RequestShape(*tokens)) for time, *tokens, number in self.requests for _ in range(number)]
+        requests = Workload((time for time, _ in listed), (shape for _, shape in listed))
+        blocks, predictors = [self.num_blocks] * len(costs), layout_predictors(costs)
+        return explained_simulation(name, policy, requests, costs, blocks, self.host_blocks, predictors)
 
 
-_HYBRID = partial(Scenario, layouts=("T1",), hardware="apex-a10", num_layers=4, num_blocks=20, host_blocks=200)
-SCENARIOS = {
-    "gllm-7": Scenario(
-        title="gLLM, figure 7: prompts come while others decode, on two stages",
-        policies="sarathi,throttling:iterations=3",
-        requests=((0.0, 32, 14),) * 4 + ((0.1, 400, 4),) * 3 + ((0.35, 400, 4),) * 5,
-        layouts=("P2",),
-        num_blocks=120,
-    ),
-    "gllm-8": Scenario(
-        title="gLLM, figure 8: sixteen sequences decode on four stages",
-        policies="sarathi,throttling",
-        requests=((0.0, 16, 6),) * 16,
-        layouts=("P4",),
-        num_blocks=100,
-        token_budget=128,
-    ),
-    "apex-2": _HYBRID(
-        title="APEX, figure 2: asymmetric pipelining, two sub-batches in turn",
-        policies="sarathi,neo",
-        requests=((0.0, 60, 10),) * 12,
-    ),
-    "apex-4": _HYBRID(
-        title="APEX, figure 4: asynchronous overlap, a host sequence has its token after L + 1 steps",
-        policies="neo,overlap",
-        requests=((0.0, 60, 10),) * 12,
-    ),
-    "seesaw-2": Scenario(
-        title="Seesaw, figure 2: prompts first, decodes first, and as few transitions as the pool allows",
-        policies="prefill-first,decode-first,seesaw",
-        requests=((0.0, 60, 8),) * 12,
-        layouts=("P2", "T2"),
-        num_blocks=20,
-        host_blocks=40,
-    ),
-}
+SCENARIOS = msgspec.convert(read_toml(Path(__file__).with_name("scenarios.toml")), dict[str, Scenario])
 
 
 def explained_simulation(
@@ -88,8 +54,8 @@ def explained_simulation(
     layouts: Sequence[TieredTimes],
     num_blocks: Sequence[int],
     host_blocks: int,
-    *,
     predictors: Sequence[Predictor],
+    *,
     block_size: int = 16,
     max_num_seqs: int = 256,
 ) -> ExplainedRun:

@@ -1,11 +1,18 @@
 """``nanoserve explain``: its sources, its outputs, and one line for what makes no sense."""
 
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.data_structures import Size
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output.vt100 import Vt100_Output
 
+from nanoserve.commands import explain_view
+from nanoserve.commands.main import main
 from nanoserve.record.explanation import Explanation
 
 Run = Callable[..., tuple[int, str, str]]
@@ -64,3 +71,40 @@ def test_a_file_of_another_kind_is_refused(command: Run, tmp_path: Path) -> None
         code, _, err = command("explain", "--recorded", str(path))
         assert (code, len(err.splitlines())) == (2, 1)
         assert "is not what explain --json writes" in err
+
+
+def test_keys_go_from_step_to_step(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    explanation = msgspec.json.decode(command(*SIMULATED, "--json", "-")[1], type=Explanation)
+    last = len(explanation.runs[0].steps) - 1
+    right, left, down, end, home = "\x1b[C", "\x1b[D", "\x1b[B", "\x1b[F", "\x1b[H"
+    seen: list[int] = []
+    drawn = explain_view._side_by_side
+    monkeypatch.setattr(explain_view, "_side_by_side", lambda *step: seen.append(step[1]) or drawn(*step))
+    for keys, shown in ((right + right + left, 1), (end + right, last), (left, 0), (end + home + right + down, 1)):
+        screen = StringIO()
+        output = Vt100_Output(screen, lambda: Size(rows=24, columns=80), term="xterm")
+        with create_pipe_input() as typed, create_app_session(input=typed, output=output):
+            typed.send_text(keys + "q")
+            explain_view.show_steps(explanation)
+        assert explanation.title in screen.getvalue()
+        assert seen[-1] == shown
+
+
+def test_samples_of_a_prompt_share_its_blocks_and_copy_the_last(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    prompt = "Once upon a time there was a little dog who liked to run"
+    options = ["--samples", "2", "--max-tokens", "4", "--block-size", "8", "--eager", "--kv-cache-memory", "4MiB"]
+    assert main(["explain", prompt, *options, "--json", "-"]) == 0
+    (run,) = msgspec.json.decode(capfd.readouterr().out, type=Explanation).runs
+    first, second = run.steps[:2]
+    assert [one.request for one in run.sequences] == ["request-0/0", "request-0/1"]
+    assert prompt[:40] in run.sequences[0].prompt
+    assert prompt[:12] in "".join(first.rows[0].tokens)
+    assert [(row.sequence, row.count) for row in first.rows] == [(0, run.sequences[0].prompt_tokens)]
+    (table,) = first.tables
+    assert second.shared == table.blocks[:-1]
+    assert [copy.source for copy in second.copies] == [table.blocks[-1]]
+    texts = {key: [one.tokens for step in run.steps for one in step.answers if one.sequence == key] for key in (0, 1)}
+    assert [len(answers) for answers in texts.values()] == [4, 4]
+    assert texts[0] != texts[1]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.models.hub import find_shape
 from nanoserve.record.explanation import ExplainedRun, ExplainedStep
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator.scenarios import SCENARIOS
@@ -15,9 +14,9 @@ GOLDEN = Path(__file__).with_name("scenarios.txt")
 
 
 def runs_of(name: str) -> dict[str, ExplainedRun]:
-    scenario, model = SCENARIOS[name], find_shape("qwen2.5-14b", None)
+    scenario = SCENARIOS[name]
     policies = parse_policies(scenario.policies, scenario.token_budget)
-    return {policy: scenario.run(policy, made, model) for policy, made in policies.items()}
+    return {policy: scenario.run(policy, made) for policy, made in policies.items()}
 
 
 def tokens(step: ExplainedStep) -> tuple[int, int, int]:

@@ -46,7 +46,7 @@ class _Throttling(Policy):
         if tokens == self.min_prefill:
             return tokens, "equation 3: MinP"
         if tokens == waiting:
-            return tokens, "equation 3: all #WP, fewer than MinP"
+            return tokens, "equation 3: all #WP"
         return tokens, "equation 3: MaxP" if tokens == most else "equation 3: the free blocks"
 
 
