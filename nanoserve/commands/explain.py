@@ -101,10 +101,13 @@ def _explanation(options: ExplainOptions) -> Explanation:
 
 def _simulated(options: ExplainOptions) -> Explanation:
     policies = parse_policies(options.policy or "throttling", options.max_num_batched_tokens)
-    simulated, limits = options.simulated(), {"block_size": options.block_size, "max_num_seqs": options.max_num_seqs}
+    simulated, size, most = options.simulated(), options.block_size, options.max_num_seqs
     hardware = SimulatedHardware.of(simulated, options.max_num_batched_tokens)
     what = hardware.layouts, hardware.kv_blocks, hardware.host_blocks, hardware.predictors
-    runs = [explained_simulation(*named, options.workload(), *what, **limits) for named in policies.items()]
+    runs = [
+        explained_simulation(*named, options.workload(), *what, block_size=size, max_num_seqs=most)
+        for named in policies.items()
+    ]
     return Explanation(f"{simulated.model} on {options.hardware}, {hardware.name}, simulated", tuple(runs))
 
 
