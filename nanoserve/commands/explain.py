@@ -105,8 +105,8 @@ def _simulated(options: ExplainOptions) -> Explanation:
     hardware = SimulatedHardware.of(simulated, options.max_num_batched_tokens)
     what = hardware.layouts, hardware.kv_blocks, hardware.host_blocks, hardware.predictors
     runs = [
-        explained_simulation(*named, options.workload(), *what, block_size=size, max_num_seqs=most)
-        for named in policies.items()
+        explained_simulation(name, policy, options.workload(), *what, block_size=size, max_num_seqs=most)
+        for name, policy in policies.items()
     ]
     return Explanation(f"{simulated.model} on {options.hardware}, {hardware.name}, simulated", tuple(runs))
 
