@@ -32,7 +32,7 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
     simulate: bool = option(False, "Run the requests of --lengths in virtual time.")
     policy: str | None = option(None, "One policy or several, to compare.", metavar="NAME,NAME")
     json: Path | None = file_option("Write the run to a file; - is stdout.")
-    html: Path | None = file_option("Write the run as a page for a browser.")
+    html: Path | None = file_option("Write it as a page for a browser.")
     samples: int = option(1, "Answers to each prompt, which share its blocks.", minimum=1)
     max_tokens: int | None = option(16, "Longest answer.", "-n")
     seed: int = option(0, "Makes the run repeatable.", minimum=0)
@@ -62,19 +62,15 @@ def run(options: ExplainOptions) -> None:
     if len(list(filter(None, sources))) != 1:
         raise UsageError("give one of these: prompts, --file, --recorded, --scenario, --simulate")
     explanation = _explanation(options)
-    if options.json == Path("-"):
-        print(msgspec.json.encode(explanation).decode())
-    elif options.json is not None:
-        _write(options.json, msgspec.json.encode(explanation), explanation)
-    if options.html is not None:
-        _write(options.html, explanation_page(explanation), explanation)
+    writers = ((options.json, lambda one: msgspec.json.encode(one).decode()), (options.html, explanation_page))
+    for path, write in writers:
+        if path == Path("-"):
+            print(write(explanation))
+        elif path is not None:
+            replace_file(path, write(explanation))
+            remark(f"{path} holds {sum(len(run.steps) for run in explanation.runs)} steps")
     if options.html is options.json is None:
         (show_steps if is_terminal(sys.stdout) and is_terminal(sys.stdin) else print_steps)(explanation)
-
-
-def _write(path: Path, content: str | bytes, explanation: Explanation) -> None:
-    replace_file(path, content)
-    remark(f"{path} holds {sum(len(run.steps) for run in explanation.runs)} steps")
 
 
 def _explanation(options: ExplainOptions) -> Explanation:

@@ -52,9 +52,8 @@ def show_steps(explanation: Explanation) -> None:
         keys.add(key)(move)
     for key in ("q", "c-c"):
         keys.add(key)(lambda event: event.app.exit())
-    application: Application[None] = Application(
-        Layout(Window(FormattedTextControl(shown))), key_bindings=keys, full_screen=True
-    )
+    layout = Layout(Window(FormattedTextControl(shown)))
+    application: Application[None] = Application(layout, key_bindings=keys, full_screen=True)
     application.run()
 
 
