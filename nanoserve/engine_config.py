@@ -10,7 +10,6 @@ from nanoserve.scheduler.policies import POLICIES
 
 MOST_PARALLEL = 64
 """Limit of each degree: pipeline stages, tensor-parallel ranks, engines."""
-MOST_BATCHED_TOKENS = 2**31
 PAIR_OPTIONS = ("--prefill-parallel", "--decode-parallel")
 """The options that name two layouts, in the order of their numbers."""
 DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
@@ -20,7 +19,7 @@ _BOUNDS = {
     "kv_cache_memory": (1, 2**50),
     "block_size": (1, 1024),
     "max_num_seqs": (1, 65536),
-    "max_num_batched_tokens": (1, MOST_BATCHED_TOKENS),
+    "max_num_batched_tokens": (1, 2**31),
     **dict.fromkeys(("pipeline_parallel", "tensor_parallel", "data_parallel"), (1, MOST_PARALLEL)),
     "host_kv_memory": (1, 2**50),
     "host_threads": (1, MOST_THREADS),

@@ -204,30 +204,15 @@ class LLM:
             for tracker in running.values():
                 self._forget(tracker)
 
-    def _run_all(
-        self,
-        prompts: SequenceOf[Prompt],
-        params: SamplingParams | SequenceOf[SamplingParams] | None,
-        priority: int | SequenceOf[int] = 0,
-        user: str | SequenceOf[str] = "",
-    ) -> list[RequestOutput]:
-        def for_each(name: str, given: Any, one: type | tuple[type, ...]) -> list[Any]:
-            each = [given] * len(prompts) if isinstance(given, one) else list(given)
-            if len(each) != len(prompts):
-                raise UsageError(f"{len(prompts)} prompts but {len(each)} {name}: give one, or one for each")
-            return each
-
-        every = zip(
-            prompts,
-            for_each("sampling parameters", params, (SamplingParams, type(None))),
-            for_each("priorities", priority, int),
-            for_each("users", user, str),
-            strict=True,
-        )
+    def _run_all(self, prompts: SequenceOf[Prompt], *settings: Any) -> list[RequestOutput]:
+        """Each of the settings is one for all prompts, or a list with one for each."""
+        each = [given if isinstance(given, list | tuple) else [given] * len(prompts) for given in settings]
+        if counts := {len(given) for given in each} - {len(prompts)}:
+            raise UsageError(f"{len(prompts)} prompts, but a list of {counts.pop()} settings: give one, or one for each")
         trackers: list[RequestTracker] = []
         try:
-            for one in every:
-                trackers.append(self._add(*one))
+            for prompt, *one in zip(prompts, *each, strict=True):
+                trackers.append(self._add(prompt, *one))
             while not all(tracker.finished for tracker in trackers):
                 self._step()
             return [tracker.whole() for tracker in trackers]

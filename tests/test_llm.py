@@ -181,7 +181,7 @@ def test_only_a_prompt_that_a_longer_context_holds_is_told_to_raise_its_limit() 
 
 
 def test_params_must_be_one_or_one_for_each(storyteller: LLM) -> None:
-    with pytest.raises(UsageError, match="2 prompts but 1 sampling parameters"):
+    with pytest.raises(UsageError, match="2 prompts, but a list of 1 settings"):
         storyteller.generate(["a", "b"], [GREEDY])
 
 

@@ -14,14 +14,7 @@ from nanoserve.client.connection import ApiClient
 from nanoserve.commands.options import Options, file_option, flag_of, option
 from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import say
-from nanoserve.engine_config import (
-    DEFAULT_POLICY,
-    MOST_BATCHED_TOKENS,
-    MOST_PARALLEL,
-    PAIR_OPTIONS,
-    POLICY_OF_TWO_LAYOUTS,
-    EngineConfig,
-)
+from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel, known_models, resolve_model
@@ -50,7 +43,7 @@ quantization_option = partial(
 
 def _checked_policy(name: str, flag: str) -> str:
     """The name, before anything is loaded. Raises UsageError if there is no such policy; a file is executed."""
-    make_policy(name, MOST_BATCHED_TOKENS)
+    make_policy(name, token_budget=2**31)  # the engine checks again, with its own
     return name
 
 

@@ -235,6 +235,11 @@ class Policy(ABC):
         """Whether requests may overtake each other. If not, `rank` is never called."""
         return self.order != FIRST_COME or type(self).rank is not Policy.rank
 
+    @property
+    def ranking(self) -> "Policy":
+        """The policy whose ranks count: this one, unless it only carries another."""
+        return self
+
 
 @contextmanager
 def policy_failures(where: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:

@@ -21,7 +21,7 @@ class Ordering:
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self._step = policy, 0
-        self._young: deque[tuple[int, range]] = deque()  # step of arrival and sequence ids, oldest first
+        self._young: deque[tuple[int, str]] = deque()  # step of arrival and name, oldest first
         self._virtual_time = 0.0
         self._asked: dict[str, float] = {}  # by user, the tag of the next request
         self._starts: dict[str, float] = {}  # by request that has not ended
@@ -37,11 +37,8 @@ class Ordering:
         if len(self._asked) > MOST_USERS:
             self._virtual_time = max(self._virtual_time, median_low(self._asked.values()))
             self._asked = {user: tag for user, tag in self._asked.items() if tag > self._virtual_time}
+        self._young.append((self._step, request.request_id))
         return rank
-
-    def watch(self, sequences: range) -> None:
-        """The ids of the sequences of a request that has just come, for `overdue`."""
-        self._young.append((self._step, sequences))
 
     def admit(self, request: Request) -> None:
         self._virtual_time = max(self._virtual_time, self._starts[request.request_id])
@@ -51,9 +48,9 @@ class Ordering:
         del self._starts[request.request_id]
         self._asked[request.user] = max(self._virtual_time, self._asked.get(request.user, 0.0)) + answered
 
-    def overdue(self, step: int) -> list[int]:
-        """The sequences that came ``Policy.aging`` steps before this one, and have not been named yet."""
-        self._step, found = step, list[int]()
+    def overdue(self, step: int) -> list[str]:
+        """The requests that came ``Policy.aging`` steps before this one, and have not been named yet."""
+        self._step, found = step, list[str]()
         while self._young and self._young[0][0] <= step - self._policy.aging:
-            found += self._young.popleft()[1]
+            found.append(self._young.popleft()[1])
         return found

@@ -13,9 +13,12 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.load import Decision, Load, Policy, policy_failures
 from nanoserve.scheduler.ordering import Ordering
 
-_IDLE = Load(None, 100, 100, 0, 0, 0, 0, 60, 60, 16, 4)
-_BUSY = Load(Decision(32, 3), 900, 300, 7, 3, 1, 500, 20, 60, 16, 2, steps_in_flight=1, pipeline_depth=2)
-_FULL = Load(Decision(32, 8), 900, 300, 8, 8, 0, 960, 0, 60, 16, 2)
+_SAMPLES = (
+    Load(None, 100, 100, 0, 0, 0, 0, 60, 60, 16, 4),
+    Load(Decision(32, 3), 900, 300, 7, 3, 1, 500, 20, 60, 16, 2, steps_in_flight=1, pipeline_depth=2),
+    Load(Decision(32, 8), 900, 300, 8, 8, 0, 960, 0, 60, 16, 2),
+)
+"""Idle, busy, and without a free block."""
 _SAMPLE_REQUEST = Request("sample", (1, 2, 3), SamplingParams(), seed=0, priority=1, user="somebody")
 
 
@@ -45,34 +48,28 @@ def _check(decision: Any) -> None:
 
 @cache
 def load_policy_class(path: str, name: str) -> type[Policy]:
-    """The class of that name, guarded. The file is executed, once in a process. Raises UsageError if it cannot be read,
-    imports torch, raises or has no such policy."""
+    """The class of that name. The file is executed. Raises UsageError if it cannot be read, imports torch, raises or
+    has no such policy."""
+    module = sys.modules[f"policy {path}"] = ModuleType(f"policy {path}")  # dataclasses look for it there
     try:
-        source = Path(path).read_bytes()
-        tree = ast.parse(source, path)
-        _refuse_torch(tree, path)
-        module = sys.modules[f"policy {path}"] = ModuleType(f"policy {path}")  # dataclasses look for it there
+        tree = ast.parse(Path(path).read_bytes(), path)
+        if any(map(_imports_torch, ast.walk(tree))):
+            raise ImportError("a policy decides by the Load alone, without torch")
         exec(compile(tree, path, "exec"), module.__dict__)  # the user named this file to have it executed
-    except UsageError:
-        raise
-    except OSError as error:
-        raise UsageError(f"--policy: cannot read {path}: {error.strerror}") from error
     except (Exception, SystemExit) as error:
         raise UsageError(f"--policy {path}: {type(error).__name__}: {first_line(error)}") from error
     found = module.__dict__.get(name)
     if not (isinstance(found, type) and issubclass(found, Policy)):
         classes = [key for key, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
-        has = f"it has {', '.join(classes)}" if classes else "it has none"
-        raise UsageError(f"--policy {path}:{name or 'NAME'}: the file has no such subclass of Policy; {has}")
+        has = ", ".join(classes) or "no class"
+        raise UsageError(f"--policy {path}:{name or 'NAME'}: the file has no such subclass of Policy; it has {has}")
     return type(name, (_FromFile, found), {"__slots__": ()})
 
 
-def _refuse_torch(tree: ast.Module, path: str) -> None:
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        if any(name.partition(".")[0] == "torch" for name in names):
-            raise UsageError(f"--policy {path} imports torch: a policy decides by the Load alone; leave it out")
+def _imports_torch(node: ast.AST) -> bool:
+    imported = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+    imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return any(name.partition(".")[0] == "torch" for name in imported)
 
 
 def start_policy(kind: type[Policy], parameters: Mapping[str, Any]) -> Policy:
@@ -83,7 +80,7 @@ def start_policy(kind: type[Policy], parameters: Mapping[str, Any]) -> Policy:
     try:
         with policy_failures(kind.__name__, but=UsageError):
             policy = kind(**parameters)
-        for load in (_IDLE, _BUSY, _FULL):
+        for load in _SAMPLES:
             policy.decide(load)
         Ordering(policy).rank(_SAMPLE_REQUEST)
     except PolicyFailed as error:

@@ -125,7 +125,7 @@ class Scheduler:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             feeds_tokens=feeds_tokens,
-            ordering=Ordering(policy) if policy.ranks else None,
+            ordering=Ordering(policy.ranking) if policy.ranking.ranks else None,
         )
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self.predictors = tuple(predictors)

@@ -118,8 +118,6 @@ class SequenceTable:
         stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples
         rank = 0.0 if self.ordering is None else self.ordering.rank(request)
         family = [self._new_sequence(request, index, stop_tokens, rank) for index in range(request.params.n)]
-        if self.ordering is not None:
-            self.ordering.watch(range(family[0].sequence_id, family[-1].sequence_id + 1))
         self.requests[request.request_id] = family
         self.outstanding += _tokens_of(family)
         self.waiting.add(family[0])
@@ -175,15 +173,13 @@ class SequenceTable:
         self._queues[place].add(sequence)
 
     def age(self, step: int) -> None:
-        """Sequences that have come long before this step go before all younger ones from now on, whatever their
-        ranks."""
-        for sequence_id in () if self.ordering is None else self.ordering.overdue(step):
-            if (sequence := self.sequences.get(sequence_id)) is None:
-                continue
+        """Requests that came long before this step go before all younger ones from now on, whatever their ranks."""
+        overdue = () if self.ordering is None else self.ordering.overdue(step)
+        for sequence in (one for request_id in overdue for one in self.unfinished(request_id)):
             queue = self._queues[sequence.place]
             if is_queued := sequence in queue:  # a sibling may not wait there yet
                 queue.remove(sequence)
-            sequence.rank = -math.inf, sequence_id
+            sequence.rank = -math.inf, sequence.sequence_id
             if is_queued:
                 queue.add(sequence)
 

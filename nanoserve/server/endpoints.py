@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -105,8 +104,9 @@ def _begin(
     service, key = _service(http), http.scope.get("api_key")
     pairs = zip(prompts, params, strict=True)
     user = asked.user or (asked.safety_identifier if isinstance(asked, schemas.ChatRequest) else None) or ""
-    request = partial(service.request, answer.answer_id, key=key, priority=asked.priority or 0, user=user)
-    return CompletionAnswer(service, asked, answer, service.begin([request(*pair) for pair in pairs]))
+    plain = [service.request(answer.answer_id, prompt, each, key) for prompt, each in pairs]
+    requests = [replace(request, priority=asked.priority or 0, user=user) for request in plain]
+    return CompletionAnswer(service, asked, answer, service.begin(requests))
 
 
 @dataclass(frozen=True)

@@ -156,16 +156,7 @@ class Service:
             message = f"the prompt has far more tokens than the context holds: {context}"
             raise ApiError(400, message, code="context_length_exceeded", param=param) from None
 
-    def request(
-        self,
-        answer_id: str,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        key: bytes | None,
-        *,
-        priority: int = 0,
-        user: str = "",
-    ) -> Request:
+    def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, key: bytes | None) -> Request:
         """One request for the engine, from a client with this API key."""
         end_tokens = (*self.facts().end_tokens, self.tokenizer.eos_token_id)
         return Request(
@@ -177,8 +168,6 @@ class Service:
             arrival_time=time.monotonic(),
             # A salt for each API key, so that response times reveal nothing about the prompts of other keys.
             cache_salt="" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest(),
-            priority=priority,
-            user=user,
         )
 
     def begin(self, requests: list[Request]) -> list[RequestStream]:

@@ -70,10 +70,10 @@ def test_the_orders() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_takes_an_order_and_swapping_keeps_it(policy: str) -> None:
-    ordered = make_policy(f"{policy}:order=priority:aging=5", 64, swaps=True)
+    ordered = make_policy(f"{policy}:order=priority:aging=5", 64, swaps=True).ranking
     assert (ordered.order, ordered.aging, ordered.ranks) == ("priority", 5, True)
     assert ordered.rank(request("a", priority=-3), 0.0) == -3
-    assert not make_policy(policy, 64, swaps=True).ranks
+    assert not make_policy(policy, 64, swaps=True).ranking.ranks
     for wrong in ("order=random", "aging=0", "order=priority:aging=-1", "aging=1.5"):
         with pytest.raises(UsageError, match=r"order|aging"):
             make_policy(f"{policy}:{wrong}", 64)

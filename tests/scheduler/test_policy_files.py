@@ -55,21 +55,25 @@ def test_a_class_has_the_budget_and_the_parameters_that_it_names(written) -> Non
 def test_a_plain_class_will_do(written) -> None:
     policy = make_policy(written(f"{PLAIN}Decision(8, load.ready_decodes)\n") + ":Mine", 64, swaps=True)
     assert isinstance(policy, PreemptingBySwap)
-    assert not policy.ranks
+    assert not policy.ranking.ranks
 
 
 @pytest.mark.parametrize(
     ("source", "name", "says"),
     [
-        (None, "Mine", "mine.py: No such file or directory"),
+        (None, "Mine", "mine.py: FileNotFoundError: "),
         ("class Mine:\n", "Mine", "mine.py: IndentationError: expected an indented block"),
         ("1 / 0\n", "Mine", "mine.py: ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)\n", "Mine", "mine.py: SystemExit: 3"),
         ("class Mine: ...\nclass Other: ...\n", "Mine", "no such subclass of Policy; it has Mine, Other"),
         (MINE, "Yours", "mine.py:Yours: the file has no such subclass of Policy; it has Mine"),
         (MINE, "", "mine.py:NAME: the file has no such subclass of Policy; it has Mine"),
-        ("import torch.nn\n", "Mine", "imports torch"),
-        ("def late():\n    from torch import nn\n", "Mine", "imports torch"),
+        ("import torch.nn\n", "Mine", "ImportError: a policy decides by the Load alone"),
+        (
+            "def late():\n    from torch import nn\n",
+            "Mine",
+            "ImportError: a policy decides by the Load alone",
+        ),
         (f"{PLAIN}7\n", "Mine", "policy Mine.decide: ValueError: it answers 7, which is no Decision"),
         (f"{PLAIN}Decision(-1, 0)\n", "Mine", "prefill_tokens must be a whole number from 0, not -1"),
         (f"{PLAIN}Decision(0, float('nan'))\n", "Mine", "decodes must be a whole number from 0, not nan"),

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from nanoserve.errors import UsageError
@@ -33,12 +34,8 @@ class PolicyEntry:
     @property
     def defaults(self) -> dict[str, Any]:
         """Its parameters other than the budget, each with its default."""
-        return {one.name: one.default for one in self.fields if one.default is not MISSING and one.name != self.budget}
-
-    @property
-    def fields(self) -> tuple[Field[Any], ...]:
-        """Of a policy of nanoserve, or a user's own, which may be no dataclass."""
-        return fields(self.kind) if is_dataclass(self.kind) else ()
+        parameters = signature(self.kind).parameters.values()
+        return {one.name: one.default for one in parameters if one.name != self.budget and one.default is not one.empty}
 
 
 POLICIES: dict[str, PolicyEntry] = {
@@ -79,14 +76,8 @@ POLICIES: dict[str, PolicyEntry] = {
     ),
 }
 """Choices of ``--policy``."""
-
-
-_PARSERS: dict[type, Callable[[str], Any]] = {
-    bool: {"true": True, "false": False}.__getitem__,
-    int: int,
-    float: float,
-    str: str,
-}
+_BOOLS = {"true": True, "false": False}
+_PARSERS: dict[type, Callable[[str], Any]] = {bool: _BOOLS.__getitem__, int: int, float: float, str: str}
 
 
 def find_policy(name: str) -> tuple[PolicyEntry, str]:
@@ -95,8 +86,7 @@ def find_policy(name: str) -> tuple[PolicyEntry, str]:
     first, _, rest = name.partition(":")
     if first.endswith(".py"):
         name, _, rest = rest.partition(":")
-        kind = load_policy_class(first, name)
-        return PolicyEntry(kind, "", ""), rest
+        return PolicyEntry(load_policy_class(first, name), "", ""), rest
     if first not in POLICIES:
         raise UsageError(f"unknown policy {first!r:.60}; choose one of {', '.join(POLICIES)}, or FILE.py:CLASS")
     return POLICIES[first], rest
@@ -117,11 +107,11 @@ def make_policy(
         raise UsageError(f"the policy has no parameter {unknown[0]!r:.60}; it has {', '.join(defaults)}")
     if "min_prefill" in defaults:  # its default may be more than a small budget allows
         chosen.setdefault("min_prefill", min(defaults["min_prefill"], token_budget))
-    if any(one.name == entry.budget for one in entry.fields):  # a user's own policy may have none
+    if entry.budget in signature(entry.kind).parameters:  # a user's own policy may have none
         chosen[entry.budget] = token_budget
-    ordering = {name: chosen.pop(name, defaults[name]) for name in ("order", "aging")}
-    policy = start_policy(entry.kind.ordered(**ordering), chosen)
-    return PreemptingBySwap.ordered(**ordering)(policy) if swaps and not entry.attends_on_host else policy
+    kind = entry.kind.ordered(**{name: chosen.pop(name, defaults[name]) for name in ("order", "aging")})
+    policy = start_policy(kind, chosen)
+    return PreemptingBySwap(policy) if swaps and not entry.attends_on_host else policy
 
 
 def _parse_parameters(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:

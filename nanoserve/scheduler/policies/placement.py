@@ -14,7 +14,6 @@ from nanoserve.scheduler.load import Decision, Load, Policy
 
 if TYPE_CHECKING:
     from nanoserve.costs.predictor import Predictor
-    from nanoserve.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +41,9 @@ class PreemptingBySwap(Policy):
         prefill = min(decision.prefill_tokens, unfinished)
         return replace(decision, prefill_tokens=prefill, swap_in=load.fitting_host, preempt_to_host=is_cheaper)
 
-    def rank(self, request: "Request", fair_start: float) -> float:
-        return self.inner.rank(request, fair_start)
-
     @property
-    def ranks(self) -> bool:
-        return self.inner.ranks
+    def ranking(self) -> Policy:
+        return self.inner
 
 
 def _swapping_is_cheaper(load: Load) -> bool:
