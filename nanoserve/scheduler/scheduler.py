@@ -176,7 +176,8 @@ class Scheduler:
         """The next plan, or None if nothing can run before an answer or an arrival comes."""
         if len(self.plans_in_flight) >= self.pipeline_depth + self.feeds_tokens or self.layouts.target is not None:
             return None
-        self.table.age(self.steps)
+        if (ordering := self.table.ordering) is not None:
+            self.table.put_first(ordering.overdue(self.steps))
         builder = self._build(now)
         if not builder.does_something:
             if self.plans_in_flight:

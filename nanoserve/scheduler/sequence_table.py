@@ -172,10 +172,9 @@ class SequenceTable:
         sequence.place = place
         self._queues[place].add(sequence)
 
-    def age(self, step: int) -> None:
-        """Requests that came long before this step go before all younger ones from now on, whatever their ranks."""
-        overdue = () if self.ordering is None else self.ordering.overdue(step)
-        for sequence in (one for request_id in overdue for one in self.unfinished(request_id)):
+    def put_first(self, overdue: list[str]) -> None:
+        """These requests go before all younger ones from now on, whatever their ranks."""
+        for sequence in [one for request_id in overdue for one in self.unfinished(request_id)]:
             queue = self._queues[sequence.place]
             if is_queued := sequence in queue:  # a sibling may not wait there yet
                 queue.remove(sequence)

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from nanoserve.engine import Engine
 from nanoserve.errors import UsageError
 from nanoserve.request import Request, SamplingParams
-from nanoserve.scheduler import POLICIES, Policy, make_policy
+from nanoserve.scheduler import POLICIES, Decision, Policy, make_policy
 from nanoserve.scheduler.ordering import MOST_USERS, Ordering
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.scheduler.lives import check_outputs, live, lives
+from tests.scheduler.tier_lives import DECIDED, TIERS, AtRandom
+from tests.scheduler.tier_lives import check as check_on_two_tiers
 
 
 def request(name: str, length: int = 4, *, tokens: int = 2, **fields) -> Request:
@@ -117,7 +119,7 @@ def test_a_prompt_waits_no_longer_than_its_aging_for_those_that_overtake_it(agin
     assert bench.begun["long"] <= aging + 2, "the one that runs may still end"
 
 
-class AtRandom(ChunkedPrefill):
+class ByLot(ChunkedPrefill):
     """Ranks that nothing explains, few enough that many are equal."""
 
     def __init__(self, token_budget: int, seed: int, aging: int) -> None:
@@ -127,6 +129,14 @@ class AtRandom(ChunkedPrefill):
 
     def rank(self, request: Request, fair_start: float) -> float:
         return self.lots.choice((-1.5, 0, 0, 2, fair_start))  # type: ignore[attr-defined]
+
+
+class RankedAtRandom(AtRandom):
+    """Decisions that nobody would make, in an order that nobody would choose."""
+
+    @property
+    def ranking(self) -> Policy:
+        return ByLot(1, seed=len(self.decisions), aging=3)
 
 
 def _scheduler(policy: Policy, life: dict) -> Scheduler:
@@ -145,7 +155,7 @@ def _scheduler(policy: Policy, life: dict) -> Scheduler:
 @settings(max_examples=60, deadline=None)
 @given(life=lives(), seed=st.integers(0, 1000), aging=st.sampled_from([1, 3, 10, 1000]))
 def test_under_any_order_every_request_gets_the_tokens_it_would_get_alone(life: dict, seed: int, aging: int) -> None:
-    scheduler = _scheduler(AtRandom(life["token_budget"], seed, aging), life)
+    scheduler = _scheduler(ByLot(life["token_budget"], seed, aging), life)
     executor = MemoryCheckingExecutor(
         life["num_blocks"], life["block_size"], depth=life["depth"], feeds_tokens=life["feeds_tokens"]
     )
@@ -165,6 +175,12 @@ def test_under_any_order_every_request_gets_the_tokens_it_would_get_alone(life: 
     outputs, reasons = live(Engine(scheduler, executor, vocab_size=50), life["arrivals"], check)
     check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons)
     assert scheduler.pool.free_blocks == life["num_blocks"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(life=lives(), memory=TIERS, decided=DECIDED)
+def test_orders_with_two_tiers_and_several_layouts(life: dict, memory: dict, decided: list[Decision]) -> None:
+    check_on_two_tiers(RankedAtRandom(decided), life, memory)
 
 
 def test_users_share_alike_however_many_requests_each_has() -> None:
