@@ -208,7 +208,7 @@ class LLM:
         """Each of the settings is one for all prompts, or a list with one for each."""
         each = [given if isinstance(given, list | tuple) else [given] * len(prompts) for given in settings]
         if counts := {len(given) for given in each} - {len(prompts)}:
-            raise UsageError(f"{len(prompts)} prompts, but a list of {counts.pop()} settings: give one, or one for each")
+            raise UsageError(f"{len(prompts)} prompts, but a list of {counts.pop()} settings: give one or as many")
         trackers: list[RequestTracker] = []
         try:
             for prompt, *one in zip(prompts, *each, strict=True):
