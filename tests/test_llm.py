@@ -180,6 +180,16 @@ def test_only_a_prompt_that_a_longer_context_holds_is_told_to_raise_its_limit() 
             llm.generate([[5] * 1024], GREEDY)
 
 
+def test_prompts_run_in_the_order_of_their_priorities() -> None:
+    with LLM(policy="sarathi:order=priority", max_num_seqs=1, eager=True) as llm:
+        outputs = llm.generate(["a", "b", "c"], GREEDY, priority=[3, 1, 2], user="me")
+        first, second, third = (output.outputs[0].metrics.first_scheduled_time for output in outputs)
+        assert second < third < first  # type: ignore[operator]
+        with pytest.raises(UsageError, match="3 prompts, but a list of 2 settings"):
+            llm.generate(["a", "b", "c"], GREEDY, priority=[3, 1])
+        assert _all_blocks_are_back(llm)
+
+
 def test_params_must_be_one_or_one_for_each(storyteller: LLM) -> None:
     with pytest.raises(UsageError, match="2 prompts, but a list of 1 settings"):
         storyteller.generate(["a", "b"], [GREEDY])

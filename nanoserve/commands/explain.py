@@ -13,7 +13,7 @@ from nanoserve.commands.explain_view import print_steps, show_steps
 from nanoserve.commands.options import HARDWARE_PANEL, argument, file_option, option
 from nanoserve.commands.simulate import HardwareOptions, SimulatedHardware, WorkloadOptions
 from nanoserve.commands.terminal import is_terminal, remark
-from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import read_bytes, replace_file
 from nanoserve.record.explanation import ExplainedRun, Explanation, explain_run
 from nanoserve.record.explanation_page import explanation_page
@@ -119,6 +119,8 @@ def _live(options: ExplainOptions, policy: str | None, rows: list[PromptRow]) ->
         for _, output in llm.generate_as_completed(items):
             if isinstance(output, NanoserveError):
                 raise output
+            if (error := output.outputs[0].error) is not None:
+                raise RuntimeFailure(error)
         engine.recorder.finish()
         name = policy or llm.engine_config.policy_name
         return explain_run(

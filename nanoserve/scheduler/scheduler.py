@@ -132,6 +132,7 @@ class Scheduler:
         self.layouts = Layouts(layouts)
         self.plans_in_flight: dict[int | None, StepPlan] = {}
         self._cohorts = HostCohorts()
+        self.policy_failure: str | None = None  # the last one
         self._previous: Decision | None = None
         self._growth = GrowthForecast() if policy.reads_forecast else None
 
@@ -166,7 +167,8 @@ class Scheduler:
         return [SequenceUpdate(request_id, sequence.index, (), sequence) for sequence in family]
 
     def stop_all(self, error: str, now: float) -> list[SequenceUpdate]:
-        """End every request with an error, as `stop` does."""
+        """End every request with an error of the policy, as `stop` does."""
+        self.policy_failure = error
         for sequence in self.table.sequences.values():
             sequence.error = error
         stopped = [self.stop(request_id, now, reason=_ERROR) for request_id in list(self.table.requests)]

@@ -56,7 +56,7 @@ class SamplingFields(ModelField, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     user: _Name | None = None
     """For policies that share between users; it does not change the answer."""
-    priority: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31)] | None = None
     """vLLM's: lower goes first, under a policy that orders by it."""
 
     n: int | None = None

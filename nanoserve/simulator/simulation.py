@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nanoserve.costs.predictor import Predictor
-from nanoserve.errors import UsageError
+from nanoserve.errors import PolicyFailed, UsageError
 from nanoserve.measures.metrics import Slo
 from nanoserve.measures.sketches import Sketch, mean_series
 from nanoserve.record.events import Observer
@@ -92,6 +92,8 @@ def simulate(
         fleet.append(Replica(make_scheduler(), executor, steps, LatencyMetrics((within, *request_observers))))
     fleet[0].engine.recorder.add(*observers)
     drive_fleet(fleet, make_router(router), _fitting(requests, longest), is_over)
+    if failures := [each.scheduler.policy_failure for each in fleet if each.scheduler.policy_failure]:
+        raise PolicyFailed(failures[0])
     if not any(replica.scheduler.steps for replica in fleet):
         raise UsageError("there are no requests to simulate")
     fleet[0].engine.recorder.finish()

@@ -134,3 +134,10 @@ def test_a_policy_that_fails_ends_its_requests_and_the_engine_goes_on(depth: int
     engine.add(Request("later", (1,) * 5, params, seed=0))
     run(10)
     assert ended["later"] == (FinishReason.LENGTH, None)
+
+
+def test_a_simulation_ends_with_the_error_of_its_policy(written, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(f"{PLAIN}Decision(64, 1 if load.total_blocks == 60 else -1)\n")  # as many as where it is tried
+    assert main(["simulate", "--policy", f"{path}:Mine", "--requests", "9"]) == 1
+    told = capsys.readouterr().err
+    assert told == "nanoserve: policy Mine.decide: ValueError: decodes must be a whole number from 0, not -1\n"

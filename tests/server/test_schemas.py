@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from nanoserve.errors import UsageError
-from nanoserve.request import SamplingParams
+from nanoserve.request import Request, SamplingParams
+from nanoserve.server.endpoints import _begin
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, chat_params, completion_params, parse
@@ -113,3 +115,20 @@ def test_the_document_names_every_field_that_is_taken_for_nothing() -> None:
     text = (Path(__file__).parents[2] / "docs/server.md").read_text()
     fields = {field for schema in (ChatRequest, CompletionRequest) for field in schema.__struct_fields__}
     assert not [field for field in fields if f"`{field}`" not in text]
+
+
+def test_priority_and_user_reach_the_engine() -> None:
+    def plain(name: str, prompt: list[int], params: SamplingParams, key: bytes | None) -> Request:
+        return Request(name, tuple(prompt), params, seed=0)
+
+    service = SimpleNamespace(request=plain, begin=list)
+    http: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(service=service)), scope={})
+    answer: Any = SimpleNamespace(answer_id="a")
+    for asked, expected in (
+        (_chat(priority=-2, safety_identifier="me"), (-2, "me")),
+        (_chat(user="you", safety_identifier="me"), (0, "you")),
+        (_completion(user="you", priority=5), (5, "you")),
+        (_completion(), (0, "")),
+    ):
+        streams: Any = _begin(http, asked, answer, [[1], [2]], [SamplingParams()] * 2).streams
+        assert [(one.prompt, one.priority, one.user) for one in streams] == [((1,), *expected), ((2,), *expected)]
