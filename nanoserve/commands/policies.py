@@ -12,9 +12,8 @@ class PoliciesOptions(Options):
 
 
 def run(options: PoliciesOptions) -> None:
-    """These are the names that --policy takes. The token budget that each also has is --max-num-batched-tokens. Each
-    also has order=first-come (shortest-first, priority, fair-share) and aging=1000, steps until a request goes first.
-    A policy of your own is FILE.py:CLASS."""
+    """These are the names that --policy takes, beside FILE.py:CLASS. The token budget of each is
+    --max-num-batched-tokens. Each also has order=first-come (shortest-first, priority, fair-share) and aging=1000."""
     rows = []
     for name, entry in POLICIES.items():
         parameters = ", ".join(f"{key}={value}" for key, value in entry.defaults.items()) or None

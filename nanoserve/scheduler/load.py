@@ -212,13 +212,12 @@ class Policy(ABC):
                 raise UsageError(f"{one.name} must be at least {low}{upper}, not {value}")
 
     @classmethod
-    def ordered(cls, **changed: Any) -> type[Self]:
-        """The same policy with another ``order`` or ``aging``. Raises UsageError for an order that there is not."""
-        differing = {name: value for name, value in changed.items() if value != getattr(cls, name)}
-        order, aging = changed.get("order", FIRST_COME), changed.get("aging", 1)
+    def ordered(cls, order: str, aging: int) -> type[Self]:
+        """The same policy with that ``order`` and ``aging``. Raises UsageError if one makes no sense."""
         if order not in ORDERS or aging < 1:
             raise UsageError(f"order must be one of {', '.join(ORDERS)}, not {order!r:.40}, and aging at least 1")
-        return type(cls.__name__, (cls,), {"__slots__": (), **differing}) if differing else cls
+        changed = {"__slots__": (), "order": order, "aging": aging}
+        return cls if (order, aging) == (cls.order, cls.aging) else type(cls.__name__, (cls,), changed)
 
     @abstractmethod
     def decide(self, load: Load) -> Decision:

@@ -13,12 +13,11 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.load import Decision, Load, Policy, policy_failures
 from nanoserve.scheduler.ordering import Ordering
 
-_SAMPLES = (
+_SAMPLES = (  # idle, busy, and without a free block
     Load(None, 100, 100, 0, 0, 0, 0, 60, 60, 16, 4),
     Load(Decision(32, 3), 900, 300, 7, 3, 1, 500, 20, 60, 16, 2, steps_in_flight=1, pipeline_depth=2),
     Load(Decision(32, 8), 900, 300, 8, 8, 0, 960, 0, 60, 16, 2),
 )
-"""Idle, busy, and without a free block."""
 _SAMPLE_REQUEST = Request("sample", (1, 2, 3), SamplingParams(), seed=0, priority=1, user="somebody")
 
 

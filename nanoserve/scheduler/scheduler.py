@@ -170,7 +170,7 @@ class Scheduler:
         """End every request with an error of the policy, as `stop` does."""
         self.policy_failure = error
         for sequence in self.table.sequences.values():
-            sequence.error = error
+            sequence.error = sequence.error if sequence.finished else error
         stopped = [self.stop(request_id, now, reason=_ERROR) for request_id in list(self.table.requests)]
         return [update for updates in stopped for update in updates]
 

@@ -76,8 +76,7 @@ POLICIES: dict[str, PolicyEntry] = {
     ),
 }
 """Choices of ``--policy``."""
-_BOOLS = {"true": True, "false": False}
-_PARSERS: dict[type, Callable[[str], Any]] = {bool: _BOOLS.__getitem__, int: int, float: float, str: str}
+_PARSERS: dict[type, Callable[[str], Any]] = {bool: {"true": True, "false": False}.__getitem__, int: int, float: float}
 
 
 def find_policy(name: str) -> tuple[PolicyEntry, str]:
@@ -109,8 +108,8 @@ def make_policy(
         chosen.setdefault("min_prefill", min(defaults["min_prefill"], token_budget))
     if entry.budget in signature(entry.kind).parameters:  # a user's own policy may have none
         chosen[entry.budget] = token_budget
-    kind = entry.kind.ordered(**{name: chosen.pop(name, defaults[name]) for name in ("order", "aging")})
-    policy = start_policy(kind, chosen)
+    ordering = [chosen.pop(name, defaults[name]) for name in ("order", "aging")]
+    policy = start_policy(entry.kind.ordered(*ordering), chosen)
     return PreemptingBySwap(policy) if swaps and not entry.attends_on_host else policy
 
 
@@ -123,7 +122,7 @@ def _parse_parameters(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
             raise UsageError(f"{key} is given twice: {text!r:.60}")
         kind = type(defaults.get(key, 0.0))
         try:
-            parameters[key] = _PARSERS[kind](value if equals else "true")
+            parameters[key] = value if kind is str else _PARSERS[kind](value if equals else "true")
         except (KeyError, ValueError):
             parameters[key] = math.nan
         if kind is not str and not -math.inf < parameters[key] < math.inf:
