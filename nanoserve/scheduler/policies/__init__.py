@@ -1,7 +1,7 @@
 """The scheduling policies by name: the choices of ``--policy`` and the table of ``nanoserve policies``."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -79,16 +79,15 @@ POLICIES: dict[str, PolicyEntry] = {
 _PARSERS: dict[type, Callable[[str], Any]] = {bool: {"true": True, "false": False}.__getitem__, int: int, float: float}
 
 
-def find_policy(name: str) -> tuple[PolicyEntry, str]:
-    """The policy of a name such as "throttling:iterations=4" or "mine.py:Mine:speed=2", and its parameters behind the
-    first colon that is left. Raises UsageError for an unknown name, and a file without such a class."""
-    first, _, rest = name.partition(":")
+def find_policy(name: str) -> tuple[PolicyEntry, list[str]]:
+    """The policy of a name such as "throttling:iterations=4" or "mine.py:Mine:speed=2", and its
+    parameters, word for word. Raises UsageError for an unknown name, and a file without such a class."""
+    first, *words = name.split(":")
     if first.endswith(".py"):
-        name, _, rest = rest.partition(":")
-        return PolicyEntry(load_policy_class(first, name), "", ""), rest
+        return PolicyEntry(load_policy_class(first, words[0] if words else ""), "", ""), words[1:]
     if first not in POLICIES:
         raise UsageError(f"unknown policy {first!r:.60}; choose one of {', '.join(POLICIES)}, or FILE.py:CLASS")
-    return POLICIES[first], rest
+    return POLICIES[first], words
 
 
 def make_policy(
@@ -113,13 +112,13 @@ def make_policy(
     return PreemptingBySwap(policy) if swaps and not entry.attends_on_host else policy
 
 
-def _parse_parameters(text: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as "iterations=4:without_wt". Raises UsageError for one that is given twice or has no such value."""
+def _parse_parameters(words: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as "iterations=4" and "without_wt". Raises UsageError for one that comes twice or makes no sense."""
     parameters: dict[str, Any] = {}
-    for word in filter(None, text.split(":")):
+    for word in words:
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if key in parameters:
-            raise UsageError(f"{key} is given twice: {text!r:.60}")
+            raise UsageError(f"{key} is given twice: {':'.join(words)!r:.60}")
         kind = type(defaults.get(key, 0.0))
         try:
             parameters[key] = value if kind is str else _PARSERS[kind](value if equals else "true")
