@@ -49,16 +49,14 @@ class LLM:
         self.engine_config = EngineConfig(**settings)
         self._random = random.Random(self.engine_config.seed)
         with unreadable_as_model_error():
-            if isinstance(model, ResolvedModel):
-                resolved = model
-            else:
+            if not isinstance(model, ResolvedModel):
                 name = None if model is None else str(model)
-                resolved = resolve_model(name, offline=self.engine_config.offline, progress=progress)
-            self.model_name = resolved.name
-            self.tokenizer = load_tokenizer(resolved.tokenizer_directory)
+                model = resolve_model(name, offline=self.engine_config.offline, progress=progress)
+            self.model_name = model.name
+            self.tokenizer = load_tokenizer(model.tokenizer_directory)
         with ExitStack() as failing:
             failing.callback(self.tokenizer.close)
-            built = build_engine(resolved, self.engine_config, progress)
+            built = build_engine(model, self.engine_config, progress)
             failing.callback(built.engine.close)
             check_vocabulary(self.tokenizer, built.model.vocab_size)
             failing.pop_all()  # the LLM closes them
@@ -70,7 +68,7 @@ class LLM:
         self.speeds = built.speeds  # measured speeds of each worker; None if no decision needs them
         own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         self.end_tokens = tuple(dict.fromkeys(self.config.eos_token_ids + own))
-        self._grammars = GrammarChecker(resolved.tokenizer_directory)
+        self._grammars = GrammarChecker(model.tokenizer_directory)
         self._trackers: dict[str, RequestTracker] = {}
         self._names = count()
 

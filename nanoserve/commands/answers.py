@@ -146,11 +146,10 @@ class LocalModel:
         if self._opening is None:
             llm = self._open()
         else:
-            if not self._opening.done():
-                with show_progress() as progress:
-                    while wait([self._opening], REDRAW_SECONDS).not_done:
-                        if self._stage is not None:
-                            progress(*self._stage)
+            with show_progress() as progress:
+                while wait([self._opening], REDRAW_SECONDS).not_done:
+                    if self._stage is not None:
+                        progress(*self._stage)
             llm = self._opening.result()
         if llm.tokenizer.notice:
             self._notify(llm.tokenizer.notice)
