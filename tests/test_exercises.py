@@ -44,7 +44,7 @@ def test_the_tour_has_the_plans_of_its_exercise(capsys: pytest.CaptureFixture[st
 
 def test_the_policy_of_the_tour_decides() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tour.md").read_text(), flags=re.DOTALL)
-    assert len(code.splitlines()) == 12
+    assert len([line for line in code.splitlines() if line]) <= 12, "a dozen lines"
     module = ModuleType("gentle")
     exec(code, module.__dict__)
     gentle = module.__dict__["Gentle"](2048)
