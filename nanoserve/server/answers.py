@@ -60,16 +60,13 @@ class ChatFormat(CompletionFormat):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self,
-        model: str,
-        text_of: Callable[[int], str],
-        splitter: Callable[[], ReasoningSplitter] | None = None,
-        parser: Callable[[], ToolCallParser] | None = None,
+        self, model: str, text_of: Callable[[int], str], parser: Callable[[], ToolCallParser] | None, *, thinks: bool
     ) -> None:
-        """``splitter`` and ``parser`` are made for each choice, if its text may hold reasoning or tool calls."""
+        """``thinks``: answers begin inside a reasoning block. ``parser`` makes one for each that may call tools."""
         super().__init__(model, text_of)
-        self._splitters = None if splitter is None else defaultdict[int, ReasoningSplitter](splitter)
-        self._parsers = None if parser is None else defaultdict[int, ToolCallParser](parser)
+        self._readers = defaultdict[int, tuple[ReasoningSplitter, ToolCallParser | None]](
+            lambda: (ReasoningSplitter(starts_inside=thinks), parser() if parser else None)
+        )
 
     def choice(
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
@@ -82,19 +79,16 @@ class ChatFormat(CompletionFormat):
             for one in output.logprobs or ()
         ]
         logprobs = None if output.logprobs is None else {"content": entries}
-        called = output.finish_reason == "stop" and self._parsers is not None and self._parsers[index].calls
-        reason = "tool_calls" if called else output.finish_reason
+        parser, reason = self._readers[index][1], output.finish_reason
+        reason = "tool_calls" if reason == "stop" and parser and parser.calls else reason
         return {"index": index, name: content, "logprobs": logprobs, "finish_reason": reason}
 
     def _content(self, index: int, text: str, *, ended: bool) -> dict[str, Any]:
         """The message, or what is new of it."""
-        answer, thoughts = text, ""
-        if self._splitters is not None:
-            parts = self._splitters[index].push(text) + (self._splitters[index].flush() if ended else [])
-            answer, thoughts = ("".join(one for kind, one in parts if kind == part) for part in ("answer", "thinking"))
-        calls: list[dict[str, Any]] = []
-        if self._parsers is not None:
-            answer, calls = self._parsers[index].push(answer, ended=ended)
+        splitter, parser = self._readers[index]
+        parts = splitter.push(text) + (splitter.flush() if ended else [])
+        answer, thoughts = ("".join(one for kind, one in parts if kind == part) for part in ("answer", "thinking"))
+        answer, calls = parser.push(answer, ended=ended) if parser else (answer, [])
         if not (answer or thoughts or calls or ended):
             return {}
         content: dict[str, Any] = {"content": answer} if answer else {}

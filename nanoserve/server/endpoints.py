@@ -51,14 +51,14 @@ async def _asked(http: HttpRequest, schema: type[Fields]) -> tuple[Service, Fiel
 async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     service, asked = await _asked(http, schemas.ChatRequest)
     facts = service.facts()
-    use = tool_use(asked, service.tokenizer.template)
+    use = tool_use(asked, service.tokenizer.template_text)
     prompt = await service.encode_chat(asked.messages, context=facts.max_model_len, **(use.rendering() if use else {}))
     schema = use.call_schema() if use and use.required else None
     params = schemas.chat_params(asked, facts, len(prompt), schema)
     if params.json_schema is not None:
         await service.check_json_schema(params.json_schema, "tools" if schema else "response_format")
-    splitter = None if params.json_schema else service.reasoning_splitter(prompt)
-    answer = ChatFormat(service.model_name, service.text_of, splitter, use.parser if use else None)
+    thinks, parser = service.opens_reasoning(prompt), use.parser if use else None
+    answer = ChatFormat(service.model_name, service.text_of, parser, thinks=thinks)
     return _begin(http, asked, answer, [prompt], [params])
 
 

@@ -109,17 +109,14 @@ class ResponseFormat(_Strict, frozen=True, kw_only=True):
 class Function(_Strict, frozen=True, kw_only=True, omit_defaults=True):
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}\Z")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """The JSON schema of its arguments."""
+    parameters: dict[str, Any] | None = None  # the JSON schema of its arguments
     strict: bool | None = None
     """A call that is required follows its schema, whatever this says; one that the model chose to make may not."""
 
 
 class Tool(_Strict, frozen=True, kw_only=True):
-    """A tool; in ``tool_choice`` only its name is read."""
-
     type: Literal["function"]
-    function: Function
+    function: Function  # of ``tool_choice`` only the name is read
 
 
 class ChatRequest(SamplingFields, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from nanoserve.server.messages import EngineFacts
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
 from nanoserve.text.chat_template import check_text
-from nanoserve.text.reasoning import CLOSE, ReasoningSplitter, opens_reasoning
+from nanoserve.text.reasoning import opens_reasoning
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
 _INLINE_CHARACTERS = 4096
@@ -126,11 +126,11 @@ class Service:
         decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._unbounded_thread, decode)
 
-    def reasoning_splitter(self, prompt: Sequence[int]) -> Callable[[], ReasoningSplitter] | None:
-        """What makes a splitter for an answer to this prompt, or None if the model's chat template has no reasoning."""
-        end = self.tokenizer.decode(prompt[-16:], skip_special_tokens=False)  # enough for a tag and blanks after it
-        splitter = partial(ReasoningSplitter, starts_inside=opens_reasoning(end))
-        return splitter if CLOSE in self.tokenizer.template else None
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether the answer to a prompt begins inside a reasoning block."""
+        return opens_reasoning(
+            self.tokenizer.decode(prompt[-16:], skip_special_tokens=False)
+        )  # blanks may follow the tag
 
     async def check_json_schema(self, schema: str, param: str) -> None:
         """Raise ApiError (400), for this field, for a JSON schema that cannot become a grammar."""

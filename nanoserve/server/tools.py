@@ -10,8 +10,6 @@ from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.schemas import ChatRequest, Function, Tool
 from nanoserve.text.tool_calls import CallForm, ToolCallParser, call_form
 
-_MORE_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
-
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -41,12 +39,13 @@ class ToolUse:
             arguments = {"type": "object", **(function.parameters or {"properties": {}})}
             if arguments["type"] != "object":
                 raise _wrong(f"the parameters of the tool {function.name} must have the type object", "tools")
-            if not any(word in arguments for word in _MORE_PROPERTIES):
+            if not arguments.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}:
                 arguments.setdefault("additionalProperties", False)
-            arguments = _moved(arguments, f"#/anyOf/{place}/properties/{self.form.key}")
-            properties = {"name": {"const": function.name}, self.form.key: arguments}
-            option = {"type": "object", "properties": properties, "required": [*properties]}
-            options.append(option | {"additionalProperties": False})
+            root = f'"$ref":"#/anyOf/{place}/properties/{self.form.key}'  # where references to "#" lead now
+            moved = msgspec.json.encode(arguments).replace(b'"$ref":"#', root.encode())
+            call = {"name": {"const": function.name}, self.form.key: msgspec.Raw(moved)}
+            strict = {"required": [*call], "additionalProperties": False}
+            options.append({"type": "object", "properties": call, **strict})
         return msgspec.json.encode({"anyOf": options}).decode()
 
 
@@ -68,21 +67,9 @@ def tool_use(asked: ChatRequest, template: str) -> ToolUse | None:
     if asked.response_format is not None and asked.response_format.type != "text":
         raise _wrong("response_format does not go with tools: give one of them, or tool_choice none", "response_format")
     chosen = [tool for tool in tools if not isinstance(choice, Tool) or tool.name == choice.function.name]
-    parallel, required = asked.parallel_tool_calls is not False, choice != "auto"
-    return ToolUse(call_form(template), asked.tools or (), chosen, required, parallel)
+    parallel = asked.parallel_tool_calls is not False
+    return ToolUse(call_form(template), asked.tools or (), chosen, choice != "auto", parallel)
 
 
 def _wrong(message: str, param: str) -> ApiError:
     return ApiError(400, message, code="invalid_value", param=param)
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """A JSON schema whose place within another one is `root`: its references lead there."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {name: _moved(value, root) for name, value in schema.items()}
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        moved["$ref"] = root + reference[1:]
-    return moved

@@ -41,6 +41,7 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._template = template
+        self.template_text = template.source  # empty without a chat template
         self._control = ControlTokens(backend.control_ids)
         self._markup = ControlTokens(backend.markup_ids)
         readable = backend.markup_ids.keys() - backend.control_ids.keys()
@@ -147,11 +148,6 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the model brought a chat template of its own."""
         return isinstance(self._template, ChatTemplate)
-
-    @property
-    def template(self) -> str:
-        """The text of the model's chat template; empty without one."""
-        return self._template.source
 
     @property
     def notice(self) -> str | None:

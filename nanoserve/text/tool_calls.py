@@ -1,8 +1,7 @@
 """Tool calls in the text of an answer, told apart while the text arrives.
 
 A family of models writes its calls in a form of its own, which its chat template spells. In most forms a call is a JSON
-object with a name and arguments, and a marker stands before it. The arguments are passed on just as the model writes
-them.
+object with a name and arguments, and a marker stands before it. The arguments are passed on as the model writes them.
 """
 
 import json
@@ -82,17 +81,16 @@ class _Braces:
 class ToolCallParser:
     """Splits the text of an answer into ordinary text and tool calls.
 
-    Only a call of a known tool counts; anything else is text. Blanks around calls are dropped.
+    Only a call of a known tool counts; anything else is text. Blanks around calls are dropped, and without `parallel`
+    the calls after the first.
     """
 
     def __init__(self, form: CallForm, names: Sequence[str], *, parallel: bool = True) -> None:
-        """Without `parallel`, calls after the first are dropped."""
         self._form = form
         self._names = names
         self._parallel = parallel
         self._step: Callable[[], None] = self._head if form.bare else self._text
-        self._held = ""
-        self._braces = _Braces()
+        self._held, self._braces = "", _Braces()
         self.calls = 0
 
     def push(self, text: str, *, ended: bool = False) -> tuple[str, list[dict[str, Any]]]:
@@ -149,14 +147,14 @@ class ToolCallParser:
         index = self.calls - 1
         part = self._parts.setdefault(index, {"index": index, "function": {"arguments": ""}})
         part["function"]["arguments"] += self._held[:end]
-        self._held = "" if end is None else self._held[end:]
-        if end is not None:
-            self._step = self._between if self._form.name_in_line else self._rest
+        self._skip(end, self._between if self._form.name_in_line else self._rest)
 
     def _rest(self) -> None:
         """What follows the arguments in the call's object, such as Mistral's id, is dropped."""
-        end = self._braces.end(self._held, left=0)
-        self._held, self._step = ("", self._rest) if end is None else (self._held[end:], self._between)
+        self._skip(self._braces.end(self._held, left=0), self._between)
+
+    def _skip(self, end: int | None, then: Callable[[], None]) -> None:
+        self._held, self._step = ("", self._step) if end is None else (self._held[end:], then)
 
     def _between(self) -> None:
         """After a call, another may follow, or text."""

@@ -39,7 +39,7 @@ class Client:
         letters = Letters()
         texts: Any = None  # of log probabilities, which nobody asks for
         answer: CompletionFormat = (
-            ChatFormat("letters", texts) if asked is CHAT else TextFormat("letters", texts, letters)
+            ChatFormat("letters", texts, None, thinks=False) if asked is CHAT else TextFormat("letters", texts, letters)
         )
         request = Request("r", (1, 2), SamplingParams(**params), seed=0)
         self.stream = RequestStream(request, letters, asyncio.Event())

@@ -10,7 +10,6 @@ import pytest
 from nanoserve.models.hub import resolve_model
 from nanoserve.request import CompletionOutput
 from nanoserve.server.answers import ChatFormat
-from nanoserve.text.reasoning import ReasoningSplitter
 from nanoserve.text.tool_calls import ToolCallParser, call_form
 from tests.server.conftest import MODEL
 from tests.server.starting import Server, running
@@ -144,7 +143,7 @@ def test_reasoning_text_and_calls_of_one_answer() -> None:
 
     def answer() -> ChatFormat:
         names = ["get_time"]
-        return ChatFormat("m", str, ReasoningSplitter, lambda: ToolCallParser(call_form(QWEN), names))
+        return ChatFormat("m", str, lambda: ToolCallParser(call_form(QWEN), names), thinks=False)
 
     def output(text: str, reason: str | None) -> CompletionOutput:
         return CompletionOutput(0, text, (), None, reason, None, None)
