@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
+from nanoserve.measures.charts import COLOURS
 from nanoserve.record.explanation import (
     ExplainedAnswer,
     ExplainedRow,
@@ -72,3 +73,9 @@ def test_the_page_loads_nothing_and_sets_no_html() -> None:
     assert not re.search(r"https?:|url\(|@import|import\(|fetch\(|XMLHttp|WebSocket|eval\(|new Function", page)
     assert not re.search(r"(inner|outer)HTML|insertAdjacent|document\.write|setAttribute", page)
     assert "default-src 'none'" in page
+
+
+def test_prompts_and_decodes_have_the_colours_of_the_charts() -> None:
+    page = explanation_page(_explanation("plain"))
+    assert f"--prefill: {COLOURS['prefill']}" in page
+    assert f"--decode: {COLOURS['decode']}" in re.sub(r"\s+", " ", page)
