@@ -4,6 +4,7 @@ import signal
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jinja2 import Template
@@ -355,3 +356,17 @@ def test_the_oracle_is_transformers_own_environment(tmp_path: Path):
         assert rendered == render_with_jinja2(
             source, CONVERSATIONS["one"], add_generation_prompt=True, arguments=arguments
         )
+
+
+def test_arguments_of_calls_come_as_text_and_reach_the_template_as_an_object():
+    def given(arguments: Any) -> Any:
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        (message,) = check_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        return message["tool_calls"][0]["function"]["arguments"]
+
+    assert given('{"a": [1, "x"]}') == given({"a": [1, "x"]}) == {"a": [1, "x"]}
+    for text in ("", "[1]", '{"a":', "[" * 10_000):  # what a model may have written
+        assert given(text) == text
+    for text in ('{"a": "\\ud800"}', '{"a": "\\u0000"}', '{"a":' * 70 + "1" + "}" * 70):
+        with pytest.raises(UsageError):
+            given(text)

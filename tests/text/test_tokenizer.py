@@ -1,6 +1,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -426,3 +427,24 @@ def test_text_never_imports_torch():
         f"import sys; sys.modules['torch'] = None; from nanoserve.text import {modules}; import nanoserve.models.hub"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("make", [make_byte_level, make_sentencepiece])
+def test_markers_of_tool_calls_are_read_although_they_are_special(tmp_path: Path, make: Any):
+    declared = {"900": {"content": "[TOOL_CALLS]", "special": True}, "901": {"content": "<|python_tag|>"}}
+    declared |= {"902": {"content": "<|eot|>", "special": True}}
+    tokenizer = load_tokenizer(make(tmp_path, added_tokens_decoder=declared))
+    ids = [tokenizer._backend.token_id(entry["content"]) for entry in declared.values()]
+    assert tokenizer.decode(ids) == "[TOOL_CALLS]<|python_tag|>"
+    tokenizer.close()
+
+
+def test_an_answer_begins_with_a_given_text_after_reasoning_that_was_opened(tmp_path: Path):
+    template = "{{ messages[0].content }}<|im_start|><think>\n{{ '<tool_call>' if false }}"
+    tokenizer = load_tokenizer(make_byte_level(tmp_path, chat_template=template))
+    messages = [{"role": "user", "content": "x<tool_call>"}]
+    assert tokenizer.decode(tokenizer.encode_chat(messages)).endswith("<think>\n")
+    ids = tokenizer.encode_chat(messages, answer="<tool_call>\n")
+    assert tokenizer.decode(ids) == "x<tool_call><think>\n\n</think>\n\n<tool_call>\n"
+    assert ids.count(tokenizer.encode("<tool_call>")[0]) == 1, "the user's spelling is text"
+    tokenizer.close()

@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nanoserve.errors import UsageError
 from nanoserve.text.tool_calls import CallForm, ToolCallParser, call_form
@@ -88,6 +90,37 @@ def test_each_family_cut_at_every_place(template: str, answer: str, text: str, c
     assert read(ToolCallParser(form, NAMES), [*answer]) == (text, calls), "one character at a time"
     for cut in range(len(answer)):
         assert read(ToolCallParser(form, NAMES), [answer[:cut], answer[cut:]]) == (text, calls), cut
+
+
+PARTS = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", '{"name": "add", "arguments": ', '{"a": "}"}'),
+    *("}", "{", "add\n", '"name": "add"', '"parameters": {}', ", ", "[", "]", "\n", " ", '"', "\\", "x", "<", "é"),
+)
+
+
+@given(
+    template=st.sampled_from([QWEN, LLAMA_3, MISTRAL, GLM]),
+    parts=st.lists(
+        st.sampled_from(PARTS),
+        max_size=12,
+    ),
+    size=st.integers(1, 5),
+    parallel=st.booleans(),
+)
+def test_pieces_of_any_size_give_the_same(template: str, parts: list[str], size: int, *, parallel: bool) -> None:
+    answer, form = "".join(parts), call_form(template)
+
+    def raw(pieces: list[str]) -> tuple[str, list[str]]:
+        parser, shown, calls = ToolCallParser(form, NAMES, parallel=parallel), "", list[str]()
+        for number, piece in enumerate(pieces, 1):
+            text, new = parser.push(piece, ended=number == len(pieces))
+            shown += text
+            for part in new:
+                calls += [part["function"]["name"] + " "] if "id" in part else []
+                calls[-1] += part["function"]["arguments"]
+        return shown, calls
+
+    assert raw([answer]) == raw([answer[at : at + size] for at in range(0, len(answer), size)] or [""])
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA_3, MISTRAL, GLM])
