@@ -36,7 +36,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, FeedForward
 from nanoserve.models.loading import load_model
-from nanoserve.models.saving import save_hf
+from scripts.saving import save_hf
 
 Model = tuple[Decoder, ModelConfig, Tokenizer]
 ASSETS = REPOSITORY / "nanoserve" / "assets"

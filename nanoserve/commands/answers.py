@@ -18,7 +18,6 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import REDRAW_SECONDS
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, RequestOutput, SamplingParams
-from nanoserve.text.reasoning import opens_reasoning
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
@@ -181,7 +180,7 @@ class LocalModel:
         return len(self.llm.tokenizer.encode_chat(conversation, add_generation_prompt=add_generation_prompt))
 
     def opens_reasoning(self, conversation: Conversation) -> bool:
-        return opens_reasoning(self.llm.tokenizer.render_chat(conversation))
+        return self.llm.tokenizer.opens_reasoning(self.llm.tokenizer.encode_chat(conversation))
 
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:
         return stream_answer(self.llm, conversation, settings)

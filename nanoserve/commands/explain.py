@@ -15,8 +15,7 @@ from nanoserve.commands.simulate import HardwareOptions, SimulatedHardware, Work
 from nanoserve.commands.terminal import is_terminal, remark
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import read_bytes, replace_file
-from nanoserve.record.explanation import ExplainedRun, Explanation, explain_run
-from nanoserve.record.explanation_page import explanation_page
+from nanoserve.record.explanation import ExplainedRun, Explanation, explain_run, explanation_page
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator.scenarios import SCENARIOS, explained_simulation

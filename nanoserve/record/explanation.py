@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import chain, count
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -36,7 +37,7 @@ class ExplainedRow(msgspec.Struct, frozen=True, omit_defaults=True):
     tier: Tier = "device"
     sample: bool = False
     tokens: tuple[str, ...] = ()
-    """The first MOST_TOKENS of its tokens, as texts; ids without a tokenizer, "?" where the device fills it in."""
+    """The first MOST_TOKENS of its tokens, as texts; "?" where the device fills it in."""
 
 
 class ExplainedSwap(msgspec.Struct, frozen=True):
@@ -102,12 +103,9 @@ class Explanation(msgspec.Struct, frozen=True):
     runs: tuple[ExplainedRun, ...]
 
 
-def _ids(tokens: Sequence[int]) -> tuple[str, ...]:
-    return tuple(map(str, tokens))
-
-
-def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, texts: Texts = _ids) -> ExplainedRun:
-    """What a record tells of a run, from its engine's first step on; the recorder kept the block tables."""
+def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, texts: Texts) -> ExplainedRun:
+    """What a record tells of a run, from its engine's first step on; the recorder kept the block tables. Without a
+    tokenizer, ``texts`` are empty."""
     sequences = tuple(_sequences(record, texts))
     begin = record.arrivals[0].arrival_time if record.arrivals else 0.0
     spans = defaultdict[int, list[Span]](list)
@@ -150,7 +148,7 @@ def _sequences(record: RunRecord, texts: Texts) -> Iterator[ExplainedSequence]:
     """The samples of the requests in the order of their arrival, which is how a scheduler numbers them."""
     numbers = count()
     for request in record.arrivals:
-        prompt = "" if texts is _ids else "".join(texts(request.prompt[:MOST_CHARACTERS]))[:MOST_CHARACTERS]
+        prompt = "".join(texts(request.prompt[:MOST_CHARACTERS]))[:MOST_CHARACTERS]
         for index in range(request.params.n):
             name = request.request_id if request.params.n == 1 else f"{request.request_id}/{index}"
             yield ExplainedSequence(next(numbers), name, len(request.prompt), prompt)
@@ -169,3 +167,10 @@ def _shown(value: Load | Decision | None) -> dict[str, Any]:
     shown = {name: own for name, (own, default) in found.items() if own != default and name not in _NOT_SHOWN}
     plain: dict[str, Any] = msgspec.to_builtins(shown)
     return plain
+
+
+def explanation_page(explanation: Explanation) -> str:
+    """A page of HTML, which loads nothing. No text of a prompt can end the script that holds it as JSON."""
+    page = Path(__file__).with_name("explanation.html").read_text(encoding="utf-8")
+    content = msgspec.json.encode(explanation).decode()
+    return page.replace("EXPLANATION_JSON", content.replace("<", "\\u003c"), 1)

@@ -57,8 +57,9 @@ async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     params = schemas.chat_params(asked, facts, len(prompt), schema)
     if params.json_schema is not None:
         await service.check_json_schema(params.json_schema, "tools" if schema else "response_format")
-    thinks, parser = service.opens_reasoning(prompt), use.parser if use else None
-    answer = ChatFormat(service.model_name, service.text_of, parser, thinks=thinks)
+    # An answer that a schema constrains holds no reasoning, whatever the prompt opens.
+    thinks = params.json_schema is None and service.tokenizer.opens_reasoning(prompt)
+    answer = ChatFormat(service.model_name, service.text_of, use.parser if use else None, thinks=thinks)
     return _begin(http, asked, answer, [prompt], [params])
 
 

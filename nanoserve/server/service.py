@@ -23,7 +23,6 @@ from nanoserve.server.messages import EngineFacts
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
 from nanoserve.text.chat_template import check_text
-from nanoserve.text.reasoning import opens_reasoning
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
 _INLINE_CHARACTERS = 4096
@@ -125,12 +124,6 @@ class Service:
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._unbounded_thread, decode)
-
-    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether the answer to a prompt begins inside a reasoning block."""
-        return opens_reasoning(
-            self.tokenizer.decode(prompt[-16:], skip_special_tokens=False)
-        )  # blanks may follow the tag
 
     async def check_json_schema(self, schema: str, param: str) -> None:
         """Raise ApiError (400), for this field, for a JSON schema that cannot become a grammar."""

@@ -125,18 +125,9 @@ class Tokenizer:
         # A template writes BOS itself; for the plain format the tokenizer adds it.
         return self._encode(pieces, add_special_tokens=not self.has_chat_template)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation as the text that `encode_chat` tokenizes."""
-        arguments = check_template_arguments(template_arguments)
-        return self._template.render(
-            check_messages(messages), add_generation_prompt=add_generation_prompt, arguments=arguments
-        )
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether an answer to this prompt begins inside a reasoning block."""
+        return opens_reasoning(self.decode(prompt[-16:], skip_special_tokens=False))  # blanks may follow the tag
 
     def _mark(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
         marked: dict[str, Any] = self._markup.mark_all(message, mark)

@@ -37,12 +37,12 @@ class FakeTokenizer:
     has_chat_template = True
     notice: str | None = None
 
-    def render_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
-        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
-
     def encode_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
-        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
+
+    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        return False
 
     def encode(self, text: str) -> list[int]:
         return [len(word) for word in words(text)]

@@ -14,8 +14,8 @@ from nanoserve.errors import ModelError, UsageError
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.loading import INDEX_NAME, load_model
-from nanoserve.models.saving import save_hf
 from nanoserve.models.shards import Shard, make_shards
+from scripts.saving import save_hf
 
 CONFIG = ModelConfig.from_hf(
     {

@@ -153,8 +153,9 @@ def test_prompts_are_those_of_transformers(directory: Path, tokenizer: Tokenizer
     for messages in ([first], [system, first], [first, answer, second], [system, first, answer, second]):
         for beginning in (True, False):
             rendered = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=beginning)
-            assert tokenizer.render_chat(messages, add_generation_prompt=beginning) == rendered
-            assert tokenizer.encode_chat(messages, add_generation_prompt=beginning) == theirs.encode(rendered)
+            encoded = tokenizer.encode_chat(messages, add_generation_prompt=beginning)
+            assert encoded == theirs.encode(rendered)
+            assert tokenizer.decode(encoded, skip_special_tokens=False) == rendered
 
 
 def test_its_card_recommends_how_to_sample(directory: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanoserve.models.dummy import save_dummy_checkpoint
 from nanoserve.models.hub import SHAPES
 from nanoserve.models.loading import load_model
-from nanoserve.models.saving import save_hf
+from scripts.saving import save_hf
 from tests.models.test_shards import write_checkpoint
 from tests.oracle.checkpoints import FAMILIES
 

@@ -47,7 +47,7 @@ def test_tables_are_those_of_the_scheduler_and_of_the_executor(
 ) -> None:
     watch = Watch()
     check(AtRandom(decided), life, memory, watch=watch)
-    run = explain_run("random", watch.record, life["block_size"], 1)
+    run = explain_run("random", watch.record, life["block_size"], 1, lambda tokens: tuple(map(str, tokens)))
     encoded = msgspec.json.encode(run)
     assert msgspec.json.encode(msgspec.json.decode(encoded, type=ExplainedRun)) == encoded
     for step, held, known in zip(run.steps, watch.held, watch.known, strict=True):

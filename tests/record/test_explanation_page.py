@@ -14,8 +14,8 @@ from nanoserve.record.explanation import (
     ExplainedSequence,
     ExplainedStep,
     Explanation,
+    explanation_page,
 )
-from nanoserve.record.explanation_page import explanation_page
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
