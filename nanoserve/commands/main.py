@@ -214,10 +214,11 @@ def guarded(action: Callable[[], int | None]) -> int:
         silence_stdout()
         return EXIT_OK
     except (Exception, KeyboardInterrupt) as error:  # everything ends here, in a line and a code; nothing goes on
-        if os.environ.get(DEBUG_VARIABLE):
-            traceback.print_exc()
-        message, code = describe(error)
-        say(message)
+        with deferred_interrupts():  # a second Ctrl-C does not take the line away
+            if os.environ.get(DEBUG_VARIABLE):
+                traceback.print_exc()
+            message, code = describe(error)
+            say(message)
         return code
 
 

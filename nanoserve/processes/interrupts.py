@@ -9,8 +9,8 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Raise KeyboardInterrupt after the block instead of inside it; a second Ctrl-C is raised at once. If a library
-    turns the second one into an error of its own, KeyboardInterrupt takes its place.
+    """Raise KeyboardInterrupt after the block instead of inside it; a second Ctrl-C is raised at once. An error of
+    a block with a Ctrl-C becomes KeyboardInterrupt too: a library may have made it of the second one.
 
     This holds where Python raises it: in the main thread, with the default handler.
     """
@@ -28,7 +28,10 @@ def deferred_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, remember)
     try:
         yield
+    except Exception:
+        if not interrupted:
+            raise
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if interrupted:
-            raise KeyboardInterrupt
+    if interrupted:
+        raise KeyboardInterrupt
