@@ -214,7 +214,7 @@ class Policy(ABC):
     @classmethod
     def ordered(cls, order: str, aging: int) -> type[Self]:
         """The same policy with that ``order`` and ``aging``. Raises UsageError if one makes no sense."""
-        if order not in ORDERS or aging < 1:
+        if order not in [*ORDERS] or not isinstance(aging, int) or aging < 1:
             raise UsageError(f"order must be one of {', '.join(ORDERS)}, not {order!r:.40}, and aging at least 1")
         changed = {"__slots__": (), "order": order, "aging": aging}
         return cls if (order, aging) == (cls.order, cls.aging) else type(cls.__name__, (cls,), changed)
@@ -247,5 +247,5 @@ def policy_failures(where: str, but: type[Exception] | tuple[()] = ()) -> Iterat
         yield
     except but:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PolicyFailed(f"policy {where}: {type(error).__name__}: {first_line(error)}") from error

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from nanoserve.errors import PolicyFailed, UsageError, first_line
+from nanoserve.processes.files import read_bytes
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.load import Decision, Load, Policy, policy_failures
 from nanoserve.scheduler.ordering import Ordering
@@ -39,9 +40,11 @@ def _check(decision: Any) -> None:
         raise ValueError(f"it answers {decision!r:.60}, which is no Decision")
     for name in ("prefill_tokens", "decodes", "swap_out", "swap_in", "layout"):
         value = getattr(decision, name)
-        if type(value) is not int or value < 0:
+        if type(value) is not int or not 0 <= value <= sys.maxsize:
             raise ValueError(f"{name} must be a whole number from 0, not {value!r:.60}")
-    if decision.strategy != "device" or decision.host_decodes != (0, 0):
+    if not isinstance(decision.bound, str):
+        raise ValueError(f"bound must be text, not {decision.bound!r:.60}")
+    if decision.strategy != "device" or decision.host_decodes != (0, 0) or decision.alternatives != ():
         raise ValueError("only policies of nanoserve have the CPU attend: leave strategy and host_decodes out")
 
 
@@ -50,19 +53,22 @@ def load_policy_class(path: str, name: str) -> type[Policy]:
     """The class of that name. The file is executed. Raises UsageError if it cannot be read, imports torch, raises or
     has no such policy."""
     module = sys.modules[f"policy {path}"] = ModuleType(f"policy {path}")  # dataclasses look for it there
+    source, had_torch = read_bytes(Path(path), UsageError), "torch" in sys.modules
     try:
-        tree = ast.parse(Path(path).read_bytes(), path)
-        if any(map(_imports_torch, ast.walk(tree))):
+        tree = ast.parse(source, path)
+        imports_torch = any(map(_imports_torch, ast.walk(tree)))
+        if not imports_torch:
+            exec(compile(tree, path, "exec"), module.__dict__)  # the user named this file to have it executed
+        if imports_torch or ("torch" in sys.modules and not had_torch):  # by another module
             raise ImportError("a policy decides by the Load alone, without torch")
-        exec(compile(tree, path, "exec"), module.__dict__)  # the user named this file to have it executed
+        found = module.__dict__.get(name)
+        if isinstance(found, type) and issubclass(found, Policy):
+            return type(name, (_FromFile, found), {"__slots__": ()})
     except (Exception, SystemExit) as error:
         raise UsageError(f"--policy {path}: {type(error).__name__}: {first_line(error)}") from error
-    found = module.__dict__.get(name)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        classes = [key for key, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
-        has = ", ".join(classes) or "no class"
-        raise UsageError(f"--policy {path}:{name or 'NAME'}: the file has no such subclass of Policy; it has {has}")
-    return type(name, (_FromFile, found), {"__slots__": ()})
+    classes = [key for key, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]
+    has = ", ".join(classes) or "no class"
+    raise UsageError(f"--policy {path}:{name or 'NAME'}: the file has no such subclass of Policy; it has {has}")
 
 
 def _imports_torch(node: ast.AST) -> bool:

@@ -1,5 +1,8 @@
 """Policies of a user's own, in a file that --policy names: what is taken, and what each mistake is told."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
+ROOT = Path(__file__).parents[2]
 HEAD = "from dataclasses import dataclass\nfrom nanoserve.scheduler import Decision, Load, Policy, parameter\n"
 MINE = f"""{HEAD}
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def test_a_plain_class_will_do(written) -> None:
 @pytest.mark.parametrize(
     ("source", "name", "says"),
     [
-        (None, "Mine", "mine.py: FileNotFoundError: "),
+        (None, "Mine", "mine.py: No such file or directory"),
         ("class Mine:\n", "Mine", "mine.py: IndentationError: expected an indented block"),
         ("1 / 0\n", "Mine", "mine.py: ZeroDivisionError: division by zero"),
         ("raise SystemExit(3)\n", "Mine", "mine.py: SystemExit: 3"),
@@ -79,6 +83,12 @@ def test_a_plain_class_will_do(written) -> None:
         (f"{PLAIN}Decision(0, float('nan'))\n", "Mine", "decodes must be a whole number from 0, not nan"),
         (f"{PLAIN}Decision(1.5, 1)\n", "Mine", "prefill_tokens must be a whole number from 0, not 1.5"),
         (f"{PLAIN}Decision(1, 1, strategy='overlap')\n", "Mine", "only policies of nanoserve have the CPU attend"),
+        (f"{PLAIN}Decision(10**30, 1)\n", "Mine", "prefill_tokens must be a whole number from 0, not 1000000"),
+        (f"{PLAIN}Decision(1, 1, bound=7)\n", "Mine", "policy Mine.decide: ValueError: bound must be text, not 7"),
+        (f"{PLAIN}exit(0)\n", "Mine", "policy Mine.decide: SystemExit: 0"),
+        (f"{PLAIN}1\n    aging = order = []\n", "Mine", "order must be one of first-come"),
+        (f"{PLAIN}1\n    aging = '1'\n", "Mine", "and aging at least 1"),
+        (f"{PLAIN}1\n    def __init_subclass__(cls): 1 / 0\n", "Mine", "mine.py: ZeroDivisionError: division"),
         (f"{PLAIN}load.nothing\n", "Mine", "policy Mine.decide: AttributeError: 'Load' object has no attribute"),
         (f"{PLAIN}Decision(1, 1)\n    rank = lambda *_: 'x'\n", "Mine", "Mine.rank: ValueError: a rank is a number"),
         (f"{HEAD}class Mine(Policy):\n    def __init__(self, x): ...\n", "Mine", "policy Mine: TypeError"),
@@ -92,6 +102,18 @@ def test_a_mistake_is_told_in_one_line_before_anything_runs(
     told = capsys.readouterr().err.strip()
     assert says in told
     assert "\n" not in told
+
+
+def test_a_helper_of_a_policy_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("import torch\n")
+    (tmp_path / "mine.py").write_text("import helper\n")
+    (tmp_path / "torch.py").write_text("")  # the real one takes seconds
+    command = [sys.executable, "-m", "nanoserve", "simulate", "--policy", "mine.py:Mine"]
+    paths = os.pathsep.join((str(tmp_path), str(ROOT)))
+    ended = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True)
+    assert (
+        ended.stderr == b"nanoserve: --policy mine.py: ImportError: a policy decides by the Load alone, without torch\n"
+    )
 
 
 FAILING = f"""{HEAD}
