@@ -76,7 +76,9 @@ class LLM:
     def engine(self) -> Engine:
         """The only engine, for callers that look inside. Raises UsageError if there are several."""
         if isinstance(self.driven, Dispatcher):
-            raise UsageError(f"this is for one engine, not {len(self.driven.engines)}: leave out the D of the layouts")
+            raise UsageError(
+                f"this is for one engine, not {len(self.driven.engines)}: leave out --dp, or the D of the layouts"
+            )
         return self.driven
 
     @property

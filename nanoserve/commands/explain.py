@@ -2,7 +2,9 @@
 
 import os
 import sys
+from collections.abc import Collection
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,7 @@ import msgspec
 from nanoserve.commands.batch_files import PromptRow, read_rows
 from nanoserve.commands.engine_options import SamplingOptions, WorkersOptions, check_utf8, sampling_params
 from nanoserve.commands.explain_view import print_steps, show_steps
-from nanoserve.commands.options import HARDWARE_PANEL, argument, file_option, option
+from nanoserve.commands.options import HARDWARE_PANEL, argument, file_option, flag_of, option
 from nanoserve.commands.simulate import HardwareOptions, SimulatedHardware, WorkloadOptions
 from nanoserve.commands.terminal import is_terminal, remark
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
@@ -46,6 +48,17 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
         return HardwareOptions(**shared | {"model": self.model or _MODEL, "profile": profile})
 
 
+_SIMULATED = {one.name for group in (WorkloadOptions, HardwareOptions) for one in fields(group)}
+_LIVE = {one.name for group in (WorkersOptions, SamplingOptions) for one in fields(group)} | {"samples"}
+_READ: dict[str, Collection[str]] = {
+    **dict.fromkeys(("prompts", "file"), _LIVE),
+    "recorded": (),
+    "scenario": ("policy",),
+    "simulate": _SIMULATED | {"policy", "max_num_batched_tokens", "max_num_seqs"},
+}
+"""The options that count, by what is explained."""
+
+
 def run(options: ExplainOptions) -> None:
     """For each step: the snapshot that the policy saw, its decision and which part of its formula gave it, the rows,
     the block tables and the tokens. On a terminal, the arrow keys go from step to step and q ends.
@@ -57,9 +70,14 @@ def run(options: ExplainOptions) -> None:
       nanoserve explain --scenario gllm-7 --json run.json --html run.html
       nanoserve explain --recorded run.json
     """
-    sources = (options.prompts, options.file, options.recorded, options.scenario, options.simulate)
-    if len(list(filter(None, sources))) != 1:
+    sources = [source for source in _READ if getattr(options, source)]
+    if len(sources) != 1:
         raise UsageError("give one of these: prompts, --file, --recorded, --scenario, --simulate")
+    read = {*_READ[sources[0]], *sources, "json", "html"}
+    for one in fields(options):
+        is_given = getattr(options, one.name) != one.default and f"NANOSERVE_{one.name.upper()}" not in os.environ
+        if is_given and one.name not in read:
+            raise UsageError(f"{flag_of(one.name)} has no effect on what is explained here: leave it out")
     explanation = _explanation(options)
     writers = ((options.json, lambda one: msgspec.json.encode(one).decode()), (options.html, explanation_page))
     for path, write in writers:
@@ -121,11 +139,6 @@ def _live(options: ExplainOptions, policy: str | None, rows: list[PromptRow]) ->
             if (error := output.outputs[0].error) is not None:
                 raise RuntimeFailure(error)
         engine.recorder.finish()
-        name = policy or llm.engine_config.policy_name
-        return explain_run(
-            name,
-            record,
-            llm.engine_config.block_size,
-            engine.scheduler.pipeline_depth,
-            lambda tokens: tuple(tokenizer.decode([one], skip_special_tokens=False) for one in tokens),
-        )
+        name, size = policy or llm.engine_config.policy_name, llm.engine_config.block_size
+        decode, stages = partial(tokenizer.decode, skip_special_tokens=False), engine.scheduler.pipeline_depth
+        return explain_run(name, record, size, stages, lambda tokens: tuple(decode([one]) for one in tokens))

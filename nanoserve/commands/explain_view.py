@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from nanoserve.commands.printers import visible
 from nanoserve.record.events import HeldBlocks
 from nanoserve.record.explanation import ExplainedRow, ExplainedRun, ExplainedStep, Explanation
 
@@ -20,7 +21,7 @@ _MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "home
 def print_steps(explanation: Explanation) -> None:
     """All steps, one below the other."""
     console = Console(file=sys.stdout, highlight=False)
-    console.print(explanation.title, markup=False)
+    console.print(visible(explanation.title), markup=False)
     for number in range(_length(explanation)):
         console.print(_side_by_side(explanation, number))
 
@@ -40,7 +41,7 @@ def show_steps(explanation: Explanation) -> None:
         console = Console(file=output, width=width, force_terminal=True, color_system="standard", highlight=False)
         console.print(_side_by_side(explanation, step))
         lines = output.getvalue().splitlines()[line:]
-        return ANSI("\n".join((explanation.title[:width], f"\x1b[2m{_HELP}\x1b[0m", "", *lines)))
+        return ANSI("\n".join((visible(explanation.title)[:width], f"\x1b[2m{_HELP}\x1b[0m", "", *lines)))
 
     def move(event: KeyPressEvent) -> None:
         nonlocal step, line
@@ -72,7 +73,7 @@ def _side_by_side(explanation: Explanation, number: int) -> Table:
 
 def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
     times = f"{step.began:.3f} s" if step.ended is None else f"{step.began:.3f}-{step.ended:.3f} s"
-    title = Text(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}", "bold")
+    title = Text(visible(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}"), "bold")
     load, decision = (
         ", ".join(f"{name} {one}" for name, one in of.items() if one) for of in (step.load, step.decision)
     )
@@ -92,7 +93,7 @@ def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
     for name, content, sequence in lines:
         if content:
             color = "" if sequence is None else _COLORS[sequence % len(_COLORS)]
-            grid.add_row(Text(name, "dim"), Text(content, color))
+            grid.add_row(Text(name, "dim"), Text(visible(content), color))  # a file or a policy wrote it
     return Group(title, grid, "")
 
 

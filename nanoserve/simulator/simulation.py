@@ -106,7 +106,7 @@ def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
         if (length := len(request.prompt) + request.seed) > longest:
             raise UsageError(
                 f"{request.request_id} takes {length} tokens, but all KV blocks together hold {longest}; "
-                "use more or larger devices, or shorter requests"
+                "use more KV blocks (--num-blocks), more or larger devices, or shorter requests"
             )
         yield request
 

@@ -53,8 +53,14 @@ def test_a_page_is_written_beside_json(command: Run, tmp_path: Path) -> None:
         (["--recorded", "missing.json"], "cannot read missing.json"),
         (["--scenario", "gllm-9"], "'gllm-9' is not one of gllm-7"),
         (["--simulate", "--policy", "magic"], "unknown policy 'magic'"),
-        (["--simulate", "--lengths", "500000+5", "--num-blocks", "10"], "use more or larger devices"),
+        (["--simulate", "--lengths", "500000+5", "--num-blocks", "10"], "use more KV blocks (--num-blocks)"),
         (["--file", "missing.txt"], "cannot read missing.txt"),
+        (["--simulate", "--samples", "2"], "--samples has no effect"),
+        (["--simulate", "--temperature", "1"], "--temperature has no effect"),
+        (["--scenario", "gllm-7", "-m", "qwen3-0.6b"], "--model has no effect"),
+        (["--recorded", "run.json", "--policy", "sarathi"], "--policy has no effect"),
+        (["a", "--requests", "2"], "--requests has no effect"),
+        (["--file", "prompts.txt", "--hardware", "h100"], "--hardware has no effect"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(command: Run, arguments: list[str], says: str) -> None:
@@ -71,6 +77,24 @@ def test_a_file_of_another_kind_is_refused(command: Run, tmp_path: Path) -> None
         code, _, err = command("explain", "--recorded", str(path))
         assert (code, len(err.splitlines())) == (2, 1)
         assert "is not what explain --json writes" in err
+
+
+def test_nothing_in_a_file_steers_the_terminal(command: Run, tmp_path: Path) -> None:
+    path, hostile = tmp_path / "run.json", "\x1b]0;title\x07\x1b[2J\x9b1m[bold]"
+    text = command(*SIMULATED, "--json", "-")[1].replace("equation 3", msgspec.json.encode(hostile).decode()[1:-1])
+    explanation = msgspec.json.decode(text, type=Explanation)
+    (run,) = explanation.runs
+    path.write_bytes(msgspec.json.encode(Explanation(hostile, (msgspec.structs.replace(run, policy=hostile),))))
+    code, out, _ = command("explain", "--recorded", str(path))
+    assert code == 0
+    assert out.startswith("]0;title[2J1m[bold]\n]0;title[2J1m[bold]: step 0")
+    assert "because ]0;title" in out
+    assert "\x1b" not in out
+
+
+def test_an_option_that_a_variable_sets_need_not_count(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOSERVE_TEMPERATURE", "0.5")
+    assert command(*SIMULATED)[0] == 0
 
 
 def test_keys_go_from_step_to_step(command: Run, monkeypatch: pytest.MonkeyPatch) -> None:

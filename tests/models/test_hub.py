@@ -192,7 +192,12 @@ def test_known_models_are_what_resolve_model_takes(home: Path, monkeypatch: pyte
     monkeypatch.setattr(hub, "find_spec", lambda _: None)
     assert [name for name, *_ in known_models()] == ["storyteller"]
     assert resolve_model("storyteller") == resolve_model(None)
+    (home / "hub").touch()
+    assert [name for name, *_ in known_models()] == ["storyteller"]
+    (home / "hub").unlink()
     (home / "here.gguf").write_bytes(b"12")
+    (home / "directory.gguf").mkdir()
+    (home / "dangling.gguf").symlink_to("nowhere")
     cached = {
         "Qwen/Qwen3-0.6B": "model.safetensors",
         "some/tiny-GGUF": "tiny.gguf",

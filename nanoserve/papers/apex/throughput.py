@@ -143,14 +143,7 @@ def _over_outputs(title: str, settings: Sequence[HostBacklog], runs: Backlogs, *
 _SHARES = (0.05, PAPERS_SHARE, 0.2, 0.6)
 _OVER_SHARES = (NEO, OVERLAP, APEX, APEX_8, HYBRID)
 _PLACES = ((A10, "1000:300"), (T4, "osc:200"))
-_WITH_SLOW_CPUS = (
-    (OVERLAP, NEO),
-    (APEX, NEO),
-    (HYBRID, NEO),
-    (APEX, NEO_KERNEL),
-    (OVERLAP, DEVICE),
-    (HYBRID, DEVICE),
-)
+_WITH_SLOW_CPUS = ((OVERLAP, NEO), (APEX, NEO), (HYBRID, NEO), (APEX, NEO_KERNEL), (OVERLAP, DEVICE), (HYBRID, DEVICE))
 """What is compared where the CPUs are a tenth as fast as the device."""
 
 

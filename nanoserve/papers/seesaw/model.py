@@ -94,10 +94,7 @@ def layouts(scale: Scale, run: Run) -> Finding:
         }
         panels.append(panel(title, "layout", "normalized time", [*found], heights, kind="stack"))
     pipeline, tensor = found["TP1PP8"], found["TP8PP1"]
-    ours = {
-        "1 prefill": tensor[0].total / pipeline[0].total,
-        "1 decode": pipeline[1].total / tensor[1].total,
-    }
+    ours = {"1 prefill": tensor[0].total / pipeline[0].total, "1 decode": pipeline[1].total / tensor[1].total}
     chart = Chart("Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels)
     return Finding(claims("seesaw", ours), chart, rows, shown)
 

@@ -186,12 +186,7 @@ def starting_engine(
         storage=storage,
     )
     return StartingEngine(
-        runner=runner,
-        processor=processor,
-        config=config,
-        model=model,
-        speeds=speeds,
-        compiled=stage.compiled,
+        runner=runner, processor=processor, config=config, model=model, speeds=speeds, compiled=stage.compiled
     )
 
 
