@@ -16,7 +16,6 @@ from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.outputs import RequestTracker
-from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams, SequenceUpdate
@@ -48,12 +47,11 @@ class LLM:
     ) -> None:
         self.engine_config = EngineConfig(**settings)
         self._random = random.Random(self.engine_config.seed)
-        with unreadable_as_model_error():
-            if not isinstance(model, ResolvedModel):
-                name = None if model is None else str(model)
-                model = resolve_model(name, offline=self.engine_config.offline, progress=progress)
-            self.model_name = model.name
-            self.tokenizer = load_tokenizer(model.tokenizer_directory)
+        if not isinstance(model, ResolvedModel):
+            name = None if model is None else str(model)
+            model = resolve_model(name, offline=self.engine_config.offline, progress=progress)
+        self.model_name = model.name
+        self.tokenizer = load_tokenizer(model.tokenizer_directory)
         with ExitStack() as failing:
             failing.callback(self.tokenizer.close)
             built = build_engine(model, self.engine_config, progress)

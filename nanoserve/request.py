@@ -303,11 +303,8 @@ class Sequence:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
-    rank: tuple[float, int] = field(init=False)
-    """Its place among all: the policy's rank of its request, then its age."""
-
-    def __post_init__(self) -> None:
-        self.rank = 0.0, self.sequence_id
+    rank: float = 0.0
+    """The policy's rank of its request: lower goes first, and of equal ranks the oldest."""
 
     @property
     def prompt_length(self) -> int:

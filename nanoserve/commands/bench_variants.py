@@ -23,7 +23,6 @@ from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import EngineConfig
 from nanoserve.measures.charts import Chart, draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.models.hub import resolve_model
 from nanoserve.processes.threads import threads_of_each
 from nanoserve.record.trace import RunTrace
 
@@ -112,8 +111,7 @@ class Comparison(ABC):
             from nanoserve.benchmarks.roofline import BandwidthProbe
             from nanoserve.runtime.launch.model_loading import read_config
 
-            with show_progress() as progress:
-                self.resolved = resolve_model(options.model, offline=options.offline, progress=progress)
+            self.resolved = options.find_model()
             self.model, self.probe = read_config(self.resolved, self.config.quantization), BandwidthProbe()
             self.bench = partial(Bench, seed=self.seed, probe=self.probe.read, keep=self._keep)
             prepared = self.prepare()

@@ -27,6 +27,7 @@ from nanoserve.commands.terminal import (
     without_echo,
 )
 from nanoserve.commands.torchrun import on_all_machines
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.text.reasoning import Piece
 
@@ -60,6 +61,7 @@ def run(options: ChatOptions) -> None:
         check_utf8(options.system, "the system prompt")
     model: ChatModel
     if options.url is None:
+        EngineConfig(**options.settings())  # wrong settings are refused before anything is downloaded
         found = options.find_model()
         model = LocalModel(found.name, partial(options.open_llm, found), say, options.seed)
     else:

@@ -18,7 +18,6 @@ from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS,
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel, known_models, resolve_model
-from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import MOST_THREADS, prepare_threads
@@ -110,9 +109,8 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         return [word for flag, value in given.items() for word in ([flag] if value is True else [flag, str(value)])]
 
     def find_model(self) -> ResolvedModel:
-        """Check the settings and find the model's files, which may be downloaded. No torch. Raises NanoserveError."""
-        EngineConfig(**self.settings())
-        with show_progress() as progress, unreadable_as_model_error():
+        """Find the model's files, which may be downloaded. No torch. Raises ModelError."""
+        with show_progress() as progress:
             return resolve_model(self.model, offline=self.offline, progress=progress)
 
     def open_llm(self, model: ResolvedModel | None = None, progress: Progress | None = None) -> "nanoserve.LLM":

@@ -1,16 +1,12 @@
 """``nanoserve models``: which models are on this machine."""
 
-from nanoserve.commands.options import Options
+from nanoserve.commands.options import NoOptions
 from nanoserve.commands.printers import visible
 from nanoserve.models.hub import known_models
 from nanoserve.processes.sizes import format_size
 
 
-class ModelsOptions(Options):
-    """The command has none."""
-
-
-def run(options: ModelsOptions) -> None:
+def run(options: NoOptions) -> None:
     """The second column is what --model takes, and what the shell completes."""
     for name, size, place in known_models():
         print(f"{format_size(size):>10}  {visible(name)}  ({place})")

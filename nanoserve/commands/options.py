@@ -45,6 +45,10 @@ class Options:
         return [f"NANOSERVE_{name.upper()}"] if cls.has_variables else []
 
 
+class NoOptions(Options):
+    """All options of a command that has none."""
+
+
 def option(
     default: Any,
     help: str,

@@ -1,17 +1,13 @@
 """``nanoserve policies``: which scheduling policies there are."""
 
 from nanoserve.benchmarks.tables import columns, print_table
-from nanoserve.commands.options import Options
+from nanoserve.commands.options import NoOptions
 from nanoserve.scheduler import POLICIES
 
 _COLUMNS = columns(("", ("policy", "name")), ("<", "paper", ("use it for", "use_when"), "parameters"))
 
 
-class PoliciesOptions(Options):
-    """The command has none."""
-
-
-def run(options: PoliciesOptions) -> None:
+def run(options: NoOptions) -> None:
     """These are the names that --policy takes, beside FILE.py:CLASS. The token budget of each is
     --max-num-batched-tokens. Each also has order=first-come (shortest-first, priority, fair-share) and aging=1000."""
     rows = []

@@ -15,7 +15,6 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.models.hub import resolve_model
-from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.installation import install_command
 from nanoserve.processes.sizes import parse_size
 from nanoserve.processes.threads import prepare_threads
@@ -108,9 +107,8 @@ def _open_service(options: ServeOptions, limits: Any, progress: Progress) -> Any
 
     config = EngineConfig(**options.settings())
     prepare_threads(options.threads)  # the engine process inherits it
-    with unreadable_as_model_error():
-        resolved = resolve_model(options.model, offline=options.offline, progress=progress)
-        tokenizer = load_tokenizer(resolved.tokenizer_directory)
+    resolved = resolve_model(options.model, offline=options.offline, progress=progress)
+    tokenizer = load_tokenizer(resolved.tokenizer_directory)
     start = EngineStart(resolved, config)
     return Service(
         model_name=options.served_model_name or resolved.name,

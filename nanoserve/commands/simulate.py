@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,23 +19,24 @@ from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
 from nanoserve.costs.profile import MeasuredTimes, read_profile
 from nanoserve.errors import UsageError
-from nanoserve.measures.charts import draw
+from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Panel, draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.measures.metrics import Distribution, parse_slo
 from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.models.hub import find_shape
 from nanoserve.processes.sizes import parse_size
 from nanoserve.record.trace import RunTrace
-from nanoserve.record.window import StepWindow
+from nanoserve.record.window import StepWindow, token_panels
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, simulate, trace_arrivals, trace_lengths
 from nanoserve.simulator.fleet import check_replicas, make_router
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
-from nanoserve.simulator.plots import PANEL_SIZE, PlottedRun, simulation_chart
+from nanoserve.simulator.result import SimulationResult
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
 _MOST_AT_A_TIME = 2**30  # tokens in a step, and sequences: more than there can be
 _MOST_BLOCKS = 2**24  # each takes some 40 bytes here
+_PANEL_SIZE, _TIER_STYLES = (7.5, 2.7), ("-", "--", ":")  # of the chart
 _RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 _COLUMNS = columns(
     ("", "policy"),
@@ -309,7 +310,7 @@ def run(options: SimulateOptions) -> None:
             runs.append(PlottedRun(name, result, window))
         if options.plot is not None:
             title = f"{place}\n{_title(report, options)}"
-            draw(simulation_chart(title, runs), options.plot, panel_size=PANEL_SIZE)
+            draw(simulation_chart(title, runs), options.plot, panel_size=_PANEL_SIZE)
 
 
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:
@@ -363,3 +364,29 @@ def _spread(row: Mapping[str, Any]) -> dict[str, str | None]:
             shown = ".2f" if found.max < 10 else ",.0f"
             spread[column.path] = f"{found.min:{shown}} / {found.mean:{shown}} / {found.max:{shown}}"
     return spread
+
+
+@dataclass(frozen=True, slots=True)
+class PlottedRun:
+    policy: str
+    result: SimulationResult
+    window: StepWindow
+
+
+def simulation_chart(title: str, runs: Sequence[PlottedRun]) -> Chart:
+    """A row for each policy: stages over time, and tokens of each step (gLLM, figure 1). Below them, one panel compares
+    their KV caches (Seesaw, figure 6)."""
+    counts = [[counts for _, *counts in run.result.tokens_series] for run in runs]
+    tokens = token_panels([f"{run.policy}: tokens of each step" for run in runs], "step", counts)
+    panels: list[AnyPanel] = []
+    curves = []
+    for number, (run, panel) in enumerate(zip(runs, tokens, strict=True)):
+        idle = f"stages idle for {run.result.bubble_share:.0%} of the whole run"
+        panels += [run.window.gantt(f"{run.policy}: which step is where; {idle}"), panel]
+        tiers = run.result.occupancies
+        for (tier, points), style in zip(tiers.items(), _TIER_STYLES, strict=False):
+            times, shares = zip(*points, strict=True)
+            label = run.policy if len(tiers) == 1 else f"{run.policy}, {tier}"
+            curves.append(ChartCurve(label, times, [100 * share for share in shares], style=f"C{number % 10}{style}"))
+    kv = Panel(title="KV cache in use", x="time, s", y="% of the blocks", curves=curves, kind="step")
+    return Chart(title, [*panels, kv], columns=2)

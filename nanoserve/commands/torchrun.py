@@ -7,10 +7,8 @@ from functools import wraps
 from typing import TypeVar
 
 from nanoserve.commands.engine_options import WorkersOptions
-from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.processes.threads import prepare_threads
 from nanoserve.runtime.launch.rendezvous import SharedKeys, TorchrunProcess
 
@@ -35,13 +33,8 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
             from nanoserve.runtime.workers.agent import WorkerAgent  # imports NumPy, which rank 0 does not need
 
             prepare_threads(options.threads)
-
-            def resolve() -> ResolvedModel:
-                with show_progress() as progress:
-                    return resolve_model(options.model, offline=options.offline, progress=progress)
-
             remark(f"worker {process.rank} of the engine on {process.master_address}")
-            WorkerAgent(process, SharedKeys.of_torchrun(process), resolve).keep()
+            WorkerAgent(process, SharedKeys.of_torchrun(process), options.find_model).keep()
             return None
         code: int | None = RuntimeFailure.exit_code
         try:

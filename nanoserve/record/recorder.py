@@ -48,7 +48,6 @@ class Recorder:
         self.executor = executor
         self.executor_seconds = 0.0  # real time spent in the executor
         self.losses = 0  # how often the executor's workers died and new ones were started
-        self._keeps_tables = False  # whether an observer wants the block tables after each plan
         self.forecasts = Forecasts(scheduler.predictors, self._emit)
         self._scheduler = scheduler
         self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
@@ -89,7 +88,6 @@ class Recorder:
     def add(self, *observers: events.Observer) -> None:
         self._scheduler.observer = self.forecasts
         self._observers += observers
-        self._keeps_tables |= any(getattr(one, "keeps_tables", False) for one in observers)
 
     @contextmanager
     def observed_by(self, observer: events.Observer) -> Iterator[None]:
@@ -176,7 +174,8 @@ class Recorder:
             self._emit(events.Worked(stages, beside))
 
     def _tables(self) -> Iterator[events.HeldBlocks]:
-        for one in self._scheduler.table.sequences.values() if self._keeps_tables else ():
+        is_wanted = any(getattr(one, "keeps_tables", False) for one in self._observers)
+        for one in self._scheduler.table.sequences.values() if is_wanted else ():
             if one.block_table:
                 yield events.HeldBlocks(one.sequence_id, "device", tuple(one.block_table), one.computed)
             if one.host_table:

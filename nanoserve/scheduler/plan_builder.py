@@ -9,7 +9,7 @@ from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan, Swap
-from nanoserve.scheduler.sequence_table import SequenceTable
+from nanoserve.scheduler.sequence_table import SequenceTable, in_order
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _DEVICE, _HOST, _MOVING = Place.DEVICE, Place.HOST, Place.MOVING
@@ -183,7 +183,7 @@ class PlanBuilder:
                 self.table.wait_for_blocks(sequence)
                 return False
             victim = self.table.running.last
-            if victim is None or victim.rank <= sequence.rank:
+            if victim is None or in_order(victim) <= in_order(sequence):
                 return False
             if victim.in_flight:
                 # It can give way when it is answered. The next plan decides again.
@@ -349,7 +349,7 @@ class PlanBuilder:
         """As on the device: preempt host sequences behind it, the last first."""
         while not self._blocks.can_reserve(sequence, len(sequence.tokens)):
             victim = self.table.on_host.last
-            if victim is None or victim.rank <= sequence.rank or victim.in_flight:
+            if victim is None or in_order(victim) <= in_order(sequence) or victim.in_flight:
                 return False
             if any(self.table.leaving("in")):
                 return False

@@ -19,7 +19,8 @@ _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Py
 _NONE, _DEVICE, _HOST, _MOVING = Place.NONE, Place.DEVICE, Place.HOST, Place.MOVING
 
 
-_rank = attrgetter("rank")
+in_order = attrgetter("rank", "sequence_id")
+"""The key by which sequences are ordered."""
 
 
 def _tokens_of(family: list[Sequence]) -> int:
@@ -33,7 +34,7 @@ class RankOrdered(list[Sequence]):
 
     def __contains__(self, sequence: object) -> bool:
         assert isinstance(sequence, Sequence)
-        position = bisect_left(self, _rank(sequence), key=_rank)
+        position = bisect_left(self, in_order(sequence), key=in_order)
         return self[position : position + 1] == [sequence]
 
     @property
@@ -45,12 +46,12 @@ class RankOrdered(list[Sequence]):
         return self[-1] if self else None
 
     def add(self, sequence: Sequence) -> None:
-        insort(self, sequence, key=_rank)
+        insort(self, sequence, key=in_order)
 
     def remove(self, sequence: Sequence) -> None:
         if sequence not in self:
             raise ValueError(f"sequence {sequence.sequence_id} is not here")
-        del self[bisect_left(self, _rank(sequence), key=_rank)]
+        del self[bisect_left(self, in_order(sequence), key=in_order)]
 
 
 class WaitingQueue(RankOrdered):
@@ -161,8 +162,8 @@ class SequenceTable:
             max_length=max_length,
             # The token it waits for must not be its last one.
             fed_below=max_length - 1 if self.feeds_tokens and params.may_be_fed else 0,
+            rank=rank,
         )
-        sequence.rank = rank, sequence.sequence_id
         self.sequences[sequence.sequence_id] = sequence
         return sequence
 
@@ -178,7 +179,7 @@ class SequenceTable:
             queue = self._queues[sequence.place]
             if is_queued := sequence in queue:  # a sibling may not wait there yet
                 queue.remove(sequence)
-            sequence.rank = -math.inf, sequence.sequence_id
+            sequence.rank = -math.inf
             if is_queued:
                 queue.add(sequence)
 
@@ -206,7 +207,7 @@ class SequenceTable:
         if self.running:
             return self.running.first
         others = (self.next_waiting, self.on_host.first)
-        return min((one for one in others if one is not None), key=_rank, default=None)
+        return min((one for one in others if one is not None), key=in_order, default=None)
 
     @property
     def free_slots(self) -> int:

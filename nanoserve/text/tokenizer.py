@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.processes.files import read_optional_json_object
+from nanoserve.processes.files import read_optional_json_object, unreadable_as_model_error
 from nanoserve.text.backends import Backend, ControlTokens, SentencePieceBackend, TokenizersBackend, choose_mark
 from nanoserve.text.chat_template import (
     ChatTemplate,
@@ -161,6 +161,7 @@ def _beginning(pieces: Sequence[str | int], length: int) -> list[str | int]:
     return beginning
 
 
+@unreadable_as_model_error()
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a model directory: tokenizer.json, else tokenizer.model, with their settings and chat template.
     Raises ModelError naming the file that is missing, broken or hostile."""

@@ -165,7 +165,8 @@ def test_under_any_order_every_request_gets_the_tokens_it_would_get_alone(life: 
         check_integrity(scheduler)
         table = scheduler.table
         for queue in (table.waiting, table.running):
-            assert [one.rank for one in queue] == sorted(one.rank for one in queue)
+            ranks = [(one.rank, one.sequence_id) for one in queue]
+            assert ranks == sorted(ranks)
         for sequence in table.sequences.values():
             arrived.setdefault(sequence.sequence_id, scheduler.steps)
         overdue = [one for one in table.waiting if scheduler.steps - arrived[one.sequence_id] > aging]

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from nanoserve.commands.simulate import PlottedRun, simulation_chart
 from nanoserve.measures.charts import draw, draw_figure
 from nanoserve.record.window import WINDOW_STEPS, StepWindow
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Row, StepPlan
 from nanoserve.simulator import Workload, fixed_lengths, poisson_arrivals, simulate
-from nanoserve.simulator.plots import PlottedRun, simulation_chart
 from tests.record.planned import planned, stage_times
 from tests.simulator.linear_times import LinearTimes
 
