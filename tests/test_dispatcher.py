@@ -14,7 +14,8 @@ from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator import SimulatedExecutor, Workload, lognormal_lengths, poisson_arrivals
+from nanoserve.simulator import Workload, lognormal_lengths, poisson_arrivals
+from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.simulation import simulate
 from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.integrity import check_integrity

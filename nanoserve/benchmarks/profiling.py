@@ -31,8 +31,9 @@ from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, open_probes, profile_of, take_rounds
 from nanoserve.runtime.profiling.timers import Stopwatch
 from nanoserve.scheduler.policies import make_policy
-from nanoserve.simulator import StepTimes, Workload, burst, poisson_arrivals, simulate
+from nanoserve.simulator import Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.fleet import drive
+from nanoserve.simulator.pipeline import StepTimes
 
 _PROMPT, _ANSWER = 4, 10
 SIZES = ProfileSizes(

@@ -27,7 +27,6 @@ from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import Chart, draw
-from nanoserve.models.hub import resolve_model
 from nanoserve.processes.files import read_text
 from nanoserve.request import SamplingParams
 
@@ -198,7 +197,7 @@ def run(options: QualityOptions) -> None:
             from nanoserve.benchmarks.peers.weights import checkpoint_directory, dtype_name
 
             dtype = dtype_name(options.dtype, llm.config)
-            directory = checkpoint_directory(resolve_model(options.model, offline=options.offline), dtype)
+            directory = checkpoint_directory(options.find_model(), dtype)
             readers.append(transformers_reader(directory, dtype, llm.end_tokens))
         if content is not None:
             length = min(options.window, llm.max_model_len - 1)

@@ -10,7 +10,6 @@ from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import watched
 from nanoserve.commands.terminal import remark
-from nanoserve.models.hub import resolve_model
 from nanoserve.processes.temporary import temporary_directory
 
 _STAGES = {name: f"stages.{name}" for name in STAGES}
@@ -32,7 +31,7 @@ def run(options: StartupOptions) -> None:
     """
     settings = options.settings()
     document = {"model": options.model, "repeats": options.repeats, "engine": settings}
-    directory = resolve_model(options.model, offline=options.offline).directory
+    directory = options.find_model().directory
     model = options.model if directory is None else str(directory)  # with another cache the hub's could not be found
     with options.reported("startup", document, _show) as report, temporary_directory() as cache:
         for case in watched(["first ever", "cold", *["warm"] * options.repeats], "starts"):

@@ -8,8 +8,6 @@ both), fleet.py (the loops), then simulation.py, which puts them together. docs/
 what is not.
 """
 
-from nanoserve.simulator.executor import SimulatedExecutor
-from nanoserve.simulator.pipeline import Runtime, StepTimes, TieredTimes
 from nanoserve.simulator.result import SimulationResult
 from nanoserve.simulator.simulation import OtherLayout, simulate
 from nanoserve.simulator.workload import (
@@ -25,11 +23,7 @@ from nanoserve.simulator.workload import (
 
 __all__ = [
     "OtherLayout",
-    "Runtime",
-    "SimulatedExecutor",
     "SimulationResult",
-    "StepTimes",
-    "TieredTimes",
     "Workload",
     "burst",
     "fixed_lengths",

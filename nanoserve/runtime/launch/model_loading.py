@@ -133,13 +133,13 @@ def compiler_errors(device: torch.device) -> Iterator[None]:
         ) from error
 
 
+@unreadable_as_model_error()
 def read_config(resolved: ResolvedModel, quantization: str | None = None) -> ModelConfig:
     """The model's shape, with its weights rounded if that is asked for; nothing else of it is read. Raises ModelError
     if it cannot be used, UsageError if it is quantized already."""
-    with unreadable_as_model_error():
-        if resolved.directory is None:
-            return dummy_config(resolved.name).rounded(quantization)
-        return ModelConfig.from_directory(resolved.directory).rounded(quantization)
+    if resolved.directory is None:
+        return dummy_config(resolved.name).rounded(quantization)
+    return ModelConfig.from_directory(resolved.directory).rounded(quantization)
 
 
 def load_decoder(
