@@ -20,6 +20,7 @@ WEATHER = {"name": "get_weather", "description": "The weather.", "parameters": C
 TOOLS: list[Any] = [{"type": "function", "function": one} for one in (WEATHER, {"name": "get_time"})]
 ASKED: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
 REQUIRED = {"tools": TOOLS, "tool_choice": "required"}
+OPENS_REASONING = """{% if add_generation_prompt and "Think" in messages[0].content %}{{ "<think>\\n" }}{% endif %}"""
 
 
 def named(name: str) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory.mkdir()
     for file in resolve_model(None).tokenizer_directory.iterdir():
         (directory / file.name).symlink_to(file)
-    (directory / "chat_template.jinja").write_text(QWEN)
+    (directory / "chat_template.jinja").write_text(QWEN + OPENS_REASONING)
     with running("-m", str(directory), *MODEL) as server:
         yield server
 
@@ -45,6 +46,16 @@ def caller(tool_server: Server) -> openai.OpenAI:
 def ask(client: openai.OpenAI, messages: list[Any] = ASKED, **settings: Any) -> Any:
     settings = {"seed": 3, "max_tokens": 60} | settings
     return client.chat.completions.create(model="caller", messages=messages, **settings)
+
+
+def test_an_answer_by_a_schema_is_no_reasoning(caller: openai.OpenAI) -> None:
+    """The prompt opens a reasoning block, but the schema leaves no room for one."""
+    messages = [{"role": "user", "content": "Think of a story."}]
+    plain = ask(caller, messages, max_tokens=8).choices[0].message
+    assert plain.content is None and plain.reasoning_content
+    schema = {"name": "answer", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
+    answer = ask(caller, messages, response_format={"type": "json_schema", "json_schema": schema}).choices[0].message
+    assert answer.content.startswith("{") and not hasattr(answer, "reasoning_content")
 
 
 def test_the_loop_of_a_client_with_tools(caller: openai.OpenAI) -> None:
