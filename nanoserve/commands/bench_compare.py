@@ -163,7 +163,8 @@ def _show(report: Report, options: ResultOptions) -> None:
         return
     title = f"{facts['model']}, {engine_title(facts)}"
     print_table(title, _ENGINE_COLUMNS, summary)
-    print_table("nanoserve over the peer (above 1: nanoserve is faster)", _RATIO_COLUMNS, compared)
+    if compared:
+        print_table("nanoserve over the peer (above 1: nanoserve is faster)", _RATIO_COLUMNS, compared)
     options.draw_bars(report, title, "{case} {engine} ({state})", _RATES, summary)
 
 

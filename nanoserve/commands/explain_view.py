@@ -105,8 +105,8 @@ def _row(row: ExplainedRow) -> str:
     last = row.start + row.count - 1
     place = f"position {row.start}" if row.count == 1 else f"positions {row.start}-{last}" if row.count else "goes on"
     more = " ..." if row.count > len(row.tokens) and any(row.tokens) else ""
-    host, sampled = " on the host" * (row.tier == "host"), ", sampled" * row.sample
-    return f"{row.sequence}: {place}{host}{sampled} {_quoted(row.tokens)}{more}".rstrip()
+    host, then = " on the host" * (row.tier == "host"), "; samples a token" * row.sample
+    return f"{row.sequence}: {place}{host} {_quoted(row.tokens)}{more}".rstrip() + then
 
 
 def _blocks(table: HeldBlocks, step: ExplainedStep) -> str:

@@ -188,9 +188,8 @@ class SimulatedHardware(NamedTuple):
         split, machine = parsed_split(options.pp_split), load_machine(options.hardware)
         shape = find_shape(options.model, options.quantization)
         costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
-        name = (
-            f"{options.pp} stages x {options.tp}" if len(costs) == 1 else " -> ".join(one.layout.name for one in costs)
-        )
+        flags = f"--pp {options.pp} --tp {options.tp}"
+        name = flags if len(costs) == 1 else " -> ".join(one.layout.name for one in costs)
         blocks = [_kv_blocks(options, each, step_tokens) for each in costs]
         return cls(name, costs, layout_predictors(costs), blocks, _host_blocks(options, costs[0]))
 
