@@ -122,7 +122,7 @@ class Conversation:
             "load": (self._load, "FILE", "go on with a saved conversation"),
             "regen": (lambda _: self._answer(session.regenerate), "", "answer the last message again"),
             "undo": (
-                lambda _: f"took back: {session.undo().splitlines()[0][:60]}",
+                lambda _: f"took back: {' '.join(session.undo().split())[:60]}",
                 "",
                 "take back the last message and its answer",
             ),
@@ -169,7 +169,7 @@ class Conversation:
         except NanoserveError as error:
             text = str(error)
         if text is not None:
-            remark(text)
+            remark(visible(text))  # a loaded conversation may hold escape sequences
 
     def _help(self, argument: str) -> str:
         rows = {}

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from nanoserve.commands import chat
 from nanoserve.commands.chat import ChatOptions, Conversation
+from nanoserve.commands.chat_session import Message, SavedTurns
 from tests.commands.test_chat_session import ChatSession, answer, fake, make_session
 
 Said = Callable[[str], str]
@@ -150,6 +152,16 @@ def test_save_load_undo_reset(session: ChatSession, said: Said, tmp_path: Path) 
     said("/reset")
     assert session.turns == []
     assert "cannot read" in said("/load /nowhere")
+
+
+def test_a_loaded_conversation_steers_no_terminal(session: ChatSession, said: Said, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    for question, shown in (("\x1b]0;x\x07hi\nthere", "]0;xhi there"), ("", "")):
+        turns = [Message("user", question), Message("assistant", "")]
+        path.write_bytes(msgspec.json.encode(SavedTurns(turns, system="\x1b[2J")))
+        said(f"/load {path}")
+        assert "system   [2J\n" in said("/show")
+        assert said("/undo") == f"took back: {shown}"
 
 
 def test_figures_go_with_their_conversation(session: ChatSession, said: Said, tmp_path: Path) -> None:
