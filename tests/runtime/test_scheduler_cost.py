@@ -1,10 +1,16 @@
 """What deciding costs, in calls: they are the same on every machine, however busy it is."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from nanoserve.errors import UsageError
 from nanoserve.request import Request, SamplingParams
+from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.scheduler.plan import Answer, StepResult
+from nanoserve.scheduler.policies import POLICIES
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -50,3 +56,18 @@ def test_a_step_is_linear_in_its_sequences() -> None:
 def test_a_decode_is_a_few_calls() -> None:
     for prefix_caching in (True, False):
         assert _calls(128, prefix_caching=prefix_caching) < 25 * 128 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_can_be_measured(policy: str) -> None:
+    assert len(measure_scheduler(8, context=3 * BLOCK_SIZE, steps=3, policy=policy)) == 3
+
+
+def test_a_policy_that_lets_sequences_wait_cannot_be_measured(tmp_path: Path) -> None:
+    file = tmp_path / "half.py"
+    file.write_text(
+        "from nanoserve.scheduler import Decision, Policy\n\n"
+        "class Half(Policy):\n    def decide(self, load):\n        return Decision(64, load.ready_decodes // 2)\n"
+    )
+    with pytest.raises(UsageError, match="does not decode all sequences"):
+        measure_scheduler(4, context=BLOCK_SIZE, steps=3, policy=f"{file}:Half")
