@@ -44,8 +44,7 @@ def check_text(text: Any, name: str = "the prompt") -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        position = error.start
-        raise UsageError(f"{name} is not valid Unicode: a lone surrogate at character {position}") from error
+        raise UsageError(f"{name} is not valid Unicode: a lone surrogate at character {error.start}") from error
     return text
 
 
@@ -66,10 +65,11 @@ def _check_message(message: Any, name: str) -> dict[str, Any]:
     role = _ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise UsageError(f"{name}.role must be one of {', '.join((*ROLES, *_ROLE_ALIASES))}, not {role!r:.40}")
-    unknown = sorted(str(field) for field in set(message) - _FIELDS)
-    if unknown:
+    if unknown := sorted(str(field) for field in set(message) - _FIELDS):
         raise UsageError(f"{name} has unknown fields: {', '.join(unknown)[:80]}")
     calls = message.get("tool_calls")
+    if not isinstance(calls or [], list) or not all(isinstance(one, Mapping) for one in calls or []):
+        raise UsageError(f"{name}.tool_calls must be a list of objects")
     given = {**message, "tool_calls": [*map(_with_arguments, calls)]} if isinstance(calls, list) else message
     checked = {field: _check_value(value, f"{name}.{field}") for field, value in given.items() if field != "content"}
     return {**checked, "role": role, "content": _check_content(message, f"{name}.content")}

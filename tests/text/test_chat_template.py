@@ -330,7 +330,12 @@ def nested(levels: int) -> list:
         ([{"role": "user", "content": [{"type": "text"}]}], "must be text"),
         ([{"role": "user", "content": "a", "colour": 1}], "unknown fields: colour"),
         ([{"role": "user", "content": "a", "name": object()}], "plain JSON"),
-        ([{"role": "user", "content": "a", "tool_calls": nested(500)}], "more than 64 levels deep"),
+        ([{"role": "user", "content": "a", "tool_calls": [{"a": nested(500)}]}], "more than 64 levels deep"),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": 5}],
+            r"messages\[0\]\.tool_calls must be a list of objects",
+        ),
+        ([{"role": "assistant", "content": "a", "tool_calls": [{}, 5]}], "tool_calls must be a list of objects"),
     ],
 )
 def test_malformed_messages_are_named(messages, problem):
