@@ -44,7 +44,13 @@ def _end_at(case: Case) -> None:
         time.sleep(moment)
         group = _engine_of(mark, process.pid) if command == "engine" else process.pid
         os.killpg(group, number)  # as a terminal does
-        _, said = process.communicate(timeout=240)
+        try:
+            _, said = process.communicate(timeout=60 if command == "engine" else 240)
+        except subprocess.TimeoutExpired:
+            assert command == "engine", "only a server outlives the signal, and only if its engine was ready by then"
+            process.terminate()
+            _, said = process.communicate(timeout=240)
+            assert "ready:" in said
         wait_until(lambda: marked(mark) == [], 20)
         wait_until(lambda: _left_in(directory) == [], 5)
         assert f"{ROOT}/nanoserve/" not in said, "no traceback but of Python's own start"
@@ -75,7 +81,8 @@ def _left_in(directory: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_nothing_is_left_of_a_start_that_was_ended_at_any_moment() -> None:
-    """The engine alone is killed while it is loading: the front end gives up."""
+    """The engine alone is killed while it is loading: the front end gives up. On a fast machine the last moments may
+    come after the start; then it starts another engine."""
     signals = cycle((KILL, TERM, INTERRUPT))
     cases = [(("serve", "generate")[number % 2], number / 2, next(signals)) for number in range(14)]
     cases += [("engine", moment, KILL) for moment in (1.5, 2.5, 3.5)]
