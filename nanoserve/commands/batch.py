@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
 from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark, say
-from nanoserve.costs import Precision
+from nanoserve.costs import Precision, StepCosts
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.hardware import Efficiency
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
@@ -284,11 +285,9 @@ def advice_for(
     )
     try:
         return advise(
-            model,
-            machine,
+            partial(StepCosts, model, machine, precision=precision),
             layouts,
             shapes,
-            precision=precision,
             limits=CacheLimits(device_bytes=device_bytes, host_bytes=host_bytes),
             policy=config.policy_name,
             token_budget=config.max_num_batched_tokens,

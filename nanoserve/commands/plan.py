@@ -1,6 +1,7 @@
 """``nanoserve plan``: which parallel layout and policy serve a model best on so many devices."""
 
 import math
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -12,7 +13,7 @@ from nanoserve.commands.engine_options import quantization_option
 from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.commands.simulate import StepLimitOptions
 from nanoserve.commands.terminal import remark
-from nanoserve.costs import load_machine
+from nanoserve.costs import StepCosts, load_machine
 from nanoserve.models.hub import find_shape
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator.planning import PlannedWork, find_candidates
@@ -54,8 +55,8 @@ def run(options: PlanOptions) -> None:
     policies, of_pairs = parse_policies(options.policy, budget), parse_policies(_PAIR_POLICY, budget)
     shapes = islice(named_lengths(options.lengths, options.seed), options.requests)
     work = PlannedWork(tuple(shapes), options.rate, options.seed)
-    shape, machine = find_shape(options.model, options.quantization), load_machine(options.hardware)
-    candidates = find_candidates(shape, machine, options.gpus, work, step_tokens=budget).best(options.top)
+    costs_of = partial(StepCosts, find_shape(options.model, options.quantization), load_machine(options.hardware))
+    candidates = find_candidates(costs_of, options.gpus, work, step_tokens=budget).best(options.top)
     settings = {name: getattr(options, name) for name in ("quantization", *_REPORTED)}
     settings |= {"workload": options.lengths, "policies": list(policies)}
     with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:

@@ -1,10 +1,9 @@
 """Advice: the predicted throughput of the chosen layouts for given requests, and of the best other layouts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from nanoserve.config import ModelConfig
-from nanoserve.costs import Machine, ParallelLayout, Precision
+from nanoserve.costs import ParallelLayout, StepCosts
 from nanoserve.engine_config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.policies import make_policy
@@ -71,12 +70,10 @@ class Advice:
 
 
 def advise(
-    model: ModelConfig,
-    machine: Machine,
+    costs_of: Callable[[ParallelLayout], StepCosts],
     chosen: Sequence[ParallelLayout],
     shapes: Sequence[RequestShape],
     *,
-    precision: Precision,
     limits: CacheLimits,
     policy: str,
     token_budget: int,
@@ -92,7 +89,7 @@ def advise(
     Raises UsageError if what was chosen does not suit the model or the machine, or the memory does not suffice.
     """
     work, sampled = PlannedWork(tuple(shapes)), PlannedWork(_sample(shapes))
-    candidates = find_candidates(model, machine, chosen[0].devices, work, precision=precision, limits=limits)
+    candidates = find_candidates(costs_of, chosen[0].devices, work, limits=limits)
     mine = candidates.named("->".join(layout.name for layout in chosen))
     alone = DEFAULT_POLICY if policy == POLICY_OF_TWO_LAYOUTS else policy
 

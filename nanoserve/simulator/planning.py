@@ -6,14 +6,13 @@ the round times of the cost model, good enough to say which of them are worth si
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations, product
 from typing import NamedTuple
 
-from nanoserve.config import ModelConfig
-from nanoserve.costs import DoesNotFit, Machine, ParallelLayout, Precision, StepCosts
+from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import layout_predictors
@@ -218,16 +217,15 @@ class Candidates:
 
 
 def find_candidates(
-    model: ModelConfig,
-    machine: Machine,
+    costs_of: Callable[[ParallelLayout], StepCosts],
     devices: int,
     work: PlannedWork,
     *,
-    precision: Precision | None = None,
     limits: CacheLimits | None = None,
     step_tokens: int = 0,
 ) -> Candidates:
     """Every way to use all of the devices, where memory for ``step_tokens``, those of the largest step, stays free.
+    ``costs_of`` gives the step times of one replica in a layout, on one machine for all.
 
     Pairs are for closed batches: requests that arrive during a change of layout would wait. Raises UsageError if there
     is no way, saying what the layout lacks that comes closest, and for more devices than MOST_DEVICES.
@@ -241,7 +239,7 @@ def find_candidates(
     for layout in all_layouts(devices):
         weights = math.inf
         try:
-            costs = StepCosts(model, machine, replace(layout, data_parallel=1), precision)
+            costs = costs_of(replace(layout, data_parallel=1))
             weights = max(costs.counts.stage_weight_bytes(stage) for stage in range(costs.num_stages))
             fitting.append(_candidate(costs, layout.data_parallel, work, limits, step_tokens))
         except UsageError as error:
@@ -249,7 +247,7 @@ def find_candidates(
             refused.append((weights, error))
     if not fitting:
         raise min(refused, key=lambda one: one[0])[1]
-    if work.rate is not None or not machine.host_memory_bytes:
+    if work.rate is not None or not fitting[0].layouts[0].machine.host_memory_bytes:
         why = "are for closed batches: without a rate" if work.rate is not None else "need host memory: none is known"
         return Candidates(tuple(fitting), (*left_out, LeftOut("pairs of layouts", why)))
     for one, two in [pair for pair in permutations(fitting, 2) if pair[0].replicas == pair[1].replicas]:

@@ -45,8 +45,8 @@ class Asked:
         self.shapes: Sequence[RequestShape] = ()
         self.settings: dict[str, Any] = {}
 
-    def __call__(self, model: Any, machine: Any, chosen: Any, shapes: Sequence[RequestShape], **settings: Any) -> Any:
-        self.shapes, self.settings = shapes, settings | {"machine": machine, "chosen": chosen}
+    def __call__(self, costs_of: Any, chosen: Any, shapes: Sequence[RequestShape], **settings: Any) -> Any:
+        self.shapes, self.settings = shapes, settings | {"machine": costs_of(chosen[0]).machine, "chosen": chosen}
         return self
 
 

@@ -2,10 +2,11 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from nanoserve.costs import DoesNotFit, ParallelLayout, Precision, load_machine, load_shape
+from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.simulator import advice
@@ -26,11 +27,9 @@ def advice_for(
     policy: str = "sarathi",
 ) -> Advice:
     return advise(
-        load_shape(model),
-        MACHINE,
+        partial(StepCosts, load_shape(model), MACHINE),
         [ParallelLayout.parse(name) for name in layouts.split("->")],
         shapes,
-        precision=Precision(),
         limits=limits,
         policy=policy,
         token_budget=2048,

@@ -1,10 +1,12 @@
 """Planning: which layouts there are, which fit, how they are estimated, and what simulating them says."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from nanoserve.costs import Machine, Precision, load_machine, load_shape
+from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.policies import make_policy
@@ -13,8 +15,12 @@ from nanoserve.simulator.planning import CacheLimits, Candidate, PlannedWork, al
 WORK = PlannedWork((RequestShape(200, 40), RequestShape(400, 10)) * 20)
 
 
+def costs_of(model: str, hardware: str) -> Callable[[ParallelLayout], StepCosts]:
+    return partial(StepCosts, load_shape(model), load_machine(hardware))
+
+
 def candidates(model: str, hardware: str, gpus: int, work: PlannedWork = WORK) -> dict[str, Candidate]:
-    found = find_candidates(load_shape(model), load_machine(hardware), gpus, work)
+    found = find_candidates(costs_of(model, hardware), gpus, work)
     return {one.name: one for one in found.fitting}
 
 
@@ -26,7 +32,7 @@ def test_all_ways_to_multiply_three_degrees() -> None:
 
 
 def test_every_layout_and_pair_is_a_candidate_or_left_out_with_a_reason() -> None:
-    found = find_candidates(load_shape("qwen2.5-32b"), load_machine("seesaw-a10"), 8, WORK)
+    found = find_candidates(costs_of("qwen2.5-32b", "seesaw-a10"), 8, WORK)
     names = {one.name for one in found.fitting} | {one.name for one in found.left_out}
     layouts = [layout.name for layout in all_layouts(8)]
     assert names >= set(layouts)
@@ -49,15 +55,15 @@ def test_a_replica_gets_its_share_and_its_own_blocks() -> None:
 def test_caches_keep_to_limits_and_numbers_have_their_bits() -> None:
     model, machine = load_shape("qwen3-8b"), load_machine("seesaw-a10")
     limits = CacheLimits(device_bytes=2**30, host_bytes=2**31)
-    found = find_candidates(model, machine, 4, WORK, limits=limits)
+    found = find_candidates(partial(StepCosts, model, machine), 4, WORK, limits=limits)
     block = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 16 * 2
     assert found.named("P4->T4").kv_blocks == (2**30 // block, 2**30 // block)
     assert found.named("P4->T4").host_blocks == 2**31 // block
     assert found.named("D2P2->D2T2").host_blocks == 2**30 // block  # of each replica
-    wide = find_candidates(model, machine, 4, WORK, precision=Precision(kv_bits=32), limits=limits)
+    wide = find_candidates(partial(StepCosts, model, machine, precision=Precision(kv_bits=32)), 4, WORK, limits=limits)
     assert wide.named("P4->T4").host_blocks == 2**30 // block
     with pytest.raises(UsageError, match="its KV cache holds 0 tokens"):
-        find_candidates(model, machine, 4, WORK, limits=CacheLimits(device_bytes=2**20))
+        find_candidates(partial(StepCosts, model, machine), 4, WORK, limits=CacheLimits(device_bytes=2**20))
 
 
 def test_what_is_estimated_is_near_what_is_simulated() -> None:
@@ -93,7 +99,7 @@ def test_at_a_rate_layouts_are_ordered_by_latency_and_none_are_pairs() -> None:
 
 
 def test_the_best_are_kept_and_the_others_left_out_with_their_estimates() -> None:
-    found = find_candidates(load_shape("qwen3-8b"), load_machine("seesaw-a10"), 4, WORK)
+    found = find_candidates(costs_of("qwen3-8b", "seesaw-a10"), 4, WORK)
     best = found.best(1)
     layout, pair = sorted(best.fitting, key=lambda one: one.is_pair)
     assert pair.is_pair and not layout.is_pair
@@ -103,11 +109,11 @@ def test_the_best_are_kept_and_the_others_left_out_with_their_estimates() -> Non
 
 
 def test_pairs_are_left_out_together_where_they_make_no_sense() -> None:
-    unknown = find_candidates(load_shape("qwen3-8b"), load_machine("gllm-l20"), 4, WORK)
+    unknown = find_candidates(costs_of("qwen3-8b", "gllm-l20"), 4, WORK)
     assert [(one.name, one.reason) for one in unknown.left_out] == [
         ("pairs of layouts", "need host memory: none is known")
     ]
-    waiting = find_candidates(load_shape("qwen3-8b"), load_machine("seesaw-a10"), 4, PlannedWork(WORK.shapes, rate=1.0))
+    waiting = find_candidates(costs_of("qwen3-8b", "seesaw-a10"), 4, PlannedWork(WORK.shapes, rate=1.0))
     assert waiting.left_out[-1].reason == "are for closed batches: without a rate"
 
 
@@ -120,12 +126,12 @@ def test_quantiles_of_answers_end_with_the_longest() -> None:
 @pytest.mark.parametrize(
     ("model", "machine", "gpus", "work", "says"),
     [
-        ("llama-2-70b", load_machine("a10"), 2, WORK, "more than the 19.8 GiB that can be used"),
-        ("llama-2-70b", load_machine("a10"), 2, WORK, "what would fit: 7 devices (layout P7) or 4-bit weights"),
-        ("qwen3-8b", load_machine("l4"), 1, PlannedWork((RequestShape(10**6, 1),)), "than the longest request"),
+        ("llama-2-70b", "a10", 2, WORK, "more than the 19.8 GiB that can be used"),
+        ("llama-2-70b", "a10", 2, WORK, "what would fit: 7 devices (layout P7) or 4-bit weights"),
+        ("qwen3-8b", "l4", 1, PlannedWork((RequestShape(10**6, 1),)), "than the longest request"),
     ],
 )
-def test_nothing_fits_says_by_how_much(model: str, machine: Machine, gpus: int, work: PlannedWork, says: str) -> None:
+def test_nothing_fits_says_by_how_much(model: str, machine: str, gpus: int, work: PlannedWork, says: str) -> None:
     with pytest.raises(UsageError) as refused:
-        find_candidates(load_shape(model), machine, gpus, work)
+        find_candidates(costs_of(model, machine), gpus, work)
     assert says in str(refused.value)
