@@ -12,8 +12,8 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 13, 48, 49, 100])
-@pytest.mark.parametrize(("depth", "columns"), [(64, 96), (200, 70), (7, 1), (513, 33)])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 13, 31, 48, 49, 80, 96, 100])
+@pytest.mark.parametrize(("depth", "columns"), [(64, 96), (200, 70), (7, 1), (513, 33), (544, 101)])
 def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     row, weight, bias = (

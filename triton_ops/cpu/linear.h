@@ -8,6 +8,7 @@
 #include <ATen/ops/linear.h>
 
 #include "tile_product.h"
+#include "tiled_linear.h"
 
 namespace nanoserve {
 
@@ -272,11 +273,14 @@ inline at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, cons
   const int64_t most = multiplies_in(type) ? kFewRowsBesideTorch : kFewRows;
   const bool few = input.size(0) <= most || batch_invariant;
   const bool any = input.numel() > 0 && weight.numel() > 0;
-  if (!same || !halves || !any || !weight.is_contiguous() || (!few && multiplies_in(type)))
+  const bool tiled = !few && suits_tiles(input, weight);
+  if (!same || !halves || !any || !weight.is_contiguous() || (!few && !tiled && multiplies_in(type)))
     return at::linear(input, weight, bias);
   const at::Tensor rows = input.contiguous(), added = bias ? bias->contiguous() : at::Tensor();
   at::Tensor out = at::empty({input.size(0), weight.size(0)}, input.options());
-  if (type == at::kBFloat16)
+  if (tiled)
+    multiply_by_tiles(rows, weight, added, out);
+  else if (type == at::kBFloat16)
     (few ? multiply_few_rows<at::BFloat16> : multiply_many_rows<at::BFloat16>)(rows, weight, added, out);
   else
     (few ? multiply_few_rows<at::Half> : multiply_many_rows<at::Half>)(rows, weight, added, out);
