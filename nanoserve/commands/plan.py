@@ -1,6 +1,7 @@
 """``nanoserve plan``: which parallel layout and policy serve a model best on so many devices."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
@@ -11,14 +12,19 @@ from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.bench_options import MOST_REQUESTS, JsonOptions
 from nanoserve.commands.engine_options import quantization_option
 from nanoserve.commands.options import HARDWARE_PANEL, option
+from nanoserve.commands.progress import show_progress
 from nanoserve.commands.simulate import StepLimitOptions
 from nanoserve.commands.terminal import remark
 from nanoserve.costs import StepCosts, load_machine
-from nanoserve.models.hub import find_shape
+from nanoserve.engine_config import EngineConfig
+from nanoserve.layout import ParallelLayout
+from nanoserve.models.hub import find_shape, resolve_model
+from nanoserve.processes.threads import prepare_threads
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.simulator.planning import PlannedWork, find_candidates
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths
 
+MEASURED = "measured"
 _PAIR_POLICY = "seesaw"
 _REPORTED = ("model", "hardware", "gpus", "requests", "rate", "seed", "top", "max_num_batched_tokens", "max_num_seqs")
 
@@ -34,14 +40,15 @@ class PlanOptions(
     top: int = option(3, "Layouts to simulate, and pairs, best estimates first.", minimum=1)
     model: str = option("qwen3-32b", "Name, config.json or .gguf file.", "-m", metavar="MODEL", panel=HARDWARE_PANEL)
     quantization: str | None = quantization_option(panel=HARDWARE_PANEL)
-    hardware: str = option("l4", "A machine or device, or a TOML file.", metavar="NAME", panel=HARDWARE_PANEL)
+    hardware: str = option("l4", "A machine or device, a TOML file, or measured.", metavar="NAME", panel=HARDWARE_PANEL)
     gpus: int = option(8, "Devices to use, all of them.", minimum=1, panel=HARDWARE_PANEL)
 
 
 def run(options: PlanOptions) -> None:
     """For a closed batch, the default, the order is that of throughput, and pairs of layouts (P4->T4: prompts in one,
     answers in the other) are among them; with --rate it is that of latency. Every layout is estimated by the cost
-    model; the best --top of them are simulated with every policy, one replica with its share of the requests.
+    model; the best --top of them are simulated with every policy, one replica with its share of the requests. With
+    --hardware measured, that many worker processes of this machine measure themselves first, unless they have.
 
     [bold]Examples[/bold]
 
@@ -50,13 +57,13 @@ def run(options: PlanOptions) -> None:
         --lengths arxiv --requests 200
       nanoserve plan -m qwen3-8b --hardware l4 --gpus 4 \\
         --lengths azure-conv --rate 2
+      nanoserve plan -m dummy:qwen3-0.6b --hardware measured --gpus 2
     """
     budget = options.max_num_batched_tokens
     policies, of_pairs = parse_policies(options.policy, budget), parse_policies(_PAIR_POLICY, budget)
     shapes = islice(named_lengths(options.lengths, options.seed), options.requests)
     work = PlannedWork(tuple(shapes), options.rate, options.seed)
-    costs_of = partial(StepCosts, find_shape(options.model, options.quantization), load_machine(options.hardware))
-    candidates = find_candidates(costs_of, options.gpus, work, step_tokens=budget).best(options.top)
+    candidates = find_candidates(_costs_of(options), options.gpus, work, step_tokens=budget).best(options.top)
     settings = {name: getattr(options, name) for name in ("quantization", *_REPORTED)}
     settings |= {"workload": options.lengths, "policies": list(policies)}
     with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
@@ -71,6 +78,21 @@ def run(options: PlanOptions) -> None:
                 row["estimated_e2el_s"] = latency if work.rate and math.isfinite(latency) else None
                 row |= {"kv_blocks": candidate.kv_blocks, "host_blocks": candidate.host_blocks}
                 report.add(row)
+
+
+def _costs_of(options: PlanOptions) -> Callable[[ParallelLayout], StepCosts]:
+    if options.hardware != MEASURED:
+        return partial(StepCosts, find_shape(options.model, options.quantization), load_machine(options.hardware))
+    prepare_threads()
+    # These import torch.
+    from nanoserve.runtime.launch.layout_profile import measure_layouts
+    from nanoserve.runtime.launch.model_loading import read_config
+
+    resolved = resolve_model(options.model)
+    with show_progress() as progress:
+        config = EngineConfig(quantization=options.quantization)
+        profile = measure_layouts(resolved, config, options.gpus, progress)
+    return partial(profile.costs, read_config(resolved, options.quantization))
 
 
 def _columns(*, closed: bool) -> list[Column]:

@@ -5,7 +5,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -155,16 +155,10 @@ class MeasuredTimes:
         return self.profile.linear.at(tokens) * self.num_layers
 
     def attention_seconds(self, work: StepWork, stage: int = 0) -> float:
-        """A chunk takes the difference of a prompt to its end and one to its beginning."""
-        seconds = 0.0
-        for window, layers in self._layers.items():
-            if work.decodes:
-                keys = work.windowed_decode_context[self._windows.index(window)] if window else work.decode_context
-                seconds += layers * self.profile.decode_attention.at(work.decodes, keys / work.decodes)
-            for start, length in work.chunks:
-                longer = self._prompt_seconds(start + length, window) - self._prompt_seconds(start, window)
-                seconds += layers * max(0.0, longer)  # medians of a busy machine may fall from one size to the next
-        return seconds
+        profile = self.profile
+        return measured_attention(
+            work, self._layers, self._windows, profile.decode_attention, profile.prefill_attention
+        )
 
     def ends_seconds(self, work: StepWork, stage: int = 0) -> float:
         return self.profile.head.at(work.sampled)
@@ -188,12 +182,28 @@ class MeasuredTimes:
     def host_exchange_seconds(self, rows: int) -> float:
         return self.profile.host_exchange.at(rows)
 
-    def _prompt_seconds(self, tokens: int, window: int) -> float:
-        """A prompt of this many tokens; beyond a window, each token takes as long as the last one within it."""
-        curve = self.profile.prefill_attention
+
+def measured_attention(
+    work: StepWork, layers: Mapping[int, int], windows: Sequence[int], decodes: MeasuredGrid, prompts: MeasuredCurve
+) -> float:
+    """Seconds of attention on the device in these layers, counted by window, from what one layer takes. A chunk takes
+    the difference of a prompt to its end and one to its beginning; of a prompt beyond a window, each token takes as
+    long as the last one within it."""
+
+    def prompt_seconds(tokens: int, window: int) -> float:
         if not window or tokens <= window:
-            return curve.at(tokens)
-        return curve.at(window) + (tokens - window) * max(0.0, curve.at(window) - curve.at(window - 1))
+            return prompts.at(tokens)
+        return prompts.at(window) + (tokens - window) * max(0.0, prompts.at(window) - prompts.at(window - 1))
+
+    seconds = 0.0
+    for window, count in layers.items():
+        if work.decodes:
+            keys = work.windowed_decode_context[windows.index(window)] if window else work.decode_context
+            seconds += count * decodes.at(work.decodes, keys / work.decodes)
+        for start, length in work.chunks:
+            longer = prompt_seconds(start + length, window) - prompt_seconds(start, window)
+            seconds += count * max(0.0, longer)  # medians of a busy machine may fall from one size to the next
+    return seconds
 
 
 def calibrate(profile: Profile) -> Efficiency:

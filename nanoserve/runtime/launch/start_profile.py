@@ -70,7 +70,7 @@ class ProfileSetting:
             return f"another machine ({' with '.join(names)})"
         if profile.model.quantization != self.model.quantization:
             return f"{settings['model']} with weights in another form"
-        if _shape(profile.model) != self.model:
+        if step_shape(profile.model) != self.model:
             return f"another model ({settings['model']})"
         if settings["dtype"] != self.dtype:
             return f"{settings['dtype']} numbers, not {self.dtype}"
@@ -81,7 +81,7 @@ class ProfileSetting:
         return None
 
 
-def _shape(model: ModelConfig) -> ModelConfig:
+def step_shape(model: ModelConfig) -> ModelConfig:
     """The fields that a step's work depends on; the others are blank."""
     return replace(
         model,
@@ -116,7 +116,7 @@ class StartingEngine:
         return ProfileSetting(
             device=torch.cuda.get_device_properties(device).name if on_gpu else host,
             host=host,
-            model=_shape(self.model),
+            model=step_shape(self.model),
             dtype=str(self.runner.decoder.dtype).removeprefix("torch."),
             threads=None if on_gpu else torch.get_num_threads(),
             host_threads=self.processor.threads,
@@ -237,10 +237,14 @@ def _scheduling(decoder: Decoder) -> dict[tuple[int, ...], list[float]]:
 
 
 def _cache_file(engine: StartingEngine, sizes: ProfileSizes) -> Path | None:
-    """The file for the profile; None, after a warning, if no folder can be written."""
     versions, block_size = (SCHEMA, __version__, str(torch.__version__)), engine.config.block_size
     measured = engine.runner.config.num_layers, *engine.code.values()
-    depends_on = [versions, engine.setting, sizes, block_size, physical_cores(), *measured]
+    return profile_file(versions, engine.setting, sizes, block_size, physical_cores(), *measured)
+
+
+def profile_file(*depends_on: object) -> Path | None:
+    """The file in the user's cache for what was measured under all this; None, after a warning, if no folder can be
+    written."""
     key = hashlib.sha256(msgspec.json.encode(depends_on, order="deterministic")).hexdigest()[:24]
     try:
         return cache_directory(os.environ, "profiles") / f"{key}.json"

@@ -189,12 +189,14 @@ class StepTimer:
 
     def layer_seconds(self, tokens: int) -> float:
         """Seconds of a layer with the small attention of `attention_shape`, and a share of embedding and last norm."""
+        seconds = self.pass_seconds(tokens)
+        return self.pass_seconds(tokens) if seconds * self._runner.config.num_layers < _BRIEF else seconds
+
+    def pass_seconds(self, tokens: int) -> float:
+        """The same in exactly one pass, as ranks that sum together need it."""
         _, longest, _ = self.attention_shape(tokens)
         sizes = [min(longest, tokens - first) for first in range(0, tokens, longest)]
-        seconds = self._forward_seconds(sizes)
-        if seconds < _BRIEF:
-            seconds = self._forward_seconds(sizes)
-        return seconds / self._runner.config.num_layers
+        return self._forward_seconds(sizes) / self._runner.config.num_layers
 
     def attention_shape(self, tokens: int) -> tuple[int, int, int]:
         """(rows, queries, keys) in `layer_seconds`: few tokens are decodes of one key, more are prompts of a block."""

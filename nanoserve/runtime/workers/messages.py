@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from nanoserve.costs.hardware import MachineSpeeds
+from nanoserve.costs.layout_profile import LayoutProfile
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.models.hub import ResolvedModel
@@ -40,6 +41,8 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to report what was done when."""
     profiles: bool = False
     """Whether the first worker is to find out what policies that attend in host memory predict by."""
+    measures: bool = False
+    """Whether it is to measure layouts with the other workers, and nothing else."""
 
     @property
     def resolved(self) -> ResolvedModel:
@@ -113,6 +116,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     rank: int
     profile: Profile | None = None
     """What policies that attend in host memory predict by, if that was asked for and could be measured."""
+    layouts: LayoutProfile | None = None
+    """What was measured of layouts, the same by all workers, if that was asked for."""
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):

@@ -29,12 +29,16 @@ def main() -> None:
     start = msgspec.json.decode(watchdog.read_line(), type=WorkerStart)
     watchdog.start()
     os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
-    from nanoserve.runtime.workers.building import build_worker  # imports torch
+    # Both import torch.
+    from nanoserve.runtime.workers.building import build_worker
+    from nanoserve.runtime.workers.measuring import measure
 
     sys.setswitchinterval(_SWITCH_SECONDS)
     endpoint = WorkerEndpoint(start)
     endpoint.introduce(Hello(start.rank))
     try:
+        if start.measures:
+            measure(start, endpoint)
         build_worker(start, endpoint).run()
     except NanoserveError as error:
         failed = WorkerFailed(start.rank, str(error), error.exit_code)

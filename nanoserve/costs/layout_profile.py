@@ -1,0 +1,104 @@
+"""LayoutProfile: what steps take on so many worker processes, measured for each tensor degree while all work."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from nanoserve.config import ModelConfig
+from nanoserve.costs.counts import Precision
+from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
+from nanoserve.costs.hardware import Efficiency, MachineSpeeds
+from nanoserve.costs.profile import measured_attention
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.costs.work import StepWork
+from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
+from nanoserve.processes.files import read_bytes
+
+LAYOUT_SCHEMA: Final = "nanoserve-layouts/1"
+
+
+class DegreeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of one worker's shard at one tensor degree, while the other workers compute the same."""
+
+    layer: MeasuredCurve  # over tokens, without attention, with its all-reduces and a share of the embedding
+    lone: MeasuredCurve  # the same while no other stage computes
+    decode_attention: MeasuredGrid  # of one layer
+    prefill_attention: MeasuredCurve  # of one layer, over the tokens of one whole prompt
+    head: MeasuredCurve  # logits, gathered, and greedy sampling, over sampled rows
+
+
+class LayoutProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times of a model on worker processes that measured together."""
+
+    schema: Literal["nanoserve-layouts/1"]
+    devices: int
+    bits: int  # of weights, keys and values
+    memory_bytes: float  # free on each device; where that is the CPU, half of it is for weights and KV, half the host's
+    speeds: MachineSpeeds
+    send: MeasuredCurve | None  # between neighbours, over bytes; None for one worker
+    step: MeasuredCurve  # scheduling a step, telling the workers, preparing inputs and hearing the answer, over rows
+    degrees: Mapping[int, DegreeTimes]  # by tensor degree
+    built: bool  # whether everything ran compiled that an engine would run compiled
+
+    def costs(self, model: ModelConfig, layout: ParallelLayout) -> "LayoutCosts":
+        """Step times of one replica in a layout. Raises UsageError if the layout does not suit the model, or its tensor
+        degree was not measured."""
+        return LayoutCosts(self, model, layout)
+
+    @property
+    def host_memory_bytes(self) -> float:
+        return self.memory_bytes * self.devices
+
+
+class LayoutCosts(StepCosts):
+    """StepCosts whose layers, attention, logits and sends take what was measured; copies, and what fits, follow the
+    machine's speeds and memory."""
+
+    def __init__(self, profile: LayoutProfile, model: ModelConfig, layout: ParallelLayout) -> None:
+        if (degree := layout.tensor_parallel) not in profile.degrees:
+            raise UsageError(f"a tensor degree of {degree} was not measured: use one of {list(profile.degrees)}")
+        self.profile, self.times = profile, profile.degrees[degree]
+        few, many = profile.step.sizes[0], profile.step.sizes[-1]
+        row_seconds = max(0.0, (profile.step.at(many) - profile.step.at(few)) / (many - few))
+        factors = msgspec.structs.replace(
+            Efficiency.ideal(),
+            usable_memory=Efficiency().usable_memory,
+            step_seconds=max(0.0, profile.step.at(few) - few * row_seconds),
+            row_seconds=row_seconds,
+        )
+        machine = profile.speeds.machine(
+            devices=profile.devices, memory_bytes=profile.memory_bytes, host_memory_bytes=profile.host_memory_bytes
+        )
+        super().__init__(model, machine, layout, Precision.of(profile.bits), factors)
+
+    def _layers(self, tokens: int, stage: int) -> float:
+        return self.counts.layers(stage) * self.times.layer.at(tokens)
+
+    def attention_seconds(self, work: StepWork, stage: int) -> float:
+        layers = {kind.window: 0 for kind in self.counts.stages[stage]}
+        for kind, count in self.counts.stages[stage].items():
+            layers[kind.window] += count
+        grid, prompts = self.times.decode_attention, self.times.prefill_attention
+        return measured_attention(work, layers, self.counts.windows, grid, prompts)
+
+    def _embedding(self, tokens: int) -> float:
+        return 0.0  # part of the layers
+
+    def _head(self, sampled: int) -> float:
+        return self.times.head.at(sampled)
+
+    def send_seconds(self, work: StepWork, stage: int) -> float:
+        if stage == self.num_stages - 1 or not work.tokens or self.profile.send is None:
+            return 0.0
+        return self.profile.send.at(self.counts.activation_bytes(work.tokens))
+
+
+def read_layout_profile(path: Path) -> LayoutProfile:
+    """A profile that was kept. Raises UsageError, naming the key that is wrong."""
+    try:
+        return msgspec.json.decode(read_bytes(path, UsageError), type=LayoutProfile)
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{path} is not a profile ({LAYOUT_SCHEMA}): {error}") from error
