@@ -41,7 +41,7 @@ class SingleRank:
         return tensor
 
 
-_SINGLE_RANK = SingleRank()
+SINGLE_RANK = SingleRank()
 
 
 class Linear(nn.Linear):
@@ -174,7 +174,7 @@ class DecoderLayer(nn.Module):
     the group. One rank adds the biases; they are zero on the others.
     """
 
-    def __init__(self, config: ModelConfig, index: int, group: TensorParallelGroup = _SINGLE_RANK) -> None:
+    def __init__(self, config: ModelConfig, index: int, group: TensorParallelGroup = SINGLE_RANK) -> None:
         super().__init__()
         self.config = config
         self.index = index
@@ -252,7 +252,7 @@ class Decoder(nn.Module):
         self.is_first, self.is_last = self.shard.is_first, self.shard.is_last
         if self.shard.degree > 1 and group is None:
             raise ValueError("ranks that compute a stage together need a group")
-        self.group = group or _SINGLE_RANK
+        self.group = group or SINGLE_RANK
         # The sizes of this decoder. Without a shard it is the same object as the model's config: a compiler treats the
         # sizes in a decoder's own config as constants.
         self.config = config = config if shard is None else shard_config(config, shard)

@@ -45,3 +45,21 @@ def test_two_layouts_on_two_hosts_answer_what_one_process_answers(hosts: tuple[H
     wait(both, 180)
     assert (alone.returncode, first.returncode, second.returncode) == (0, 0, 0), first.messages + second.messages
     assert first.output == alone.output
+
+
+@pytest.mark.slow
+def test_what_ranks_add_up_crosses_the_cable(hosts: tuple[Host, Host]) -> None:
+    """The namespaces share a machine, and yet no sum of two ranks goes through its memory."""
+    layers, hidden_size, tokens = 4, 256, 60
+
+    def sent() -> list[int]:
+        readers = [host.start(["cat", f"/sys/class/net/{host.interface}/statistics/tx_bytes"]) for host in hosts]
+        wait(readers, 60)
+        return [int(reader.output) for reader in readers]
+
+    before = sent()
+    both = torchrun(hosts, ["-m", "nanoserve", "generate", "Once upon a time", *SETTINGS, "--tp", "2"])
+    wait(both, 180)
+    assert [one.returncode for one in both] == [0, 0], both[0].messages + both[1].messages
+    sums = (2 * layers + 1) * hidden_size * 4 * tokens
+    assert all(after - earlier > sums for earlier, after in zip(before, sent(), strict=True))

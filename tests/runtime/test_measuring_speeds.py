@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from nanoserve.models.decoder import SingleRank
 from nanoserve.runtime.launch import measuring_speeds
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.profiling import timers
@@ -29,6 +29,18 @@ class Clock:
         return self.now
 
 
+class Group(SingleRank):
+    """One of several workers that all have the same numbers; its sums take what the constants say."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        moved = 2 * (WORKERS - 1) / WORKERS * tensor.nbytes
+        self.clock.now += 2 * 2 * LATENCY + moved / BUS_BANDWIDTH  # a tree of four is two messages high
+        return WORKERS * tensor
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Clock of a machine whose products, and messages between workers, take what the constants say."""
@@ -37,21 +49,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     def project(rows: Tensor, weights: Tensor) -> None:
         clock.now += max(weights.nbytes / READING, 2 * len(rows) * weights.numel() / COMPUTING)
 
-    def all_reduce(tensor: Tensor, *_: object, **__: object) -> None:
-        moved = 2 * (WORKERS - 1) / WORKERS * tensor.nbytes
-        clock.now += 2 * 2 * LATENCY + moved / BUS_BANDWIDTH  # a tree of four is two messages high
-
     monkeypatch.setattr(timers, "time", clock)
     monkeypatch.setattr(measuring_speeds, "project", project)
     monkeypatch.setattr(measuring_speeds, "_COPIED_BYTES", COPIED)  # takes no time, so it is done often
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: WORKERS)
     return clock
 
 
-def test_a_group_finds_the_speeds_that_the_cost_model_asks_for(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring_speeds._Together, "mean", lambda self, *values: values)
-    found = measure_speeds(torch.device("cpu"), torch.float32, object())  # type: ignore[arg-type]
+def test_a_group_finds_the_speeds_that_the_cost_model_asks_for(clock: Clock) -> None:
+    found = measure_speeds(torch.device("cpu"), torch.float32, Group(clock), WORKERS)
     assert found.link_latency == pytest.approx(LATENCY, rel=0.02)
     assert found.link_bandwidth == pytest.approx(BUS_BANDWIDTH, rel=0.02)
     assert found.memory_bandwidth == pytest.approx(READING, rel=0.02)
@@ -67,10 +72,9 @@ def test_copies_are_counted_once(clock: Clock) -> None:
 
 def test_workers_take_the_mean_of_what_they_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each the same, or they would not be told the same of the times to come."""
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.add_(torch.tensor([30.0, 2.0])))
-    together = measuring_speeds._Together(torch.device("cpu"), object())  # type: ignore[arg-type]
-    assert together.mean(10.0, 4.0) == [20.0, 3.0]
+    group = SingleRank()
+    monkeypatch.setattr(group, "all_reduce", lambda tensor: tensor + torch.tensor([30.0, 2.0]))
+    assert measuring_speeds._Together(torch.device("cpu"), group, 2).mean(10.0, 4.0) == [20.0, 3.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

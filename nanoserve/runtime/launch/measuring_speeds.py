@@ -6,10 +6,10 @@ from functools import partial
 from itertools import cycle
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanoserve.costs.hardware import MachineSpeeds
+from nanoserve.models.decoder import SINGLE_RANK, TensorParallelGroup
 from nanoserve.runtime.profiling.timers import Stopwatch
 from triton_ops import project
 
@@ -35,14 +35,16 @@ _LONG_SECONDS = 0.01
 
 
 @torch.inference_mode()
-def measure_speeds(device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None) -> MachineSpeeds:
-    """Measure together with all workers of the group (None for one alone), which call this at the same time and get the
-    same result. Workers that share a processor count as reaching equal shares of what all reach together.
+def measure_speeds(
+    device: torch.device, dtype: torch.dtype, group: TensorParallelGroup = SINGLE_RANK, workers: int = 1
+) -> MachineSpeeds:
+    """Measure together with all workers of the group, which call this at the same time and get the same result. Workers
+    that share a processor count as reaching equal shares of what all reach together.
 
     The call takes 128 MiB: 64 of weights in this dtype on the device, 64 for copies.
     """
-    together = _Together(device, group)
-    latency, bandwidth = _link(together) if together.workers > 1 else (0.0, math.inf)
+    together = _Together(device, group, workers)
+    latency, bandwidth = _link(together) if workers > 1 else (0.0, math.inf)
     weight_bandwidth, flops, host_link = together.mean(*_products(together, dtype), _host_link(together))
     return MachineSpeeds(
         memory_bandwidth=weight_bandwidth,
@@ -56,10 +58,9 @@ def measure_speeds(device: torch.device, dtype: torch.dtype, group: dist.Process
 class _Together:
     """Begins every measurement at the same time in all workers."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.device, self._group = device, group
+    def __init__(self, device: torch.device, group: TensorParallelGroup, workers: int) -> None:
+        self.device, self.workers, self._group = device, workers, group
         self._now = Stopwatch(device).now
-        self.workers = 1 if group is None else dist.get_world_size(group)
 
     def seconds(self, action: Callable[[], object]) -> float:
         """Seconds of one action after a first, unmeasured one: the mean over a repeat, the best of a few repeats."""
@@ -75,28 +76,22 @@ class _Together:
         return best
 
     def all_reduce_seconds(self, tensor: Tensor, passes: int) -> float:
-        """Seconds of one all-reduce out of `passes`, in the slowest worker. All workers get the same number."""
-        self._all_reduce(tensor)
+        """Seconds of one all-reduce out of `passes`, which end together. All workers get the same number."""
+        self._group.all_reduce(tensor)
         self._meet()
         began = self._now()
         for _ in range(passes):
-            self._all_reduce(tensor)
-        passed = torch.tensor([self._now() - began], device=self.device)
-        dist.all_reduce(passed, dist.ReduceOp.MAX, group=self._group)
-        return float(passed.item()) / passes
+            self._group.all_reduce(tensor)
+        (passed,) = self.mean(self._now() - began)
+        return passed / passes
 
     def mean(self, *values: float) -> list[float]:
         """The mean of each value over all workers."""
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self._all_reduce(found)
-        return (found / self.workers).tolist()
+        return (self._group.all_reduce(found) / self.workers).tolist()
 
     def _meet(self) -> None:
-        self._all_reduce(torch.zeros(1, device=self.device))
-
-    def _all_reduce(self, tensor: Tensor) -> None:
-        if self._group is not None:
-            dist.all_reduce(tensor, group=self._group)
+        self._group.all_reduce(torch.zeros(1, device=self.device))
 
 
 def _products(together: _Together, dtype: torch.dtype) -> tuple[float, float]:

@@ -134,13 +134,23 @@ class TorchrunProcess:
 
 def interface_of(address: str) -> str | None:
     """The network interface with this IPv4 address; None if it is not found."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address; a system that is not Linux
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
+    return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
+
+
+def _address_of(interface: str) -> str | None:
+    """Its IPv4 address; None for an interface without one, and on a system that is not Linux."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
+        answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
     return None
+
+
+def own_address(init_method: str) -> str:
+    """The IPv4 address at which the other workers that meet there reach this one: the one that gloo takes. Raises
+    OSError if no interface is named and the machine's name has no address."""
+    if init_method.startswith("file://"):
+        return "127.0.0.1"
+    return _address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or socket.gethostbyname(socket.gethostname())
 
 
 PRESENT_SECONDS = 600.0

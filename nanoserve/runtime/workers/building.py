@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
@@ -29,7 +28,7 @@ from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
 from nanoserve.runtime.stage import Stage, compiled_layers
 from nanoserve.runtime.step.model_runner import ModelRunner
-from nanoserve.runtime.workers.distributed import Activations, join_workers
+from nanoserve.runtime.workers.distributed import Activations, RankGroup, join_workers
 from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready, WorkerStart
 from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
@@ -45,14 +44,17 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
         check_within_reach(Path(start.host_pool[0]))
     processor = _set_apart(start, device) if config.attends_on_host else None
     model = read_config(start.resolved, config.quantization)
-    decoders, weights = _load(start, model, endpoint, device)
+    everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
+    decoders, weights = _load(start, model, endpoint, everyone, device)
     gpus = [GpuStart(decoder, config, device) for decoder in decoders] if device.type == "cuda" else []
     longest = config.max_model_len or model.max_position_embeddings
     block_bytes = tuple(kv_bytes_per_block(one.config, config.block_size, one.dtype) for one in decoders)
     reserved = max((gpu.measure(longest, None) for gpu in gpus), default=0)
     if gpus and start.host_pool is not None:
         reserved += sum(map(staging_memory, block_bytes))
-    speeds = None if start.host_pool is None else measure_speeds(device, decoders[0].dtype, dist.group.WORLD)
+    speeds = None
+    if start.host_pool is not None:
+        speeds = measure_speeds(device, decoders[0].dtype, everyone, config.num_workers)
     endpoint.report(
         Loaded(
             start.rank,
@@ -102,15 +104,13 @@ def _set_apart(start: WorkerStart, device: torch.device) -> HostProcessor:
 
 
 def _load(
-    start: WorkerStart, model: ModelConfig, endpoint: WorkerEndpoint, device: torch.device
+    start: WorkerStart, model: ModelConfig, endpoint: WorkerEndpoint, everyone: RankGroup, device: torch.device
 ) -> tuple[Sequence[Decoder], ReshardableWeights | None]:
     """The worker's decoders by layout, that of the layout to begin in filled; and the weights of all layouts, None
     where there is one."""
     config = start.config
     shards = [of_layout[start.rank] for of_layout in shards_of_layouts(model, config)]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # before NCCL takes the one that is set
-    groups = join_workers(shards, start.init_method, device, headers=config.attends_on_host)
+    groups = [everyone.split(shard) for shard in shards]  # all of them now: a change of layout makes none
     arguments = start.resolved, config, device, lambda *progress: endpoint.report(Loading(start.rank, *progress))
     if len(shards) == 1:
         return [load_decoder(*arguments, shard=shards[0], group=groups[0])[0]], None

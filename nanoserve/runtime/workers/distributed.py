@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import cycle
 
 import msgspec
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from nanoserve.models.shards import Shard
 from nanoserve.runtime.host.hybrid_runner import Header
-from nanoserve.runtime.launch.rendezvous import open_store
+from nanoserve.runtime.launch.rendezvous import open_store, own_address
+from nanoserve.runtime.workers.links import Links
 
 _CPU = torch.device("cpu")
 _UNSENT = 2
@@ -126,44 +128,64 @@ def _started(work: dist.Work | None) -> dist.Work:
     return work
 
 
-class RankGroup:
-    """A TensorParallelGroup of processes: the ranks of one stage. All workers make theirs at the same time."""
+_DIRECT_BYTES = 2**16
+"""Larger tensors of more than two ranks go round a ring: each rank sends 2 (t - 1) / t of the bytes there, and t - 1
+times the bytes if it sends all to every other rank."""
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        for stage in range(shard.num_stages):  # every process takes part in making every group
-            group = dist.new_group(list(range(stage * shard.degree, (stage + 1) * shard.degree)))
-            if stage == shard.stage:
-                self._group = group
+
+class RankGroup:
+    """A TensorParallelGroup of processes, by their workers' numbers, over links in the memory of CPUs. All workers make
+    all groups, in the same order."""
+
+    def __init__(self, workers: Sequence[int], links: Links | None) -> None:
+        self._workers, self._links = workers, links
+        self._group = dist.new_group(list(workers))
+        self._others = [worker for worker in workers if worker != dist.get_rank()]
+        self._is_first = dist.get_rank() == workers[0]
+
+    def split(self, shard: Shard) -> "RankGroup | None":
+        """Out of the group of all workers, the ranks of this worker's stage; None for a stage of one rank."""
+        if shard.degree == 1:
+            return None
+        workers = range(shard.num_stages * shard.degree)
+        stages = [RankGroup(workers[start : start + shard.degree], self._links) for start in workers[:: shard.degree]]
+        return stages[shard.stage]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place of the argument."""
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+        """The sum over all ranks, with the same bits on each. May reuse its argument."""
+        if self._links is None or (len(self._others) > 1 and tensor.nbytes > _DIRECT_BYTES):
+            dist.all_reduce(tensor, group=self._group)
+            return tensor
+        received = {worker: tensor.new_empty(tensor.shape) for worker in self._others}
+        self._links.exchange(dict.fromkeys(self._others, tensor), received)
+        return reduce(Tensor.add_, [received.get(worker, tensor) for worker in self._workers])
 
     def gather(self, tensor: Tensor) -> Tensor | None:
         """[N, columns] of every rank -> [N, degree * columns] on rank 0; None elsewhere."""
-        shard = self._shard
-        parts = [torch.empty_like(tensor) for _ in range(shard.degree)] if shard.rank == 0 else None
-        dist.gather(tensor.contiguous(), parts, dst=shard.stage * shard.degree, group=self._group)
-        return None if parts is None else torch.cat(parts, dim=1)
+        parts = {worker: tensor.new_empty(tensor.shape) for worker in self._workers} if self._is_first else {}
+        if self._links is None:
+            dist.gather(tensor.contiguous(), [*parts.values()] or None, dst=self._workers[0], group=self._group)
+        elif self._is_first:
+            self._links.exchange({}, {worker: parts[worker] for worker in self._others})
+            parts[self._workers[0]] = tensor
+        else:
+            self._links.exchange({self._workers[0]: tensor}, {})
+        return torch.cat([*parts.values()], dim=1) if self._is_first else None
 
 
 def join_workers(
-    shards: Sequence[Shard], init_method: str, device: torch.device, *, headers: bool = False
-) -> list[RankGroup | None]:
-    """Join the other workers. Returns this worker's tensor-parallel group in each layout, None where it has one rank.
-
-    All groups are made here: a change of layout makes none. The shards are this worker's, by layout. With headers,
-    tensors of the CPU are sent too, whatever the device is. Raises torch's RuntimeError if workers cannot be reached.
-    """
+    rank: int, world_size: int, init_method: str, device: torch.device, *, headers: bool = False
+) -> RankGroup:
+    """Join the other workers; returns the group of all. With headers, tensors of the CPU are sent too, whatever the
+    device is. Raises torch's RuntimeError, or RuntimeFailure, if workers cannot be reached."""
     # Workers of one machine that meet in a file talk over its own interface: a host name may lead nowhere.
     if init_method.startswith("file:"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
-    backend = "gloo"
+    backend, store = "gloo", open_store(init_method, world_size)
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl" if headers else "nccl"
-    world_size = shards[0].num_stages * shards[0].degree
-    store = open_store(init_method, world_size)
-    dist.init_process_group(backend, store=store, rank=shards[0].worker, world_size=world_size)
-    return [RankGroup(shard) if shard.degree > 1 else None for shard in shards]
+        torch.cuda.set_device(device)  # before NCCL takes the one that is set
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    on_cpu = device.type == "cpu"
+    links = Links.open(store, rank, world_size, own_address(init_method)) if on_cpu else None
+    return RankGroup(range(world_size), links)

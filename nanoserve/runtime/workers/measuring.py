@@ -48,19 +48,18 @@ def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     message takes. Raises NanoserveError as `build_worker` does."""
     config, devices = start.config, start.config.num_workers
     device, model = usable_device(config.device), read_config(start.resolved, config.quantization)
-    place = Shard(range(model.num_layers), start.rank, devices)
-    join_workers([place], start.init_method, device)
+    everyone = join_workers(start.rank, devices, start.init_method, device)
     cpu_operators().load()
     dtype = resolve_dtype(config.dtype, device, model.dtype)
     degrees = [degree for degree in tensor_degrees(model) if devices % degree == 0]
     memory = available_memory(device) / 2 / devices
-    speeds, sent = measure_speeds(device, dtype, dist.group.WORLD), None
+    speeds, sent = measure_speeds(device, dtype, everyone, devices), None
     if devices > 1:
         sends: _Probes = {"send": {(size,): partial(_send_seconds, start.rank, devices, size) for size in _SENT}}
         sent = curve_of(_take(sends, 0.0)["send"]).undisturbed()
     times, built = dict[int, DegreeTimes](), cpu_operators().loaded
     for degree in degrees:
-        with _open_probes(start, model, degree) as (probes, compiled):
+        with _open_probes(start, model, degree, everyone) as (probes, compiled):
             samples = _take(probes, _SECONDS / len(degrees))
         built = built and compiled
         times[degree] = _degree_times(samples)
@@ -83,13 +82,14 @@ def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
 
 
 @contextmanager
-def _open_probes(start: WorkerStart, model: ModelConfig, degree: int) -> Iterator[tuple[_Probes, bool]]:
+def _open_probes(
+    start: WorkerStart, model: ModelConfig, degree: int, everyone: RankGroup
+) -> Iterator[tuple[_Probes, bool]]:
     """Probes of a shard of this degree, and whether its layers run compiled, if ever they do."""
     config, devices, device = start.config, start.config.num_workers, usable_device(start.config.device)
     shard = Shard(_some_layers(model, config, degree), rank=start.rank % degree, degree=degree)
     place = Shard(shard.layers, start.rank // degree, devices // degree, shard.rank, degree)
-    group = RankGroup(place) if degree > 1 else None
-    decoder, _ = load_decoder(start.resolved, config, device, None, shard=shard, group=group)
+    decoder, _ = load_decoder(start.resolved, config, device, None, shard=shard, group=everyone.split(place))
     layers, size = compiled_layers(decoder.eval(), config), config.block_size
     run_layer = layers or DecoderLayer.__call__
     blocks = max(_TOKENS[-1] // size, max(_ROWS))

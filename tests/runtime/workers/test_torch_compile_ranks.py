@@ -14,7 +14,7 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.models.shards import make_shards
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.step.forward_pass import ForwardPass
-from nanoserve.runtime.workers.distributed import join_workers
+from nanoserve.runtime.workers.distributed import RankGroup, join_workers
 from tests.runtime.small_model import small_config
 from tests.runtime.test_torch_compile import caches, step_of
 
@@ -25,7 +25,8 @@ def traced_and_eager(rank: int, meeting: Path) -> tuple[list[Tensor], list[Tenso
     """Hidden states of one of two ranks, and why its layers did not run compiled if they did not."""
     config = replace(small_config(), num_layers=1, sliding_windows=(0,))
     shards = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
-    (group,) = join_workers(shards[rank : rank + 1], f"file://{meeting}", torch.device("cpu"))
+    join_workers(rank, 2, f"file://{meeting}", torch.device("cpu"))
+    group = RankGroup(range(2), links=None)  # as on a GPU
     torch.manual_seed(rank)
     decoder = Decoder(config, shard=shards[rank], group=group).eval().requires_grad_(False)
     layers, generator = LayerRunner.torch_compile(decoder, backend="inductor"), torch.Generator().manual_seed(1)
