@@ -31,6 +31,7 @@ from nanoserve.commands.terminal import remark, say
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import Chart, draw, panel
+from nanoserve.measures.highest_rate import RateTrial, find_highest_rate
 from nanoserve.measures.metrics import parse_slo
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.children import run_module
@@ -69,10 +70,17 @@ class BenchServeOptions(
     arrivals: str = option(
         "poisson", "Or the times of --trace, stretched to --rate if given.", choices=("poisson", "trace")
     )
+    max_rate: bool = option(
+        False, "Find the highest rate: up to which throughput rises with it, or 99% of the requests keep to --slo."
+    )
 
     def points(self) -> list[Point]:
-        """The loads of the sweep; a UsageError says which options contradict each other."""
+        """The loads of the sweep, none if they are to be found; a UsageError says which options contradict."""
         traced = self.arrivals == "trace"
+        if self.max_rate:
+            if (self.rate, self.concurrency) != (None, None):
+                raise UsageError("--max-rate finds the rate: leave out --rate and --concurrency")
+            return []
         if self.concurrency is not None and (traced or self.rate is not None):
             raise UsageError("--concurrency is a closed loop: give it without --rate and --arrivals trace")
         if self.rate is not None:
@@ -94,6 +102,7 @@ def run(options: BenchServeOptions) -> None:
         --lengths 128+64
       nanoserve bench serve --url http://127.0.0.1:8000 --rate 1,2,4 \\
         --slo ttft=2000,tpot=100 --plot load.png
+      nanoserve bench serve -m dummy:qwen3-0.6b --max-rate --requests 100
       nanoserve bench serve --trace AzureLLMInferenceTrace_conv.csv \\
         --arrivals trace --requests 200 --json azure.json
     """
@@ -116,11 +125,27 @@ def run(options: BenchServeOptions) -> None:
         bench = ServeBench(sender=sender, style=style, work=fitting, seed=seed, slo=limits, foreign=foreign)
         remark(f"warming up with {options.warm_up} requests")
         bench.warm_up(options.warm_up)
-        for point in points:
+
+        def measure(point: Point) -> None:
             remark(f"measuring {work.name} at {point.name}")
             with show_progress() as progress:
                 answers = counted(progress, "answers", repeats * len(fitting.shapes))
                 bench.measure(point, repeats, report.add, answers)
+
+        def measure_rate(rate: float) -> RateTrial:
+            measure(Point(rate=rate, traced=options.arrivals == "trace", exact=True))
+            row = report.rows[-1]
+            if len(report.rows) == 1:
+                remark(
+                    f"about seven more runs find the highest rate, each of {repeats * row['seconds']:,.0f} s or more"
+                )
+            attainment = None if row["goodput"] is None else row["goodput"]["attainment"]
+            return RateTrial(row["requests_per_s"], row["output_tokens_per_s"], row["latency_growth"], attainment)
+
+        for point in points:
+            measure(point)
+        if options.max_rate:
+            report.put("highest_rate", find_highest_rate(measure_rate, len(fitting.shapes)))
 
 
 def _server(options: BenchServeOptions, report: Report, opened: ExitStack) -> tuple[ApiClient, ForeignLoad | None]:
@@ -151,6 +176,8 @@ def _show(report: Report, options: ResultOptions) -> None:
     title += f", {engine_title(document['engine'])}" if "engine" in document else f" at {document['server']['url']}"
     print_results(report, title, _COLUMNS)
     print_latencies(report, columns(("", ("load", "case"))))
+    if (found := document.get("highest_rate")) is not None:
+        print(found["words"])
     for row in report.rows:
         for warning in warnings(row):
             print(f"{row['case']}: {warning}")
@@ -163,10 +190,11 @@ def _chart(report: Report, title: str) -> Chart:
     x = "clients" if report.rows[0]["concurrency"] else "requests/s offered"
     lines = {f"{title}, ms": {name: f"{path}.{name}" for name in _PERCENTILES} for path, title in LATENCIES.items()}
     lines["output tokens/s"] = {"": "output_tokens_per_s"}
-    ticks = [str(row["tick"]) for row in report.rows]
+    rows = sorted(report.rows, key=lambda row: row["offered_requests_per_s"] or math.inf)
+    ticks = [str(row["tick"]) for row in rows]
     panels = []
     for y, paths in lines.items():
-        values = {label: [Column("", path).value(row) for row in report.rows] for label, path in paths.items()}
+        values = {label: [Column("", path).value(row) for row in rows] for label, path in paths.items()}
         heights = {label: [math.nan if one is None else one for one in found] for label, found in values.items()}
         panels.append(panel(y.partition(",")[0], x, y, ticks, heights))
     return Chart(report.titled(title), panels, columns=len(panels))

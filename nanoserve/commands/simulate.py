@@ -1,9 +1,10 @@
 """``nanoserve simulate``: policies, requests and engines on hardware that nobody here has."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,12 @@ from nanoserve.costs.profile import MeasuredTimes, read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Panel, draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.measures.highest_rate import RateTrial, find_highest_rate, latency_growth
 from nanoserve.measures.metrics import Distribution, parse_slo
 from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.models.hub import find_shape
 from nanoserve.processes.sizes import parse_size
+from nanoserve.record.metrics import CompletedRequest
 from nanoserve.record.trace import RunTrace
 from nanoserve.record.window import StepWindow, token_panels
 from nanoserve.scheduler.policies import parse_policies
@@ -38,8 +41,10 @@ _MOST_AT_A_TIME = 2**30  # tokens in a step, and sequences: more than there can 
 _MOST_BLOCKS = 2**24  # each takes some 40 bytes here
 _PANEL_SIZE, _TIER_STYLES = (7.5, 2.7), ("-", "--", ":")  # of the chart
 _RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
+_AT_ONCE = 1e9  # requests per second
 _COLUMNS = columns(
     ("", "policy"),
+    (".3g", "rate"),
     (",.0f", ("tok/s", "tokens_per_second")),
     (",.2f", ("req/s", "requests_per_second")),
     (",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99")),
@@ -253,6 +258,9 @@ class SimulateOptions(
     slo: str | None = option(
         None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
     )
+    max_rate: bool = option(
+        False, "Find the highest rate: up to which throughput rises with it, or 99% of the requests keep to --slo."
+    )
     record: Path | None = file_option(
         "Write the stages' time for Perfetto or chrome://tracing; one policy only.", panel=RESULTS_PANEL
     )
@@ -269,12 +277,15 @@ def run(options: SimulateOptions) -> None:
       nanoserve simulate --policy throttling,throttling:iterations=4:threshold=0.1
       nanoserve simulate --rate 40 --requests 5000 --replicas 16 \\
         --router least-tokens --slo ttft=2000,tpot=100
+      nanoserve simulate --policy sarathi,throttling --max-rate
       nanoserve simulate --policy seesaw --prefill-parallel P4 \\
         --decode-parallel T4 --host-kv-memory 80GiB
     """
     chosen = parse_policies(options.policy, options.max_num_batched_tokens)
     if options.record is not None and len(chosen) > 1:
         raise UsageError("--record takes one policy")
+    if options.max_rate and (options.rate, options.plot, options.record) != (None, None, None):
+        raise UsageError("--max-rate tries many rates: leave out --rate, --plot and --record")
     check_replicas(options.replicas)
     make_router(options.router)  # an unknown name is refused before anything runs
     slo = parse_slo(options.slo)
@@ -286,18 +297,16 @@ def run(options: SimulateOptions) -> None:
     layouts = options.layouts() if len(hardware.layouts) > 1 else (ParallelLayout(),)
     with reported as report, ChromeTraceFile(options.record) if options.record else nullcontext() as trace:
         runs: list[PlottedRun] = []
+        highest: dict[str, Any] = {}
         for name, policy in chosen.items():
-            window = StepWindow(beside=runs[0].window if runs else None)
-            traces = [] if trace is None else [RunTrace(trace, 0.0, layouts=layouts)]
-            result = simulate(
+            run_policy = partial(
+                simulate,
                 policy,
                 hardware.layouts[0],
-                options.workload(),
                 num_blocks=hardware.kv_blocks[0],
                 block_size=options.block_size,
                 max_num_seqs=options.max_num_seqs,
                 runtime=_RUNTIMES[options.metadata],
-                observers=(window, *traces),
                 slo=slo,
                 replicas=options.replicas,
                 router=options.router,
@@ -305,11 +314,29 @@ def run(options: SimulateOptions) -> None:
                 other_layouts=list(map(OtherLayout, hardware.layouts[1:], hardware.kv_blocks[1:])),
                 predictors=hardware.predictors,
             )
+            if options.max_rate:
+                highest[name] = find_highest_rate(partial(_try, run_policy, name, options, report), options.requests)
+                report.put("highest_rates", highest)
+                continue
+            window = StepWindow(beside=runs[0].window if runs else None)
+            traces = [] if trace is None else [RunTrace(trace, 0.0, layouts=layouts)]
+            result = run_policy(requests=options.workload(), observers=(window, *traces))
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
             runs.append(PlottedRun(name, result, window))
         if options.plot is not None:
             title = f"{place}\n{_title(report, options)}"
             draw(simulation_chart(title, runs), options.plot, panel_size=_PANEL_SIZE)
+
+
+def _try(
+    run_policy: Callable[..., SimulationResult], name: str, options: SimulateOptions, report: Report, rate: float
+) -> RateTrial:
+    at, ended = replace(options, rate=min(rate, _AT_ONCE)), list[CompletedRequest]()
+    result = run_policy(requests=at.workload(), request_observers=[ended.append])
+    row = {"policy": name, "rate": at.rate, "bubble_share": result.bubble_share}
+    report.add(row | msgspec.to_builtins(result))
+    growth = latency_growth([(one.arrival, one.ttft, one.tpot, one.output_tokens) for one in ended])
+    return RateTrial(result.requests_per_second, result.output_tokens_per_second, growth, result.slo_attainment)
 
 
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:
@@ -338,11 +365,11 @@ def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
     return f"{model} on {settings['hardware']}, {layout}"
 
 
-def _title(report: Report, options: WorkloadOptions) -> str:
+def _title(report: Report, options: SimulateOptions) -> str:
     """What ran; a trace may have fewer requests than were asked for."""
     lengths = options.trace.name if options.trace else options.lengths or GLLMS_SHAREGPT
     together = "as the trace has them" if options.trace else "all at once"
-    pace = together if options.rate is None else f"{options.rate:g} a second"
+    pace = "at many rates" if options.max_rate else together if options.rate is None else f"{options.rate:g} a second"
     return f"{report.rows[0]['requests']} requests of {lengths}, {pace}"
 
 
@@ -351,7 +378,10 @@ def _show(report: Report, options: SimulateOptions, place: str) -> None:
     rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
     tiers = [column for column in _TIER_COLUMNS if any(row[column.path] for row in rows)]
     slo = _SLO_COLUMNS if report.document["settings"]["slo_ms"] else []
-    print_table(_title(report, options), [*_COLUMNS, *slo, *tiers], rows)
+    shown = [column for column in _COLUMNS if options.max_rate or column.path != "rate"]
+    print_table(_title(report, options), [*shown, *slo, *tiers], rows)
+    for name, found in report.document.get("highest_rates", {}).items():
+        print(f"{name}: {found['words']}")
     if options.replicas > 1:
         print_table("least / mean / most of the replicas", _SPREAD_COLUMNS, map(_spread, report.rows))
 

@@ -80,6 +80,26 @@ def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: 
     assert [replica["requests"] for replica in row["replicas"]] == [2, 2, 1]
 
 
+def test_the_highest_rate_of_each_policy_is_found(command: Run, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    search = ["--requests", "40", "--max-rate", "--policy", "sarathi,decode-first", "--lengths", "300+10"]
+    code, out, err = command(*SMALL, *search, "--json", str(path))
+    assert code == 0, err
+    assert "40 requests of 300+10, at many rates" in out
+    document = json.loads(path.read_text())
+    for policy, found in document["highest_rates"].items():
+        assert f"{policy}: throughput rises with the rate up to {found['rate']:.3g} requests/s" in out
+        tried = [row for row in document["rows"] if row["policy"] == policy]
+        assert tried[0]["rate"] == 1e9  # all at once
+        assert found["rate"] in [row["rate"] for row in tried]
+        # The next rate that was tried is at most 5 % higher, and was too high.
+        above = min(row["rate"] for row in tried[1:] if row["rate"] > found["rate"])
+        assert above <= 1.05 * found["rate"]
+        (row,) = [row for row in tried if row["rate"] == above]
+        assert row["tokens_per_second"] >= 0.85 * tried[0]["tokens_per_second"]
+    assert list(document["highest_rates"]) == ["sarathi", "decode-first"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -100,6 +120,8 @@ def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: 
         (["--rate", "-1"], "the request rate must be a number above 0, not -1.0"),
         (["--rate", "1", "--variation", "0"], "the variation of the gaps must be a number above 0"),
         (["--variation", "2"], "give both"),
+        (["--max-rate", "--rate", "3"], "--max-rate tries many rates: leave out --rate, --plot and --record"),
+        (["--max-rate"], "--max-rate takes at least 16 requests, not 5: see --requests"),
         (["--lengths", "long"], "--lengths takes tokens in and out such as 512+128, or one of sharegpt-gllm, azure"),
         (["--lengths", "0+5"], "--lengths takes whole numbers from 1"),
         (["--lengths", "500000+5", "--num-blocks", "10"], "request-0 takes 500005 tokens, but all KV blocks together"),

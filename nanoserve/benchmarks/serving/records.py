@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from nanoserve.client.events import ServerUsage
+from nanoserve.measures.highest_rate import latency_growth
 from nanoserve.measures.metrics import (
     MILLISECONDS,
     SLO_NAMES,
@@ -76,6 +77,10 @@ class LoadRun(msgspec.Struct):
         return sum(slo.allows(record.ttft, record.tpot, record.e2el) for record in self.complete)
 
     @property
+    def growth(self) -> float | None:
+        return latency_growth([(one.scheduled, one.ttft, one.tpot, one.output_tokens) for one in self.complete])
+
+    @property
     def rates(self) -> dict[str, float]:
         """Requests and tokens of complete answers, per second."""
         outputs = sum(record.output_tokens for record in self.complete)
@@ -125,6 +130,7 @@ def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
         "of_other_length": sum(record.output_tokens != record.wanted_tokens for record in complete),
         "without_text": sum(not record.text_times for record in complete),
         **request_distributions(complete),
+        "latency_growth": mean_of_known(run.growth for run in runs),
         "send_delay_ms": in_milliseconds(record.started - record.scheduled for record in complete),
         "goodput": goodput,
         "samples": samples,

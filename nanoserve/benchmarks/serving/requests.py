@@ -36,6 +36,7 @@ class Point(msgspec.Struct, frozen=True):
     concurrency: int | None = None  # number of clients of a closed loop; None means an open loop
     rate: float | None = None  # requests per second of an open loop; None takes the times of a trace as they are
     traced: bool = False  # whether the open loop follows a trace, and not a Poisson process
+    exact: bool = False  # whether arrivals of a Poisson process are stretched to the rate, which else is a mean of many
 
     @property
     def name(self) -> str:
@@ -52,8 +53,9 @@ class Point(msgspec.Struct, frozen=True):
     def arrivals(self, work: Work, seed: int) -> list[float]:
         """When the requests of an open loop come; the times of a trace are the same for every seed."""
         if self.traced:
-            return trace_arrivals(work.times or (0.0,), self.rate)
-        return poisson_arrivals(math.inf if self.rate is None else self.rate, len(work.shapes), seed)
+            return stretched_arrivals(work.times or (0.0,), self.rate)
+        arrivals = poisson_arrivals(math.inf if self.rate is None else self.rate, len(work.shapes), seed)
+        return stretched_arrivals(arrivals, self.rate) if self.exact else arrivals
 
 
 class PreparedRequest(NamedTuple):
@@ -111,9 +113,9 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
     return list(accumulate(generator.expovariate(rate) for _ in range(count)))
 
 
-def trace_arrivals(times: Sequence[float], rate: float | None = None) -> list[float]:
-    """The times of a trace from its first arrival on, evenly stretched to a mean rate if one is given. The mean rate of
-    n arrivals is n - 1 over the time from the first to the last. Raises UsageError if that is zero."""
+def stretched_arrivals(times: Sequence[float], rate: float | None = None) -> list[float]:
+    """Times, of a trace say, from the first on, evenly stretched to a mean rate if one is given. The mean rate of n
+    arrivals is n - 1 over the time from the first to the last. Raises UsageError if that is zero."""
     first = min(times)
     offsets = [time - first for time in times]
     if rate is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.serving.requests import offered_rate, parse_rates, poisson_arrivals, trace_arrivals
+from nanoserve.benchmarks.serving.requests import offered_rate, parse_rates, poisson_arrivals, stretched_arrivals
 from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import read_arrivals
 
@@ -31,13 +31,13 @@ def test_arrivals_are_those_of_the_seed_and_the_rate_only_stretches_them() -> No
 
 def test_a_trace_begins_at_zero_and_can_be_stretched_to_a_rate() -> None:
     times = [100.0, 101.0, 101.0, 110.0]
-    assert trace_arrivals(times) == [0.0, 1.0, 1.0, 10.0]
-    assert trace_arrivals(times, rate=3.0) == pytest.approx([0.0, 0.1, 0.1, 1.0])
-    assert offered_rate(trace_arrivals(times, rate=3.0)) == pytest.approx(3.0)
-    assert trace_arrivals(times, rate=math.inf) == [0.0] * 4
-    assert trace_arrivals([5.0]) == [0.0]
+    assert stretched_arrivals(times) == [0.0, 1.0, 1.0, 10.0]
+    assert stretched_arrivals(times, rate=3.0) == pytest.approx([0.0, 0.1, 0.1, 1.0])
+    assert offered_rate(stretched_arrivals(times, rate=3.0)) == pytest.approx(3.0)
+    assert stretched_arrivals(times, rate=math.inf) == [0.0] * 4
+    assert stretched_arrivals([5.0]) == [0.0]
     with pytest.raises(UsageError, match="come all at once"):
-        trace_arrivals([7.0, 7.0], rate=2.0)
+        stretched_arrivals([7.0, 7.0], rate=2.0)
     assert offered_rate([0.0, 0.0]) is None
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from nanoserve.benchmarks.peers.process import Opening
 from nanoserve.benchmarks.peers.server_peer import ServerPeer
-from nanoserve.benchmarks.serving import own_server
+from nanoserve.benchmarks.serving import own_server, sending
 from nanoserve.benchmarks.serving.own_server import OwnServer
+from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord
 from nanoserve.commands import bench_serve
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.main import main
@@ -105,6 +106,41 @@ def test_open_loops_and_traces(bench: Run, server: Server, tmp_path: Path) -> No
     assert json.loads(report.read_text())["rows"][0]["case"] == "50 requests/s"
 
 
+def test_the_highest_rate_is_that_of_a_queue_of_known_capacity(
+    bench: Run, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer at a time, each in a quarter of a second, and no second of it is waited."""
+
+    async def queue(_: Any, requests: Any, arrivals: Any, run: LoadRun, clients: Any = None, told: Any = None) -> None:
+        free = 0.0
+        for arrival in arrivals:
+            first, free = max(free, arrival) + 0.05, max(free, arrival) + 0.25
+            times = [first, free]
+            run.records.append(
+                RequestRecord(scheduled=arrival, started=arrival, ended=free, text_times=times, output_tokens=3)
+            )
+        run.seconds = free
+
+    monkeypatch.setattr(sending, "send_all", queue)
+    report = tmp_path / "report.json"
+    words = ("--url", server.url, "--max-rate", "--requests", 300, "--json", report)
+    code, out, err = bench(*words, "--plot", tmp_path / "rates.png")
+    assert code == 0, err
+    document = json.loads(report.read_text())
+    found = document["highest_rate"]["rate"]
+    assert found == pytest.approx(4.0, rel=0.1)
+    assert f"throughput rises with the rate up to {found:.3g} requests/s" in out
+    offered = [row["offered_requests_per_s"] for row in document["rows"]]
+    assert offered[0] is None and found in [pytest.approx(rate) for rate in offered[1:]]
+    assert "about seven more runs find the highest rate, each of 75 s or more" in err
+    # An answer is late where four others are before it: in 1 of 100 long before the capacity is reached.
+    assert bench(*words, "--slo", "e2el=1000")[0] == 0
+    limited = json.loads(report.read_text())
+    assert 0.5 < limited["highest_rate"]["rate"] < 0.9 * found
+    held = [row for row in limited["rows"] if row["goodput"]["attainment"] >= 0.99]
+    assert max(row["offered_requests_per_s"] for row in held) == pytest.approx(limited["highest_rate"]["rate"])
+
+
 def test_a_chat_of_others(bench: Run, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     with foreign(chat=HELLO) as other:
@@ -147,6 +183,8 @@ def test_a_warm_up_that_fails_ends_it(bench: Run) -> None:
     ("arguments", "message"),
     [
         (("--concurrency", "2", "--rate", "3"), "--concurrency is a closed loop"),
+        (("--max-rate", "--rate", "3"), "--max-rate finds the rate: leave out --rate and --concurrency"),
+        (("--max-rate", "--concurrency", "3"), "--max-rate finds the rate: leave out --rate and --concurrency"),
         (("--rate", "fast"), "--rate takes requests per second"),
         (("--concurrency", "0"), "--concurrency takes whole numbers"),
         (("--arrivals", "gamma"), "'gamma' is not one of poisson, trace"),
