@@ -14,12 +14,14 @@ from nanoserve.costs.work import HostBatch, StepFeatures, Strategy
 
 _OCTAVES: Final = 4  # between one size that has a factor of its own and the next: 16 times as large
 # Standard deviations of the factors' logarithms before anything is measured: what all sizes of a part have in common,
-# each size's own, and of a strategy.
-_COMMON, _OWN, _OF_STRATEGY = 0.6, 0.4, 0.3
+# each size's own, and of a strategy. While all steps are of one, it is not seen whether that or the device got slower:
+# it takes a part that makes policies leave it, and the steps that follow tell.
+_COMMON, _OWN, _OF_STRATEGY = 0.6, 0.4, 0.5
 _BOUND = log(8.0)  # factors stay between an eighth and 8
 # Larger errors are cut to this many deviations, and count as less certain (Huber). The second limit is for the
 # beginning, when the variance is large and the first steps warm up.
 _MOST_DEVIATIONS, _MOST_AT_ONCE = 2.0, log(2.0)
+_CHANGED = 3  # so many in a row are no outliers
 _FADING = 5e-4  # share of the prior that returns with every number: a factor may change while it is not measured
 _DRIFT = 1e-4  # share of its logarithm that an unmeasured factor loses with every number: half of it in 7000
 _NOISE, _LEAST_NOISE, _MOST_NOISE = 0.3, 0.02, 0.5  # relative scatter of measured numbers: initial, least and most
@@ -34,12 +36,14 @@ class FactorFilter:
     One number is measured of a step that has several parts. The filter remembers which combinations are known: the
     first steps with a prompt correct the time of prompts, not what decodes have shown. Least mean squares would take
     thousands of steps for that. In logarithms twice and half the time are equally wrong, no factor becomes negative,
-    and a step in which the machine stood still is off by 4 or so, of which two deviations count.
+    and a step in which the machine stood still is off by 4 or so, of which two deviations count. When some in a row
+    are off to the same side, something has changed, and all is as uncertain as before anything was measured.
     """
 
     def __init__(self, prior: Vector) -> None:
         self.mean = [0.0] * len(prior)  # the logarithms
-        self._covariance, self._doubt = prior, _FADING * prior
+        self._prior, self._covariance, self._doubt = prior, prior, _FADING * prior
+        self._surprises = defaultdict[str, int](int)  # errors in a row that were cut, by kind; negative if below 0
         self._variances = defaultdict[str, float](lambda: _NOISE**2)  # of numbers around their expectation, by kind
 
     def observe(self, kind: str, gradient: Vector, error: float) -> None:
@@ -49,10 +53,14 @@ class FactorFilter:
         known = float(along @ gradient)
         most = min(_MOST_DEVIATIONS * sqrt(known + variance), _MOST_AT_ONCE)
         expected = known + variance * max(1.0, abs(error) / most)
+        surprise, row = (error > most) - (error < -most), self._surprises[kind]
+        self._surprises[kind] = row = surprise + (row if row * surprise > 0 else 0)
         step = min(max(error, -most), most) / expected
         moved = zip(self.mean, along.tolist(), strict=True)
         self.mean = [min(max(mean + one * step, -_BOUND), _BOUND) for mean, one in moved]
         self._covariance = self._covariance * (1.0 - _FADING) + self._doubt - np.outer(along, along / expected)
+        if abs(row) == _CHANGED:
+            self._covariance, self._surprises[kind] = self._prior, 0
         scatter = variance + _NOISE_RATE * (min(error * error, 9.0 * variance) - variance)  # outliers count in part
         self._variances[kind] = min(max(scatter, _LEAST_NOISE**2), _MOST_NOISE**2)
 
