@@ -27,7 +27,8 @@ _KEYS = (("policy, engine", "variant"), ("read", "state"))
 _REQUEST_COLUMNS = columns(
     ("", *_KEYS, "rounds"),
     (",.2f", "seconds"),
-    (",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")),
+    (",.1f", ("output tok/s", "output_tokens_per_s"), ("predicted", "predicted_tokens_per_s")),
+    (",.1f", ("total tok/s", "total_tokens_per_s")),
     (",.1f", ("TTFT ms", "ttft_ms.mean"), ("TTFT p99", "ttft_ms.p99"), ("TPOT ms", "tpot_ms.mean")),
     (",.1f", ("TPOT p99", "tpot_ms.p99"), ("E2EL ms", "e2el_ms.mean"), ("E2EL p99", "e2el_ms.p99")),
     (",.0f", ("preempted", "preemptions")),
@@ -55,6 +56,7 @@ _SIMULATED_COLUMNS = columns(
 class PipelineOptions(LengthOptions, RandomModelOptions, renamed={"--request-rate": "is now --rate"}):
     rate: str = option("inf", "Requests per second, or inf: all at once.", metavar="X")
     metadata: str = option("decoupled", "decoupled: plans go ahead (gLLM); coupled; or both.", metavar="NAME")
+    predicted: bool = option(False, "Measure the layouts first, and say what that predicts.")
     against_one_process: bool = option(False, "Also one process with all threads, on the same work.")
     policy: str = option(
         "sarathi,throttling",
@@ -87,7 +89,7 @@ class StageComparison(Comparison):
     """Every policy on every engine: rates, latencies, and where the time of the stages went."""
 
     kind = "pipeline"
-    reported = ("metadata", "pp", "tp", "pp_split")
+    reported = ("metadata", "predicted", "pp", "tp", "pp_split")
     picture = staticmethod(stages_picture)
     ratios = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}  # noqa: RUF012
 
@@ -126,7 +128,8 @@ class StageComparison(Comparison):
             name = " ".join(words + ["coupled"] * (metadata == "coupled"))
             ahead = metadata == "decoupled" and config.pipeline_parallel > 1
             workers = (engines.open_workers, name, self.resolved, config, model)
-            self.open(f"starting {name}", *workers, metadata=metadata, simulated=ahead)
+            predicted = self.settings["predicted"] and metadata == "decoupled"
+            self.open(f"starting {name}", *workers, metadata=metadata, simulated=ahead, predicted=predicted)
         if self.against_one_process:
             self.open("opening one process", engines.open_one_process, "one process", self.resolved, config)
         config = fitted(config, model, self.engines)

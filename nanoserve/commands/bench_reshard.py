@@ -23,7 +23,8 @@ _KEYS = (("policy, layouts", "variant"), ("read", "state"))
 _RUN_COLUMNS = columns(
     ("", *_KEYS, "rounds"),
     (",.2f", "seconds"),
-    (",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")),
+    (",.1f", ("output tok/s", "output_tokens_per_s"), ("predicted", "predicted_tokens_per_s")),
+    (",.1f", ("total tok/s", "total_tokens_per_s")),
     (",.0f", "steps", ("preempted", "preemptions"), "transitions"),
     (".0%", "pool_peak"),
     (".2f", "foreign_cores"),
@@ -53,6 +54,7 @@ _SIMULATED_COLUMNS = columns(
 
 class ReshardOptions(LengthOptions, RandomModelOptions):
     against_own_workers: bool = option(False, "Also each layout on workers that have no other.")
+    predicted: bool = option(False, "Measure the layouts first, and say what that predicts.")
     prefill_parallel: str | None = option("p2", "Layout for prompts.", metavar="NAME", variables=())
     decode_parallel: str | None = option("t2", "Layout for decodes.", metavar="NAME", variables=())
 
@@ -101,7 +103,14 @@ class LayoutComparison(Comparison):
     """Each layout alone, and the ways of changing between the two: rates, phases, and what was moved."""
 
     kind = "reshard"
-    reported = ("against_own_workers", "prefill_parallel", "decode_parallel", "host_kv_memory", "kv_cache_memory")
+    reported = (
+        "against_own_workers",
+        "predicted",
+        "prefill_parallel",
+        "decode_parallel",
+        "host_kv_memory",
+        "kv_cache_memory",
+    )
     picture = staticmethod(phases_picture)
     pairs = staticmethod(resharding_pairs)
 
@@ -122,7 +131,7 @@ class LayoutComparison(Comparison):
         config, model = self.config, self.model
         names = [layout.name for layout in config.layouts]
         workers = (engines.open_workers, " -> ".join(names), self.resolved, config, model)
-        pair = self.open(f"starting workers for {' and '.join(names)}", *workers)
+        pair = self.open(f"starting workers for {' and '.join(names)}", *workers, predicted=self.settings["predicted"])
         for layout in config.layouts if self.settings["against_own_workers"] else ():
             degrees = {name: getattr(layout, name) for name in ("pipeline_parallel", "tensor_parallel")}
             alone = replace(config, **degrees, decode_layout=None, host_kv_memory=None)

@@ -24,7 +24,7 @@ class DegreeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds of one worker's shard at one tensor degree, while the other workers compute the same."""
 
     layer: MeasuredCurve  # over tokens, without attention, with its all-reduces and a share of the embedding
-    lone: MeasuredCurve  # the same while no other stage computes
+    lone: MeasuredCurve | None  # the same while no other stage computes; None if there is no other
     decode_attention: MeasuredGrid  # of one layer
     prefill_attention: MeasuredCurve  # of one layer, over the tokens of one whole prompt
     head: MeasuredCurve  # logits, gathered, and greedy sampling, over sampled rows
@@ -83,6 +83,11 @@ class LayoutCosts(StepCosts):
             layers[kind.window] += count
         grid, prompts = self.times.decode_attention, self.times.prefill_attention
         return measured_attention(work, layers, self.counts.windows, grid, prompts)
+
+    def lone_seconds(self, work: StepWork, stage: int) -> float:
+        """``stage_seconds`` while no other stage computes, and the memory's bandwidth is this one's alone."""
+        seconds, times = self.stage_seconds(work, stage), self.times
+        return seconds if times.lone is None else seconds * times.lone.at(work.tokens) / times.layer.at(work.tokens)
 
     def _embedding(self, tokens: int) -> float:
         return 0.0  # part of the layers

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import UsageError
@@ -63,6 +63,14 @@ class TieredTimes(MovingTimes, Protocol):
         """Time to move one layer's queries, keys, values and results of ``rows`` rows between device and host."""
 
 
+@runtime_checkable
+class SharingTimes(StepTimes, Protocol):
+    """Step times of stages that share the memory's bandwidth: ``stage_seconds`` are those while all compute."""
+
+    def lone_seconds(self, work: StepWork, stage: int) -> float:
+        """Time that one stage computes on a micro-batch while no other does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """How the processes of a pipeline work together; raises UsageError for a share outside [0, 1)."""
@@ -99,20 +107,35 @@ class Pipeline:
         self.busy_seconds = [0.0] * stages  # what each stage has computed so far; preparing inputs is not computing
         self._times, self._runtime = times, runtime
         self._stage_free, self._host_free, self._link_free = [0.0] * stages, [0.0] * stages, [0.0] * stages
+        self._shares = isinstance(times, SharingTimes)
+        self._under_way: list[tuple[float, StepWork]] = []  # when each will have left the last stage
 
     def run(self, work: StepWork, now: float) -> list[Passage]:
         """Send a micro-batch in; returns its passage through each stage."""
-        passages, arrived, times = [], now, self._times
+        passages, arrived, times = list[Passage](), now, self._times
+        self._under_way = [one for one in self._under_way if one[0] > now]
         last, preparation = times.num_stages - 1, times.host_seconds(work)
         for stage in range(last + 1):
-            computing = times.stage_seconds(work, stage)
+            computing = self._seconds(work, stage)
             start = self._start(stage, arrived, now, preparation, computing)
             end = self._stage_free[stage] = start + computing
             self.busy_seconds[stage] += computing
             passages.append(Passage(start, end))
             if stage < last:
                 arrived = self._link_free[stage] = max(end, self._link_free[stage]) + times.send_seconds(work, stage)
+        self._under_way.append((passages[-1].end, work))
         return passages
+
+    def _seconds(self, work: StepWork, stage: int) -> float:
+        """Time that a stage computes. It shares the memory as long as micro-batches beside it compute: those that
+        follow are taken to be like those under way, since a policy fills the pipeline again and again."""
+        crowded, times = self._times.stage_seconds(work, stage), self._times
+        if not self._shares or not crowded or times.num_stages == 1:
+            return crowded
+        lone = cast(SharingTimes, times).lone_seconds
+        alone = lone(work, stage)
+        beside = sum([min(1.0, lone(other, stage) / alone) for _, other in self._under_way])
+        return alone + min(1.0, beside / (times.num_stages - 1)) * (crowded - alone)
 
     def begin(self, work: StepWork, now: float) -> float:
         """When a pipeline of one stage could compute a step that is submitted now, its inputs prepared."""

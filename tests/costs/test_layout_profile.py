@@ -74,6 +74,15 @@ def test_the_planner_takes_them(sums: float, best: str) -> None:
     assert max(estimates, key=estimates.__getitem__) == best
 
 
+def test_a_stage_has_the_memory_for_itself_while_no_other_computes() -> None:
+    costs = layout_profile().costs(MODEL, P2)
+    work = costs.work([500])
+    assert costs.lone_seconds(work, 0) == pytest.approx(costs.stage_seconds(work, 0) / 2)
+    whole = msgspec.structs.replace(degree_times(0.005), lone=None)
+    alone = msgspec.structs.replace(layout_profile(), degrees={2: whole}).costs(MODEL, T2)
+    assert alone.lone_seconds(work, 0) == alone.stage_seconds(work, 0)
+
+
 def test_a_degree_that_nobody_measured_is_refused() -> None:
     with pytest.raises(UsageError, match=r"a tensor degree of 4 was not measured: use one of \[1, 2\]"):
         layout_profile().costs(MODEL, ParallelLayout(tensor_parallel=4))

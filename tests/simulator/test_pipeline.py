@@ -37,6 +37,22 @@ def test_coupled_metadata_is_prepared_when_stage_and_activations_are_there() -> 
     assert pipeline.run(SHORT, 0.0) == [Passage(3, 5), Passage(5.5, 7.5)]
 
 
+class SharedMemory(LinearTimes):
+    """A stage that computes alone is twice as fast."""
+
+    def lone_seconds(self, work: StepWork, stage: int) -> float:
+        return self.stage_seconds(work, stage) / 2
+
+
+def test_stages_share_the_memory_with_the_micro_batches_under_way() -> None:
+    pipeline = Pipeline(SharedMemory(num_stages=2, decode=1.0), DECOUPLED)
+    assert pipeline.run(LONG, 0.0) == [Passage(0, 2), Passage(2, 4)]  # alone
+    assert pipeline.run(LONG, 2.0) == [Passage(2, 6), Passage(6, 10)]  # one like it is under way
+    assert pipeline.run(SHORT, 20.0) == [Passage(20, 21), Passage(21, 22)]
+    assert pipeline.run(LONG, 21.0) == [Passage(21, 24), Passage(24, 27)]  # one half as long: half of the time
+    assert pipeline.busy_seconds == [10, 10]
+
+
 def test_a_coupled_stage_prepares_for_the_papers_share_of_its_time() -> None:
     pipeline = Pipeline(LinearTimes(step=0.83, host=9.0), COUPLED)
     ends = [pipeline.run(SHORT, 0.0)[0].end for _ in range(100)]

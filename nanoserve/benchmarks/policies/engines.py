@@ -17,6 +17,7 @@ from nanoserve.llm import LLM
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.runtime.host.host_attention import HostAttentionLost
+from nanoserve.runtime.launch.layout_profile import measure_layouts
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import kv_bytes_per_block
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile, measure_shortly
@@ -36,8 +37,11 @@ def open_workers(
     *,
     metadata: Literal["decoupled", "coupled"] = "decoupled",
     simulated: bool = True,
+    predicted: bool = False,
 ) -> OpenEngine:
-    """Workers of one layout or two, whose layers are compiled."""
+    """Workers of one layout or two, whose layers are compiled; their costs are measured first if runs are to be
+    `predicted`."""
+    profile = measure_layouts(resolved, config, config.num_workers, progress, anew=True) if predicted else None
     host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
         resolved, config, model=model, host_blocks=host_blocks, progress=progress, metadata=metadata, observe_times=True
@@ -57,6 +61,7 @@ def open_workers(
         host_blocks=host_blocks,
         host_link_bandwidth=None if executor.speeds is None else executor.speeds.host_link_bandwidth,
         compiled=executor.layers.loaded,
+        costs=() if profile is None else tuple(profile.costs(model, layout) for layout in config.layouts),
         simulated=simulated,
     )
 

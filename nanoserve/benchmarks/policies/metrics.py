@@ -37,13 +37,19 @@ _TOLERANCE = 0.02
 linear layers to be as long as the first, which has more rows."""
 
 
-def _request_metrics(record: RunRecord) -> Metrics:
-    """Rates over the time from the first arrival to the last token."""
+def _request_metrics(run: Run) -> Metrics:
+    """Rates over the time from the first arrival to the last token, and the rate that costs measured before all runs
+    predict; None without these."""
+    record, variant, predicted = run.record, run.variant, None
     seconds, timings = record.makespan, record.timings
     outputs, inputs = sum(one.output_tokens for one in timings), sum(one.input_tokens for one in timings)
+    if costs := variant.engine.costs[variant.first :][: len(variant.layouts)]:
+        make = partial(variant.scheduler, simulated=True)
+        predicted = outputs / rerun(record, costs, make, vocab_size=variant.engine.vocab_size).makespan
     return {
         "seconds": seconds,
         "output_tokens_per_s": outputs / seconds,
+        "predicted_tokens_per_s": predicted,
         "total_tokens_per_s": (inputs + outputs) / seconds,
         "requests": len(timings),
         "preemptions": record.blocks[-1][1].preemptions,
@@ -66,7 +72,7 @@ def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> M
     steps, engine = [step_work(plan) for plan in record.plans], engine_seconds(record)
     tokens = [step.tokens for step in steps]
     return {
-        **_request_metrics(record),
+        **_request_metrics(run),
         **request_distributions(record.timings),
         "steps": len(steps),  # micro-batches, and how tokens are distributed over them
         "tokens": Distribution.of(tokens),
@@ -88,7 +94,7 @@ def layout_metrics(run: Run, first: Run) -> Metrics:
     two = len(run.variant.layouts) == 2
     used = [blocks.used_host / blocks.host for _, blocks in record.blocks if blocks.host]
     return {
-        **_request_metrics(record),
+        **_request_metrics(run),
         "steps": sum(bool(plan.rows) for plan in record.plans),
         "transitions": sum(plan.transition is not None for plan in record.plans),
         "phases": _phase_metrics(record.phases) if two else None,
@@ -132,7 +138,7 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
     simulated = rerun(record, [run.times], make, vocab_size=variant.engine.vocab_size)
     decided = (planned.time - planned.clock for planned in record.planned.values())
     return {
-        **_request_metrics(record),
+        **_request_metrics(run),
         "latencies": {
             "ttft_ms": in_milliseconds(timing.ttft for timing in record.timings),
             # A request's whole latency over its output tokens (APEX, figure 6).

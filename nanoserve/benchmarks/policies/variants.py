@@ -23,7 +23,7 @@ from nanoserve.scheduler.plan import Executor, LayoutCapacity, StepPlan
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing, device_fits_pool
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.pipeline import TieredTimes
+from nanoserve.simulator.pipeline import MovingTimes, TieredTimes
 from nanoserve.simulator.replay import record_run
 
 _PATIENCE, _LOOK = 5.0, 0.01
@@ -77,6 +77,7 @@ class OpenEngine:
     host_link_bandwidth: float | None = None  # of one worker to or from host memory, bytes per second; None: unknown
     host_threads: int = 0  # CPU threads that compute attention in host memory
     compiled: bool  # whether its layers run compiled
+    costs: tuple[MovingTimes, ...] = ()  # one per layout, measured before it was opened; empty if nothing is predicted
     simulated: bool = True  # whether the simulator has a model of it
     measure_times: Callable[[], TieredTimes] | None = None
     """Measures what things take now, for the simulator; None if the simulator takes the times of each run's record."""

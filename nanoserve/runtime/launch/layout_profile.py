@@ -30,10 +30,15 @@ _MESSAGES = 10
 
 
 def measure_layouts(
-    resolved: ResolvedModel, config: EngineConfig, devices: int, progress: ProgressCallback | None = None
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    devices: int,
+    progress: ProgressCallback | None = None,
+    *,
+    anew: bool = False,
 ) -> LayoutProfile:
     """What every layout of this many workers on the CPU takes: measured by workers of their own in about 10 seconds,
-    before anything else is loaded, or as an earlier call kept it in the user's cache.
+    before anything else is loaded, or as an earlier call kept it in the user's cache, unless it is wanted `anew`.
 
     Nothing is kept under torchrun, whose link has no name, nor while layers or operators are not compiled yet. The
     config's layouts and policy do not matter. Raises UsageError for a GPU, and what starting workers raises.
@@ -55,7 +60,7 @@ def measure_layouts(
         threads = physical_cores(), os.environ.get("OMP_NUM_THREADS")
         uncompiled = config.eager, config.batch_invariant, config.block_size
         path = profile_file(versions, processor, step_shape(model), str(dtype), devices, threads, uncompiled)
-    if path is not None:
+    if path is not None and not anew:
         with suppress(UsageError):  # it is not there, or damaged
             return read_layout_profile(path)
     tell = progress or (lambda *_: None)

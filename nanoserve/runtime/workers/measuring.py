@@ -100,15 +100,14 @@ def _open_probes(
         decoder.config, cells, block_size=size, dtype=decoder.dtype, device=device, most_bytes=_KV_BYTES
     )
     attend = partial(attention_seconds, decoder.config, regions)
-    alone = place.is_first
 
     def lone_seconds(tokens: int) -> float | None:
-        return steps.pass_seconds(tokens) if alone else None
+        return steps.pass_seconds(tokens) if place.is_first else None
 
     yield (
         {
             "layer": {(tokens,): partial(steps.pass_seconds, tokens) for tokens in _TOKENS},
-            "lone": {(tokens,): partial(lone_seconds, tokens) for tokens in _TOKENS},
+            "lone": {(tokens,): partial(lone_seconds, tokens) for tokens in (_TOKENS if place.num_stages > 1 else ())},
             "its attention": {(tokens,): partial(attend, *steps.attention_shape(tokens)) for tokens in _TOKENS},
             "decode attention": {cell: partial(attend, cell[0], 1, cell[1]) for cell in product(_BATCHES, _CONTEXTS)},
             "prefill attention": {(tokens,): partial(attend, 1, tokens, tokens) for tokens in _PROMPTS},
@@ -131,7 +130,7 @@ def _degree_times(samples: Samples) -> DegreeTimes:
     attention = samples["its attention"]
     return DegreeTimes(
         layer=difference_of(samples["layer"], attention).undisturbed(),
-        lone=difference_of(samples["lone"], attention).undisturbed(),
+        lone=difference_of(samples["lone"], attention).undisturbed() if samples["lone"] else None,
         decode_attention=grid_of(samples["decode attention"]).undisturbed(),
         prefill_attention=curve_of(samples["prefill attention"]).undisturbed(),
         head=curve_of(samples["head"]).undisturbed(),

@@ -46,6 +46,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         progress: Any,
         *,
         metadata: Any = None,
+        predicted: bool = False,
         **facts: Any,
     ) -> OpenEngine:
         if metadata is None:  # those of bench reshard
@@ -56,6 +57,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             return engine
         times = LinearTimes(num_stages=config.pipeline_parallel, host=2.0**-8, send=2.0**-9, **_TIMES)
         executor = ObservedExecutor(times, runtime=Runtime(metadata=metadata))
+        facts["costs"] = (times,) if predicted else ()
         return open_engine(opened, name, executor, workers=config.num_workers, vocab_size=model.vocab_size, **facts)
 
     def open_one_process(
@@ -117,7 +119,7 @@ def test_everything_at_once_pipeline(bench: Run, closed: list[Any], tmp_path: Pa
     pytest.importorskip("matplotlib")
     report, chart, trace = (tmp_path / name for name in ("report.json", "chart.png", "trace.json"))
     work = ("--requests", 6, "--rate", 8, "--lengths", "60+20", "--rounds", 2)
-    work += ("--metadata", "both", "--against-one-process")
+    work += ("--metadata", "both", "--against-one-process", "--predicted")
     code, out, err = bench("pipeline", *work, "--json", report, "--plot", chart, "--record", trace)
     assert code == 0, err
     engines = ["pp=2", "pp=2 coupled", "one process"]
@@ -129,6 +131,10 @@ def test_everything_at_once_pipeline(bench: Run, closed: list[Any], tmp_path: Pa
     first = found["rows"][0]["round"]["variants"]
     assert first["sarathi, pp=2"]["simulated"]["makespan"] == pytest.approx(1, abs=0.02)
     assert first["sarathi, pp=2 coupled"]["simulated"] is None
+    for policy in ("sarathi", "throttling"):
+        rate = first[f"{policy}, pp=2"]["output_tokens_per_s"]
+        assert first[f"{policy}, pp=2"]["predicted_tokens_per_s"] == pytest.approx(rate, rel=0.02)
+    assert first["sarathi, pp=2 coupled"]["predicted_tokens_per_s"] is None
     assert [len(first[name]["stages"]) for name in names] == [2, 2, 2, 2, 0, 0]
     assert first["throttling, pp=2"]["variation"] < first["sarathi, pp=2"]["variation"]
     for name in (*names, "throttling over sarathi, pp=2", "pp=2 over one process, sarathi"):
