@@ -1,6 +1,7 @@
 """All that passes between scheduler and executors: StepPlan, StepResult, and the Executor protocol.
 
-Plans and results are msgspec Structs, so they cross to worker processes as typed msgpack and never as pickle.
+Plans and results are msgspec Structs, so they cross to worker processes as typed msgpack and never as pickle. They are
+arrays there: every step sends its rows to every worker.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from nanoserve.request import SamplingParams, TokenLogprob
 Tier = Literal["device", "host"]
 
 
-class Begin(msgspec.Struct, frozen=True):
+class Begin(msgspec.Struct, frozen=True, array_like=True):
     """A sequence enters the executor: at its first plan, and again after a preemption or a move between tiers.
 
     A second Begin replaces everything the executor knew of the sequence, including its block table.
@@ -34,7 +35,7 @@ class Begin(msgspec.Struct, frozen=True):
     """Ids that min_tokens keeps from being sampled too early."""
 
 
-class Row(msgspec.Struct, frozen=True, gc=False):
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Some consecutive positions of one sequence to compute in this step.
 
     A decode is a row of one token, a prefill chunk a row of many, speculation a row of several. A row without tokens
@@ -71,7 +72,7 @@ class Copy(msgspec.Struct, frozen=True, array_like=True):
     target: int
 
 
-class Swap(msgspec.Struct, frozen=True):
+class Swap(msgspec.Struct, frozen=True, array_like=True):
     """Move a sequence's blocks between tiers; both sides stay owned until the swap is answered."""
 
     swap: int
@@ -88,7 +89,7 @@ class Swap(msgspec.Struct, frozen=True):
     before the row's token, with it or after it."""
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step. Order of effects: end, begin, copies, swaps, then rows; in each layer all rows write before any reads.
     A swap with ``after_row`` follows its row instead, layer by layer.
 
@@ -118,7 +119,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         return bool(self.rows) or self.transition is not None or self.strategy == "overlap"
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The news of one sequence: sampled tokens (one, or several accepted), or an error."""
 
     sequence: int
@@ -150,7 +151,7 @@ class HostWork(msgspec.Struct, frozen=True, array_like=True):
     """Measured from receiving queries, keys and values until the result is ready."""
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What the executor has found out since its last result."""
 
     step: int | None

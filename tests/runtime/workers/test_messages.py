@@ -95,3 +95,11 @@ def test_the_first_line_is_one_line() -> None:
     line = msgspec.json.encode(start)
     assert b"\n" not in line
     assert msgspec.json.decode(line, type=WorkerStart) == start
+
+
+def test_a_decode_costs_a_plan_few_bytes() -> None:
+    """Every worker gets every row of every step, and answers it."""
+    rows = tuple(Row(1000 + number, 600 + number, (100_000,), True) for number in range(24))
+    assert len(msgspec.msgpack.encode(RunPlan(StepPlan(3, rows=rows, decodes=24)))) < 24 * 25 + 60
+    answers = tuple(Answer(row.sequence, (100_000,)) for row in rows)
+    assert len(msgspec.msgpack.encode(Answered(StepResult(3, answers)))) < 24 * 15 + 60
