@@ -34,6 +34,7 @@ def test_a_step_worked_by_hand() -> None:
     chunk = (0.4 - 0.1) * 2  # a prompt of 20 less one of 10
     assert times.stage_seconds(work, 0) == pytest.approx(linear + decode + chunk + 2)
     assert times.host_seconds(work) == pytest.approx(2.2 + 0.7)  # three rows
+    assert times.with_engine(5.0).host_seconds(work) == pytest.approx(2.2 + 5.0)
     assert times.send_seconds(work, 0) == 0
     assert times.stage_seconds(times.work(), 0) == 0
 

@@ -17,6 +17,7 @@ from nanoserve.benchmarks.floors import Limits, ModelCost, step_work
 from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import compare_with_simulator, rerun
+from nanoserve.costs.profile import MeasuredTimes
 from nanoserve.costs.work import Strategy
 from nanoserve.measures.charts import AnyPanel, Band, ChartCurve, Panel
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
@@ -135,8 +136,10 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
     directions = Counter(swap.direction for plan in plans for swap in plan.swaps)
     assert run.times is not None, "the engine measures times"
     make = partial(variant.scheduler, simulated=True)
-    simulated = rerun(record, [run.times], make, vocab_size=variant.engine.vocab_size)
-    decided = (planned.time - planned.clock for planned in record.planned.values())
+    decided = [planned.time - planned.clock for planned in record.planned.values()]
+    # The policy, what it learns, and the record make more of it than the profile's engine, which only schedules.
+    times = run.times.with_engine(statistics.fmean(decided)) if isinstance(run.times, MeasuredTimes) else run.times
+    simulated = rerun(record, [times], make, vocab_size=variant.engine.vocab_size)
     return {
         **_request_metrics(run),
         "latencies": {

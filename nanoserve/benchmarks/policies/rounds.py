@@ -2,7 +2,8 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ Pair = tuple[str, str, str]  # what a pair of variants is called, and their name
 class Run(NamedTuple):
     """A variant's run of a round's requests."""
 
-    variant: PolicyVariant
+    variant: PolicyVariant  # with what its predictors knew when it began
     record: RunRecord
     times: TieredTimes | None = None  # what things took in the same minutes; None if the record says it
 
@@ -71,8 +72,9 @@ class Bench:
         loads: dict[str, float | None] = {}
         with bracket(self.case, number, self.probe) as fields:
             for variant in rotated(self.variants, number - 1):
+                before = replace(variant, predictors=deepcopy(variant.predictors))  # they go on learning
                 self.foreign.read()
-                run = self.last[variant.name] = Run(variant, variant.run(self.requests(number)), times)
+                run = self.last[variant.name] = Run(before, variant.run(self.requests(number)), times)
                 loads[variant.name] = self.foreign.read()
                 self.keep(f"{self.case}, {variant.name}" if self.facts else variant.name, run)
         first = self.last[self.variants[0].name]

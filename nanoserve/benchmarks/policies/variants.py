@@ -1,6 +1,7 @@
 """What is compared: policies on open engines, the cases of KV memory, and how requests run. No torch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import NamedTuple, cast
@@ -93,7 +94,7 @@ class PolicyVariant:
     capacities: Sequence[LayoutCapacity]  # of the layouts that the scheduler knows, the engine's from ``first`` on
     first: int = 0  # the engine's number of the layout in which runs begin
     host_blocks: int = 0
-    predictors: Sequence[Predictor] = ()  # of the real scheduler; the simulator's has the engine's, which never learn
+    predictors: Sequence[Predictor] = ()  # of the real scheduler; the simulator's learns from what these know
 
     @property
     def name(self) -> str:
@@ -119,7 +120,7 @@ class PolicyVariant:
             pipeline_depth=first.pipeline_depth,
             host_blocks=self.host_blocks,
             other_layouts=others,
-            predictors=self.engine.predictors if simulated and self.predictors else self.predictors,
+            predictors=deepcopy(self.predictors) if simulated else self.predictors,
             feeds_tokens=not simulated and self.engine.executor.feeds_tokens,
         )
 

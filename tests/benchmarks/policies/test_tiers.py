@@ -44,6 +44,16 @@ def test_the_simulator_and_the_predictor_know_a_run_that_is_as_they_say(tight: P
         assert figures["errors"]["all"]["median"] < 0.001
 
 
+def test_a_simulated_policy_knows_what_the_real_one_had_learned_when_it_began() -> None:
+    """Rows cost much more than weights, which the profile does not know, and which is measured in each round."""
+    other = replace(TIMES, layer=0.2, token=0.3)
+    bench = _bench(simulated_engine(other, measured=[other, other]), 0.3)
+    for number in (1, 2):
+        hybrid = bench.round(number).variants["hybrid"]
+        assert hybrid["simulated"]["steps"] == hybrid["steps"]
+        assert hybrid["simulation_error"] == pytest.approx(0, abs=1e-4)
+
+
 def test_tokens_are_counted_where_they_were_computed(tight: PolicyRound) -> None:
     for name, figures in tight.variants.items():
         device, host = figures["latencies"]["device"], figures["latencies"]["host"]
