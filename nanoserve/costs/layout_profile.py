@@ -48,10 +48,6 @@ class LayoutProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         degree was not measured."""
         return LayoutCosts(self, model, layout)
 
-    @property
-    def host_memory_bytes(self) -> float:
-        return self.memory_bytes * self.devices
-
 
 class LayoutCosts(StepCosts):
     """StepCosts whose layers, attention, logits and sends take what was measured; copies, and what fits, follow the
@@ -69,9 +65,8 @@ class LayoutCosts(StepCosts):
             step_seconds=max(0.0, profile.step.at(few) - few * row_seconds),
             row_seconds=row_seconds,
         )
-        machine = profile.speeds.machine(
-            devices=profile.devices, memory_bytes=profile.memory_bytes, host_memory_bytes=profile.host_memory_bytes
-        )
+        devices, memory = profile.devices, profile.memory_bytes
+        machine = profile.speeds.machine(devices=devices, memory_bytes=memory, host_memory_bytes=devices * memory)
         super().__init__(model, machine, layout, Precision.of(profile.bits), factors)
 
     def _layers(self, tokens: int, stage: int) -> float:

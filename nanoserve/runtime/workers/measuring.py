@@ -1,8 +1,7 @@
 """What a worker does that measures layouts: at each tensor degree its shard of some layers, while all others do it."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from typing import NoReturn
@@ -31,7 +30,7 @@ from nanoserve.scheduler.plan import Answer, StepResult
 from triton_ops.cpu import cpu_operators
 
 _TOKENS = (1, 4, 16, 64, 256)
-_PROMPTS = (16, 128, 512)
+_PROMPTS = (16, 128, 256, 512, 1024)
 _BATCHES, _CONTEXTS = (1, 8, 32), (16, 128, 512)
 _ROWS = (1, 8, 32)
 _SENT = (2**12, 2**16, 2**20)
@@ -56,12 +55,11 @@ def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     speeds, sent = measure_speeds(device, dtype, everyone, devices), None
     if devices > 1:
         sends: _Probes = {"send": {(size,): partial(_send_seconds, start.rank, devices, size) for size in _SENT}}
-        sent = curve_of(_take(sends, 0.0)["send"]).undisturbed()
+        sent = curve_of(_take(sends, 0.2)["send"]).rising()
     times, built = dict[int, DegreeTimes](), cpu_operators().loaded
     for degree in degrees:
-        with _open_probes(start, model, degree, everyone) as (probes, compiled):
-            samples = _take(probes, _SECONDS / len(degrees))
-        built = built and compiled
+        probes, compiled = _degree_probes(start, model, degree, everyone)
+        samples, built = _take(probes, _SECONDS / len(degrees)), built and compiled
         times[degree] = _degree_times(samples)
     profile = LayoutProfile(
         schema=LAYOUT_SCHEMA,
@@ -70,7 +68,7 @@ def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
         memory_bytes=memory,
         speeds=speeds,
         send=sent,
-        step=curve_of(samples["inputs"]).undisturbed(),
+        step=curve_of(samples["inputs"]).rising(),
         degrees=times,
         built=built,
     )
@@ -81,10 +79,7 @@ def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
             endpoint.report(Answered(StepResult(message.plan.step, answers)))
 
 
-@contextmanager
-def _open_probes(
-    start: WorkerStart, model: ModelConfig, degree: int, everyone: RankGroup
-) -> Iterator[tuple[_Probes, bool]]:
+def _degree_probes(start: WorkerStart, model: ModelConfig, degree: int, everyone: RankGroup) -> tuple[_Probes, bool]:
     """Probes of a shard of this degree, and whether its layers run compiled, if ever they do."""
     config, devices, device = start.config, start.config.num_workers, usable_device(start.config.device)
     shard = Shard(_some_layers(model, config, degree), rank=start.rank % degree, degree=degree)
@@ -104,7 +99,7 @@ def _open_probes(
     def lone_seconds(tokens: int) -> float | None:
         return steps.pass_seconds(tokens) if place.is_first else None
 
-    yield (
+    return (
         {
             "layer": {(tokens,): partial(steps.pass_seconds, tokens) for tokens in _TOKENS},
             "lone": {(tokens,): partial(lone_seconds, tokens) for tokens in (_TOKENS if place.num_stages > 1 else ())},
@@ -129,11 +124,11 @@ def _some_layers(model: ModelConfig, config: EngineConfig, degree: int) -> range
 def _degree_times(samples: Samples) -> DegreeTimes:
     attention = samples["its attention"]
     return DegreeTimes(
-        layer=difference_of(samples["layer"], attention).undisturbed(),
-        lone=difference_of(samples["lone"], attention).undisturbed() if samples["lone"] else None,
-        decode_attention=grid_of(samples["decode attention"]).undisturbed(),
-        prefill_attention=curve_of(samples["prefill attention"]).undisturbed(),
-        head=curve_of(samples["head"]).undisturbed(),
+        layer=difference_of(samples["layer"], attention).rising(),
+        lone=difference_of(samples["lone"], attention).rising() if samples["lone"] else None,
+        decode_attention=grid_of(samples["decode attention"]).rising(),
+        prefill_attention=curve_of(samples["prefill attention"]).rising(),
+        head=curve_of(samples["head"]).rising(),
     )
 
 
