@@ -30,7 +30,8 @@ _REQUEST_COLUMNS = columns(
     (",.1f", ("output tok/s", "output_tokens_per_s"), ("predicted", "predicted_tokens_per_s")),
     (",.1f", ("total tok/s", "total_tokens_per_s")),
     (",.1f", ("TTFT ms", "ttft_ms.mean"), ("TTFT p99", "ttft_ms.p99"), ("TPOT ms", "tpot_ms.mean")),
-    (",.1f", ("TPOT p99", "tpot_ms.p99"), ("E2EL ms", "e2el_ms.mean"), ("E2EL p99", "e2el_ms.p99")),
+    (",.1f", ("TPOT p99", "tpot_ms.p99"), ("ITL p99", "itl_p99_ms")),
+    (",.1f", ("E2EL ms", "e2el_ms.mean"), ("E2EL p99", "e2el_ms.p99")),
     (",.0f", ("preempted", "preemptions")),
     (",.2f", ("floor s", "floor_seconds")),
     (".3f", "engine_ms"),
@@ -91,7 +92,13 @@ class StageComparison(Comparison):
     kind = "pipeline"
     reported = ("metadata", "predicted", "pp", "tp", "pp_split")
     picture = staticmethod(stages_picture)
-    ratios = {"output_tokens_per_s": "tok/s", "ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2el_ms": "E2EL"}  # noqa: RUF012
+    ratios = {  # noqa: RUF012
+        "output_tokens_per_s": "tok/s",
+        "ttft_ms": "TTFT",
+        "tpot_ms": "TPOT",
+        "itl_p99_ms": "ITL p99",
+        "e2el_ms": "E2EL",
+    }
 
     def __init__(self, options: PipelineOptions) -> None:
         if options.prefill_parallel or options.decode_parallel or options.host_kv_memory or options.dp > 1:
@@ -139,7 +146,7 @@ class StageComparison(Comparison):
         for engine in self.engines:
             capacities = [replace(engine.capacities[0], num_blocks=blocks)]
             variant = partial(PolicyVariant, place=engine.name, engine=engine, config=config, capacities=capacities)
-            variants += [variant(policy=policy) for policy in self.policies]
+            variants += [variant(policy=policy, predictors=engine.predictors) for policy in self.policies]
         dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
         remark(f"{STAGE} ...")
         with show_progress() as progress:

@@ -62,6 +62,7 @@ class Device(
     memory_bandwidth: _Above0  # bytes per second
     flops: _Above0  # operations per second of 16-bit matrix products; of a host's CPUs, of float32
     measured: bool = False  # whether the figures were reached, or printed in a data sheet
+    overlaps: bool = True  # whether it computes while it reads, as a GPU; else the times add up, as on a CPU's core
 
     @property
     def intensity(self) -> float:
@@ -130,6 +131,7 @@ class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
     host_link_bandwidth: _Above0  # to host memory and back, the slower direction; on a CPU, copied within memory
     link_bandwidth: _Above0 = math.inf  # between workers: bus bandwidth of an all-reduce; infinite for one worker
     link_latency: _NotNegative = 0.0  # seconds of a message; an all-reduce over t workers takes 2 ceil(log2 t)
+    overlaps: bool = True  # see Device
 
     def machine(self, *, devices: int, memory_bytes: float = 0.0, host_memory_bytes: float = 0.0) -> Machine:
         """A node of workers, each a device to the cost model. Memory that does not matter may be 0."""
@@ -141,6 +143,7 @@ class MachineSpeeds(msgspec.Struct, frozen=True, kw_only=True):
                 memory_bandwidth=self.memory_bandwidth,
                 flops=self.flops,
                 measured=True,
+                overlaps=self.overlaps,
             ),
             devices_per_node=devices,
             link=Link("between workers", self.link_bandwidth, self.link_latency, measured=True),
@@ -163,6 +166,7 @@ class _DeviceEntry(_Entry, frozen=True, kw_only=True):
     link: _Text
     host_link: _Text | None = None
     measured: bool = False
+    overlaps: bool = True
 
 
 class _LinkEntry(_Entry, frozen=True, kw_only=True):
@@ -258,6 +262,7 @@ def _machine(tables: Tables, name: str, source: str) -> Machine:
             memory_bandwidth=device.memory_gb_per_s * GIGA,
             flops=device.tflops * 1000 * GIGA,
             measured=device.measured,
+            overlaps=device.overlaps,
         ),
         devices_per_node=machine.devices,
         link=link(joined),

@@ -12,6 +12,8 @@ class Predictor(Protocol):
     """Times of future steps: seconds of one layer of one stage, unless a name says otherwise."""
 
     num_layers: int  # of the model, whatever the number of stages
+    slowest_share: float  # of a decode step's time, that of the slowest stage; 1 with one stage
+    overlaps: bool  # whether the device computes while it reads the weights; else each step pays for both
 
     def linear_seconds(self, tokens: int) -> float:
         """The linear layers for this many tokens, with everything beside them except attention."""
@@ -47,6 +49,8 @@ class CostPredictor:
     def __init__(self, costs: StepCosts, layouts: Sequence[StepCosts] = ()) -> None:
         self.num_layers = costs.num_layers
         self._costs, self._layouts, self._layers = costs, layouts, costs.counts.layers(0)
+        stages = [costs.stage_seconds(costs.work([1]), stage) for stage in range(costs.num_stages)]
+        self.slowest_share, self.overlaps = max(stages) / sum(stages), costs.machine.device.overlaps
 
     def linear_seconds(self, tokens: int) -> float:
         """Includes the CPU's work for each sequence; for prompts a few percent too much, at the default 10 us."""
@@ -95,6 +99,7 @@ class MeasuredPredictor:
 
     def __init__(self, profile: Profile) -> None:
         self.num_layers, self.profile = profile.model.num_layers, profile  # the profile as it was measured
+        self.slowest_share, self.overlaps = 1.0, True
         self._profile = profile = profile.rising()
         self._attention = profile.decode_attention.over_keys().rising()
         self._ends = (profile.inputs, profile.head, profile.engine)

@@ -185,8 +185,9 @@ class StepCosts:
         return self.host_seconds(work) + device
 
     def operator_seconds(self, operator: Operator) -> float:
-        """The longer of moving its bytes and computing its operations (the roofline)."""
-        return max(operator.bytes / self._bandwidth, operator.flops / self._flops[operator.kind])
+        """The longer of moving its bytes and computing its operations (the roofline), or both after one another."""
+        moving, computing = operator.bytes / self._bandwidth, operator.flops / self._flops[operator.kind]
+        return max(moving, computing) if self.machine.device.overlaps else moving + computing
 
     def is_compute_bound(self, operator: Operator) -> bool:
         return operator.flops / self._flops[operator.kind] > operator.bytes / self._bandwidth

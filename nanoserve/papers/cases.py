@@ -155,7 +155,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             replicas=replicas,
             host_blocks=host_blocks if is_tiered else 0,
             other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
-            predictors=layout_predictors(layouts) if is_tiered else (),
+            predictors=layout_predictors(layouts),
             is_over=lambda: self.ends_steady and window.is_over,
         )
         return Outcome(

@@ -54,6 +54,12 @@ def test_one_worker_alone_has_a_link_that_takes_no_time() -> None:
     assert 0 < predictor.linear_seconds(1) < math.inf
 
 
+def test_speeds_of_a_cpu_do_not_overlap() -> None:
+    cpu = msgspec.structs.replace(SPEEDS, overlaps=False).machine(devices=2)
+    (both,), (longer,) = (predictors(machine, 16, P2) for machine in (cpu, MACHINE))
+    assert 1.3 < both.linear_seconds(25) / longer.linear_seconds(25) <= 2  # 25 tokens balance: 2 * 25 operations a byte
+
+
 def test_what_cannot_be_is_refused() -> None:
     speeds = msgspec.to_builtins(SPEEDS)
     with pytest.raises(msgspec.ValidationError, match=r"Expected `float` > 0.0 - at `\$.flops`"):

@@ -38,6 +38,14 @@ def test_the_hosts_part_is_that_of_the_costs(machine: Machine) -> None:
     assert predictor.transition_seconds(1) == one.reload_seconds(0)
 
 
+def test_the_slowest_stage_is_the_one_with_the_head(machine: Machine) -> None:
+    model = tiny_model(num_layers=2)
+    costs = StepCosts(model, machine, ParallelLayout(pipeline_parallel=2), efficiency=Efficiency.ideal())
+    first, last = (costs.stage_seconds(costs.work([1]), stage) for stage in range(2))
+    assert CostPredictor(costs).slowest_share == pytest.approx(last / (first + last)) and first < last
+    assert CostPredictor(StepCosts(model, machine)).slowest_share == 1.0
+
+
 def test_nothing_takes_no_time() -> None:
     predictor = CostPredictor(A10)
     assert predictor.linear_seconds(0) == predictor.attention_seconds(0) == predictor.prefill_attention_seconds(0) == 0

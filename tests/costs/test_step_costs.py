@@ -65,6 +65,14 @@ def test_the_longer_of_moving_and_computing(machine: Machine) -> None:
             assert costs.operator_seconds(operator) == operator.flops / 10
 
 
+def test_where_reading_and_computing_do_not_overlap_both_count(machine: Machine) -> None:
+    costs = StepCosts(
+        tiny_model(), replace(machine, device=msgspec.structs.replace(machine.device, overlaps=False)), efficiency=IDEAL
+    )
+    for operator in costs.counts.operators(costs.work([3, 5]), 0):
+        assert costs.operator_seconds(operator) == pytest.approx(operator.bytes / 100 + operator.flops / 1000)
+
+
 def test_an_all_reduce_sends_both_ways_and_its_messages_wait_for_each_other(machine: Machine) -> None:
     costs = StepCosts(tiny_model(num_heads=4, num_kv_heads=4), machine, ParallelLayout(tensor_parallel=4))
     hidden = 2 * 8 * 2  # two tokens

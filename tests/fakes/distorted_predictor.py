@@ -30,6 +30,14 @@ class DistortedPredictor:
     def num_layers(self) -> int:
         return self.true.num_layers
 
+    @property
+    def slowest_share(self) -> float:
+        return self.true.slowest_share
+
+    @property
+    def overlaps(self) -> bool:
+        return self.true.overlaps
+
     def linear_seconds(self, tokens: int) -> float:
         return self.linear * self._tilt(tokens, 64) * self.true.linear_seconds(tokens)
 

@@ -20,6 +20,8 @@ class LinearPredictor:
         overhead: seconds of a step.
         swap_token: seconds per token moved.
         transition: seconds.
+        slowest_share: of a step, that of the slowest stage.
+        overlaps: whether weights are read beside computing.
     """
 
     num_layers: int = 4
@@ -32,6 +34,8 @@ class LinearPredictor:
     overhead: float = 0.0
     swap_token: float = 0.0
     transition: float = 0.0
+    slowest_share: float = 1.0
+    overlaps: bool = False
 
     def linear_seconds(self, tokens: int) -> float:
         return self.linear + self.row * tokens

@@ -57,7 +57,9 @@ PREDICTOR = LinearPredictor(
 )
 
 
-def plans_of(policy: str, *, budget: int = 8, depth: int = 1, **parameters: float) -> list[str]:
+def plans_of(
+    policy: str, *, budget: int = 8, depth: int = 1, predictor: Predictor | None = PREDICTOR, **parameters: float
+) -> list[str]:
     """What that policy makes of the trace; one that knows no host memory, second layout or predictor ignores them."""
     return play(
         make_policy(policy, budget, parameters),
@@ -66,7 +68,7 @@ def plans_of(policy: str, *, budget: int = 8, depth: int = 1, **parameters: floa
         depth=depth,
         host_blocks=8,
         other_layouts=(7,),
-        predictor=PREDICTOR,
+        predictor=predictor,
         num_layers=PREDICTOR.num_layers,
     )
 

@@ -149,7 +149,7 @@ def test_adaptive_fills_steps_up_and_keeps_the_expected_growth_free() -> None:
     # T = 2, MaxP = 8, MinP = 2, KVthresh = 0.2, fill = 4; R = growth, but at most 0.6 * 7 = 4.2 blocks. Here growth is
     # more than KVthresh, so that UT = 8 * (free - R) / (7 - R).
     parameters = {"iterations": 2, "min_prefill": 2, "threshold": 0.2, "fill": 4, "most_reserved": 0.6}
-    assert plans_of("adaptive", depth=2, **parameters) == [
+    assert plans_of("adaptive", depth=2, predictor=None, **parameters) == [
         "step 0: begin 0",  # nothing runs, R = 0: equation 3 as in throttling gives 3, filling up 4 - RD 0
         "  0 at 0: 1 1 1 1 +[0, 1]",
         "step 1:",  # growth: 6 tokens in 3 blocks. 0 alone holds blocks: it may end its prompt
@@ -184,6 +184,43 @@ def test_adaptive_fills_steps_up_and_keeps_the_expected_growth_free() -> None:
         "  3 at 2: 102 +[0] *",
         "step 16:",
         "  2 at 5: 105 *",
+    ]
+
+
+def test_adaptive_takes_what_waits_at_once_where_a_steps_time_does_not_grow() -> None:
+    # As above, but t is 4 whatever the tokens, and one stage takes all of it: fill = WP / 1, and decodes do not divide.
+    parameters = {"iterations": 2, "min_prefill": 2, "threshold": 0.2, "most_reserved": 0.6}
+    assert plans_of("adaptive", depth=2, **parameters) == [
+        "step 0: begin 0",  # F / T = 7 * 2 / 2
+        "  0 at 0: 1 1 1 1 1 1 +[0, 1, 2] *",
+        "step 1: begin 1",  # 4 free, R = 3: min(WP 8 / 2, 8 * 1 / 4) = 2 and F / T = 1, whatever fill is
+        "  0 at 6: 106 +[3] *",
+        "  1 at 0: 2 2 +[4]",
+        "step 2:",
+        "  0 at 7: 107 *",
+        "step 3:",
+        "  0 at 8: 108 +[5] *",
+        "step 4:",
+        "  0 at 9: 109 *",
+        "step 5:",
+        "  0 at 10: 110 +[6] *",
+        "step 6: end 0",  # 1 alone holds blocks
+        "  1 at 2: 2 2 +[6] *",
+        "step 7: begin 2",
+        "  2 at 0: 3 3 +[5]",
+        "step 8:",
+        "  1 at 4: 104 +[3] *",
+        "step 9:",
+        "  1 at 5: 105 *",
+        "step 10: end 1",
+        "  2 at 2: 3 3 +[3] *",
+        "step 11: begin 3",
+        "  3 at 0: 4 4 +[2] *",
+        "step 12:",  # nothing waits, and 3 is no decode yet
+        "  2 at 4: 104 +[1] *",
+        "step 13:",  # 3 has waited for 2
+        "  2 at 5: 105 *",
+        "  3 at 2: 102 +[0] *",
     ]
 
 

@@ -14,6 +14,7 @@ from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
 from nanoserve.scheduler.policies.token_throttling import AdaptiveThrottling, TokenThrottling
+from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.loads import IDLE
 
 BUSY = replace(
@@ -136,6 +137,50 @@ def test_adaptive_throttling_fills_steps_up_and_stops_at_the_reserve(
         ready_decodes=decodes,
     )
     assert AdaptiveThrottling().decide(load) == Decision(prefill_tokens=tokens, decodes=decodes)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "decodes", "row", "tokens"),
+    [  # t = 100 + row a token; P = 4. Time is (k + 3) t(WP / k)
+        (1200, 0, 1.0, 200),  # k = 5: 8 * 340, 6: 9 * 300, 7: 10 * 272; the square root of 3 * 1200 / 100
+        (1200, 40, 1.0, 190),  # beside 40 / 4 decodes
+        (1200, 0, 0.0, 1200),  # bound by the weights: all at once
+        (1200, 0, 9.0, 150),  # k would be 18, but gLLM's T is 8
+        (200, 0, 1.0, 100),  # k = 2: 5 * 200, beside 4 * 300 and 6 * 167
+        (40, 0, 1.0, 40),
+    ],
+)
+def test_adaptive_throttling_computes_what_waits_in_the_predicted_number_of_steps(
+    waiting: int, decodes: int, row: float, tokens: int
+) -> None:
+    predictor = LinearPredictor(num_layers=1, linear=100.0, row=row)
+    load = replace(FREE, waiting_tokens=waiting, free_blocks=1000, pipeline_depth=4, predictor=predictor)
+    load = replace(load, running_decodes=decodes, ready_decodes=decodes)
+    assert AdaptiveThrottling().decide(load).prefill_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("slowest", "row", "ready", "decodes"),
+    [  # 40 decodes, P = 4. Between two tokens: max(1, m slowest) t(40 / m)
+        (0.25, 0.0, 10, 10),  # as many micro-batches as stages cost nothing: gLLM's equation 4
+        (0.25, 0.0, 6, 6),
+        (0.3, 0.0, 40, 14),  # 1.2 * 100 for four; three come round in 100
+        (0.3, 0.0, 13, 0),  # they wait for the fourteenth
+        (0.3, 1.0, 40, 14),  # 140, 120, 114 and 132
+        (0.3, 3.0, 40, 14),  # 220, 160, 142 and 156
+        (0.3, 9.0, 40, 10),  # bound by operations: 226 and 228, which is as good
+        (1.0, 0.0, 39, 0),  # stages that share one processor: 100, 200, 300 and 400
+        (1.0, 0.0, 40, 40),
+    ],
+)
+def test_adaptive_throttling_gathers_decodes_where_micro_batches_pay_the_weights_again(
+    slowest: float, row: float, ready: int, decodes: int
+) -> None:
+    predictor = LinearPredictor(num_layers=1, linear=100.0, row=row, key=0.0, slowest_share=slowest)
+    load = replace(FREE, waiting_tokens=0, running_decodes=40, ready_decodes=ready, pipeline_depth=4)
+    load = replace(load, predictor=predictor)
+    assert AdaptiveThrottling().decide(load).decodes == decodes
+    assert AdaptiveThrottling().decide(replace(load, waiting_tokens=9)).decodes == min(10, ready)  # equation 4
 
 
 @st.composite

@@ -72,6 +72,8 @@ class Times:
     host_attention: float
     moving: float
     num_layers: int = 2
+    slowest_share: float = 0.5
+    overlaps: bool = False
 
     def linear_seconds(self, tokens: int) -> float:
         return self.linear * (10 + tokens)

@@ -71,10 +71,12 @@ def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> M
     ``limits``. Raises ValueError if a replay of the run makes other plans."""
     record = run.record
     steps, engine = [step_work(plan) for plan in record.plans], engine_seconds(record)
-    tokens = [step.tokens for step in steps]
+    tokens, latencies = [step.tokens for step in steps], request_distributions(record.timings)
+    gaps = latencies["itl_ms"]
     return {
         **_request_metrics(run),
-        **request_distributions(record.timings),
+        **latencies,
+        "itl_p99_ms": None if gaps is None else gaps.p99,
         "steps": len(steps),  # micro-batches, and how tokens are distributed over them
         "tokens": Distribution.of(tokens),
         "prompt_tokens": Distribution.of(step.tokens - step.decodes for step in steps),

@@ -52,6 +52,7 @@ def measure_speeds(
         host_link_bandwidth=host_link,
         link_bandwidth=bandwidth,
         link_latency=latency,
+        overlaps=device.type != "cpu",
     )
 
 

@@ -53,7 +53,7 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     if gpus and start.host_pool is not None:
         reserved += sum(map(staging_memory, block_bytes))
     speeds = None
-    if start.host_pool is not None:
+    if start.host_pool is not None or config.pipeline_parallel > 1:  # policies ask how long swaps and steps take
         speeds = measure_speeds(device, decoders[0].dtype, everyone, config.num_workers)
     endpoint.report(
         Loaded(

@@ -4,12 +4,17 @@ WP is ``load.waiting_tokens``, RD ``load.running_decodes``, P ``load.pipeline_de
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from nanoserve.scheduler.load import Decision, Load, Policy, parameter
 
+if TYPE_CHECKING:
+    from nanoserve.costs.predictor import Predictor
+
 _BY_WAITING = "equation 3: #WP / #T"
 _BY_FREE = "equation 3: MaxP (KVfree - KVthresh) / (1 - KVthresh)"
+_AS_GOOD = 1.05
+"""Fewer, larger micro-batches must be predicted faster by more than this: they leave less room for prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +94,66 @@ class AdaptiveThrottling(_Throttling):
     * MinP is what a step has room for. Up to ``fill`` tokens a step takes as long as with one, because it waits for the
       weights (16-bit products balance at 138 tokens on an L20, 295 on an H100), so prompt tokens that fill it up delay
       nothing. They are spread over T steps, like WT. Where decodes alone fill the steps, equation 3 rules.
+    * A CPU's core does not compute while it waits for the weights: each step pays them in full. There a predictor of
+      step times t says in how many steps the prompt tokens that wait and have room are through the P stages soonest,
+      and, while no prompt waits, how many micro-batches of decodes M are best: more overlap better, but each pays the
+      weights again, and the slowest stage, a share q of t, sets the pace. A decode that is ready before the others of
+      its micro-batch waits for them.
 
-    With F the tokens that the blocks above R hold, and D = RD / P the decodes of the step::
+    With F the tokens that the blocks above R hold, and D the decodes of the step::
 
         prefill = max(min(WP / T, MaxP * (KVfree - K) / (1 - K)), min(fill - D, F / T), MinP)    0 while KVfree < R
         R = min(expected growth, most_reserved),  K = max(KVthresh, R)
+        D = RD / P
+
+    and where the weights are paid in full::
+
+        C - D instead of min(fill - D, F / T), C = min(WP, F) / k, k from 1 to T, for which (k + P - 1) t(C) is least
+        D = RD / M, M from 1 to P, for which max(1, M q) t(D) is least;  M = P where a prompt waits
     """
 
     fill: int = parameter(128, at_least=0)
-    """Tokens of a step that take no longer than one; fewer on a CPU, 22 at 280 GFLOP/s of float32 and 25 GB/s."""
+    """Tokens of a step that take no longer than one."""
     most_reserved: float = parameter(0.1, at_least=0, below=1)
     reads_forecast: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:
         reserve = min(load.expected_growth / load.total_blocks, self.most_reserved)
         by_rule = min(self._by_waiting(load), self._by_free(load, max(self.threshold, reserve)))
-        unreserved = load.free_tokens - reserve * load.total_blocks * load.block_size
-        filling = min(self.fill - load.decode_share, int(unreserved) // self.iterations)
-        term = "ours: min(fill - D, F / T)" if filling > by_rule else "equation 3 with the reserve R"
+        decodes = self._decodes(load)
+        filling = self._fill(load, int(load.free_tokens - reserve * load.total_blocks * load.block_size), decodes)
+        term = "ours: the step is filled up" if filling > by_rule else "equation 3 with the reserve R"
         prefill, bound = self._prefill_tokens(load, max(by_rule, filling), reserve, term)
-        return Decision(prefill, load.decode_share, bound=bound)
+        return Decision(prefill, decodes, bound=bound)
+
+    def _fill(self, load: Load, room: int, decodes: int) -> int:
+        """Prompt tokens beside so many decodes, with ``room`` for F tokens."""
+        if (predictor := load.predictor) is None or predictor.overlaps:
+            return min(self.fill - decodes, room // self.iterations)
+        tokens = max(0, min(load.waiting_tokens, room))
+
+        def seconds(steps: int) -> float:
+            """Until all are through the stages, but for a factor that does not depend on `steps`."""
+            return (steps + load.pipeline_depth - 1) * _step_seconds(predictor, -(-tokens // steps))
+
+        return -(-tokens // min(range(1, self.iterations + 1), key=seconds)) - decodes
+
+    def _decodes(self, load: Load) -> int:
+        """D, or 0 where fewer are ready: then they wait for the others of their step."""
+        if (predictor := load.predictor) is None or predictor.overlaps or load.waiting_tokens:
+            return load.decode_share
+
+        def cycle(steps: int) -> float:
+            rows, keys = -(-load.running_decodes // steps), load.context_tokens // steps
+            return max(1.0, steps * predictor.slowest_share) * _step_seconds(predictor, rows, keys)
+
+        cycles = {steps: cycle(steps) for steps in range(1, load.pipeline_depth + 1)}
+        most = max(steps for steps, seconds in cycles.items() if seconds <= _AS_GOOD * min(cycles.values()))
+        share = -(-load.running_decodes // most)
+        return load.decode_share if most == load.pipeline_depth else share * (load.ready_decodes >= share)
+
+
+def _step_seconds(predictor: "Predictor", tokens: int, keys: int = 0) -> float:
+    """A step of all stages, with decodes that read so many keys."""
+    layer = predictor.linear_seconds(tokens) + predictor.attention_seconds(keys)
+    return predictor.num_layers * layer + predictor.step_overhead_seconds(tokens if keys else 1)
