@@ -55,6 +55,7 @@ FLOORS: dict[str, set[str]] = {
     "benchmarks": {
         *("client", "errors", "processes", "config", "request", "measures", "costs", "scheduler", "record", "engine"),
         *("models", "assembly", "llm", "runtime", "simulator", "triton_ops", "layout", "engine_config"),
+        "dispatcher",
     },
     "assembly": {
         *("errors", "processes", "config", "costs", "request", "scheduler", "record", "engine", "grammar", "models"),

@@ -4,12 +4,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from nanoserve.benchmarks.floors import STEP_KINDS, Limits, ModelCost, step_kind, step_work
 from nanoserve.benchmarks.rounds import GIGA
 from nanoserve.costs.work import StepWork
+from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, RequestTiming
@@ -47,20 +49,21 @@ class EngineDriver:
     """Issues requests to an engine all at once and waits for the last token. Prefixes are never shared between runs:
     each run has its own cache salt. ``on_step`` is called for each step."""
 
-    def __init__(self, engine: Engine, on_step: Callable[[StepWork], None] = lambda _: None) -> None:
+    def __init__(self, engine: Engine | Dispatcher, on_step: Callable[[StepWork], None] = lambda _: None) -> None:
         self._engine = engine
         self._on_step = on_step
-        self._work: dict[int, StepWork] = {}  # of the plans in flight
         self._finished: list[tuple[StepWork, float]] = []  # plans that ended, and their durations
-        engine.recorder.add(self._observe)
+        for each in engine.engines if isinstance(engine, Dispatcher) else (engine,):
+            each.recorder.add(partial(self._observe, {}))
         self._runs = 0
 
-    def _observe(self, event: Event) -> None:
+    def _observe(self, in_flight: dict[int, StepWork], event: Event) -> None:
+        """Take in an event of one engine, of whose plans those are in flight."""
         if isinstance(event, Planned):
-            self._work[event.plan.step] = step_work(event.plan)
+            in_flight[event.plan.step] = step_work(event.plan)
         for result in event.results if isinstance(event, Collected) else ():
             if result.step is not None:
-                self._finished.append((self._work.pop(result.step), result.seconds))
+                self._finished.append((in_flight.pop(result.step), result.seconds))
 
     def run(self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int]) -> EngineRun:
         """Every prompt gets exactly its number of output tokens, taken greedily; end tokens do not end it. Raises
@@ -100,7 +103,8 @@ class EngineDriver:
                     raise RuntimeFailure(update.sequence.error)
                 answers[update.request_id] += [(now, token) for token in update.new_tokens]
             for work, inside in finished:
-                steps.append(StepRecord(work, inside, seconds / len(finished)))
+                if isinstance(engine, Engine):  # steps of several engines overlap, and none has a time of its own
+                    steps.append(StepRecord(work, inside, seconds / len(finished)))
                 self._on_step(work)
             finished.clear()
         return steps

@@ -42,7 +42,7 @@ class LocalBench:
         self._done, self._expected, self._told = 0, 0, 0.0
         self.facts, *_ = [settle(each, announce) for each in llms]
         dtype = DTYPES[self.facts["dtype"]]
-        self._drivers = {"compiled" if one.compiled else "eager": EngineDriver(one.engine, self._count) for one in llms}
+        self._drivers = {"compiled" if one.compiled else "eager": EngineDriver(one.driven, self._count) for one in llms}
         if len(self._drivers) < len(llms):
             reason = "layers cannot be compiled on this machine"
             raise RuntimeFailure(f"{reason}, so there is nothing to compare eager ones with")

@@ -100,7 +100,8 @@ class TierComparison(Comparison):
         config = options.config(_PREDICTING)
         if config.num_workers * config.data_parallel > 1 or config.decode_layout is not None:
             raise UsageError(
-                f"one device is measured: leave out --dp, --pp, --tp, {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}"
+                f"one device is measured: leave out --dp, --pp, --tp, {PAIR_OPTIONS[0]} and {PAIR_OPTIONS[1]}, "
+                "which bench throughput has"
             )
         shapes = parse_lengths(options.lengths, "--lengths")
         if len({shape.input_tokens for shape in shapes}) > 1:

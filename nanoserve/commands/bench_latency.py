@@ -46,7 +46,7 @@ class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions):
         if self.eager:
             raise UsageError("--eager and --layers say the same; leave one of them out")
         if len(kinds) > 1 and TorchrunProcess.from_environment() is not None:
-            one = "torchrun starts the workers of one engine"
+            one = "torchrun starts workers for one of them"
             raise UsageError(f"--layers {self.layers}: {one}; choose eager or compiled")
         return [replace(self, eager=kind == "eager") for kind in kinds]
 

@@ -221,7 +221,8 @@ def print_steps(report: Report) -> None:
         limits = "{limit_read_gb_per_s:.1f} GB/s and {limit_gflops:,.0f} GFLOP/s"
         title += f", against the floor of their bytes and operations at {limits.format(**facts)}"
     rows = [{"case": row["case"], "kind": kind, **steps} for row in report.rows for kind, steps in row["steps"].items()]
-    print_table(title, _STEP_COLUMNS, rows)
+    if rows:
+        print_table(title, _STEP_COLUMNS, rows)
 
 
 def make_directory(directory: Path) -> None:

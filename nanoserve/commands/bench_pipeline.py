@@ -103,8 +103,8 @@ class StageComparison(Comparison):
     def __init__(self, options: PipelineOptions) -> None:
         if options.prefill_parallel or options.decode_parallel or options.host_kv_memory or options.dp > 1:
             raise UsageError(
-                "policies are compared on one layout of one engine, without host memory: leave out --dp, "
-                f"{PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
+                "policies are compared on one layout of one engine, without host memory: leave out --dp (which bench "
+                f"throughput and serve have), {PAIR_OPTIONS[0]}, {PAIR_OPTIONS[1]} and --host-kv-memory"
             )
         config, (self.rate, *others) = options.config(), parse_rates(options.rate, "--rate")
         if others:

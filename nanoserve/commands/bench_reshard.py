@@ -120,7 +120,7 @@ class LayoutComparison(Comparison):
         if options.policy is not None:
             raise UsageError("--policy: this command compares those that it names; leave it out")
         if options.layouts()[0].data_parallel > 1:
-            raise UsageError(f"{PAIR_OPTIONS[0]} {options.prefill_parallel}: one engine is measured; leave out the D")
+            raise UsageError(f"{PAIR_OPTIONS[0]} {options.prefill_parallel}: bench serve takes a D, here is one engine")
         config, self.work = options.config(), options.read(options.seed or 0)
         super().__init__(options, config, work=self.work.name, requests=len(self.work.shapes))
 

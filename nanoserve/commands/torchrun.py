@@ -1,4 +1,4 @@
-"""Commands under torchrun: the process of rank 0 runs them, and every other process keeps a worker for its engine."""
+"""Commands under torchrun: the process of rank 0 runs them, and every other process keeps a worker of its engines."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.terminal import remark
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import RuntimeFailure
 from nanoserve.processes.threads import prepare_threads
 from nanoserve.runtime.launch.rendezvous import SharedKeys, TorchrunProcess
 
@@ -24,24 +24,26 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         if process is None:
             return command(options)
         layout = options.layouts()[0]
-        if layout.data_parallel > 1:
-            raise UsageError(f"torchrun starts the workers of one engine: leave the D out of {layout.name}")
         process.check_num_workers(layout.devices)
+        workers = layout.devices // layout.data_parallel
         # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:
             from nanoserve.runtime.workers.agent import WorkerAgent  # imports NumPy, which rank 0 does not need
 
             prepare_threads(options.threads)
-            remark(f"worker {process.rank} of the engine on {process.master_address}")
-            WorkerAgent(process, SharedKeys.of_torchrun(process), options.find_model).keep()
+            engine = process.rank // workers
+            mine = process.of_engine(engine, workers)
+            remark(f"worker {mine.rank} of engine {engine} on {process.master_address}")
+            WorkerAgent(mine, SharedKeys.of_torchrun(mine), options.find_model).keep()
             return None
         code: int | None = RuntimeFailure.exit_code
         try:
             code = command(options)
         finally:
             with suppress(RuntimeFailure):  # torchrun is gone, and so are the other processes
-                SharedKeys.of_torchrun(process).set_finished(code or 0)
+                for engine in range(layout.data_parallel):
+                    SharedKeys.of_torchrun(process.of_engine(engine, workers)).set_finished(code or 0)
         return code
 
     return run

@@ -31,6 +31,8 @@ class VirtualExecutor:
         self.waiting.append(plan)
 
     def collect(self, until: float | None) -> list[StepResult]:
+        if not self.waiting:  # one of several engines that are asked in turn
+            return []
         plan = self.waiting.pop()
         seconds = SECONDS_PER_TOKEN * sum(len(row.tokens) for row in plan.rows)
         self.clock += seconds

@@ -51,6 +51,17 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path, mon
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_throughput_of_two_engines(bench: Run, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    engine = ("--dp", 2, "--eager", "--dtype", "float32", "--kv-cache-memory", "16MiB", "--no-probe")
+    code, out, _ = bench("throughput", *engine, "--requests", 4, "--lengths", "6+3", "--json", report)
+    (row,) = json.loads(report.read_text())["rows"]
+    assert code == 0
+    assert (row["ttft_ms"]["n"], row["itl_ms"]["n"], row["steps"]) == (4, 8, {})
+    assert "steps of" not in out
+
+
 @pytest.mark.parametrize("layers", ["eager,compiled", "compiled,eager"])
 def test_latency_of_eager_and_compiled_layers_prints_their_ratio(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: str

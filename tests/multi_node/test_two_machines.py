@@ -54,7 +54,19 @@ def test_the_tokens_of_two_machines_are_those_of_one_process(
 
     assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
     assert texts(tmp_path / "results.jsonl") == expected
-    assert "worker 1 of the engine on 10.199" in second.messages
+    assert "worker 1 of engine 0 on 10.199" in second.messages
+    assert not hosts[0].processes() and not hosts[1].processes()
+
+
+def test_a_whole_engine_on_each_machine_answers_what_one_process_answers(
+    hosts: tuple[Host, Host], prompts: Path, expected: list[str], tmp_path: Path
+) -> None:
+    first, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--dp", "2"))
+    wait(programs, 180)
+
+    assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
+    assert texts(tmp_path / "results.jsonl") == expected
+    assert "worker 0 of engine 1 on 10.199" in second.messages
     assert not hosts[0].processes() and not hosts[1].processes()
 
 

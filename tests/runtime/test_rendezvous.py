@@ -46,6 +46,8 @@ def test_on_one_machine_the_engine_starts_all_workers(tmp_path: Path, monkeypatc
 
     assert (rendezvous.spawned, rendezvous.workers_here) == ((0, 1, 2), 3)
     assert rendezvous.addresses(tmp_path).init_method == f"file://{tmp_path}/meeting"
+    second = Rendezvous.open(3, "storyteller", engine=1, engines=2)
+    assert (second.spawned, second.workers_here) == ((0, 1, 2), 6)
 
 
 def test_no_place_for_a_directory_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +141,35 @@ def test_a_meeting_hands_out_what_workers_start_with(keys: SharedKeys) -> None:
     assert not keys.has("1/over")
     meeting.end()
     assert keys.has("1/over")
+
+
+def test_each_engine_meets_its_own_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2 engines of 2 workers each: the first has worker 0 as a child, the second has both elsewhere."""
+    parts: dict[str, SharedKeys] = {}
+
+    def of_torchrun(process: TorchrunProcess) -> SharedKeys:
+        place = f"{tmp_path}/{process.run.replace('/', '-')}"
+        return parts.setdefault(process.run, SharedKeys(open_store(f"file://{place}", -1)))
+
+    monkeypatch.setattr(SharedKeys, "of_torchrun", of_torchrun)
+    monkeypatch.setattr(TorchrunProcess, "use_interface", lambda _: None)
+    for name, value in (VARIABLES | {"RANK": "0", "LOCAL_RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
+    found = []
+    for process_rank in (1, 2, 3):  # what each of the other processes does
+        mine = replace(FIRST, rank=process_rank, world_size=4).of_engine(process_rank // 2, 2)
+        found.append((mine.run, mine.rank))
+        of_torchrun(mine).set(f"1/present/{mine.rank}", msgspec.msgpack.encode(Presence.here("storyteller")))
+    first, second = (Rendezvous.open(2, "storyteller", engine, engines=2) for engine in (0, 1))
+
+    assert found == [("none/0/0", 1), ("none/0/1", 0), ("none/0/1", 1)]
+    assert (first.spawned, second.spawned) == ((0,), ())
+    assert (first.workers_here, second.workers_here) == (2, 2)  # torchrun's processes on this machine
+    assert first.addresses(Path()).init_method != second.addresses(Path()).init_method
+    second.hand_out(0, b"start")
+    assert not parts["none/0/0"].has("1/start/0") and parts["none/0/1"].get("1/start/0") == b"start"
+    with pytest.raises(UsageError, match="torchrun started 4 processes, but there are 6 workers"):
+        Rendezvous.open(2, "storyteller", 0, engines=3)
 
 
 def test_a_second_meeting_is_another_one(keys: SharedKeys) -> None:

@@ -4,7 +4,7 @@ torchrun's processes speak through the key-value store that torchrun's agent on 
 (torch.distributed's TCPStore), in typed msgpack. The network between the machines must be trusted: neither that store
 nor the hidden states that go from worker to worker are protected.
 
-An engine calls a rendezvous, and another one after a loss. Keys, below one prefix for each start of torchrun:
+An engine calls a rendezvous, and another one after a loss. Keys, below a prefix for each start of torchrun and engine:
 
     meetings           how many rendezvous have been called so far
     N/engine           rendezvous N: the Presence of the engine
@@ -21,7 +21,7 @@ import struct
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -43,7 +43,8 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 class TorchrunProcess:
     """One of the processes that torchrun started: the same command once per device, on every machine.
 
-    The process of rank 0 runs the command, and its engine has worker 0 as a child. Each other process keeps one worker.
+    The process of rank 0 runs the command, and its first engine has worker 0 as a child. Each other process keeps one
+    worker; those of an engine follow those of the one before.
     """
 
     rank: int
@@ -77,12 +78,18 @@ class TorchrunProcess:
         )
 
     def check_num_workers(self, num_workers: int) -> None:
-        """Raise UsageError if torchrun started another number of processes than there are workers."""
+        """Raise UsageError if torchrun started another number of processes than all engines have workers."""
         if self.world_size != num_workers:
             raise UsageError(
                 f"torchrun started {self.world_size} processes, but there are {num_workers} workers "
-                "(--pp times --tp, or the devices of a layout): each needs one"
+                "(--dp times --pp times --tp, or the devices of a layout): each needs one"
             )
+
+    def of_engine(self, engine: int, num_workers: int) -> "TorchrunProcess":
+        """This process as seen by one of several engines, which meet their workers apart: its rank is that of a worker
+        there, or below 0 or beyond where it keeps no worker of that engine."""
+        rank = self.rank - engine * num_workers
+        return replace(self, rank=rank, world_size=num_workers, run=f"{self.run}/{engine}")
 
     def wait_for_store(self) -> None:
         """Wait until the first machine's port listens; raises RuntimeFailure after `CONNECT_SECONDS`."""
@@ -261,28 +268,29 @@ class Rendezvous:
     """The engine's process; None if torchrun did not start it."""
     keys: SharedKeys | None = None
     number: int = 0
-    """Under torchrun: its store, and which rendezvous of this start of torchrun it is."""
+    """Under torchrun: the engine's keys, and which of its rendezvous in this start of torchrun it is."""
+    engines: int = 1
 
     @classmethod
-    def open(cls, num_workers: int, model: str) -> Self:
+    def open(cls, num_workers: int, model: str, engine: int = 0, engines: int = 1) -> Self:
         """For the workers of a new engine, or for new workers after a loss. Under torchrun this waits until the
         processes of all other workers are there; the model's name must be the same on all machines. Raises UsageError
         if torchrun started another number of processes; RuntimeFailure if another process does not come, cannot take
         part or does not fit."""
         if (process := TorchrunProcess.from_environment()) is None:
-            return cls(num_workers)
-        process.check_num_workers(num_workers)
+            return cls(num_workers, engines=engines)
+        process.check_num_workers(num_workers * engines)
         process.use_interface()
-        return cls.call(process, model)
+        return cls.call(process.of_engine(engine, num_workers), model)
 
     @classmethod
     def call(cls, process: TorchrunProcess, model: str) -> Self:
-        """Call all other processes of torchrun together, and wait for them; arguments and errors as for `open`."""
+        """Call the other processes of the engine together, and wait for them; arguments and errors as for `open`."""
         mine, keys = Presence.here(model), SharedKeys.of_torchrun(process)
         number = keys.count("meetings", 1)
         keys.set(f"{number}/engine", msgspec.msgpack.encode(mine))
         until = time.monotonic() + PRESENT_SECONDS
-        for rank in range(1, process.world_size):
+        for rank in set(range(process.world_size)) - {process.rank}:
             while not keys.has(f"{number}/present/{rank}"):
                 if time.monotonic() > until:
                     raise RuntimeFailure(
@@ -296,12 +304,12 @@ class Rendezvous:
     @property
     def spawned(self) -> tuple[int, ...]:
         """Ranks of the workers that the engine starts."""
-        return tuple(range(self.num_workers)) if self.torchrun is None else (self.torchrun.rank,)
+        return tuple(rank for rank in range(self.num_workers) if self.torchrun is None or rank == self.torchrun.rank)
 
     @property
     def workers_here(self) -> int:
         """How many share this machine's threads."""
-        return self.num_workers if self.torchrun is None else self.torchrun.local_world_size
+        return self.num_workers * self.engines if self.torchrun is None else self.torchrun.local_world_size
 
     def addresses(self, directory: Path) -> Addresses:
         """New addresses: on one machine in a private, new directory, else on the interface to the other machines.

@@ -101,8 +101,9 @@ class WorkerGroup:
 
     def _start(self, start: WorkerStart, model: ModelConfig, host_blocks: int) -> None:
         config = start.config
-        rendezvous = self._rendezvous = Rendezvous.open(config.num_workers, start.name)
-        threads = threads_of_each(rendezvous.workers_here * config.data_parallel)
+        engine = start.local_rank // config.num_workers
+        rendezvous = self._rendezvous = Rendezvous.open(config.num_workers, start.name, engine, config.data_parallel)
+        threads = threads_of_each(rendezvous.workers_here)
         directory = self._directory = choose_directory()
         try:
             for rank in rendezvous.spawned:

@@ -259,7 +259,7 @@ def test_what_was_promised_and_does_not_hold_is_said(bench: Run, monkeypatch: py
         (
             "reshard",
             ("--prefill-parallel", "d2p2", "--decode-parallel", "d2t2"),
-            "one engine is measured; leave out the D",
+            "bench serve takes a D, here is one engine",
         ),
         ("reshard", ("--prefill-parallel", "p2", "--decode-parallel", "t4"), "both run on the same ones"),
         ("reshard", ("--pp", 2), "replace --dp, --pp, --tp and --pp-split"),
