@@ -18,6 +18,7 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.processes.files import read_bytes
 
 LAYOUT_SCHEMA: Final = "nanoserve-layouts/1"
+_STEADY = 1.5  # most of an upper quartile over the lower
 
 
 class DegreeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +43,12 @@ class LayoutProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     step: MeasuredCurve  # scheduling a step, telling the workers, preparing inputs and hearing the answer, over rows
     degrees: Mapping[int, DegreeTimes]  # by tensor degree
     built: bool  # whether everything ran compiled that an engine would run compiled
+
+    @property
+    def steady(self) -> bool:
+        """Whether the samples of a layer are alike, because other programs left the processors alone."""
+        layers = [times.layer for times in self.degrees.values()]
+        return all(high < _STEADY * low for layer in layers for low, high in zip(layer.low, layer.high, strict=True))
 
     def costs(self, model: ModelConfig, layout: ParallelLayout) -> "LayoutCosts":
         """Step times of one replica in a layout. Raises UsageError if the layout does not suit the model, or its tensor

@@ -83,6 +83,13 @@ def test_a_stage_has_the_memory_for_itself_while_no_other_computes() -> None:
     assert alone.lone_seconds(work, 0) == alone.stage_seconds(work, 0)
 
 
+def test_times_that_others_disturbed_are_not_steady() -> None:
+    profile, layer = layout_profile(), curve((1, 2), (1, 2))
+    for high, steady in ((2.9, True), (3.1, False)):
+        times = msgspec.structs.replace(degree_times(1), layer=msgspec.structs.replace(layer, high=(1.0, high)))
+        assert msgspec.structs.replace(profile, degrees={1: degree_times(1), 2: times}).steady == steady
+
+
 def test_a_degree_that_nobody_measured_is_refused() -> None:
     with pytest.raises(UsageError, match=r"a tensor degree of 4 was not measured: use one of \[1, 2\]"):
         layout_profile().costs(MODEL, ParallelLayout(tensor_parallel=4))

@@ -40,8 +40,9 @@ def measure_layouts(
     """What every layout of this many workers on the CPU takes: measured by workers of their own in about 10 seconds,
     before anything else is loaded, or as an earlier call kept it in the user's cache, unless it is wanted `anew`.
 
-    Nothing is kept under torchrun, whose link has no name, nor while layers or operators are not compiled yet. The
-    config's layouts and policy do not matter. Raises UsageError for a GPU, and what starting workers raises.
+    Nothing is kept under torchrun, whose link has no name, nor while layers or operators are not compiled yet, nor if
+    other programs disturbed. The config's layouts and policy do not matter. Raises UsageError for a GPU, and what
+    starting workers raises.
     """
     if config.device != "cpu":
         raise UsageError(f"layouts are measured on the CPU, not on {config.device}: choose --device cpu")
@@ -67,7 +68,7 @@ def measure_layouts(
     tell(STAGE, 0, 1)
     profile = _measured(resolved, config, model)
     tell(STAGE, 1, 1)
-    if path is not None and profile.built:
+    if path is not None and profile.built and profile.steady:
         with suppress(RuntimeFailure):  # the next start measures again
             replace_file(path, msgspec.json.encode(profile))
     return profile

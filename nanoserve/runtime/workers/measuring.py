@@ -34,7 +34,7 @@ _PROMPTS = (16, 128, 256, 512, 1024)
 _BATCHES, _CONTEXTS = (1, 8, 32), (16, 128, 512)
 _ROWS = (1, 8, 32)
 _SENT = (2**12, 2**16, 2**20)
-_MOST_BYTES = 2**30  # of a shard's layers; more would be read no slower
+_MOST_BYTES = 2**29  # of a shard's layers; more would be read no slower
 _KV_BYTES = 2**27
 _SECONDS = 4.0  # for all rounds at all degrees; one round is taken in any case
 _LONGEST = 0.4  # seconds of a sample: if a size takes longer, larger ones are extrapolated
@@ -55,12 +55,13 @@ def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     speeds, sent = measure_speeds(device, dtype, everyone, devices), None
     if devices > 1:
         sends: _Probes = {"send": {(size,): partial(_send_seconds, start.rank, devices, size) for size in _SENT}}
-        sent = curve_of(_take(sends, 0.2)["send"]).rising()
-    times, built = dict[int, DegreeTimes](), cpu_operators().loaded
-    for degree in degrees:
-        probes, compiled = _degree_probes(start, model, degree, everyone)
-        samples, built = _take(probes, _SECONDS / len(degrees)), built and compiled
-        times[degree] = _degree_times(samples)
+        sent = curve_of(_take(sends, 0.2)["send"]).undisturbed().rising()
+    probes, built = dict[str, Mapping[Point, Callable[[], float | None]]](), cpu_operators().loaded
+    for degree in degrees:  # in turn, so that a busy moment spoils one round of all
+        found, compiled = _degree_probes(start, model, degree, everyone)
+        probes |= {f"T{degree} {name}": points for name, points in found.items()}
+        built = built and compiled
+    samples = _take(probes, _SECONDS)
     profile = LayoutProfile(
         schema=LAYOUT_SCHEMA,
         devices=devices,
@@ -68,8 +69,8 @@ def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
         memory_bytes=memory,
         speeds=speeds,
         send=sent,
-        step=curve_of(samples["inputs"]).rising(),
-        degrees=times,
+        step=curve_of(samples["T1 inputs"]).undisturbed().rising(),
+        degrees={degree: _degree_times(samples, degree) for degree in degrees},
         built=built,
     )
     endpoint.report(Ready(start.rank, layouts=profile))
@@ -121,14 +122,15 @@ def _some_layers(model: ModelConfig, config: EngineConfig, degree: int) -> range
     return range(max(1, min(model.num_layers * degree // config.num_workers, most)))
 
 
-def _degree_times(samples: Samples) -> DegreeTimes:
+def _degree_times(samples: Samples, degree: int) -> DegreeTimes:
+    samples = {name.removeprefix(f"T{degree} "): points for name, points in samples.items()}
     attention = samples["its attention"]
     return DegreeTimes(
-        layer=difference_of(samples["layer"], attention).rising(),
-        lone=difference_of(samples["lone"], attention).rising() if samples["lone"] else None,
-        decode_attention=grid_of(samples["decode attention"]).rising(),
-        prefill_attention=curve_of(samples["prefill attention"]).rising(),
-        head=curve_of(samples["head"]).rising(),
+        layer=difference_of(samples["layer"], attention).undisturbed().rising(),
+        lone=difference_of(samples["lone"], attention).undisturbed().rising() if samples["lone"] else None,
+        decode_attention=grid_of(samples["decode attention"]).undisturbed().rising(),
+        prefill_attention=curve_of(samples["prefill attention"]).undisturbed().rising(),
+        head=curve_of(samples["head"]).undisturbed().rising(),
     )
 
 
