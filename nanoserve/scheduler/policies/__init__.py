@@ -50,7 +50,7 @@ POLICIES: dict[str, PolicyEntry] = {
     "adaptive": PolicyEntry(
         AdaptiveThrottling,
         "ours, after gLLM",
-        "as throttling, where KV memory is short or first tokens shall come soon",
+        "as throttling, where KV memory is short, first tokens shall come soon, or stages are CPUs",
         "max_prefill",
     ),
     "seesaw": PolicyEntry(
