@@ -322,7 +322,8 @@ class PlanBuilder:
         first, second = self.decision.host_decodes
         # A plan in flight may finish the tokens under way: none of them can be named again before it ends.
         overlapping = any(plan.strategy == "overlap" for plan in self.in_flight)
-        for sequence in [] if overlapping else self.cohorts.most_advanced[: first + second]:
+        under_way = [] if overlapping else self.cohorts.most_advanced[:: -1 if self.decision.most_left_first else 1]
+        for sequence in under_way[: first + second]:
             sub_batch = int(len(self._host_rows) >= first)
             row = Row(sequence.sequence_id, sequence.computed, (), sample=True, tier="host", sub_batch=sub_batch)
             self._host_rows.append(row)
