@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from nanoserve.choosing import ExpectedLengths, choose_settings
 from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.costs import Precision, StepCosts
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
@@ -53,6 +54,8 @@ class BuiltEngine:
     """An engine, and what its users need to know of its model."""
 
     engine: Engine | Dispatcher
+    config: EngineConfig
+    """As it was asked for, with what was left open chosen."""
     model: ModelConfig
     max_model_len: int
     """Longest sequence in tokens that the engine takes."""
@@ -65,10 +68,15 @@ class BuiltEngine:
     """What getting the GPU ready took; None without one."""
     speeds: MachineSpeeds | None = None
     """What each worker reaches beside the others; None where no policy decides by them."""
+    choice: str | None = None
+    """What was chosen and why, in one line; None where nothing was left open."""
 
 
 def build_engine(
-    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None = None
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    progress: ProgressCallback | None = None,
+    expected: ExpectedLengths | None = None,
 ) -> BuiltEngine:
     """Load the weights and put cache, executor and scheduler around them; the caller closes the engine. Raises
     ModelError if the model cannot be used, UsageError if a setting makes no sense for it, RuntimeFailure if the memory
@@ -83,15 +91,16 @@ def build_engine(
         HostProcessor.divide(config.host_threads)
     if config.profile is not None:
         read_profile(Path(config.profile))
+    config, choice = choose_settings(resolved, config, model, progress, expected)
     build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
     if config.trace is None:
-        return build(resolved, config, progress, default_params)
+        return replace(build(resolved, config, progress, default_params), choice=choice)
     with ExitStack() as failing:
         file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # fails at once if it cannot be written
         built = build(resolved, config, progress, default_params)
         _trace(built, file, config)
         failing.pop_all()  # the end of the run closes it
-    return built
+    return replace(built, choice=choice)
 
 
 def _trace(built: BuiltEngine, file: ChromeTraceFile, config: EngineConfig) -> None:
@@ -161,7 +170,7 @@ def _build_here(
     capacities, feeds_tokens = [LayoutCapacity(num_blocks)], executor.feeds_tokens
     scheduler = _make_scheduler(config, capacities, max_model_len, host_blocks, predictors, feeds_tokens=feeds_tokens)
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
-    return BuiltEngine(engine, model, max_model_len, default_params, operators, layers, facts)
+    return BuiltEngine(engine, config, model, max_model_len, default_params, operators, layers, facts)
 
 
 def _build_on_workers(
@@ -197,13 +206,14 @@ def _build_on_workers(
         engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
     layers, speeds = executors[0].layers, executors[0].speeds
     if len(engines) == 1:
-        return BuiltEngine(engines[0], model, max_model_len, default_params, None, layers, None, speeds)
+        return BuiltEngine(engines[0], config, model, max_model_len, default_params, None, layers, None, speeds)
 
     def wait(until: float | None) -> None:
         layers.go_on()
         wait_for_news(executors, until)
 
-    return BuiltEngine(Dispatcher(engines, wait), model, max_model_len, default_params, None, layers, None, speeds)
+    driven = Dispatcher(engines, wait)
+    return BuiltEngine(driven, config, model, max_model_len, default_params, None, layers, None, speeds)
 
 
 def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:

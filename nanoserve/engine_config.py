@@ -1,6 +1,8 @@
 """EngineConfig: how the engine runs a model. Every setting is checked before anything is loaded. No torch here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
@@ -14,16 +16,29 @@ PAIR_OPTIONS = ("--prefill-parallel", "--decode-parallel")
 """The options that name two layouts, in the order of their numbers."""
 DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
 """What runs unless another is asked for. With two layouts it is the one policy that changes the layout."""
+AUTO = "auto"
+"""The layout, or the policy, that is predicted best."""
 _BOUNDS = {
     "max_model_len": (2, 2**31),
     "kv_cache_memory": (1, 2**50),
     "block_size": (1, 1024),
     "max_num_seqs": (1, 65536),
     "max_num_batched_tokens": (1, 2**31),
-    **dict.fromkeys(("pipeline_parallel", "tensor_parallel", "data_parallel"), (1, MOST_PARALLEL)),
+    **dict.fromkeys(("pipeline_parallel", "tensor_parallel", "data_parallel", "devices"), (1, MOST_PARALLEL)),
     "host_kv_memory": (1, 2**50),
     "host_threads": (1, MOST_THREADS),
 }
+
+
+def layout_settings(layouts: Sequence[ParallelLayout]) -> dict[str, Any]:
+    """The fields of EngineConfig for the only layout of all engines together, or for those of prompts and decodes."""
+    first, *others = layouts
+    return {
+        "pipeline_parallel": first.pipeline_parallel,
+        "tensor_parallel": first.tensor_parallel,
+        "data_parallel": first.data_parallel,
+        "decode_layout": replace(others[0], data_parallel=1) if others else None,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +63,8 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
     policy: str | None = None
-    """A scheduling policy as `make_policy` names it; None takes the default (`policy_name`)."""
+    """A scheduling policy as `make_policy` names it, or auto; None takes the default (`policy_name`), with
+    ``parallel`` the one that is predicted best."""
     enable_prefix_caching: bool = True
     """Share the KV of equal prefixes."""
     eager: bool = False
@@ -65,6 +81,10 @@ class EngineConfig:
     """Workers that share the heads and channels of each stage."""
     pipeline_split: tuple[int, ...] | None = None
     """Layers of each stage; together they are all layers of the model. None divides by cost."""
+    parallel: str | None = None
+    """auto: layout and policy are chosen before anything is loaded. None: the layout is the one given here."""
+    devices: int | None = None
+    """How many workers ``parallel`` divides the model over; None takes the processes of torchrun."""
     data_parallel: int = 1
     """Whole engines behind one dispatcher, each with its own workers."""
     decode_layout: ParallelLayout | None = None
@@ -92,9 +112,15 @@ class EngineConfig:
         return (first,) if self.decode_layout is None else (first, self.decode_layout)
 
     @property
+    def whole_layouts(self) -> tuple[ParallelLayout, ...]:
+        """The same of all engines together."""
+        return tuple(replace(layout, data_parallel=self.data_parallel) for layout in self.layouts)
+
+    @property
     def policy_name(self) -> str:
         """The policy that runs: the one asked for, or the default for this number of layouts."""
-        return self.policy or (DEFAULT_POLICY if self.decode_layout is None else POLICY_OF_TWO_LAYOUTS)
+        asked = None if self.policy == AUTO else self.policy
+        return asked or (DEFAULT_POLICY if self.decode_layout is None else POLICY_OF_TWO_LAYOUTS)
 
     @property
     def attends_on_host(self) -> bool:
@@ -118,6 +144,7 @@ class EngineConfig:
                 f"device {self.device} with {workers} workers: say cuda, and choose GPUs by "
                 "CUDA_VISIBLE_DEVICES; each worker takes the one of its number"
             )
+        self._check_choice()
         if self.decode_layout is not None:
             self._check_pair(self.decode_layout)
         if self.pipeline_split is not None:
@@ -125,6 +152,22 @@ class EngineConfig:
         if self.batch_invariant:
             self._check_batch_invariance()
         self._check_host_attention()
+
+    def _check_choice(self) -> None:
+        if self.parallel not in (None, AUTO):
+            raise UsageError(f"parallel is auto or left out, not {self.parallel!r:.60}")
+        if self.parallel is None:
+            if self.devices is not None:
+                raise UsageError("--devices is for --parallel auto, which chooses their layout: give both, or neither")
+            return
+        given = self.data_parallel, self.pipeline_parallel, self.tensor_parallel, self.pipeline_split
+        if given != (1, 1, 1, None) or self.decode_layout is not None:
+            raise UsageError(
+                "--parallel auto chooses the layout itself: leave out --dp, --pp, --tp, --pp-split and "
+                + " and ".join(PAIR_OPTIONS)
+            )
+        if self.attends_on_host:
+            raise UsageError(f"--parallel auto predicts no attention in host memory: leave out --policy {self.policy}")
 
     def _check_batch_invariance(self) -> None:
         if self.device != "cpu":
@@ -137,7 +180,7 @@ class EngineConfig:
             raise UsageError(f"decode_layout {decode.name} is that of one engine: leave the D to data_parallel")
         if max(decode.tensor_parallel, decode.pipeline_parallel) > MOST_PARALLEL:
             raise UsageError(f"decode_layout {decode.name}: a degree must be from 1 to {MOST_PARALLEL}")
-        whole = [replace(layout, data_parallel=self.data_parallel) for layout in self.layouts]
+        whole = self.whole_layouts
         first, second = (f"{option} {layout.name}" for option, layout in zip(PAIR_OPTIONS, whole, strict=True))
         devices = [layout.devices for layout in whole]
         if devices[0] != devices[1]:

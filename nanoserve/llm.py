@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -14,12 +15,13 @@ from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.outputs import RequestTracker
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams, SequenceUpdate
-from nanoserve.text.tokenizer import check_vocabulary, load_tokenizer
+from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
@@ -38,26 +40,35 @@ class LLM:
 
     ``model`` is a directory, a Hugging Face id, ``dummy:NAME``, None for the bundled storyteller, or what
     `resolve_model` found. ``progress`` is called with (stage, done, total) while downloading and loading. ``settings``
-    are the fields of EngineConfig. Raises ModelError if the model cannot be used, UsageError if a setting is not valid
-    for this model or machine.
+    are the fields of EngineConfig. If these leave layout or policy open, ``choice`` says what was chosen and why: for a
+    batch of the lengths that ``expected`` returns when it is called with the tokenizer and the longest sequence in
+    tokens, or without it for requests that come one by one. Raises ModelError if the model cannot be used, UsageError
+    if a setting is not valid for this model or machine.
     """
 
     def __init__(
-        self, model: str | Path | ResolvedModel | None = None, *, progress: Any = None, **settings: Any
+        self,
+        model: str | Path | ResolvedModel | None = None,
+        *,
+        progress: Any = None,
+        expected: Callable[[Tokenizer, int], SequenceOf[RequestShape]] | None = None,
+        **settings: Any,
     ) -> None:
-        self.engine_config = EngineConfig(**settings)
-        self._random = random.Random(self.engine_config.seed)
+        config = EngineConfig(**settings)
+        self._random = random.Random(config.seed)
         if not isinstance(model, ResolvedModel):
             name = None if model is None else str(model)
-            model = resolve_model(name, offline=self.engine_config.offline, progress=progress)
+            model = resolve_model(name, offline=config.offline, progress=progress)
         self.model_name = model.name
         self.tokenizer = load_tokenizer(model.tokenizer_directory)
         with ExitStack() as failing:
             failing.callback(self.tokenizer.close)
-            built = build_engine(model, self.engine_config, progress)
+            asked = None if expected is None else partial(expected, self.tokenizer)
+            built = build_engine(model, config, progress, asked)
             failing.callback(built.engine.close)
             check_vocabulary(self.tokenizer, built.model.vocab_size)
             failing.pop_all()  # the LLM closes them
+        self.engine_config, self.choice = built.config, built.choice  # None where nothing was left open
         self.driven = built.engine  # the engine, or the dispatcher of several
         self.config, self.max_model_len = built.model, built.max_model_len
         self._default_params = built.default_params

@@ -57,9 +57,12 @@ FLOORS: dict[str, set[str]] = {
         *("models", "assembly", "llm", "runtime", "simulator", "triton_ops", "layout", "engine_config"),
         "dispatcher",
     },
+    "choosing": {
+        *("errors", "config", "measures", "costs", "layout", "engine_config", "models", "runtime", "simulator"),
+    },
     "assembly": {
         *("errors", "processes", "config", "costs", "request", "scheduler", "record", "engine", "grammar", "models"),
-        *("runtime", "dispatcher", "measures", "triton_ops", "engine_config"),
+        *("runtime", "dispatcher", "measures", "triton_ops", "engine_config", "choosing"),
     },
     "server": {
         *("errors", "processes", "config", "request", "scheduler", "record", "engine", "dispatcher", "text", "grammar"),

@@ -62,7 +62,7 @@ def library_directories() -> list[Path]:
     return [Path(spec.origin).parent for spec in found if spec is not None and spec.origin is not None]
 
 
-def _start_here(began: float, model: str | None, settings: dict[str, object]) -> dict[str, Any]:
+def _start_here(began: float, model: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """The child: import, load, answer, and wait for what was built meanwhile; ``marks`` are the ends of the stages."""
     marks: dict[str, float] = {}
 

@@ -31,9 +31,11 @@ from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import RequestOutput, SamplingParams, SequenceUpdate
 from nanoserve.simulator.advice import advise
-from nanoserve.simulator.planning import CacheLimits
+from nanoserve.simulator.planning import CacheLimits, PlannedWork
+from nanoserve.text.tokenizer import Tokenizer
 
 _SAMPLED_ROWS = 200  # the most rows whose prompts are tokenized; the others are taken to be like them
+_USUAL_ANSWER = 256  # tokens of an answer without a limit, to choose a layout by
 _MOVING = -1  # a phase is its layout's number, or this while an engine changes from one layout to another
 
 
@@ -47,14 +49,12 @@ def run_batch(source: Path, target: Path, engine: WorkersOptions, settings: dict
         if not open_rows:
             say(f"all {len(rows)} rows are in {target} already")
             return
-        layouts = engine.layouts()
-        phases = Phases(layouts) if len(layouts) > 1 else None
-        batch = _Batch(results, phases, engine, settings, len(rows), len(rows) - len(open_rows), time.monotonic())
+        batch = _Batch(results, engine, settings, len(rows), len(rows) - len(open_rows), time.monotonic())
         try:
             batch.answer(open_rows)
         except (KeyboardInterrupt, WorkersFailed) as error:
             left = f"{len(open_rows) - batch.written} rows are left; the same command goes on from here"
-            state = f"{batch.summary(target)}{',' if phases is None else ';'} {left}"
+            state = f"{batch.summary(target)}{',' if batch.phases is None else ';'} {left}"
             raise type(error)(f"{error}; {state}" if isinstance(error, WorkersFailed) else state) from None
     say(batch.summary(target))
 
@@ -142,12 +142,12 @@ class _Batch:
     """Takes rows to the LLM and its answers to the file, and counts them."""
 
     results: ResultFile
-    phases: Phases | None
     engine: WorkersOptions
     settings: dict[str, Any]
     total: int  # rows of the file, with those that an earlier run has done
     done_before: int
     started: float  # seconds of the monotonic clock
+    phases: Phases | None = None  # with two layouts
     written: int = 0  # rows, also those with errors
     errors: int = 0
     tokens: int = 0  # of the answers written
@@ -159,12 +159,14 @@ class _Batch:
                 self._write(row, {"error": row.error})
         if not (usable := [row for row in rows if row.error is None]):
             return
-        with self.engine.open_llm() as llm:
+        with self.engine.open_llm(expected=partial(self._expected, usable)) as llm:
+            if len(layouts := llm.engine_config.whole_layouts) > 1:
+                self.phases = Phases(layouts)
             with show_progress() as progress:
                 llm.prepare(progress)
             items = list(self._items(usable, llm.default_sampling_params()))
             prompts = [(row.prompt, params) for row, params in items]
-            if self.phases is not None and (advice := advice_for(llm, self.phases.layouts, prompts)) is not None:
+            if len(layouts) > 1 and llm.choice is None and (advice := advice_for(llm, layouts, prompts)) is not None:
                 remark(advice)
             self.started = time.monotonic()
             with self._progress_bar() as draw:
@@ -186,6 +188,14 @@ class _Batch:
                         raise WorkersFailed(llm.driven.failure)
         if lost is not None:
             raise WorkersFailed(lost)
+
+    def _expected(self, rows: Sequence[PromptRow], tokenizer: Tokenizer, longest: int) -> list[RequestShape]:
+        """How long the rows will be, before anything is loaded."""
+        usual, items = SamplingParams(max_tokens=_USUAL_ANSWER), []
+        for row in rows:
+            with suppress(UsageError):  # it will end as an error
+                items.append((row.prompt, sampling_params(usual, self.settings, row.settings)))
+        return _shapes(tokenizer, longest, items)
 
     def _items(self, rows: Sequence[PromptRow], defaults: SamplingParams) -> Iterator[tuple[PromptRow, SamplingParams]]:
         """The rows with their settings; rows whose settings are wrong end as errors."""
@@ -263,7 +273,7 @@ def advice_for(
     llm: "nanoserve.LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
 ) -> str | None:
     """What the planner predicts for prompts with their settings, and what would be faster; None without speeds."""
-    speeds, shapes = llm.speeds, _shapes(llm, items)
+    speeds, shapes = llm.speeds, _shapes(llm.tokenizer, llm.max_model_len, items)
     if speeds is None or not shapes:
         return None
     import torch
@@ -287,24 +297,23 @@ def advice_for(
         return advise(
             partial(StepCosts, model, machine, precision=precision),
             layouts,
-            shapes,
+            PlannedWork(tuple(shapes)),
             limits=CacheLimits(device_bytes=device_bytes, host_bytes=host_bytes),
-            policy=config.policy_name,
             token_budget=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
-        ).text
+        )
     except UsageError as error:
         return f"nothing can be predicted: {error}"
 
 
-def _shapes(llm: "nanoserve.LLM", items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
+def _shapes(tokenizer: Tokenizer, longest: int, items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:
     """The lengths of all items, from the prompts of some, evenly over all. Answers are as long as they may become."""
     count, shapes = min(len(items), _SAMPLED_ROWS), []
     for prompt, params in (items[place * len(items) // count] for place in range(count)):
-        encode = llm.tokenizer.encode if isinstance(prompt, str) else llm.tokenizer.encode_chat
+        encode = tokenizer.encode if isinstance(prompt, str) else tokenizer.encode_chat
         with suppress(UsageError):  # a prompt that will be refused
             tokens = len(encode(prompt))
-            room = llm.max_model_len - tokens
+            room = longest - tokens
             if tokens and room > 0:
                 shapes.append(RequestShape(tokens, params.n * min(params.max_tokens or room, room)))
     return [shapes[place * len(shapes) // len(items)] for place in range(len(items))] if shapes else []

@@ -21,6 +21,7 @@ from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import UsageError
 from nanoserve.measures.charts import Chart, draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.processes.threads import threads_of_each
@@ -33,7 +34,10 @@ class VariantsOptions(ResultOptions, WorkersOptions):
     rounds: int = option(3, "Rounds that count.", minimum=1)
 
     def config(self, policy: str | None = None) -> EngineConfig:
-        """How the engines run; each run's own scheduler has a policy of its own, and runs share one trace."""
+        """How the engines run; each run's own scheduler has a policy of its own, and runs share one trace. Raises
+        UsageError if they are left open."""
+        if self.parallel is not None:
+            raise UsageError("this command compares layouts that are named: leave out --parallel auto")
         return EngineConfig(**{**WorkersOptions.settings(self), "policy": policy, "trace": None})
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import Field, fields, replace
+from dataclasses import Field, fields
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,16 @@ from nanoserve.client.address import parse_url
 from nanoserve.client.connection import ApiClient
 from nanoserve.commands.options import Options, file_option, flag_of, option
 from nanoserve.commands.progress import Progress, show_progress
-from nanoserve.commands.terminal import say
-from nanoserve.engine_config import DEFAULT_POLICY, MOST_PARALLEL, PAIR_OPTIONS, POLICY_OF_TWO_LAYOUTS, EngineConfig
+from nanoserve.commands.terminal import remark, say
+from nanoserve.engine_config import (
+    AUTO,
+    DEFAULT_POLICY,
+    MOST_PARALLEL,
+    PAIR_OPTIONS,
+    POLICY_OF_TWO_LAYOUTS,
+    EngineConfig,
+    layout_settings,
+)
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel, known_models, resolve_model
@@ -42,7 +50,8 @@ quantization_option = partial(
 
 def _checked_policy(name: str, flag: str) -> str:
     """The name, before anything is loaded. Raises UsageError if there is no such policy; a file is executed."""
-    make_policy(name, token_budget=2**31)  # the engine checks again, with its own
+    if name != AUTO:
+        make_policy(name, token_budget=2**31)  # the engine checks again, with its own
     return name
 
 
@@ -69,9 +78,9 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     policy: str | None = option(
         None,
         f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}. One of "
-        f"{', '.join(POLICIES)}, or FILE.py:CLASS, which is executed.",
+        f"{', '.join(POLICIES)}, FILE.py:CLASS, which is executed, or auto, the one that is predicted best.",
         metavar="NAME",
-        suggestions=tuple(POLICIES),
+        suggestions=(*POLICIES, AUTO),
         parse=_checked_policy,
     )
     no_prefix_caching: bool = option(False, "Compute every prompt from its start.")
@@ -113,20 +122,32 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         with show_progress() as progress:
             return resolve_model(self.model, offline=self.offline, progress=progress)
 
-    def open_llm(self, model: ResolvedModel | None = None, progress: Progress | None = None) -> "nanoserve.LLM":
+    def open_llm(
+        self, model: ResolvedModel | None = None, progress: Progress | None = None, expected: Any = None
+    ) -> "nanoserve.LLM":
         """Load the model, by default the one that --model names; the caller closes it. Its progress is shown, unless
-        there is a function that takes it. Raises NanoserveError."""
+        there is a function that takes it, and so is what was chosen, by the requests that LLM is told to expect. Raises
+        NanoserveError."""
         settings = self.settings()
         prepare_threads(self.threads)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
             from nanoserve.llm import LLM
         with show_progress() if progress is None else nullcontext(progress) as told:
-            return LLM(model or self.model, progress=told, **settings)
+            llm = LLM(model or self.model, progress=told, expected=expected, **settings)
+        if llm.choice is not None:
+            remark(llm.choice)
+        return llm
 
 
 class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed={"--trace-out": "is now --record"}):
     """An engine whose model may be divided over several worker processes, and whose run can be recorded."""
 
+    parallel: str | None = option(
+        None, "auto: the layout, or two of them, and the policy that are predicted best.", choices=(AUTO,)
+    )
+    devices: int | None = option(
+        None, "Workers for --parallel auto; default: torchrun's processes.", minimum=1, maximum=MOST_PARALLEL
+    )
     dp: int = _degree("Whole engines, each with workers of its own: a request goes to the least busy.")
     pp: int = _degree("Pipeline stages: each worker has some of the layers.")
     tp: int = _degree("Tensor parallel degree: this many workers share each layer.")
@@ -149,16 +170,8 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed
     record: str | None = file_option("Write what each worker did when, for Perfetto or chrome://tracing.")
 
     def settings(self) -> dict[str, Any]:
-        first, *others = self.layouts()
-        return {
-            **EngineOptions.settings(self),
-            "pipeline_parallel": first.pipeline_parallel,
-            "tensor_parallel": first.tensor_parallel,
-            "pipeline_split": parsed_split(self.pp_split),
-            "data_parallel": first.data_parallel,
-            "decode_layout": replace(others[0], data_parallel=1) if others else None,
-            "trace": self.record,
-        }
+        settings = EngineOptions.settings(self) | layout_settings(self.layouts())
+        return settings | {"pipeline_split": parsed_split(self.pp_split), "trace": self.record}
 
     def layouts(self) -> tuple[ParallelLayout, ...]:
         """The only layout of all engines together, or those of prompts and of decodes. Raises UsageError."""

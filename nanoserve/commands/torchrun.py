@@ -24,8 +24,10 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         if process is None:
             return command(options)
         layout = options.layouts()[0]
-        process.check_num_workers(layout.devices)
         workers = layout.devices // layout.data_parallel
+        if options.parallel is not None:
+            workers = options.devices or process.world_size
+        process.check_num_workers(workers * layout.data_parallel)
         # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:

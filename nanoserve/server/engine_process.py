@@ -124,11 +124,11 @@ def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[mess
             vocab_size=built.model.vocab_size,
             end_tokens=built.model.eos_token_ids,
             default_params=built.default_params,
-            max_num_seqs=start.config.max_num_seqs * start.config.data_parallel,
+            max_num_seqs=built.config.max_num_seqs * built.config.data_parallel,
         )
     )
-    if built.gpu is not None:
-        print(f"nanoserve: {built.gpu}", file=sys.stderr, flush=True)
+    for told in filter(None, (built.choice, built.gpu)):
+        print(f"nanoserve: {told}", file=sys.stderr, flush=True)
     if built.layers is not None:
         built.layers.start()  # compiled in the background, and used from a later step on
     return built.engine

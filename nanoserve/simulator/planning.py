@@ -109,7 +109,12 @@ class Candidate:
 
     @cached_property
     def tokens_per_second(self) -> float:
-        """Estimated throughput of a closed batch, input and output tokens, of all replicas.
+        """Estimated throughput of a closed batch, input and output tokens, of all replicas."""
+        return self.work.tokens / sum(self.phases.values())
+
+    @cached_property
+    def phases(self) -> dict[str, float]:
+        """Estimated seconds of each part of a closed batch.
 
         All prompts at the pace of a full pipeline; then answers in full rounds, until no more requests wait, and in
         rounds of those that are left as one after the other ends: few long answers take long. With two layouts also
@@ -124,7 +129,7 @@ class Candidate:
             answers = max(answers, second.swap_seconds(share.input_tokens))
             cycles = -(-share.input_tokens // (self.host_blocks * BLOCK_SIZE))
             changing = cycles * first.transition_seconds(1) + (cycles - 1) * second.transition_seconds(0)
-        return self.work.tokens / (prompts + answers + changing)
+        return {"prompts": prompts, "answers": answers, "changes of layout": changing}
 
     @cached_property
     def latency(self) -> float:

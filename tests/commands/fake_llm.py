@@ -51,7 +51,9 @@ class FakeTokenizer:
 class FakeLLM:
     """The part of LLM that commands use. ``prompts`` and ``params`` record what was asked."""
 
-    def __init__(self, found: Any = None, *, max_model_len: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, found: Any = None, *, max_model_len: int | None = None, expected: Any = None, **settings: Any
+    ) -> None:
         model = getattr(found, "name", found)
         if model == "missing":
             raise ModelError("no model at missing: name a directory")
@@ -73,6 +75,8 @@ class FakeLLM:
             for done in range(3):
                 settings["progress"]("load", done, 2)
         self.settings = settings
+        self.engine_config = EngineConfig(**{name: value for name, value in settings.items() if name != "progress"})
+        self.choice = None
         self.model_name = model or "storyteller"
         self.max_model_len = max_model_len or 200
         self.tokenizer = FakeTokenizer()

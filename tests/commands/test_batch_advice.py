@@ -13,6 +13,7 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import dummy_config
 from nanoserve.request import SamplingParams
+from nanoserve.simulator.planning import PlannedWork
 from tests.commands.fake_llm import FakeLLM
 
 PAIR = (
@@ -39,15 +40,13 @@ MEASURED = {"memory_bandwidth": 1e10, "flops": 1e11, "host_link_bandwidth": 1e10
 class Asked:
     """Stands in for the planner and keeps what it was told."""
 
-    text = "fine"
-
     def __init__(self) -> None:
         self.shapes: Sequence[RequestShape] = ()
         self.settings: dict[str, Any] = {}
 
-    def __call__(self, costs_of: Any, chosen: Any, shapes: Sequence[RequestShape], **settings: Any) -> Any:
-        self.shapes, self.settings = shapes, settings | {"machine": costs_of(chosen[0]).machine, "chosen": chosen}
-        return self
+    def __call__(self, costs_of: Any, chosen: Any, work: PlannedWork, **settings: Any) -> str:
+        self.shapes, self.settings = work.shapes, settings | {"machine": costs_of(chosen[0]).machine, "chosen": chosen}
+        return "fine"
 
 
 @pytest.fixture
@@ -71,7 +70,6 @@ def test_the_planner_is_told_how_long_rows_are_and_what_the_caches_hold(asked: A
     assert (limits.device_bytes, limits.host_bytes) == (5 * block, 4 * block)
     assert machine.devices_per_node == 4
     assert asked.settings["chosen"] == PAIR
-    assert asked.settings["policy"] == "seesaw"
 
 
 def test_many_rows_are_taken_to_be_like_some_of_them(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,8 @@ class Batch:
         while left := [*marked(self._mark), *self._temporary.iterdir(), *self.left_in_file_systems]:
             assert time.monotonic() < deadline, left
             time.sleep(0.01)
-        remarks = ("predicted: ", "other layouts of the same devices: ", "nanoserve: compiling ")
-        passing = re.compile(r" is predicted to be |: \d+%, about ")
+        remarks = ("predicted: ", "nanoserve: compiling ")
+        passing = re.compile(r": \d+%, about ")
         return [line for line in lines if not line.startswith(remarks) and not passing.search(line)]
 
 

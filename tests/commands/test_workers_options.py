@@ -58,6 +58,15 @@ def test_the_engine_process_reads_the_layout_that_it_is_sent() -> None:
     assert msgspec.json.decode(line, type=EngineStart, dec_hook=lambda kind, text: kind(text)) == start
 
 
+def test_an_open_layout_reaches_the_engines_settings() -> None:
+    engine = engine_of("serve", "--parallel", "auto", "--devices", "2", "--policy", "auto")
+    assert EngineConfig(**engine.settings()) == EngineConfig(parallel="auto", devices=2, policy="auto")
+    assert engine_of("generate", "Once", *engine.flags()).settings() == engine.settings()
+    with pytest.raises(UsageError, match="--parallel auto chooses the layout itself"):
+        words = ["--prefill-parallel", "p2", "--decode-parallel", "t2", "--parallel", "auto"]
+        EngineConfig(**engine_of("generate", "Once", *words).settings())
+
+
 PAIR = EngineConfig(
     tensor_parallel=2,
     pipeline_parallel=2,

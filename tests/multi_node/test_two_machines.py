@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -68,6 +69,17 @@ def test_a_whole_engine_on_each_machine_answers_what_one_process_answers(
     assert texts(tmp_path / "results.jsonl") == expected
     assert "worker 0 of engine 1 on 10.199" in second.messages
     assert not hosts[0].processes() and not hosts[1].processes()
+
+
+def test_a_layout_is_chosen_by_what_the_link_between_two_machines_bears(
+    hosts: tuple[Host, Host], prompts: Path, expected: list[str], tmp_path: Path
+) -> None:
+    first, second = programs = torchrun(hosts, generate(prompts, tmp_path / "results.jsonl", "--parallel", "auto"))
+    wait(programs, 180)
+
+    assert (first.returncode, second.returncode) == (0, 0), first.messages + second.messages
+    assert re.search(r"[PT]2.* with \w+: predicted [\d,]+ tokens/s; next ", first.messages), first.messages
+    assert texts(tmp_path / "results.jsonl") == expected
 
 
 def test_a_worker_that_is_killed_on_the_other_machine_is_replaced(

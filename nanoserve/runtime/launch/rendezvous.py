@@ -160,6 +160,14 @@ def own_address(init_method: str) -> str:
     return _address_of(os.environ.get("GLOO_SOCKET_IFNAME", "")) or socket.gethostbyname(socket.gethostname())
 
 
+def on_one_machine(process: TorchrunProcess) -> bool:
+    """Whether all processes that came to the last rendezvous run on this machine, as far as names tell."""
+    keys = SharedKeys.of_torchrun(process.of_engine(0, process.world_size))
+    number = keys.count("meetings", 0)
+    there = [keys.get(f"{number}/present/{rank}") for rank in range(1, process.world_size)]
+    return {msgspec.msgpack.decode(one, type=Presence).host for one in there} <= {socket.gethostname()}
+
+
 PRESENT_SECONDS = 600.0
 """How long the processes of all workers may take to come: each may have to fetch the model first."""
 

@@ -10,7 +10,9 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.measures.workloads import RequestShape
 from nanoserve.request import RequestOutput, SequenceUpdate
+from nanoserve.text.tokenizer import Tokenizer
 from tests.processes import MARK, kill, new_mark, workers
 from triton_ops.cpu import cpu_operators
 
@@ -97,6 +99,24 @@ def test_two_engines_answer_what_one_process_answers(
             llm.engine  # noqa: B018
     groups = {event["args"]["name"] for event in json.loads(trace.read_text()) if event["name"] == "process_name"}
     assert groups == {f"engine {number}: {what}" for number in range(2) for what in ("scheduler", "workers")}
+
+
+def test_two_workers_in_a_layout_that_is_chosen_answer_what_one_process_answers(
+    expected: list[tuple[int, ...]], mark: str
+) -> None:
+    """Whichever it is on this machine; the batch is known, so that it may be a pair."""
+    asked: list[int] = []
+
+    def lengths(tokenizer: Tokenizer, longest: int) -> list[RequestShape]:
+        asked.append(longest)
+        return [RequestShape(len(tokenizer.encode(prompt)), 40) for prompt, _ in PROMPTS]
+
+    with LLM(**MODEL, parallel="auto", devices=2, host_kv_memory=1 << 20, expected=lengths) as llm:
+        config, names = llm.engine_config, "->".join(layout.name for layout in llm.engine_config.whole_layouts)
+        assert asked == [128]
+        assert len(workers(mark)) == config.data_parallel * config.num_workers == 2
+        assert llm.choice is not None and llm.choice.startswith(f"{names} with {config.policy}: predicted ")
+        assert tokens(ask(llm)) == expected
 
 
 def test_a_worker_that_is_killed_is_missed_by_nobody(
