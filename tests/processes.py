@@ -31,8 +31,10 @@ def marked(mark: str) -> list[int]:
 
 
 def workers(mark: str) -> list[int]:
-    """The worker processes with that mark, by rank."""
-    return [process for process in marked(mark) if _WORKER in _command_line(process)]
+    """The worker processes with that mark, by their number on this machine."""
+    lines = {process: _command_line(process) for process in marked(mark)}
+    numbers = {process: int(line.split(b"\0")[-2]) for process, line in lines.items() if _WORKER in line}
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 def _command_line(process: int) -> bytes:

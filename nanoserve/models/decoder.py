@@ -270,6 +270,11 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings and self.is_first and self.is_last:
             self.lm_head.weight = self.embedding.weight
 
+    def meet(self, group: TensorParallelGroup | None) -> None:
+        """Compute with these ranks from now on; None between two groups, while nothing is computed."""
+        for part in (self, *self.layers):
+            part.group = group or SINGLE_RANK
+
     @property
     def dtype(self) -> torch.dtype:
         """Number format of weights, hidden states and cache."""

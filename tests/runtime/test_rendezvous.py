@@ -45,7 +45,7 @@ def test_on_one_machine_the_engine_starts_all_workers(tmp_path: Path, monkeypatc
     rendezvous = Rendezvous.open(3, "storyteller")
 
     assert (rendezvous.spawned, rendezvous.workers_here) == ((0, 1, 2), 3)
-    assert rendezvous.addresses(tmp_path).init_method == f"file://{tmp_path}/meeting"
+    assert rendezvous.addresses(tmp_path).init_method.startswith(f"file://{tmp_path}/meeting")
     second = Rendezvous.open(3, "storyteller", engine=1, engines=2)
     assert (second.spawned, second.workers_here) == ((0, 1, 2), 6)
 

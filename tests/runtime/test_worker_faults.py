@@ -3,12 +3,14 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
 from nanoserve import LLM
 from nanoserve.request import SamplingParams, SequenceUpdate
+from nanoserve.runtime.workers.group import WorkerGroup
+from nanoserve.runtime.workers.messages import Rejoin, ToWorker
 from tests.processes import MARK, new_mark, workers
 
 MODEL = {"dtype": "float32", "eager": True, "kv_cache_memory": 1 << 20, "max_model_len": 128}
@@ -41,11 +43,11 @@ class Workers:
         return [sample.token_ids for output in outputs for sample in output.outputs]
 
     def answers_while_dying(
-        self, rank: int, after_tokens: int, number: signal.Signals = signal.SIGKILL
+        self, rank: int, after_tokens: int, number: signal.Signals = signal.SIGKILL, losses: int = 1
     ) -> tuple[list[tuple[int, ...]], float]:
         """The same with a worker sent a signal on the way, and how many seconds later the engine knew."""
         engine, step = self.llm.engine, self.llm.engine.step
-        losses, seen = engine.losses, 0
+        before, seen = engine.losses, 0
         killed = noticed = 0.0
 
         def disturbed(until: float | None = None) -> list[SequenceUpdate]:
@@ -55,14 +57,14 @@ class Workers:
             if not killed and seen >= after_tokens:
                 killed = time.monotonic()
                 os.kill(workers(self.mark)[rank], number)
-            if not noticed and engine.losses > losses:
+            if not noticed and engine.losses > before:
                 noticed = time.monotonic()
             return updates
 
         with pytest.MonkeyPatch().context() as patch:
             patch.setattr(engine, "step", disturbed)
             answers = self.answers()
-        assert engine.losses == losses + 1
+        assert engine.losses == before + losses
         return answers, noticed - killed
 
     def close(self) -> None:
@@ -80,8 +82,15 @@ def two_stages() -> Iterator[Workers]:
 
 @pytest.mark.parametrize(("rank", "after_tokens"), [pytest.param(0, 60, marks=pytest.mark.slow), (1, 3)])
 def test_tokens_are_the_same_when_a_worker_is_killed(two_stages: Workers, rank: int, after_tokens: int) -> None:
+    before = workers(two_stages.mark)
     answers, _ = two_stages.answers_while_dying(rank, after_tokens)
     assert answers == two_stages.expected
+    assert _replaced(before, workers(two_stages.mark)) == [rank], "the other one keeps its weights"
+
+
+def _replaced(before: list[int], after: list[int]) -> list[int]:
+    """Ranks whose process is another than before."""
+    return [rank for rank, (old, new) in enumerate(zip(before, after, strict=True)) if old != new]
 
 
 def test_the_answers_are_those_of_one_process(two_stages: Workers) -> None:
@@ -101,6 +110,34 @@ def test_a_stopped_worker_is_treated_like_a_dead_one(two_stages: Workers, monkey
     assert stopped not in workers(two_stages.mark)
 
 
+def test_a_tensor_parallel_rank_is_replaced_alone() -> None:
+    running = Workers(tensor_parallel=2)
+    before = workers(running.mark)
+    answers, _ = running.answers_while_dying(1, after_tokens=30)
+    assert answers == running.expected
+    assert _replaced(before, workers(running.mark)) == [1]
+    running.close()
+
+
+@pytest.mark.slow
+def test_workers_that_cannot_leave_are_replaced_with_the_lost_one(
+    two_stages: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.processes.quarantine.DEATHS_SECONDS", 0.0)
+    monkeypatch.setattr("nanoserve.runtime.workers.group._REJOIN_SECONDS", 0.5)
+    send = WorkerGroup.send
+
+    def silent(group: WorkerGroup, message: ToWorker, *ranks: Iterable[int]) -> None:
+        if not isinstance(message, Rejoin):
+            send(group, message, *ranks)
+
+    monkeypatch.setattr(WorkerGroup, "send", silent)
+    before = workers(two_stages.mark)
+    answers, _ = two_stages.answers_while_dying(1, 20, losses=2)
+    assert answers == two_stages.expected
+    assert _replaced(before, workers(two_stages.mark)) == [0, 1]
+
+
 @pytest.mark.slow
 def test_every_worker_of_two_stages_by_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its pipe: nobody's patience with those that are silent ends."""
@@ -108,7 +145,9 @@ def test_every_worker_of_two_stages_by_two_ranks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("nanoserve.runtime.workers.group.SILENCE_SECONDS", 3600.0)
     running = Workers(pipeline_parallel=2, tensor_parallel=2)
     for rank in range(4):
+        before = workers(running.mark)
         answers, seconds = running.answers_while_dying(rank, after_tokens=10 + 20 * rank)
         assert answers == running.expected
+        assert _replaced(before, workers(running.mark)) == [rank]
         print(f"worker {rank}: noticed after {1000 * seconds:.0f} ms")
     running.close()

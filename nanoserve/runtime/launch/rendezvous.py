@@ -16,6 +16,7 @@ An engine calls a rendezvous, and another one after a loss. Keys, below a prefix
 
 import fcntl
 import os
+import secrets
 import socket
 import struct
 import time
@@ -320,13 +321,14 @@ class Rendezvous:
         return self.num_workers * self.engines if self.torchrun is None else self.torchrun.local_world_size
 
     def addresses(self, directory: Path) -> Addresses:
-        """New addresses: on one machine in a private, new directory, else on the interface to the other machines.
+        """New addresses: on one machine in a private directory, else on the interface to the other machines.
         Raises RuntimeFailure if the directory's name is too long for a socket, or no port is free."""
         process = self.torchrun
         if process is None:
             from nanoserve.processes.sockets import local_address  # and ZeroMQ, late: all commands import this module
 
-            return Addresses(local_address(directory), local_address(directory), f"file://{directory / 'meeting'}")
+            meeting = directory / f"meeting-{secrets.token_hex(4)}"
+            return Addresses(local_address(directory), local_address(directory), f"file://{meeting}")
         plans, reports = process.free_addresses(2)
         place = f"nanoserve/{process.run}/{self.number}/group"
         return Addresses(plans, reports, f"tcp://{process.master_address}:{process.master_port}/{place}")

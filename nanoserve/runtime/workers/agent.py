@@ -79,7 +79,7 @@ class WorkerAgent:
             time.sleep(_POLL_SECONDS)
         start = msgspec.json.decode(self.keys.get(handed_out), type=WorkerStart)
         directory = choose_directory()
-        child = start_worker(threads_of_each(self.process.local_world_size), directory)
+        child = start_worker(self.process.local_rank, threads_of_each(self.process.local_world_size), directory)
         try:
             make_directory(directory)
             here = msgspec.structs.replace(

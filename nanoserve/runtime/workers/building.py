@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +29,16 @@ from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
 from nanoserve.runtime.stage import Stage, compiled_layers
 from nanoserve.runtime.step.model_runner import ModelRunner
-from nanoserve.runtime.workers.distributed import Activations, RankGroup, join_workers
-from nanoserve.runtime.workers.messages import Allocate, Loaded, Loading, Ready, WorkerStart
+from nanoserve.runtime.workers.distributed import Activations, RankGroup, join_workers, leave_workers
+from nanoserve.runtime.workers.messages import Allocate, Hello, Loaded, Loading, Ready, WorkerStart
 from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
 
 
-def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
-    """Meet the other workers, load this one's part, and make the KV cache as large as the engine says. Raises
-    NanoserveError if the model or the device cannot be used, or memory does not suffice; torch's RuntimeError if the
-    other workers cannot be reached."""
+def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
+    """Meet the other workers, load this one's part, make the KV cache as large as the engine says, and serve. When
+    another worker is lost, meet all again and go on. Raises NanoserveError if the model or the device cannot be used,
+    or memory does not suffice; torch's RuntimeError if the other workers cannot be reached."""
     config = start.config
     device = usable_device(config.device if config.device == "cpu" else f"cuda:{start.local_rank}")
     if start.host_pool is not None:
@@ -53,17 +54,19 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
     if gpus and start.host_pool is not None:
         reserved += sum(map(staging_memory, block_bytes))
     speeds = None
-    if start.host_pool is not None or config.pipeline_parallel > 1:  # policies ask how long swaps and steps take
+    if not start.again and (
+        start.host_pool is not None or config.pipeline_parallel > 1
+    ):  # policies ask how long swaps and steps take
         speeds = measure_speeds(device, decoders[0].dtype, everyone, config.num_workers)
-    endpoint.report(
-        Loaded(
-            start.rank,
-            memory=f"{socket.gethostname()} {device}",
-            block_bytes=block_bytes,
-            free_bytes=max(0, available_memory(device) - reserved),
-            speeds=speeds,
-        )
+    del everyone  # who holds a group cannot leave it
+    loaded = Loaded(
+        start.rank,
+        memory=f"{socket.gethostname()} {device}",
+        block_bytes=block_bytes,
+        free_bytes=max(0, available_memory(device) - reserved),
+        speeds=speeds,
     )
+    endpoint.report(loaded)
     allocate = endpoint.hear()
     assert isinstance(allocate, Allocate), "nothing else can be said to a worker without a cache"
     # The KV cache of each layout is laid out in the same storage.
@@ -83,9 +86,32 @@ def build_worker(start: WorkerStart, endpoint: WorkerEndpoint) -> Worker:
             layouts[0].stage, storage=storage, processor=processor, config=config, model=model, speeds=speeds
         )
         profile = hybrid_profile(measured, lambda *progress: endpoint.report(Loading(start.rank, *progress)))
-    worker = Worker(start, endpoint, layouts, weights)
-    endpoint.report(Ready(start.rank, profile))
-    return worker
+    while True:
+        worker = Worker(start, endpoint, layouts, weights)
+        endpoint.report(Ready(start.rank, profile))
+        start = worker.run()
+        del worker  # and with it what was on its way
+        _rejoin(start, endpoint, layouts, loaded)
+
+
+def _rejoin(start: WorkerStart, endpoint: WorkerEndpoint, layouts: Sequence[WorkerLayout], loaded: Loaded) -> None:
+    """Leave the other workers, and meet them and the new one as in the beginning, but with what is here already."""
+    decoders = [layout.stage.runner.decoder for layout in layouts]
+    for layout, decoder in zip(layouts, decoders, strict=True):
+        layout.stage.runner.forget()
+        layout.activations.forget()
+        decoder.meet(None)
+    leave_workers()
+    endpoint.move(start)
+    endpoint.introduce(Hello(start.rank))
+    config, device = start.config, decoders[0].device
+    everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
+    for decoder in decoders:
+        decoder.meet(everyone.split(decoder.shard))
+    endpoint.report(loaded)
+    endpoint.hear()  # Allocate: of the cache's size, which is the same in every life
+    for layout in layouts:
+        layout.activations.connect()
 
 
 def _set_apart(start: WorkerStart, device: torch.device) -> HostProcessor:

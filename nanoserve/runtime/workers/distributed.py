@@ -4,6 +4,7 @@ A plan whose rows are all on the device says how many hidden states come, so tha
 are computed. With host sequences a header says so, and the receiver waits for it first.
 """
 
+import gc
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -56,6 +57,11 @@ class Activations:
         self._turn = cycle((0, 1))
         self._hidden_states: deque[_Sent] = deque()
         self._plans: deque[_Sent] = deque()
+
+    def forget(self) -> None:
+        """Drop what is on its way."""
+        self._hidden_states.clear()
+        self._plans.clear()
 
     def connect(self) -> None:
         """Exchange a number with the stages before and behind: NCCL makes its communicators with the first message."""
@@ -171,6 +177,12 @@ class RankGroup:
         else:
             self._links.exchange({self._workers[0]: tensor}, {})
         return torch.cat([*parts.values()], dim=1) if self._is_first else None
+
+
+def leave_workers() -> None:
+    """Leave the others, once nothing holds a group or what is on its way: those that wait for this worker fail."""
+    gc.collect()  # an error that another thread raised is held by its own traceback, with all of that
+    dist.destroy_process_group()
 
 
 def join_workers(

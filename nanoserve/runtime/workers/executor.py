@@ -45,8 +45,9 @@ from nanoserve.scheduler.plan import LayoutCapacity, StepPlan, StepResult
 class WorkersExecutor:
     """The Executor of several devices: one worker process each, as many plans in flight as pipeline stages.
 
-    When a worker dies, all are ended, and `collect` says that everything in flight is lost. With the next call new ones
-    are started; plans that are submitted before these are ready wait. How often that may go on is up to the caller.
+    When a worker dies, `collect` says that everything in flight is lost. With the next call a new one is started, and
+    the others meet it with the weights that they have; where they cannot, all are ended and started anew. Plans that
+    are submitted before all are ready wait. How often that may go on is up to the caller.
     Raises NanoserveError, from the constructor or `wait_until_ready`, if the workers cannot start.
 
     Args:
@@ -99,7 +100,8 @@ class WorkersExecutor:
         self._failure: WorkersFailed | None = None
         self._forget_life()
         self._ended_by: WorkersDied | None = None
-        self._group: WorkerGroup | None = self._new_group()
+        self._group: WorkerGroup | None = None
+        self._group = self._new_group()
         if wait:
             self.wait_until_ready()
 
@@ -129,7 +131,7 @@ class WorkersExecutor:
                 raise error.error or RuntimeFailure(f"{error} while it was starting") from None
             raise
         self._progress = None  # a second start is not shown
-        self._start = replace(self._start, profiles=False)
+        self._start = replace(self._start, profiles=False, again=True)
 
     # ---- plans ------------------------------------------------------------------------------------------------
 
@@ -219,15 +221,16 @@ class WorkersExecutor:
 
     def _lost(self, death: WorkersDied) -> StepResult:
         """Drop everything in flight; the next call starts new workers, unless that is in vain."""
-        self._open_group().end()
-        self._group = None
+        group = self._open_group()
+        alone = group.bury(death.rank)
+        self._group = group if alone else None
         self.deaths += 1
         ran = 0.0 if self._running_since is None else self.now() - self._running_since
         if not ran and isinstance(death.error, ModelError | UsageError):
             # The first ones did not meet it: the model's files are gone, say. The next ones would.
             self._failure = WorkersFailed(f"the workers died and cannot be started again: {death.error}")
             raise self._failure
-        logging.getLogger("nanoserve").warning("nanoserve: %s; all workers are restarted", death)
+        logging.getLogger("nanoserve").warning("nanoserve: %s; %s restarted", death, "it is" if alone else "all are")
         self._forget_life()
         self._ended_by = death
         return StepResult(None, lost=str(death), ran=ran)
@@ -322,7 +325,7 @@ class WorkersExecutor:
             self._death = death
 
     def _new_group(self) -> WorkerGroup:
-        return WorkerGroup(replace(self._start, layout=self.layout), self._model, self._host_blocks)
+        return WorkerGroup(replace(self._start, layout=self.layout), self._model, self._host_blocks, self._group)
 
     def _open_group(self) -> WorkerGroup:
         """The workers, or new ones if those before are dead."""

@@ -1,4 +1,4 @@
-"""One life of all workers: started together, spoken to, watched, and ended together when one of them dies."""
+"""One life of all workers: met with each other, spoken to, watched. When one dies, the others may be in the next."""
 
 import contextlib
 import math
@@ -23,7 +23,7 @@ from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.rendezvous import Rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
-from nanoserve.runtime.workers.messages import FromWorker, ToWorker, WorkerFailed, WorkerStart
+from nanoserve.runtime.workers.messages import FromWorker, Hello, Rejoin, ToWorker, WorkerFailed, WorkerStart
 from nanoserve.runtime.workers.process import identity, prepare_socket, start_worker
 
 
@@ -60,6 +60,10 @@ _QUIET_SECONDS = 2.0
 _LOADING_SILENCE_SECONDS = 120.0
 """Importing torch can hold the interpreter for a while."""
 WATCH_SECONDS = 1.0
+_LINGER_MILLISECONDS = 1000
+"""How long the last words to workers may take to leave."""
+_REJOIN_SECONDS = 10.0
+"""A worker that has not left a group by then computes, or waits, for too long: loading it anew is the surer way."""
 _FIRST_DEATH_SECONDS = 0.5
 """A worker that fails because another has died may be heard of first."""
 
@@ -67,20 +71,26 @@ _FIRST_DEATH_SECONDS = 0.5
 class WorkersDied(Exception):
     """A worker is dead or cannot go on; the message says which and why."""
 
-    def __init__(self, reason: str, error: NanoserveError | None = None) -> None:
+    def __init__(self, reason: str, rank: int, error: NanoserveError | None = None) -> None:
         super().__init__(reason)
+        self.rank = rank
         self.error = error  # what it said of it, if it said anything
 
 
 class WorkerGroup:
     """Processes and sockets; ``end`` it in any case. Each worker gets the start with its ranks and addresses. Raises
     UsageError if torchrun started another number of processes; RuntimeFailure if no process can be started, there is no
-    place for the sockets, or no memory for the host tier."""
+    place for the sockets, or no memory for the host tier. Workers that outlived the group `before` go on in this one.
+    """
 
-    def __init__(self, start: WorkerStart, model: ModelConfig, host_blocks: int) -> None:
+    def __init__(
+        self, start: WorkerStart, model: ModelConfig, host_blocks: int, before: "WorkerGroup | None" = None
+    ) -> None:
         self._config = start.config
         self._children: dict[int, TiedChild] = {}  # by rank
         self._directory: Path | None = None
+        self._called: set[int] = set()  # workers of the group before that are still to come
+        self._renewable = False
         self._shared = SharedFiles()
         self._rendezvous: Rendezvous | None = None
         self._context = zmq.Context(io_threads=1)
@@ -90,27 +100,34 @@ class WorkerGroup:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._beat_at: dict[int, float] = {}
-        self._looked_at = time.monotonic()
+        self._began = self._looked_at = time.monotonic()
         self._loading = True
         self.quiet = False  # whether a worker gave no sign of life for a while, when `hear` looked last
         try:
-            self._start(start, model, host_blocks)
+            self._start(start, model, host_blocks, before)
         except BaseException:
             self.end()
             raise
 
-    def _start(self, start: WorkerStart, model: ModelConfig, host_blocks: int) -> None:
+    def _start(self, start: WorkerStart, model: ModelConfig, host_blocks: int, before: "WorkerGroup | None") -> None:
         config = start.config
         engine = start.local_rank // config.num_workers
         rendezvous = self._rendezvous = Rendezvous.open(config.num_workers, start.name, engine, config.data_parallel)
         threads = threads_of_each(rendezvous.workers_here)
-        directory = self._directory = choose_directory()
+        if before is not None:
+            self._children, before._children = before._children, {}
+            self._directory, before._directory = before._directory, None
+            self._called = set(self._children)
+        directory = self._directory = self._directory or choose_directory()
         try:
-            for rank in rendezvous.spawned:
-                self._children[rank] = start_worker(threads, directory)
+            for rank in sorted(set(rendezvous.spawned) - self._called):
+                self._children[rank] = start_worker(start.local_rank + rank, threads, directory)
         except OSError as error:
             raise RuntimeFailure(f"the workers cannot be started: {error.strerror or error}") from error
-        make_directory(directory)
+        if before is None:
+            make_directory(directory)
+        # A new worker could not open what all share, NCCL does not tell of a lost one, and a keeper keeps one worker.
+        self._renewable = rendezvous.torchrun is None and not host_blocks and config.device == "cpu"
         start = self._share(start, model, host_blocks, directory)
         addresses = rendezvous.addresses(directory)
         for socket in (self._plans, self._reports):
@@ -133,7 +150,12 @@ class WorkerGroup:
         for rank, child in self._children.items():
             self._poller.register(child.pulse, zmq.POLLIN)
             self._beat_at[rank] = time.monotonic()
-            child.tell(msgspec.json.encode(starts[rank]))
+            if before is not None and rank in self._called:
+                before.send(Rejoin(starts[rank]), [rank])
+            else:
+                child.tell(msgspec.json.encode(starts[rank]))
+        if before is not None:
+            before.end()
         for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
             rendezvous.hand_out(rank, msgspec.json.encode(starts[rank]))
 
@@ -184,6 +206,8 @@ class WorkerGroup:
         for message in heard:
             if isinstance(message, WorkerFailed):
                 raise self._failure(message)
+            if isinstance(message, Hello):
+                self._called.discard(message.rank)
         self._watch(ready)
         return heard
 
@@ -192,15 +216,18 @@ class WorkerGroup:
         now = time.monotonic()
         if now - self._looked_at > 2 * WATCH_SECONDS:  # asleep, perhaps with the whole machine: give them time to wake
             self._beat_at = dict.fromkeys(self._beat_at, now)
+            self._began = now
         self._looked_at = now
         silence = _LOADING_SILENCE_SECONDS if self._loading else SILENCE_SECONDS
         for rank, child in self._children.items():
             if child.pulse in ready:
                 if not child.beats():
-                    raise WorkersDied(f"worker {rank} {child.ending()}")
+                    raise WorkersDied(f"worker {rank} {child.ending()}", rank)
                 self._beat_at[rank] = now
             elif now - self._beat_at[rank] > silence:
-                raise WorkersDied(f"worker {rank} gave no sign of life for {silence:g} s")
+                raise WorkersDied(f"worker {rank} gave no sign of life for {silence:g} s", rank)
+            elif rank in self._called and now - self._began > _REJOIN_SECONDS:
+                raise WorkersDied(f"worker {rank} did not leave its group within {_REJOIN_SECONDS:g} s", rank)
         self.quiet = any(now - beat > _QUIET_SECONDS for beat in self._beat_at.values())
 
     def _received(self, socket: "zmq.Socket[bytes]", ready: Mapping[object, int]) -> Iterator[FromWorker]:
@@ -217,16 +244,24 @@ class WorkerGroup:
         while time.monotonic() < until:
             for rank, child in self._children.items():
                 if (child.process.poll() or 0) < 0:
-                    return WorkersDied(f"worker {rank} {child.ending()}")
+                    return WorkersDied(f"worker {rank} {child.ending()}", rank)
             time.sleep(0.01)
         error = error_of(failed.exit_code, failed.message)
-        return WorkersDied(f"worker {failed.rank} failed: {failed.message}", error)
+        return WorkersDied(f"worker {failed.rank} failed: {failed.message}", failed.rank, error)
+
+    def bury(self, rank: int) -> bool:
+        """End a worker that is lost. Whether the others can go on in another group; all are ended if not."""
+        if renewable := self._renewable and not self._loading:
+            self._children.pop(rank).end()
+        else:
+            self.end()
+        return renewable
 
     def end(self) -> None:
         """End all processes, and leave nothing of them behind."""
         end_children(self._children.values(), self._directory)
         self._children = {}
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=_LINGER_MILLISECONDS)
         if self._rendezvous is not None:
             self._rendezvous.end()
         self._shared.close()

@@ -44,7 +44,7 @@ _Probes = Mapping[str, Mapping[Point, Callable[[], float | None]]]  # a worker t
 
 def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     """Meet the other workers, measure with them, report, and from then on answer plans at once, for the time that a
-    message takes. Raises NanoserveError as `build_worker` does."""
+    message takes. Raises NanoserveError as `work` does."""
     config, devices = start.config, start.config.num_workers
     device, model = usable_device(config.device), read_config(start.resolved, config.quantization)
     everyone = join_workers(start.rank, devices, start.init_method, device)

@@ -1,6 +1,7 @@
 """The words between the engine and its workers: typed msgpack, never pickle."""
 
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -8,6 +9,7 @@ from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.layout_profile import LayoutProfile
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import NanoserveError, RuntimeFailure, first_line
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
 from nanoserve.scheduler.plan import StepPlan, StepResult
@@ -41,6 +43,8 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     """Whether to report what was done when."""
     profiles: bool = False
     """Whether the first worker is to find out what policies that attend in host memory predict by."""
+    again: bool = False
+    """Whether workers ran before: what they measured together is known, and others may not measure any more."""
     measures: bool = False
     """Whether it is to measure layouts with the other workers, and nothing else."""
 
@@ -55,6 +59,12 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
     """Make the KV cache, and be ready for plans. How many blocks it has, by layout."""
 
     num_blocks: tuple[int, ...]
+
+
+class Rejoin(msgspec.Struct, frozen=True, tag=True):
+    """A worker is lost and started anew: leave the group, and meet with all again, with the weights that are here."""
+
+    start: WorkerStart
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +88,7 @@ class ForgetHost(msgspec.Struct, frozen=True, tag=True):
     it."""
 
 
-ToWorker = Allocate | Prepare | RunPlan | Follow | ForgetHost
+ToWorker = Allocate | Rejoin | Prepare | RunPlan | Follow | ForgetHost
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -133,6 +143,13 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
     rank: int
     message: str
     exit_code: int
+
+    @classmethod
+    def of(cls, rank: int, error: Exception) -> Self:
+        """What an error is told as."""
+        if isinstance(error, NanoserveError):
+            return cls(rank, str(error), error.exit_code)
+        return cls(rank, f"{type(error).__name__}: {first_line(error)}", RuntimeFailure.exit_code)
 
 
 class Answered(msgspec.Struct, frozen=True, tag=True):

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from nanoserve.errors import NanoserveError, RuntimeFailure, first_line
 from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog, TiedChild
 from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerFailed, WorkerStart
@@ -30,7 +29,7 @@ def main() -> None:
     watchdog.start()
     os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
     # Both import torch.
-    from nanoserve.runtime.workers.building import build_worker
+    from nanoserve.runtime.workers.building import work
     from nanoserve.runtime.workers.measuring import measure
 
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -39,27 +38,31 @@ def main() -> None:
     try:
         if start.measures:
             measure(start, endpoint)
-        build_worker(start, endpoint).run()
-    except NanoserveError as error:
-        failed = WorkerFailed(start.rank, str(error), error.exit_code)
+        work(start, endpoint)
     except Exception as error:
-        # Workers that wait for another's hidden states fail with it: the engine knows which was the first.
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        failed = WorkerFailed(start.rank, reason, RuntimeFailure.exit_code)
+        failed = WorkerFailed.of(start.rank, error)
     endpoint.report(failed)
     endpoint.close()
     os._exit(failed.exit_code)  # at once: torch would wait for the other workers
 
 
-def start_worker(threads: int, directory: Path) -> TiedChild:
-    """Start a process that waits for its WorkerStart. Raises OSError if it cannot be started."""
-    return TiedChild(_PROGRAM, directory=directory, environment=os.environ | {"OMP_NUM_THREADS": str(threads)})
+def start_worker(number: int, threads: int, directory: Path) -> TiedChild:
+    """Start a process that waits for its WorkerStart; lists of processes show its number on this machine. Raises
+    OSError if it cannot be started."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    return TiedChild(_PROGRAM, str(number), directory=directory, environment=environment)
 
 
 class WorkerEndpoint:
     """Where a worker hears from the engine and answers it. Nothing that is said waits."""
 
     def __init__(self, start: WorkerStart) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._reporting = threading.Lock()
+        self._connect(start)
+
+    def _connect(self, start: WorkerStart) -> None:
         # Two contexts, so that the reports can be closed while another thread waits for plans.
         self._context = zmq.Context(io_threads=1)
         self.plans = zmq.Context(io_threads=1).socket(zmq.DEALER)
@@ -69,9 +72,12 @@ class WorkerEndpoint:
             prepare_socket(socket)
             socket.set(zmq.LINGER, 1000)
             connect(socket, address, start.engine_key)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToWorker)
-        self._reporting = threading.Lock()
+
+    def move(self, start: WorkerStart) -> None:
+        """Go on at these addresses: what was said at those before, both ways, is of no use any more."""
+        for context in (self.plans.context, self._context):
+            context.destroy(linger=0)
+        self._connect(start)
 
     def introduce(self, hello: Hello) -> None:
         """The first word, over the socket that plans come from: the engine can only send them to whom it has heard."""

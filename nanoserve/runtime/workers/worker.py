@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import NoReturn
 
 import msgspec
 import torch
 import zmq
 from torch import Tensor
 
+from nanoserve.errors import NanoserveError
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import Shard
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
@@ -28,9 +28,11 @@ from nanoserve.runtime.workers.messages import (
     Moved,
     Prepare,
     Prepared,
+    Rejoin,
     RunPlan,
     StepObserved,
     ToWorker,
+    WorkerFailed,
     WorkerStart,
 )
 from nanoserve.runtime.workers.process import WorkerEndpoint
@@ -92,6 +94,12 @@ class PrefetchThread:
         """Free the buffers of a step that the loop has ended."""
         self._places.release()
 
+    def rejoin(self) -> WorkerStart:
+        """Drop what comes until the engine calls the workers together anew: how they begin. The socket is free then."""
+        while not isinstance(arrived := self._arrived.get(), Rejoin):
+            self._places.release()
+        return arrived.start
+
     def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(ToWorker)
         if self._device.type == "cuda":
@@ -102,7 +110,10 @@ class PrefetchThread:
                 if isinstance(message, RunPlan) and self._prepare is not None and message.plan.transition is None:
                     received = time.monotonic()
                     self._places.acquire()
-                    self._arrived.put(self._prepare(message.plan, received))
+                    try:
+                        self._arrived.put(self._prepare(message.plan, received))
+                    except Exception as error:
+                        self._arrived.put(error)
                 elif isinstance(message, ForgetHost):
                     # Preparing the next plan may forget sequences of which the steps before this have still to answer.
                     for _ in range(_STEPS):
@@ -111,6 +122,8 @@ class PrefetchThread:
                     self._places.release(_STEPS)
                 else:
                     self._arrived.put(message)
+                    if isinstance(message, Rejoin):
+                        return
         except BaseException as error:  # the loop reports it
             self._arrived.put(error)
 
@@ -158,9 +171,18 @@ class Worker:
             self._swapper = Swapper(self._swapped, self._prefetch.fail)
         self._plan_decoder = msgspec.msgpack.Decoder(StepPlan)
 
-    def run(self) -> NoReturn:
-        """Serve until the process is ended. Raises RuntimeFailure if memory runs out, and whatever else a step fails
-        with; hidden states that other workers wait for are then missing."""
+    def run(self) -> WorkerStart:
+        """Serve until another worker is lost, and all others are to meet a new one: how they begin. Raises
+        RuntimeFailure if memory runs out; hidden states that other workers wait for are then missing."""
+        try:
+            return self._serve()
+        except NanoserveError:
+            raise
+        except Exception as error:  # of this worker, or because another is lost: the engine knows, and may end this one
+            self._endpoint.report(WorkerFailed.of(self._current.shard.worker, error))
+        return self._prefetch.rejoin()
+
+    def _serve(self) -> WorkerStart:
         while True:
             free = time.monotonic()
             message = self._prefetch.next(_BUILDING_SECONDS if self._preparing else None)
@@ -178,6 +200,8 @@ class Worker:
             elif isinstance(message, ForgetHost):  # host sequences under way were lost, here or in another stage
                 self._forgotten += 1
                 self._current.stage.forget_host()
+            elif isinstance(message, Rejoin):
+                return message.start
             elif isinstance(message, Prepare):
                 for stage in self._stages:
                     stage.start(waited=message.waited)

@@ -43,6 +43,10 @@ while True:
     match endpoint.hear():
         case Allocate():
             endpoint.report(Ready(start.rank))
+        case Rejoin(start):
+            endpoint.move(start)
+            endpoint.report(Loaded(start.rank, "memory", (1000,), 10**9))
+            endpoint.introduce(Hello(start.rank))
         case RunPlan(plan) if start.rank == 1:
             endpoint.report(Answered(StepResult(plan.step)))
         case Prepare() if start.rank == 1:
@@ -66,7 +70,7 @@ def two_workers() -> WorkersExecutor:
 
 def processes(workers: WorkersExecutor) -> list[int]:
     assert workers._group is not None
-    return [child.process.pid for child in workers._group._children.values()]
+    return [child.process.pid for _, child in sorted(workers._group._children.items())]
 
 
 def answer(workers: WorkersExecutor, step: int) -> StepResult:
@@ -160,7 +164,7 @@ def test_workers_that_cannot_be_started_again_are_not_tried_twice(monkeypatch: p
     """The files of the model are gone since the first ones read them, say."""
     with closing(two_workers()) as workers:
         gone = "endpoint.report(WorkerFailed(start.rank, 'small: no such model directory', 3))"
-        refusing = WORKER.replace("endpoint.report(Loaded", f"{gone}\ntime.sleep(9)\nstation.report(Loaded")
+        refusing = WORKER.replace("endpoint.report(Loaded", f"{gone}\ntime.sleep(9)\nendpoint.report(Loaded", 1)
         monkeypatch.setattr("nanoserve.runtime.workers.process._PROGRAM", refusing)
         os.kill(processes(workers)[0], signal.SIGKILL)
         assert loss(workers) == "worker 0 was killed by SIGKILL"

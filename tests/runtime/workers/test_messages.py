@@ -21,6 +21,7 @@ from nanoserve.runtime.workers.messages import (
     Prepare,
     Prepared,
     Ready,
+    Rejoin,
     RunPlan,
     StepObserved,
     ToWorker,
@@ -41,7 +42,20 @@ PLAN = StepPlan(
 LOGPROB = TokenLogprob(6, -0.5, 1, ((6, -0.5), (7, -1.0)))
 RESULT = StepResult(3, (Answer(8, (6,), (LOGPROB,)), Answer(9, error="no")), seconds=0.25)
 SPEEDS = MachineSpeeds(memory_bandwidth=1e10, flops=2e11, host_link_bandwidth=5e9)
-TO_WORKER = [Allocate((17, 12)), Prepare(), RunPlan(PLAN), Follow(), ForgetHost()]
+START = WorkerStart(
+    rank=1,
+    local_rank=0,
+    plans="ipc:///tmp/a\nb",
+    reports="tcp://host:1",
+    engine_key="k" * 40,
+    init_method="env://",
+    name="storyteller",
+    model_directory=None,
+    tokenizer_directory="/models/ü",
+    config=EngineConfig(pipeline_parallel=2, pipeline_split=(3, 1), seed=4),
+    coupled=True,
+)
+TO_WORKER = [Allocate((17, 12)), Rejoin(START), Prepare(), RunPlan(PLAN), Follow(), ForgetHost()]
 FROM_WORKER = [
     Hello(1),
     Loading(1, "load", 3, 5),
@@ -79,22 +93,9 @@ def test_what_moved_may_be_a_swap() -> None:
 
 
 def test_the_first_line_is_one_line() -> None:
-    start = WorkerStart(
-        rank=1,
-        local_rank=0,
-        plans="ipc:///tmp/a\nb",
-        reports="tcp://host:1",
-        engine_key="k" * 40,
-        init_method="env://",
-        name="storyteller",
-        model_directory=None,
-        tokenizer_directory="/models/ü",
-        config=EngineConfig(pipeline_parallel=2, pipeline_split=(3, 1), seed=4),
-        coupled=True,
-    )
-    line = msgspec.json.encode(start)
+    line = msgspec.json.encode(START)
     assert b"\n" not in line
-    assert msgspec.json.decode(line, type=WorkerStart) == start
+    assert msgspec.json.decode(line, type=WorkerStart) == START
 
 
 def test_a_decode_costs_a_plan_few_bytes() -> None:

@@ -54,14 +54,15 @@ class DyingGroup(FakeGroup):
 
     def hear(self, _: float | None) -> list[FromWorker]:
         if not self._said:
-            raise WorkersDied("worker 1 was killed")
+            raise WorkersDied("worker 1 was killed", 1)
         return [self._said.pop(0)]
 
     def send(self, message: ToWorker, ranks: object = None) -> None:
         self.sent.append(message)
 
-    def end(self) -> None:
+    def bury(self, rank: int) -> bool:
         """Nothing is left."""
+        return False
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_how_long_workers_ran_is_told_without_the_time_of_their_start(
 
 
 def _die(*_: object) -> NoReturn:
-    raise WorkersDied("worker 1 was killed")
+    raise WorkersDied("worker 1 was killed", 1)
 
 
 def test_a_model_that_is_gone_when_workers_are_started_anew_is_told_in_one_line(
