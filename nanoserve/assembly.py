@@ -1,5 +1,6 @@
 """Put a model and an engine together: LLM does so in its own process, a server in its engine process."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -8,32 +9,41 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanoserve.cache_groups import most_tokens
 from nanoserve.choosing import ExpectedLengths, choose_settings
 from nanoserve.config import ModelConfig, SamplingDefaults
-from nanoserve.costs import Precision, StepCosts
+from nanoserve.costs import ParallelLayout, Precision, StepCosts
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
 from nanoserve.costs.profile import Profile, read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
-from nanoserve.engine_config import EngineConfig
+from nanoserve.engine_config import AUTO, EngineConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.models.decoder import Decoder
+from nanoserve.models.draft_heads import is_eagle3
 from nanoserve.models.dtypes import resolve_dtype
-from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.models.hub import ProgressCallback, ResolvedModel, resolve_model
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.record.recorder import Telling
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.launch.drafters import HEADS, load_drafter
 from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
-from nanoserve.runtime.launch.model_loading import load_decoder, read_config, usable_device
+from nanoserve.runtime.launch.model_loading import (
+    keeps_all_positions,
+    load_decoder,
+    read_config,
+    usable_device,
+    with_cache_groups,
+)
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.gpu_staging import staging_memory
@@ -43,9 +53,12 @@ from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.speculation.speculator import Speculator
+from nanoserve.text.tokenizer import has_same_tokens
 from triton_ops.cpu import CpuOperators, cpu_operators
 
 if TYPE_CHECKING:
+    from nanoserve.costs.layout_profile import LayoutProfile
     from nanoserve.runtime.workers.outstanding import RemoteLayers
 
 
@@ -59,17 +72,14 @@ class BuiltEngine:
     model: ModelConfig
     max_model_len: int
     """Longest sequence in tokens that the engine takes."""
-    default_params: SamplingParams
-    """What the model's generation_config.json recommends."""
+    default_params: SamplingParams  # what the model's generation_config.json recommends
     operators: CpuOperators | None
     layers: "LayerRunner | RemoteLayers | None"
     """What is built in the background and makes steps faster; None where nothing is."""
-    gpu: GpuFacts | None
-    """What getting the GPU ready took; None without one."""
+    gpu: GpuFacts | None  # what getting the GPU ready took; None without one
     speeds: MachineSpeeds | None = None
     """What each worker reaches beside the others; None where no policy decides by them."""
-    choice: str | None = None
-    """What was chosen and why, in one line; None where nothing was left open."""
+    choice: str | None = None  # what was chosen and why, in one line; None where nothing was left open
 
 
 def build_engine(
@@ -90,8 +100,15 @@ def build_engine(
     if config.host_threads is not None:
         HostProcessor.divide(config.host_threads)
     if config.profile is not None:
-        read_profile(Path(config.profile))
+        read_profile(Path(config.profile), Profile)
     config, choice = choose_settings(resolved, config, model, progress, expected)
+    config = _choose_drafter(resolved, config, progress)
+    notice, groups = logging.getLogger("nanoserve").warning, with_cache_groups(model, config).cache_groups
+    if (reason := keeps_all_positions(model, config)) is not None:
+        notice("nanoserve: layers with a window keep all positions, which takes more memory: %s needs that", reason)
+    elif groups.padding:
+        told = len(groups.windows), groups.num_tensors, 100 * groups.padding
+        notice("nanoserve: layers are in %d cache groups of %d, which leaves %.0f %% of the KV cache empty", *told)
     build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
     if config.trace is None:
         return replace(build(resolved, config, progress, default_params), choice=choice)
@@ -101,6 +118,37 @@ def build_engine(
         _trace(built, file, config)
         failing.pop_all()  # the end of the run closes it
     return replace(built, choice=choice)
+
+
+def _choose_drafter(resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None) -> EngineConfig:
+    """The config with the drafter that `auto` stands for: what is in the directory eagle, medusa or draft of the
+    model's, or else ngram. A draft model may be downloaded now. Raises UsageError for a drafter with other tokens or
+    one that cannot work in a pipeline, ModelError if there is none."""
+    if config.speculate == AUTO:
+        places = [(kind, resolved.tokenizer_directory / kind) for kind in (*HEADS, "draft") if resolved.directory]
+        bundled = [f"{kind}:{place}" for kind, place in places if place.is_dir()]
+        config = replace(config, speculate=[*bundled, "ngram"][0])
+    kind, _, name = (config.speculate or "").partition(":")
+    directory = Path(name).expanduser()
+    if kind == "draft":
+        directory = resolve_model(name, offline=config.offline, progress=progress).tokenizer_directory
+    elif kind not in HEADS:
+        return config
+    elif not (directory / "config.json").is_file():
+        raise ModelError(f"--speculate {config.speculate}: no {directory / 'config.json'}; name a head's directory")
+    elif kind == "eagle" and is_eagle3(directory) and config.pipeline_parallel > 1:
+        raise UsageError(
+            f"--speculate {config.speculate}: an EAGLE-3 head reads layers of several stages; leave --pp out, or choose"
+            " an EAGLE head"
+        )
+    elif not any((directory / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
+        return config  # what was trained on the model's own hidden states is compared by its sizes
+    if not has_same_tokens(directory, resolved.tokenizer_directory):
+        raise UsageError(
+            f"--speculate {config.speculate}: its tokenizer is not that of {resolved.name}; choose a drafter that was"
+            " made for this model, or ngram"
+        )
+    return config
 
 
 def _trace(built: BuiltEngine, file: ChromeTraceFile, config: EngineConfig) -> None:
@@ -129,14 +177,18 @@ def _build_here(
     device = usable_device(config.device)
     decoder, model = load_decoder(resolved, config, device, progress)
     gpu = GpuStart(decoder, config, device) if device.type == "cuda" else None
-    num_blocks = _choose_num_blocks(decoder, model, config, gpu, progress)
+    drafting = load_drafter(config, resolved, decoder)
+    beside = 0 if drafting is None else drafting.block_bytes
+    num_blocks = _choose_num_blocks(decoder, model, config, gpu, progress, beside)
     host_pool = _host_pool(decoder, model, config, num_blocks)
-    speeds = None if host_pool is None else measure_speeds(device, decoder.dtype)
-    max_model_len = min(config.max_model_len or model.max_position_embeddings, num_blocks * config.block_size)
+    speeds = measure_speeds(device, decoder.dtype) if host_pool is not None or config.speculate is not None else None
+    max_model_len = _longest(config, model, num_blocks)
     operators = cpu_operators() if gpu is None else None
     # Before anything is compiled for a number of threads.
     processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
     layers = compiled_layers(decoder, config) if gpu is None else None
+    if layers is not None and drafting is not None and drafting.layers is not None:
+        layers.libraries += drafting.layers.libraries  # which are built and loaded with the model's own
     stage = Stage.build(
         decoder,
         num_blocks=num_blocks,
@@ -147,28 +199,29 @@ def _build_here(
         processor=processor,
         batch_invariant=config.batch_invariant,
         grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
+        drafter=None if drafting is None else drafting.build(num_blocks),
     )
     executor = LocalExecutor(stage, feeds_tokens=gpu is not None and not config.eager)
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     if processor is None or speeds is None:
         predictors = make_predictors(speeds, model, config)
     else:
-        starting = StartingEngine(
-            runner=executor.runner,
-            processor=processor,
-            config=config,
-            model=model,
-            speeds=speeds,
-            compiled=stage.compiled,
-        )
+        starting = StartingEngine(stage=stage, config=config, model=model, speeds=speeds)
         try:
             predictors = _hybrid_predictors(hybrid_profile(starting, progress))
         except UsageError:  # the profile that is given is of something else
             executor.close()
             raise
     host_blocks = 0 if host_pool is None else host_pool.num_blocks
-    capacities, feeds_tokens = [LayoutCapacity(num_blocks)], executor.feeds_tokens
-    scheduler = _make_scheduler(config, capacities, max_model_len, host_blocks, predictors, feeds_tokens=feeds_tokens)
+    scheduler = _make_scheduler(
+        config,
+        model,
+        [LayoutCapacity(num_blocks)],
+        max_model_len,
+        host_blocks,
+        predictors,
+        feeds_tokens=executor.feeds_tokens,
+    )
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(engine, config, model, max_model_len, default_params, operators, layers, facts)
 
@@ -177,9 +230,10 @@ def _build_on_workers(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
+    from nanoserve.runtime.launch.layout_profile import kept_layouts
     from nanoserve.runtime.workers.executor import start_workers, wait_for_news  # ZeroMQ is for them alone
 
-    model = read_config(resolved, config.quantization)
+    model = with_cache_groups(read_config(resolved, config.quantization), config)
     shards_of_layouts(model, config)  # a model that cannot be divided is refused before any process is started
     _make_policy(config)  # likewise
     host_blocks = choose_host_blocks(model, config)
@@ -195,14 +249,14 @@ def _build_on_workers(
     blocks = min(capacity.num_blocks for executor in executors for capacity in executor.capacities)
     if config.decode_layout is not None:  # every sequence passes through host memory
         blocks = min(blocks, host_blocks)
-    max_model_len = min(config.max_model_len or model.max_position_embeddings, blocks * config.block_size)
-    engines = []
+    max_model_len = _longest(config, model, blocks)
+    engines, layouts = [], kept_layouts(resolved, config)
     for executor in executors:
         if config.attends_on_host:
             predictors = _hybrid_predictors(executor.profile)
         else:
-            predictors = make_predictors(executor.speeds, model, config)
-        scheduler = _make_scheduler(config, executor.capacities, max_model_len, host_blocks, predictors)
+            predictors = make_predictors(executor.speeds, model, config, layouts)
+        scheduler = _make_scheduler(config, model, executor.capacities, max_model_len, host_blocks, predictors)
         engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
     layers, speeds = executors[0].layers, executors[0].speeds
     if len(engines) == 1:
@@ -227,18 +281,32 @@ def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_b
 
 
 def _choose_num_blocks(
-    decoder: Decoder, model: ModelConfig, config: EngineConfig, gpu: GpuStart | None, progress: ProgressCallback | None
+    decoder: Decoder,
+    model: ModelConfig,
+    config: EngineConfig,
+    gpu: GpuStart | None,
+    progress: ProgressCallback | None,
+    beside: int,
 ) -> int:
+    """`beside`: what a drafter's cache takes with each block."""
     longest = model.max_position_embeddings
-    block_bytes = kv_bytes_per_block(model, config.block_size, decoder.dtype)
+    block_bytes = kv_bytes_per_block(model, config.block_size, decoder.dtype) + beside
     reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
     if gpu is not None and config.uses_host_memory:
         reserved += staging_memory(block_bytes)
-    return choose_num_blocks(block_bytes, max(0, available_memory(decoder.device) - reserved), longest, config)
+    free = max(0, available_memory(decoder.device) - reserved)
+    return choose_num_blocks(block_bytes, free, longest, config, model.cache_groups.windows)
+
+
+def _longest(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """Tokens of the longest sequence that is asked for, or allowed by the model, and fits."""
+    longest = config.max_model_len or model.max_position_embeddings
+    return most_tokens(model.cache_groups.windows, num_blocks, config.block_size, longest)
 
 
 def _make_scheduler(
     config: EngineConfig,
+    model: ModelConfig,
     capacities: Sequence[LayoutCapacity],
     max_model_len: int,
     host_blocks: int = 0,
@@ -259,7 +327,14 @@ def _make_scheduler(
         other_layouts=others,
         predictors=predictors,
         feeds_tokens=feeds_tokens,
+        speculator=None if config.speculate is None else _make_speculator(config, feeds_tokens=feeds_tokens),
+        windows=model.cache_groups.windows,
     )
+
+
+def _make_speculator(config: EngineConfig, *, feeds_tokens: bool) -> Speculator:
+    budget = config.max_num_batched_tokens
+    return Speculator(looks_up=config.speculate == "ngram", token_budget=budget, feeds_tokens=feeds_tokens)
 
 
 def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:
@@ -268,13 +343,22 @@ def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:
     return make_policy(config.policy_name, config.max_num_batched_tokens, swaps=swaps)
 
 
-def make_predictors(speeds: MachineSpeeds | None, model: ModelConfig, config: EngineConfig) -> Sequence[Predictor]:
-    """Predictors of steps and moves, by layout; none where no speeds were measured."""
+def make_predictors(
+    speeds: MachineSpeeds | None, model: ModelConfig, config: EngineConfig, measured: "LayoutProfile | None" = None
+) -> Sequence[Predictor]:
+    """Predictors of steps and moves, by layout: from what was ``measured`` of the layouts, else from speeds; none where
+    these were not measured."""
     if speeds is None:
         return ()
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
     machine, precision = speeds.machine(devices=config.num_workers), Precision.of(8 * dtype.itemsize)
-    return layout_predictors([StepCosts(model, machine, layout, precision) for layout in config.layouts])
+
+    def costs(layout: ParallelLayout) -> StepCosts:
+        return StepCosts(model, machine, layout, precision) if measured is None else measured.costs(model, layout)
+
+    predictors = layout_predictors([*map(costs, config.layouts)])
+    # How many guesses pay hangs on small differences between steps: these are learned while they run.
+    return predictors if config.speculate is None else [CorrectedPredictor(one) for one in predictors]
 
 
 def _hybrid_predictors(profile: Profile | None) -> Sequence[Predictor]:

@@ -20,8 +20,17 @@ class LayerNames:
     query_norm: str = "self_attn.q_norm"
     key_norm: str = "self_attn.k_norm"
     router: str = "mlp.gate"
-    expert_gate_up: tuple[str, str] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    sinks: str = "self_attn.sinks"
+    latent_query_norm: str = "self_attn.q_a_layernorm"
+    latent_query_up: str = "self_attn.q_b_proj"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_up: str = "self_attn.kv_b_proj"
+    correction_bias: str = "mlp.gate.e_score_correction_bias"
+    shared_gate_up: tuple[str, str] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_down: str = "mlp.shared_experts.down_proj"
+    expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
+    expert_biases: tuple[str, str] = ("mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,11 @@ class CheckpointNames:
     lm_head: str = "lm_head.weight"
 
 
+_AFTER = LayerNames(
+    attention_output_norm="post_attention_layernorm", feed_forward_output_norm="post_feedforward_layernorm"
+)
+"""Norms behind both parts of a layer, as Gemma and Olmo call them."""
+_GEMMA = CheckpointNames(layer=replace(_AFTER, feed_forward_norm="pre_feedforward_layernorm"))
 _GLM = CheckpointNames(layer=LayerNames(gate_up=("mlp.gate_up_proj",)))
 _MIXTRAL = CheckpointNames(
     layer=LayerNames(
@@ -43,6 +57,8 @@ _MIXTRAL = CheckpointNames(
         expert_down="block_sparse_moe.experts.{}.w2",
     )
 )
+_GPT_OSS = CheckpointNames(layer=LayerNames(router="mlp.router", expert_gate_up=("mlp.experts.{}.gate_up_proj",)))
+"""All experts of a layer are one tensor, whose name is without the number."""
 _CHATGLM = CheckpointNames(
     layer=LayerNames(
         qkv=("self_attention.query_key_value",),
@@ -80,10 +96,24 @@ _GGUF = CheckpointNames(
 _GGUF_GLM = replace(_GGUF, layer=replace(_GGUF.layer, gate_up=("ffn_up",)))
 
 
+_FAMILIES = {
+    "glm": _GLM,
+    "glm4": _GLM,
+    "mixtral": _MIXTRAL,
+    "gpt_oss": _GPT_OSS,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "olmo3": CheckpointNames(layer=_AFTER),
+}
+
+
 def checkpoint_names(config: ModelConfig) -> CheckpointNames:
     """The names that this checkpoint uses."""
     if config.tensor_names == "chatglm":
         return _CHATGLM
     if config.tensor_names == "gguf":
         return _GGUF_GLM if config.family == "glm4" else _GGUF
-    return {"glm": _GLM, "glm4": _GLM, "mixtral": _MIXTRAL}.get(config.family, CheckpointNames())
+    if config.mla is not None:
+        query = "self_attn.q_a_proj" if config.mla.q_lora_rank else "self_attn.q_proj"
+        return CheckpointNames(layer=LayerNames(qkv=(query, "self_attn.kv_a_proj_with_mqa")))
+    return _FAMILIES.get(config.family, CheckpointNames())

@@ -18,6 +18,8 @@ DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS = "sarathi", "seesaw"
 """What runs unless another is asked for. With two layouts it is the one policy that changes the layout."""
 AUTO = "auto"
 """The layout, or the policy, that is predicted best."""
+DRAFTERS = {"ngram": "", "draft": "MODEL", "eagle": "PATH", "medusa": "PATH", "auto": ""}
+"""What guesses tokens, by name, and what is named behind a colon."""
 _BOUNDS = {
     "max_model_len": (2, 2**31),
     "kv_cache_memory": (1, 2**50),
@@ -71,6 +73,8 @@ class EngineConfig:
     """Never run compiled layers or captured steps."""
     batch_invariant: bool = False
     """Answers do not depend on the batch, on chunks, or on the number of pipeline stages. CPU and 16 bits only."""
+    speculate: str | None = None
+    """What guesses tokens that steps then check, as in DRAFTERS; None: nothing does."""
     offline: bool = False
     """Never use the network."""
     seed: int | None = None
@@ -152,6 +156,19 @@ class EngineConfig:
         if self.batch_invariant:
             self._check_batch_invariance()
         self._check_host_attention()
+        if self.speculate is not None:
+            self._check_drafter(*self.speculate.partition(":"))
+
+    def _check_drafter(self, kind: str, colon: str, named: str) -> None:
+        if kind not in DRAFTERS or bool(named) != bool(DRAFTERS[kind]) or bool(named) != bool(colon):
+            known = ", ".join(f"{name}:{what}" if what else name for name, what in DRAFTERS.items())
+            raise UsageError(f"--speculate {self.speculate!r:.60} is none of {known}")
+        if self.decode_layout is not None:
+            raise UsageError(f"--speculate works in one layout: leave it out with {' and '.join(PAIR_OPTIONS)}")
+        if self.attends_on_host:
+            raise UsageError(
+                f"--speculate: --policy {self.policy} attends in host memory, where nothing is guessed; leave one out"
+            )
 
     def _check_choice(self) -> None:
         if self.parallel not in (None, AUTO):

@@ -5,26 +5,35 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 
+from nanoserve.cache_groups import first_seen, most_blocks
 from nanoserve.request import Sequence
 
-ChainLink = int | str
-"""The entry of the preceding block, or the salt in front of a first block."""
+ChainLink = int | str  # the entry of the preceding column, or the salt in front of a first one
+NO_BLOCK = -1
+"""Stands in a block table for a block that the sequence has given back, or never had: it lies behind a window."""
+
+
+Address = tuple[ChainLink, tuple[int, ...]]
+"""Of a column's content: its chain, and a block's worth of tokens after it."""
 
 
 class BlockPool:
-    """Hands out blocks ``0..num_blocks-1``, and finds the cached block that holds a prompt's next tokens.
+    """Hands out blocks ``0..num_blocks-1``, and finds the cached blocks that hold a prompt's next tokens.
 
     A block is *owned* while its reference count is positive. Free blocks without cached content are reused first, then
     cached ones, least recently used first.
 
-    A full block, owned or free, is addressed by the entry of the block before it (the salt, for a first block) and its
-    own tokens. An entry's number is never used again, so equal addresses mean equal prefixes. Looking an address up
-    compares parent and tokens, so a hash collision can never serve another prompt's cache.
+    A block of each of the ``groups`` of a model's caches, for the same positions, is a column. A full column, with
+    owners or without, is addressed by the entry of the column before it (the salt, for a first one) and its own tokens.
+    An entry's number is never used again, so equal addresses mean equal prefixes. Looking an address up compares parent
+    and tokens, so a hash collision can never serve another prompt's cache. A column is known as long as one of its
+    blocks is, or a column after it: with windows, the beginning of a prefix may be gone and its end is of use.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, groups: int = 1) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.groups = groups
         self._entries = count()
         self._fill(num_blocks)
 
@@ -33,8 +42,11 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._blank: deque[int] = deque(range(num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()
-        self._cached: dict[tuple[ChainLink, tuple[int, ...]], tuple[int, int]] = {}  # block and entry, by address
-        self._addresses: dict[int, tuple[ChainLink, tuple[int, ...]]] = {}  # by cached block
+        self._known: dict[Address, int] = {}  # entries by address
+        self._addresses: dict[int, Address] = {}  # by entry
+        self._columns: dict[int, list[int]] = {}  # by entry: the block of each group, or NO_BLOCK
+        self._followers: dict[int, int] = {}  # by entry: columns whose chain ends there, if there are any
+        self._cached: dict[int, tuple[int, int]] = {}  # entry and group, by cached block
 
     def replace_blocks(self, num_blocks: int) -> None:
         """Replace the blocks by those of another parallel layout; nothing is kept. Raises RuntimeError if one of these
@@ -71,6 +83,8 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Add an owner to each block; a free cached block is then no longer free."""
         for block in blocks:
+            if block == NO_BLOCK:
+                continue
             if self._references[block] == 0:
                 del self._reusable[block]
             self._references[block] += 1
@@ -78,9 +92,11 @@ class BlockPool:
     def release(self, blocks: SequenceOf[int]) -> None:
         """Drop one owner of each block, the last block of a sequence first, so that it is reused first."""
         for block in reversed(blocks):
+            if block == NO_BLOCK:
+                continue
             self._references[block] -= 1
             if self._references[block] == 0:
-                if block in self._addresses:
+                if block in self._cached:
                     self._reusable[block] = None
                 else:
                     self._blank.append(block)
@@ -89,90 +105,172 @@ class BlockPool:
         """Whether it has exactly one owner."""
         return self._references[block] == 1
 
-    def match(self, tokens: SequenceOf[int], salt: str) -> list[tuple[int, int]]:
-        """The blocks of the longest cached chain for ``tokens`` and their entries; at least one token is left out."""
-        found: list[tuple[int, int]] = []
+    def match(self, tokens: SequenceOf[int], salt: str) -> list[tuple[list[int], int]]:
+        """The columns of the longest known chain for ``tokens``: the blocks of their groups, which may be missing, and
+        their entries. At least one token is left out."""
+        found: list[tuple[list[int], int]] = []
         link: ChainLink = salt
         size = self.block_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
-            cached = self._cached.get((link, tuple(tokens[start : start + size])))
-            if cached is None:
+            entry = self._known.get((link, tuple(tokens[start : start + size])))
+            if entry is None:
                 break
-            found.append(cached)
-            _, link = cached
+            found.append((self._columns[entry], entry))
+            link = entry
         return found
 
-    def insert(self, block: int, previous: ChainLink, tokens: tuple[int, ...]) -> int:
-        """Record that ``block`` holds these tokens after that chain; returns the entry of this content. If another
-        block holds the same content already, that one stays the shared one."""
-        address = (previous, tokens)
-        if address not in self._cached:
-            self._cached[address] = block, next(self._entries)
-            self._addresses[block] = address
-        _, entry = self._cached[address]
+    def insert(self, blocks: SequenceOf[int], previous: ChainLink, tokens: tuple[int, ...]) -> int:
+        """Record that the ``blocks``, one of each group, hold these tokens after that chain; returns the entry of this
+        content. If another block of a group holds the same content already, that one stays the shared one."""
+        address, new = (previous, tokens), next(self._entries)
+        entry = self._known.setdefault(address, new)
+        if entry == new:
+            self._addresses[entry], self._columns[entry] = address, list(blocks)
+            if previous in self._columns:  # neither a salt nor forgotten
+                self._followers[previous] = self._followers.get(previous, 0) + 1
+            for group, block in enumerate(blocks):
+                if block != NO_BLOCK:
+                    self._cached[block] = entry, group
+            return entry
+        shared = self._columns[entry]
+        for group, block in enumerate(blocks):
+            if shared[group] == NO_BLOCK != block:
+                shared[group] = block
+                self._cached[block] = entry, group
         return entry
 
     def forget(self, block: int) -> None:
         """The block is about to be overwritten; nothing happens if it is not cached."""
-        if (address := self._addresses.pop(block, None)) is not None:
-            del self._cached[address]
+        if (place := self._cached.pop(block, None)) is None:
+            return
+        entry: ChainLink
+        entry, group = place
+        self._columns[entry][group] = NO_BLOCK
+        while entry in self._columns and entry not in self._followers and max(self._columns[entry]) == NO_BLOCK:
+            address = self._addresses.pop(entry)
+            del self._known[address], self._columns[entry]
+            entry, _ = address
+            if entry in self._followers:
+                self._followers[entry] -= 1
+                if self._followers[entry] == 0:
+                    del self._followers[entry]
 
     def forget_cache(self) -> None:
         """No block may be found by its content any longer; owners keep theirs."""
+        self._known.clear()
         self._addresses.clear()
+        self._columns.clear()
+        self._followers.clear()
         self._cached.clear()
         self._blank.extend(self._reusable)
         self._reusable.clear()
 
 
 class SequenceBlocks:
-    """The block tables of all sequences: prefix hits, growth, forks, release. A sequence holds host blocks before it
-    moves if it is a prompt to be parked, and both tables while it moves. Each host block has one owner."""
+    """The block tables of all sequences: prefix hits, growth, windows, forks, release. A sequence holds host blocks
+    before it moves if it is a prompt to be parked, and both tables while it moves. Each host block has one owner.
 
-    def __init__(self, pool: BlockPool, host_pool: BlockPool) -> None:
+    A table is a list of columns, each a block of every cache group: block ``i`` of group ``g`` is at
+    ``i * groups + g``. So all groups grow together, and with one group it is the plain list of blocks. ``windows`` are
+    those of the groups, 0 for one that keeps all.
+    """
+
+    def __init__(self, pool: BlockPool, host_pool: BlockPool, windows: tuple[int, ...] = (0,)) -> None:
         self.pool = pool
         self.host_pool = host_pool
+        self.windows = windows
+        self.groups = len(windows)
+        self.slides = any(windows)
+        """Whether blocks are given back behind windows."""
         self._block_size = pool.block_size
+
+    def most_held(self, tokens: int, chunk: int | None = None) -> int:
+        """Blocks that a sequence of this many tokens holds at most, see `most_blocks`."""
+        return most_blocks(self.windows, tokens, self._block_size, chunk)
 
     def take_prefix(self, sequence: Sequence) -> None:
         """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
-        cached = self.pool.match(sequence.tokens, sequence.request.cache_salt)
-        sequence.block_table = [block for block, _ in cached]
-        sequence.chain = [entry for _, entry in cached]
-        sequence.computed = len(cached) * self._block_size
+        found = self.pool.match(sequence.tokens, sequence.request.cache_salt)
+        hit = self._usable([blocks for blocks, _ in found])
+        end = hit * self._block_size
+        firsts = [self._first_block(end, window) for window in self.windows]
+        for index, (blocks, entry) in enumerate(found[:hit]):
+            sequence.chain.append(entry)
+            sequence.block_table += [
+                block if index >= first else NO_BLOCK for block, first in zip(blocks, firsts, strict=True)
+            ]
+        sequence.computed = sequence.slid_to = sequence.reach = end
         self.pool.share(sequence.block_table)
+
+    def _usable(self, columns: SequenceOf[list[int]]) -> int:
+        """How many of these columns are the longest prefix of which every group has what the next query sees: all, or
+        what is in its window. One pass finds it: whether a prefix will do hangs on no other."""
+        usable, size, runs = 0, self._block_size, [0] * self.groups
+        for length, blocks in enumerate(columns, 1):
+            runs = [0 if block == NO_BLOCK else run + 1 for block, run in zip(blocks, runs, strict=True)]
+            needed = [length - self._first_block(length * size, window) for window in self.windows]
+            if all(run >= need for run, need in zip(runs, needed, strict=True)):
+                usable = length
+        return usable
+
+    def _first_block(self, position: int, window: int) -> int:
+        """The column of the first position that a query sees."""
+        return first_seen(position, window) // self._block_size
+
+    def slide(self, sequence: Sequence, position: int) -> None:
+        """Give back the blocks that no query from this position on sees."""
+        table, groups = sequence.block_table, self.groups
+        for group, window in enumerate(self.windows):
+            first, end = self._first_block(sequence.slid_to, window), self._first_block(position, window)
+            if first < end:
+                passed = slice(first * groups + group, end * groups, groups)
+                self.pool.release(table[passed])
+                table[passed] = [NO_BLOCK] * (end - first)
+        sequence.slid_to = position
 
     def capacity(self, sequence: Sequence) -> int:
         """Positions to compute that fit into the sequence's blocks and all free ones."""
-        adopted = sequence.copy_source is not None and self.pool.owned_once(sequence.copy_source)
-        blocks = len(sequence.block_table) + self.pool.free_blocks + adopted
-        return blocks * self._block_size - sequence.computed
+        blocks = len(sequence.block_table) + self.pool.free_blocks
+        if sequence.copy_source:
+            blocks += sum(map(self.pool.owned_once, sequence.copy_source))
+        return blocks // self.groups * self._block_size - sequence.computed
 
     def fits(self, sequence: Sequence, count: int) -> bool:
         """Whether ``count`` more positions fit; usually the last block has room, and the pool need not be asked."""
-        held = len(sequence.block_table) * self._block_size
-        return sequence.computed + count <= held or count <= self.capacity(sequence)
+        return sequence.computed + count <= sequence.reach or count <= self.capacity(sequence)
 
-    def grow(self, sequence: Sequence, count: int) -> tuple[list[int], tuple[int, int] | None]:
+    def grow(self, sequence: Sequence, count: int) -> tuple[list[int], list[tuple[int, int]]]:
         """Append the blocks that ``count`` more positions need; they must be free. Returns them, and the (source,
-        target) of a block to copy before the first of them is written. This is copy-on-write: at its first write a fork
-        copies the block in which its prompt ends, unless it is the only owner."""
-        held, end = len(sequence.block_table), sequence.computed + count
-        if end <= held * self._block_size:  # a fork that has not written yet misses one block at least
-            return [], None
-        missing = self.pool.blocks_for(end) - held
-        source, sequence.copy_source = sequence.copy_source, None
-        copy = None
-        if source is not None and self.pool.owned_once(source):
-            self.pool.forget(source)  # it may still be cached as a full block of the parent
-            new_blocks = [source, *self.pool.allocate(missing - 1)]
+        target) of blocks to copy before the first of them is written. This is copy-on-write: at its first write a fork
+        copies the blocks in which its prompt ends, but for those that nobody else owns."""
+        end = sequence.computed + count
+        if end <= sequence.reach:  # a fork that has not written yet misses one column at least
+            return [], []
+        missing = self.pool.blocks_for(end - sequence.reach) * self.groups
+        copies: list[tuple[int, int]] = []
+        if sequence.copy_source:
+            sources, sequence.copy_source = sequence.copy_source, ()
+            shared = [source for source in sources if not self.pool.owned_once(source)]
+            fresh = iter(self.pool.allocate(missing - len(sources) + len(shared)))
+            moved = {source: next(fresh) for source in shared}
+            copies = list(moved.items())
+            for source in sources:
+                if source not in moved:
+                    self.pool.forget(source)  # it may still be cached as a full block of the parent
+            self.pool.release(shared)
+            new_blocks = [*(moved.get(source, source) for source in sources), *fresh]
         else:
             new_blocks = self.pool.allocate(missing)
-            if source is not None:
-                copy = (source, new_blocks[0])
-                self.pool.release([source])
         sequence.block_table += new_blocks
-        return new_blocks, copy
+        sequence.reach += missing // self.groups * self._block_size
+        return new_blocks, copies
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give blocks behind the computed positions back: guesses that were wrong left them."""
+        columns = self.pool.blocks_for(sequence.computed)
+        kept, sequence.reach = columns * self.groups, columns * self._block_size
+        self.pool.release(sequence.block_table[kept:])
+        del sequence.block_table[kept:]
 
     def share_full(self, sequence: Sequence, computed: int) -> None:
         """Let other sequences find every full block of the first ``computed`` tokens, which are known."""
@@ -180,43 +278,70 @@ class SequenceBlocks:
         shared, full = len(sequence.chain), computed // size
         if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
             return
+        groups = self.groups
         for index in range(shared, full):
             previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
             tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
-            sequence.chain.append(self.pool.insert(sequence.block_table[index], previous, tokens))
+            column = sequence.block_table[index * groups : (index + 1) * groups]
+            sequence.chain.append(self.pool.insert(column, previous, tokens))
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""
         sibling.computed = parent.prompt_length - 1
+        sibling.slid_to = parent.slid_to
         full, partial = divmod(sibling.computed, self._block_size)
-        sibling.block_table = parent.block_table[:full]
+        end = full * self.groups
+        sibling.block_table, sibling.reach = parent.block_table[:end], full * self._block_size
         sibling.chain = parent.chain[:full]
         self.pool.share(sibling.block_table)
         if partial:
-            # `grow` copies it when the sibling first writes. Until then the parent may write to the block: only after
+            # `grow` copies them when the sibling first writes. Until then the parent may write to them: only after
             # the prompt, where the sibling does not read.
-            sibling.copy_source = parent.block_table[full]
-            self.pool.share([sibling.copy_source])
+            sibling.copy_source = tuple(parent.block_table[end : end + self.groups])
+            self.pool.share(sibling.copy_source)
 
     def release(self, sequence: Sequence) -> None:
         """Give the device blocks back."""
-        if sequence.copy_source is not None:
-            self.pool.release([sequence.copy_source])
+        self.pool.release(sequence.copy_source)
         self.pool.release(sequence.block_table)
-        sequence.copy_source = None
+        sequence.copy_source = ()
         sequence.block_table = []
+        sequence.reach = 0
         sequence.chain = []
+
+    def _host_columns(self, sequence: Sequence, tokens: int) -> list[int]:
+        """Entries to append to the host table for this many tokens: NO_BLOCK where the device's table has none."""
+        end, table = self.host_pool.blocks_for(tokens) * self.groups, sequence.block_table
+        missing = range(len(sequence.host_table), end)
+        return [NO_BLOCK if place < len(table) and table[place] == NO_BLOCK else 0 for place in missing]
 
     def can_reserve(self, sequence: Sequence, tokens: int) -> bool:
         """Whether the sequence's host blocks and the free ones hold this many of its tokens."""
-        return self.host_pool.blocks_for(tokens) - len(sequence.host_table) <= self.host_pool.free_blocks
+        return self._host_columns(sequence, tokens).count(0) <= self.host_pool.free_blocks
 
     def reserve(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Grow the host table to hold this many tokens; returns the new blocks, which must be free."""
-        missing = self.host_pool.blocks_for(tokens) - len(sequence.host_table)
-        new_blocks = self.host_pool.allocate(max(0, missing))
+        """Grow the host table to hold this many tokens; returns what is new there, for which blocks must be free."""
+        new_blocks = self._filled(self.host_pool, self._host_columns(sequence, tokens))
         sequence.host_table += new_blocks
         return new_blocks
+
+    def blocks_to_return(self, sequence: Sequence) -> int:
+        """Device blocks that a host sequence needs to come back."""
+        return sum(block != NO_BLOCK for block in self._coming(sequence))
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Give a host sequence a table on the device, whose blocks must be free."""
+        sequence.block_table = self._filled(self.pool, self._coming(sequence))
+        sequence.reach = self.pool.blocks_for(sequence.computed) * self._block_size
+
+    def _coming(self, sequence: Sequence) -> list[int]:
+        return sequence.host_table[: self.pool.blocks_for(sequence.computed) * self.groups]
+
+    @staticmethod
+    def _filled(pool: BlockPool, entries: list[int]) -> list[int]:
+        """New blocks of a pool, where the entries are not NO_BLOCK."""
+        fresh = iter(pool.allocate(len(entries) - entries.count(NO_BLOCK)))
+        return [NO_BLOCK if entry == NO_BLOCK else next(fresh) for entry in entries]
 
     def release_host(self, sequence: Sequence) -> None:
         """Give the host blocks back."""

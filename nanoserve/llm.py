@@ -26,8 +26,7 @@ from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
 """Text, token ids, or the messages of a conversation."""
-_WATCHED_SECONDS = 0.1
-"""Longest wait of a step with an observer; the next step continues to wait for the same result."""
+_WATCHED_SECONDS = 0.1  # longest wait of a step with an observer; the next step continues to wait for the same result
 
 
 class LLM:

@@ -18,8 +18,7 @@ from nanoserve.request import (
     TokenLogprob,
 )
 
-MAX_DELTAS = 64
-"""Deltas of a sample that may wait for their reader. Later updates are merged into the last one."""
+MAX_DELTAS = 64  # deltas of a sample that may wait for their reader. Later updates are merged into the last one
 
 _REPLACEMENT = "\ufffd"
 _PROMPT_WINDOW = 6

@@ -39,23 +39,17 @@ BLOCK_TYPES = {found.name: found for found in _BLOCK_TYPES}
 class Quantization:
     """The `quantization_config` of a config.json, as far as tensors are read by it."""
 
-    method: str
-    """compressed-tensors, gptq, awq, fp8 or mxfp4; gguf; rounding, by --quantization."""
+    method: str  # compressed-tensors, gptq, awq, fp8 or mxfp4; gguf; rounding, by --quantization
     bits: int = 8
     group: int = -1
     """Columns that share a scale; -1 means all of a row."""
-    rows: int = 1
-    """Rows that share a scale."""
-    zero_is_stored_less_one: bool = False
-    """GPTQ version 1 stores zero points less one."""
-    has_zeros: bool = False
-    """Whether every matrix of compressed-tensors must have zero points."""
-    is_float: bool = False
-    """Whether matrices are stored as numbers of 8 bits and loaded as numbers."""
+    rows: int = 1  # rows that share a scale
+    zero_is_stored_less_one: bool = False  # GPTQ version 1 stores zero points less one
+    has_zeros: bool = False  # whether every matrix of compressed-tensors must have zero points
+    is_float: bool = False  # whether matrices are stored as numbers of 8 bits and loaded as numbers
     ignored: tuple[str, ...] = ()
     """Modules that are said not to be quantized: parts of names, or `re:` and a regular expression."""
-    tensor_types: tuple[tuple[str, str], ...] = ()
-    """The quantized matrices of a GGUF file, each with its type."""
+    tensor_types: tuple[tuple[str, str], ...] = ()  # the quantized matrices of a GGUF file, each with its type
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
@@ -140,8 +134,7 @@ CPU_GROUP, _GPU_GROUPS = 32, (128, 64, 32)
 
 WEIGHT_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4, 8), "awq": (3, 4, 8), "gptq": (3, 4, 8), "llm-int8": (8,)}
 """The methods of ``nanoserve quantize``, and the bits that weights may have with each."""
-CALIBRATING = ("awq", "gptq")
-"""Those that run a text through the model."""
+CALIBRATING = ("awq", "gptq")  # those that run a text through the model
 
 
 @dataclass(frozen=True, slots=True)

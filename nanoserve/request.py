@@ -257,6 +257,12 @@ class PlannedRow(Protocol):
     @property
     def sample(self) -> bool: ...
 
+    @property
+    def guesses(self) -> int: ...
+
+    @property
+    def draft(self) -> int: ...
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -281,21 +287,27 @@ class Sequence:
     stop_token: int | None = None
     error: str | None = None
     computed: int = 0
-    """Positions ``0..computed-1`` have their KV written by plans already submitted; one more than there are tokens
-    while two tokens are being sampled."""
+    """Positions ``0..computed-1`` have their KV written by plans already submitted. While two tokens are being sampled
+    that is one more than there are tokens, and while guesses are verified it counts them."""
     block_table: list[int] = field(default_factory=list)
-    """Device blocks in order of position."""
+    """Device blocks in order of position, for each position one of every cache group."""
+    reach: int = 0
+    """Positions that these blocks hold."""
     host_table: list[int] = field(default_factory=list)
-    """Host blocks in order of position; on the device, those reserved for a prompt that will move."""
+    """Host blocks likewise; on the device, those reserved for a prompt that will move."""
     chain: list[int] = field(default_factory=list)
     """Prefix-cache entries of its first full blocks."""
+    slid_to: int = 0
+    """The position from which on queries need their blocks: those behind its windows are given back."""
     in_flight: deque[PlannedRow] = field(default_factory=deque)
     """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight."""
+    guessing: bool = True
+    """Whether its next row shall have guesses: it is not fed then, as they follow its latest token."""
     begun: bool = False
     siblings: "list[Sequence]" = field(default_factory=list)
     """Other samples of its request that wait until its prompt is computed."""
-    copy_source: int | None = None
-    """A block whose first slots must be copied before this fork writes (copy-on-write), or None."""
+    copy_source: tuple[int, ...] = ()
+    """Blocks, one of each cache group, whose first slots must be copied before this fork writes (copy-on-write)."""
     cached_tokens: int = 0
     preemptions: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -30,11 +30,12 @@ def save_hf(decoder: Decoder, config: ModelConfig, directory: str | Path, *, dty
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(_llama_config(config, dtype), indent=2, sort_keys=True)
+    text = json.dumps(llama_config(config, dtype), indent=2, sort_keys=True)
     (target / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _llama_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def llama_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a Llama model with weights of this dtype."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -165,21 +165,20 @@ def rate_at(share: float) -> float:
     return min(1.0, share / WARM_UP_SHARE, max(0.0, (1 - share) / (1 - DECAY_START)))
 
 
-def make_optimizers(decoder: Decoder) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of decoder layers, AdamW for what else is trained."""
     fused: dict[nn.Parameter, tuple[int, ...]] = {}
-    for module in decoder.layers.modules():
+    for module in model.modules():
         if isinstance(module, DecoderLayer):
             fused[module.qkv.weight] = (module.query_size, module.kv_size, module.kv_size)
             fused[module.output.weight] = (module.output.out_features,)
         elif isinstance(module, FeedForward):
             fused[module.gate_up.weight] = (module.gate_up.out_features // 2,) * 2
             fused[module.down.weight] = (module.down.out_features,)
-    others = [parameter for parameter in decoder.parameters() if parameter not in fused]
-    optimizers = [
-        Muon(fused, lr=0.01, momentum=0.95, weight_decay=0.1),
-        torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
-    ]
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in fused]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01)]
+    if fused:
+        optimizers.append(Muon(fused, lr=0.01, momentum=0.95, weight_decay=0.1))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]

@@ -12,7 +12,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TORCH_FREE = [
     *("request", "layout", "config", "engine_config", "errors", "processes", "outputs", "measures", "kv"),
-    *("costs", "scheduler", "record", "engine", "dispatcher", "simulator", "papers", "text", "grammar", "client"),
+    *(
+        "costs",
+        "speculation",
+        "scheduler",
+        "record",
+        "engine",
+        "dispatcher",
+        "simulator",
+        "papers",
+        "text",
+        "grammar",
+        "client",
+    ),
     "commands",
 ]
 
@@ -22,24 +34,26 @@ FLOORS: dict[str, set[str]] = {
     "processes": {"errors"},
     "request": {"errors"},
     "layout": {"errors"},
+    "cache_groups": set(),
     "quantization": {"errors"},
-    "config": {"errors", "processes", "quantization"},
+    "config": {"errors", "processes", "quantization", "cache_groups"},
     "checkpoint_names": {"config"},
     "measures": {"errors", "processes"},
-    "kv": {"errors", "request", "config"},
+    "kv": {"errors", "request", "config", "cache_groups"},
     "costs": {"errors", "processes", "layout", "quantization", "config", "checkpoint_names", "request"},
-    "scheduler": {"errors", "processes", "request", "kv", "costs"},
+    "speculation": {"request", "costs"},
+    "scheduler": {"errors", "processes", "request", "kv", "costs", "speculation"},
     "engine_config": {"errors", "processes", "layout", "quantization", "scheduler"},
-    "record": {"errors", "layout", "request", "measures", "costs", "scheduler"},
+    "record": {"errors", "layout", "request", "measures", "costs", "scheduler", "speculation"},
     "engine": {"errors", "request", "config", "kv", "scheduler", "record"},
     "dispatcher": {"errors", "request", "record", "engine"},
     "simulator": {
         *("errors", "request", "config", "engine_config", "measures", "kv", "costs", "scheduler", "record", "engine"),
-        "dispatcher",
+        *("dispatcher", "speculation"),
     },
     "papers": {
         *("errors", "processes", "config", "measures", "costs", "scheduler", "record", "simulator", "benchmarks"),
-        *("request", "models", "llm"),
+        *("request", "models", "llm", "speculation"),
     },
     "text": {"errors", "processes"},
     "grammar": {"errors", "processes", "text"},
@@ -49,20 +63,21 @@ FLOORS: dict[str, set[str]] = {
     },
     "runtime": {
         *("errors", "processes", "config", "request", "measures", "scheduler", "record", "grammar"),
-        *("models", "triton_ops", "costs", "layout", "engine_config"),
+        *("models", "triton_ops", "costs", "layout", "engine_config", "cache_groups"),
     },
     "client": {"errors"},
     "benchmarks": {
         *("client", "errors", "processes", "config", "request", "measures", "costs", "scheduler", "record", "engine"),
         *("models", "assembly", "llm", "runtime", "simulator", "triton_ops", "layout", "engine_config"),
-        "dispatcher",
+        *("dispatcher", "speculation", "cache_groups"),
     },
     "choosing": {
         *("errors", "config", "measures", "costs", "layout", "engine_config", "models", "runtime", "simulator"),
     },
     "assembly": {
         *("errors", "processes", "config", "costs", "request", "scheduler", "record", "engine", "grammar", "models"),
-        *("runtime", "dispatcher", "measures", "triton_ops", "engine_config", "choosing"),
+        *("runtime", "dispatcher", "measures", "triton_ops", "engine_config", "choosing", "speculation"),
+        *("text", "cache_groups"),
     },
     "server": {
         *("errors", "processes", "config", "request", "scheduler", "record", "engine", "dispatcher", "text", "grammar"),

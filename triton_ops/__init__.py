@@ -6,7 +6,7 @@ a call and torch.compile treats it as opaque on every device. Each has an implem
 in C++, are built on first use (`triton_ops.cpu`), and NVIDIA GPUs have theirs (`triton_ops.gpu`).
 """
 
-from triton_ops.attention import paged_attention
+from triton_ops.attention import dense_attention, paged_attention
 from triton_ops.cache import cache_write, copy_blocks, gather_blocks, scatter_blocks
 from triton_ops.experts import sparse_experts, sparse_packed_experts
 from triton_ops.gpu import on_first_call
@@ -29,6 +29,7 @@ __all__ = [
     "PackedFormat",
     "cache_write",
     "copy_blocks",
+    "dense_attention",
     "gather_blocks",
     "linear",
     "pack",

@@ -19,16 +19,23 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Causal attention for R rows of tokens, whatever their number per row (prefill, chunk or decode); fills `out`.
 
-    out: [T, num_heads * head_dim]; query: [T, num_heads, head_dim];
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], the new tokens already written;
+    out: [T, num_heads * value_dim]; query: [T, num_heads, head_dim];
+    key_cache: [num_blocks, num_kv_heads, block_size, head_dim], the new tokens already written;
+    value_cache: [num_blocks, num_kv_heads, block_size, value_dim], which may be a view of the keys' first columns
+    (multi-head latent attention, arXiv 2405.04434);
     block_tables: int32 [R, max_blocks], the row's blocks in order, anything behind its last block;
     query_starts: int32 [R + 1], row r's queries are query_starts[r] to query_starts[r + 1];
     context_lengths: int32 [R], the row's tokens in the cache, its queries (the last of them) included;
-    sliding_window: positions a query sees, itself included; 0 means all. Slots that no row uses are never read into
-    a result, whatever they hold.
+    scale: what the products of queries and keys are multiplied by;
+    sliding_window: positions a query sees, itself included; 0 means all;
+    soft_cap: scores become soft_cap * tanh(score / soft_cap) (Gemma 2, arXiv 2408.00118); 0 leaves them;
+    sinks: float32 [num_heads], one more score of each head that takes weight and has no value (gpt-oss, arXiv
+    2508.10925). Slots that no row uses are never read into a result, whatever they hold.
     """
     # Rows of one token (decode) are attended together, padded by less than a factor of two; other rows one by one.
     starts, contexts = query_starts.tolist(), context_lengths.tolist()
@@ -39,12 +46,15 @@ def paged_attention(
         if length == 1:
             decode_rows.setdefault(_padded_blocks(context, block_size, sliding_window), []).append(row)
         elif length > 1:
+            first = max(0, context - length + 1 - sliding_window) if sliding_window else 0
             _attend_one_row(
                 out[starts[row] : starts[row + 1]],
                 query[starts[row] : starts[row + 1]],
-                *_gather_row(key_cache, value_cache, block_tables[row], context),
-                scale,
+                *_gather_row(key_cache, value_cache, block_tables[row], first, context),
                 sliding_window,
+                scale=scale,
+                soft_cap=soft_cap,
+                sinks=sinks,
             )
     for blocks, rows in decode_rows.items():
         chosen = torch.tensor(rows, device=query.device)
@@ -56,9 +66,42 @@ def paged_attention(
             block_tables[chosen].long(),
             context_lengths[chosen].long(),
             blocks,
-            scale,
             sliding_window,
+            scale=scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
         )
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor | None,
+    *,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """query [B, H, L, head_dim], key [B, num_kv_heads, S, head_dim], value [B, num_kv_heads, S, value_dim] ->
+    [B, H, L, value_dim]. `seen` says which keys a query sees, bool, broadcast to [B, H, L, S]; None: causal, S = L.
+    `sinks` is broadcast to [B, H, L]. The rest is as in `paged_attention`."""
+    group = query.shape[1] // key.shape[1]
+    if not soft_cap and sinks is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=group > 1
+        )
+    key, value = (heads.float().repeat_interleave(group, dim=1) for heads in (key, value))
+    scores = query.float() @ key.mT * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if seen is None:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(scores.shape[:-1])[..., None]), dim=-1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value).to(query.dtype)
 
 
 def _padded_blocks(context: int, block_size: int, sliding_window: int) -> int:
@@ -75,10 +118,13 @@ def _attend_single_tokens(
     block_tables: Tensor,
     context_lengths: Tensor,
     blocks: int,
-    scale: float,
     sliding_window: int,
+    *,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """query [B, num_heads, head_dim], one per row -> [B, num_heads * head_dim], over `blocks` blocks of each row.
+    """query [B, num_heads, head_dim], one per row -> [B, num_heads * value_dim], over `blocks` blocks of each row.
 
     The query heads of a key-value head are treated as its queries: one batched product with no repeated keys.
     """
@@ -97,14 +143,16 @@ def _attend_single_tokens(
     # A masked NaN would still be NaN after the product with a zero weight, so what is not seen is cleared.
     key = _gather_rows(key_cache, table).masked_fill_(~seen, 0.0)
     value = _gather_rows(value_cache, table).masked_fill_(~seen, 0.0)
-    attended = functional.scaled_dot_product_attention(
+    attended = dense_attention(
         query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim),
         key,
         value,
-        attn_mask=seen.transpose(2, 3),
+        seen.transpose(2, 3),
         scale=scale,
+        soft_cap=soft_cap,
+        sinks=None if sinks is None else sinks.view(num_kv_heads, -1),
     )
-    return attended.reshape(batch, num_heads * head_dim)
+    return attended.reshape(batch, -1)
 
 
 def _gather_rows(cache: Tensor, table: Tensor) -> Tensor:
@@ -114,18 +162,31 @@ def _gather_rows(cache: Tensor, table: Tensor) -> Tensor:
     return cache[table].transpose(1, 2).reshape(batch, num_kv_heads, blocks * block_size, head_dim)
 
 
-def _gather_row(key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """One row's keys and values, exactly its context: [num_kv_heads, context, head_dim] each."""
-    blocks = (context - 1) // key_cache.shape[2] + 1
-    table = block_table[None, :blocks].long()
+def _gather_row(
+    key_cache: Tensor, value_cache: Tensor, block_table: Tensor, first: int, context: int
+) -> tuple[Tensor, Tensor]:
+    """One row's keys and values, exactly from the `first` position that it sees to the end of its context, L of them:
+    [num_kv_heads, L, head_dim] and [..., value_dim]. Blocks before may hold anything."""
+    size = key_cache.shape[2]
+    table = block_table[None, first // size : (context - 1) // size + 1].long()
     key, value = _gather_rows(key_cache, table)[0], _gather_rows(value_cache, table)[0]
-    return key[:, :context], value[:, :context]
+    places = slice(first % size, first % size + context - first)
+    return key[:, places], value[:, places]
 
 
-def _attend_one_row(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int) -> None:
-    """query [L, num_heads, head_dim], the last L of the row's tokens; key, value [num_kv_heads, context, head_dim]."""
-    length, num_heads, _ = query.shape
-    num_kv_heads, context, _ = key.shape
+def _attend_one_row(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sliding_window: int,
+    *,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> None:
+    """query [L, num_heads, head_dim], the last L of the row's tokens; key, value [num_kv_heads, context, ...]."""
+    length, context = query.shape[0], key.shape[1]
     mask = None
     if context > length or 0 < sliding_window < context:
         key_position = torch.arange(context, device=query.device)
@@ -133,13 +194,13 @@ def _attend_one_row(out: Tensor, query: Tensor, key: Tensor, value: Tensor, scal
         mask = distance >= 0
         if sliding_window:
             mask &= distance < sliding_window
-    attended = functional.scaled_dot_product_attention(
+    attended = dense_attention(
         query.transpose(0, 1)[None],
         key[None],
         value[None],
-        attn_mask=mask,
-        is_causal=mask is None,
+        mask,
         scale=scale,
-        enable_gqa=num_heads > num_kv_heads,
+        soft_cap=soft_cap,
+        sinks=None if sinks is None else sinks[:, None],
     )
     out.copy_(attended[0].transpose(0, 1).reshape(length, -1))

@@ -13,7 +13,8 @@ SKIPPED_SLOT = -1
 def cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store each token's key and value in its slot.
 
-    key, value: [T, num_kv_heads, head_dim]; key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim];
+    key: [T, num_kv_heads, head_dim]; key_cache: [num_blocks, num_kv_heads, block_size, head_dim]; value and value_cache
+    are as wide, or their width is 0: latents have no values of their own;
     slot_mapping: int64 [T], block * block_size + offset, or -1 for a padding token that is not stored. No slot may
     appear twice.
     """
@@ -29,7 +30,7 @@ def cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
 def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks: pairs is int64 [N, 2] of (source, destination). All sources are read before any is written.
 
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim].
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim]; values may have a width of 0.
     """
     sources, destinations = pairs.unbind(1)
     key_cache[destinations] = key_cache[sources]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+from msgspec.structs import replace
 
 from nanoserve.benchmarks.floors import STEP_KINDS, Limits, ModelCost, step_kind, step_work
 from nanoserve.benchmarks.rounds import GIGA
@@ -20,6 +21,7 @@ from nanoserve.record.events import Collected, Event, Planned
 from nanoserve.request import Request, SamplingParams
 
 ALL = "all"
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,11 @@ class EngineDriver:
             if result.step is not None:
                 self._finished.append((in_flight.pop(result.step), result.seconds))
 
-    def run(self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int]) -> EngineRun:
-        """Every prompt gets exactly its number of output tokens, taken greedily; end tokens do not end it. Raises
-        UsageError if a request can never run, and RuntimeFailure if one fails."""
+    def run(
+        self, prompts: Sequence[tuple[int, ...]], output_tokens: Sequence[int], params: SamplingParams = _GREEDY
+    ) -> EngineRun:
+        """Every prompt gets exactly its number of output tokens, by default taken greedily; end tokens do not end it.
+        Raises UsageError if a request can never run, and RuntimeFailure if one fails."""
         engine, salt = self._engine, f"run-{self._runs}"
         self._runs += 1
         self._finished.clear()
@@ -75,8 +79,8 @@ class EngineDriver:
         answers: dict[str, list[tuple[float, int]]] = {}  # tokens of each request, each with its time
         try:
             for index, (prompt, length) in enumerate(zip(prompts, output_tokens, strict=True)):
-                params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
-                request = Request(f"{salt}-{index}", prompt, params, seed=0, arrival_time=issued, cache_salt=salt)
+                own = replace(params, ignore_eos=True, max_tokens=length)
+                request = Request(f"{salt}-{index}", prompt, own, seed=0, arrival_time=issued, cache_salt=salt)
                 engine.add(request)
                 answers[request.request_id] = []
             steps = self._drain(answers, issued)

@@ -3,11 +3,9 @@ and its proof: workloads that run on the real engine, and in the simulator over 
 
 import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
-from functools import partial
-from itertools import count, cycle, islice
+from itertools import cycle
 from typing import Any
 
 import msgspec
@@ -35,7 +33,6 @@ from nanoserve.simulator import Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.fleet import drive
 from nanoserve.simulator.pipeline import StepTimes
 
-_PROMPT, _ANSWER = 4, 10
 SIZES = ProfileSizes(
     tokens=(1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096),
     prompts=(16, 32, 64, 128, 256, 512, 1024, 2048),
@@ -62,10 +59,8 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     for (flag, least), limit in zip(LEAST_LIMITS.items(), limits, strict=True):
         if limit < least:
             raise UsageError(f"{flag} is too small to profile: it must allow {least}, not {limit}")
-    runner, pool = executor.runner, llm.engine.scheduler.pool
-    answering = pool.num_blocks // -(-(_PROMPT + _ANSWER) // pool.block_size)  # requests for which there are KV blocks
-    rows = min(config.max_num_seqs, answering)
-    sizes = SIZES.within(runner, config, rows=rows, context=llm.max_model_len)
+    runner = executor.runner
+    sizes = SIZES.within(runner, config, context=llm.max_model_len)
     facts = settle(llm, announce)
     announce(f"{STAGE} ...")
     dtype = runner.decoder.dtype
@@ -78,8 +73,6 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     )
     device = host if runner.device.type == "cpu" else _accelerator(runner.device, dtype)
     with open_probes(runner, processor, sizes, block_size=config.block_size) as probes:
-        names = map("profile-{}".format, count())
-        probes["engine"] = {(rows,): partial(_engine_seconds, llm.engine, names, rows) for rows in sizes.rows}
         foreign = ForeignLoad()
         found, busy = take_rounds(probes, announce, EFFORT), foreign.read()
     reached: dict[str, Any] = {"device": device, "host": host, "foreign_cores": busy}
@@ -89,20 +82,6 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     profile = msgspec.structs.replace(profile, efficiency=calibrate(profile))
     predictions = predict_and_run(llm.engine, config, profile, announce)
     return msgspec.structs.replace(profile, predictions=tuple(predictions))
-
-
-def _engine_seconds(engine: Engine, names: Iterator[str], rows: int) -> float:
-    """Seconds that an idle engine adds to a step of ``rows`` decodes: the median over the steps of a short run."""
-    recorder, outside = engine.recorder, []
-    for name in islice(names, rows):
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_ANSWER)
-        engine.add(Request(name, (1,) * _PROMPT, params, seed=0, arrival_time=engine.now(), cache_salt=name))
-    while engine.has_work:
-        began, before = time.perf_counter(), recorder.executor_seconds
-        updates = engine.step()
-        if len(updates) == rows:
-            outside.append(time.perf_counter() - began - (recorder.executor_seconds - before))
-    return statistics.median(outside)
 
 
 def _accelerator(device: torch.device, dtype: torch.dtype) -> Device:

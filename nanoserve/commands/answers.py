@@ -32,11 +32,13 @@ class AnswerUsage:
     cached_tokens: int | None  # prompt tokens whose KV came from the prefix cache; None where a server does not tell
     completion_tokens: int
     metrics: RequestMetrics  # times of the first sample
+    steps: int | None = None  # in which the tokens came; None where each is a step's only one, or nobody can tell
 
     @classmethod
-    def of(cls, output: RequestOutput, completion_tokens: int) -> "AnswerUsage":
+    def of(cls, output: RequestOutput, completion_tokens: int, steps: int | None = None) -> "AnswerUsage":
         """The usage of a whole output, or of the last delta of a stream, with the tokens of all samples or deltas."""
-        return cls(len(output.prompt_token_ids), output.cached_tokens, completion_tokens, output.outputs[0].metrics)
+        metrics = output.outputs[0].metrics
+        return cls(len(output.prompt_token_ids), output.cached_tokens, completion_tokens, metrics, steps)
 
     @property
     def total_tokens(self) -> int | None:
@@ -83,6 +85,7 @@ class ChatAnswer:
             ("TTFT {:.2f} s", usage.metrics.time_to_first_token),
             ("prefill {:,.0f} t/s", usage.prefill_rate),
             ("decode {:,.1f} t/s", usage.decode_rate),
+            ("{:.2f} tokens a step", usage.completion_tokens / usage.steps if usage.steps else None),
             ("context {}" + ("" if context is None else f"/{context}"), usage.total_tokens),
         ]
         return " · ".join(text.format(figure) for text, figure in figures if figure is not None)
@@ -188,14 +191,15 @@ class LocalModel:
 
 def stream_answer(llm: "nanoserve.LLM", prompt: str | Conversation, settings: Settings) -> Answers:
     """Answer. Raises NanoserveError if there is no answer, or none any more."""
-    tokens = 0
+    tokens = steps = 0
     with closing(llm.stream(prompt, sampling_params(llm.default_sampling_params(), settings))) as stream:
         for output in stream:
             sample = output.outputs[0]
             if sample.error is not None:
                 raise RuntimeFailure(sample.error)
-            tokens += len(sample.token_ids)
-            yield ChatAnswer(sample.text, "", AnswerUsage.of(output, tokens), sample.finish_reason)
+            tokens, steps = tokens + len(sample.token_ids), steps + bool(sample.token_ids)
+            usage = AnswerUsage.of(output, tokens, steps if llm.engine_config.speculate else None)
+            yield ChatAnswer(sample.text, "", usage, sample.finish_reason)
 
 
 class RemoteModel:

@@ -283,7 +283,7 @@ def advice_for(
 
     model, config, status = llm.config, llm.engine_config, llm.status
     item_bytes = resolve_dtype(config.dtype, torch.device(config.device), model.dtype).itemsize
-    block = 2 * model.num_layers * model.num_kv_heads * model.head_dim * config.block_size * item_bytes
+    block = model.num_layers * model.kv_numbers * config.block_size * item_bytes
     device_bytes, host_bytes = status.total_blocks * block / config.data_parallel, status.total_host_blocks * block
     precision, usable = Precision.of(8 * item_bytes), Efficiency().usable_memory
     # Memory is what the engines hold, and on CPUs also what is free: workers have taken all they can of a GPU's.

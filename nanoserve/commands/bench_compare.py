@@ -3,7 +3,9 @@
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -47,8 +49,15 @@ _ENGINE_COLUMNS = [
 _RATIO_COLUMNS = columns(("", *_KEYS, ("against", "peer"), "metric", "rounds"), (".2f", "median", "low", "high"))
 
 
+_SPECULATION_COLUMNS = [
+    *columns(("", *_KEYS, "rounds"), (",.1f", ("plain tok/s", "plain"), ("guessing", "decode")), ("", "speedup")),
+    *columns((".2f", "tokens_a_step", "predicted"), (".0%", "of_predicted", "same_tokens")),
+]
+
+
 class CompareOptions(GridOptions, EngineOptions, ResultOptions):
     peers: str = option("transformers,llama.cpp", "Engines to compare with.", metavar="NAME,NAME")
+    workloads: str = option("edits,stories,random", "What is decoded with --speculate.", metavar="NAME,NAME")
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
 
 
@@ -58,14 +67,20 @@ def run(options: CompareOptions) -> None:
     "server" is nanoserve itself, asked over HTTP: the ratio is what serving costs. With --quantization, llama.cpp reads
     its own Q4_0 or Q8_0 of the weights; of a GGUF file, both read that file.
 
+    With --speculate it is compared with plain decoding instead, by default of the bundled storyteller. The workload
+    "scripted 0.6" guesses right that often; there are 0 and 0.8 too.
+
     [bold]Examples[/bold]
 
       nanoserve bench compare --dtype bfloat16 --batch-sizes 1,4 \\
         --json compare.json
       nanoserve bench compare --quantization int4 --peers llama.cpp
       nanoserve bench compare --peers server --batch-sizes 16
+      nanoserve bench compare --speculate ngram --workloads edits,random
     """
     options.check_is_for_cpu()
+    if options.speculate is not None:
+        return _compare_guessing(options)
     names = [name.strip() for name in options.peers.split(",") if name.strip()]
     cases = options.cases()
     if unknown := [name for name in names if name not in PEERS]:
@@ -80,6 +95,44 @@ def run(options: CompareOptions) -> None:
                 report.note(note)
         peers = _open_peers(present, options, report, opened)
         _measure(peers, cases, options.rounds, report)
+
+
+def _compare_guessing(options: CompareOptions) -> None:
+    """Two engines in this process, one of which guesses."""
+    settled_operators(options.threads)
+    from nanoserve.benchmarks.settling import settle
+    from nanoserve.benchmarks.speculation import WORKLOADS, SpeculationBench
+
+    names, cases = [name.strip() for name in options.workloads.split(",") if name.strip()], options.cases()
+    if unknown := [name for name in names if name not in WORKLOADS]:
+        raise UsageError(f"--workloads {unknown[0]!r} is not one of {', '.join(WORKLOADS)}")
+    settings = {"workloads": names, "cases": [case.name for case in cases], "rounds": options.rounds}
+    settings |= {"speculate": options.speculate}
+    with options.reported("speculation", settings, _show_guessing) as report, ExitStack() as opened:
+        llms = [opened.enter_context(replace(options, speculate=one).open_llm()) for one in (None, options.speculate)]
+        report.put("engine", [settle(llm, remark) for llm in llms][-1])
+        bench, work = SpeculationBench(*llms), list(product(names, cases))
+        progress = opened.enter_context(show_progress())
+        for place, (name, case) in enumerate(work):
+            remark(f"comparing {name}, {case.name}")
+            for done in bench.rounds(name, case, options.rounds):
+                report.add({"case": done.case, "round": done, "drift": done.drift, "counts": done.counts})
+                progress("rounds", place * options.rounds + done.number, len(work) * options.rounds)
+
+
+def _show_guessing(report: Report, options: ResultOptions) -> None:
+    from nanoserve.benchmarks.policies.rounds import PolicyRound
+    from nanoserve.benchmarks.speculation import summarize_speculation
+
+    done = [msgspec.convert(row["round"], PolicyRound) for row in report.rows]
+    report.put("summary", summary := summarize_speculation(done))
+    print_head(report)
+    print_counting(done)
+    facts = report.document["engine"]
+    title = f"{facts['model']}, {report.document['settings']['speculate']}, {engine_title(facts)}"
+    print_table(title, _SPECULATION_COLUMNS, summary, keys=2)
+    bars = columns((",.1f", ("plain", "plain"), ("guessing", "decode")))
+    options.draw_bars(report, title, "{case} ({state})", bars, summary)
 
 
 @contextmanager

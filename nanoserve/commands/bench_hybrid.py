@@ -146,6 +146,7 @@ class TierComparison(Comparison):
             (",.2f", "seconds"),
             (",.1f", ("output tok/s", "output_tokens_per_s")),
             ("", (f"over {first}", "ratio")),
+            (",.1f", ("decode-only tok/s", "decode_only.tokens_per_s"), ("hosts per decode", "decode_only.residents")),
             (",.0f", ("TTFT ms", "latencies.ttft_ms.mean")),
             (",.1f", ("ms/token", "latencies.token_ms.mean")),
             (".0%", ("device", "device_share"), ("CPU", "processor_share")),

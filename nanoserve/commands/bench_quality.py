@@ -44,8 +44,7 @@ class Reader(NamedTuple):
     name: str
     log_likelihood: Callable[[Tokens], float]
     """Sum of the natural log probabilities of all tokens but the first, each given those before it."""
-    answer: Callable[[Tokens, int], Tokens]
-    """The greedy continuation of at most so many tokens, without the end token."""
+    answer: Callable[[Tokens, int], Tokens]  # the greedy continuation of at most so many tokens, without the end token
 
 
 @dataclass(frozen=True, slots=True)

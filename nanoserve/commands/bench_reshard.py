@@ -17,9 +17,12 @@ from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
+from nanoserve.scheduler.policies import parse_policies
 
 _MOVES = {"re-sharding": "reshards", "swaps out": "swaps_out", "swaps in": "swaps_in"}
 _KEYS = (("policy, layouts", "variant"), ("read", "state"))
+_OF_STAGES = ("throttling", "adaptive")
+_POLICIES = ("sarathi", *_OF_STAGES, *RESHARDING)
 _RUN_COLUMNS = columns(
     ("", *_KEYS, "rounds"),
     (",.2f", "seconds"),
@@ -55,6 +58,7 @@ _SIMULATED_COLUMNS = columns(
 class ReshardOptions(LengthOptions, RandomModelOptions):
     against_own_workers: bool = option(False, "Also each layout on workers that have no other.")
     predicted: bool = option(False, "Measure the layouts first, and say what that predicts.")
+    policy: str | None = option(None, "What is compared; default: all.", metavar="NAME,NAME", variables=())
     prefill_parallel: str | None = option("p2", "Layout for prompts.", metavar="NAME", variables=())
     decode_parallel: str | None = option("t2", "Layout for decodes.", metavar="NAME", variables=())
 
@@ -78,19 +82,24 @@ def run(options: ReshardOptions) -> None:
     LayoutComparison(options).run()
 
 
-def resharding_variants(engines: Sequence[OpenEngine], config: EngineConfig) -> Iterator[PolicyVariant]:
+def resharding_variants(
+    engines: Sequence[OpenEngine], config: EngineConfig, policies: Sequence[str] = _POLICIES
+) -> Iterator[PolicyVariant]:
     """Each layout alone, on all workers that have it, before the ways of going from one to the other. Chunked prefill
-    is the paper's baseline; a pipeline also has the policy made for pipelines."""
+    is the paper's baseline; a pipeline also has the policies made for pipelines."""
     for engine in engines:
         for number, (layout, capacity) in enumerate(zip(engine.layouts, engine.capacities, strict=True)):
             place = layout.name if len(engine.layouts) == 2 else f"{layout.name}, {engine.name}"
             alone = partial(PolicyVariant, place=place, engine=engine, config=config, capacities=[capacity])
-            for policy in ("sarathi", "throttling") if layout.pipeline_parallel > 1 else ("sarathi",):
-                yield alone(policy=policy, first=number)
+            predictors = engine.predictors[number : number + 1]
+            for policy in policies:
+                if policy not in RESHARDING and (layout.pipeline_parallel > 1 or policy not in _OF_STAGES):
+                    yield alone(policy=policy, first=number, predictors=predictors)
     for engine in engines:
         in_turn = partial(PolicyVariant, place=engine.name, engine=engine, config=config, capacities=engine.capacities)
-        for policy in RESHARDING if len(engine.layouts) == 2 else ():
-            yield in_turn(policy=policy, host_blocks=engine.host_blocks, predictors=engine.predictors)
+        for policy in policies if len(engine.layouts) == 2 else ():
+            if policy in RESHARDING:
+                yield in_turn(policy=policy, host_blocks=engine.host_blocks, predictors=engine.predictors)
 
 
 def resharding_pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
@@ -105,6 +114,7 @@ class LayoutComparison(Comparison):
     kind = "reshard"
     reported = (
         "against_own_workers",
+        "policy",
         "predicted",
         "prefill_parallel",
         "decode_parallel",
@@ -117,8 +127,8 @@ class LayoutComparison(Comparison):
     def __init__(self, options: ReshardOptions) -> None:
         if options.against_own_workers and TorchrunProcess.from_environment() is not None:
             raise UsageError("--against-own-workers takes three groups of workers, but torchrun started one")
-        if options.policy is not None:
-            raise UsageError("--policy: this command compares those that it names; leave it out")
+        self.policies = list(_POLICIES) if options.policy is None else options.policy.split(",")
+        parse_policies(",".join({*self.policies} - {*RESHARDING}) or "sarathi", options.max_num_batched_tokens)
         if options.layouts()[0].data_parallel > 1:
             raise UsageError(f"{PAIR_OPTIONS[0]} {options.prefill_parallel}: bench serve takes a D, here is one engine")
         config, self.work = options.config(), options.read(options.seed or 0)
@@ -139,7 +149,7 @@ class LayoutComparison(Comparison):
             self.open(f"starting workers for {layout.name} alone", *workers)
         config = fitted(config, model, self.engines)
         work = fitting_work(self.work, config.max_model_len, self.report)
-        variants = list(resharding_variants(self.engines, config))
+        variants = list(resharding_variants(self.engines, config, self.policies))
         self.benches.append(self.bench(case=work.name, shapes=work.shapes, variants=variants, measure=layout_metrics))
         return {
             "kv_blocks": " and ".join(f"{capacity.num_blocks:,}" for capacity in pair.capacities),

@@ -17,6 +17,7 @@ from nanoserve.commands.terminal import remark, say
 from nanoserve.engine_config import (
     AUTO,
     DEFAULT_POLICY,
+    DRAFTERS,
     MOST_PARALLEL,
     PAIR_OPTIONS,
     POLICY_OF_TWO_LAYOUTS,
@@ -85,6 +86,14 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
     )
     no_prefix_caching: bool = option(False, "Compute every prompt from its start.")
     eager: bool = option(False, "Compile and capture nothing; slower, same answers.")
+    speculate: str | None = option(
+        None,
+        "Guess tokens and check several in one step; same answers. "
+        + ", ".join(f"{name}:{what}" if what else name for name, what in DRAFTERS.items())
+        + ".",
+        metavar="DRAFTER",
+        suggestions=tuple(DRAFTERS),
+    )
     batch_invariant: bool = option(False, "Answers that do not depend on the batch: 16 bits on a CPU, slower.")
     threads: int | None = _threads("CPU threads, which the workers of a machine share; default: one per physical core.")
     seed: int | None = option(

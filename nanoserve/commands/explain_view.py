@@ -106,6 +106,7 @@ def _row(row: ExplainedRow) -> str:
     place = f"position {row.start}" if row.count == 1 else f"positions {row.start}-{last}" if row.count else "goes on"
     more = " ..." if row.count > len(row.tokens) and any(row.tokens) else ""
     host, then = " on the host" * (row.tier == "host"), "; samples a token" * row.sample
+    then = f"; checks {row.guesses} guesses" if row.guesses else then
     return f"{row.sequence}: {place}{host} {_quoted(row.tokens)}{more}".rstrip() + then
 
 

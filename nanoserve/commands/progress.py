@@ -17,8 +17,7 @@ from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark
 _LINE_SECONDS = 5.0  # between two lines where there is no terminal: what takes no longer is silent
 _LINE_SHARE = 0.1  # of the time passed lies between two lines: long runs have no more lines than they need
 
-Progress = Callable[[str, int, int], None]
-"""Called with a stage's name, how much of it is done, and how much there is."""
+Progress = Callable[[str, int, int], None]  # called with a stage's name, how much of it is done, and how much there is
 T = TypeVar("T")
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from nanoserve.commands.options import HARDWARE_PANEL, Options, file_option, opt
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
-from nanoserve.costs.profile import MeasuredTimes, read_profile
+from nanoserve.costs.profile import MeasuredTimes, Profile, read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Panel, draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
@@ -31,7 +32,8 @@ from nanoserve.record.metrics import CompletedRequest
 from nanoserve.record.trace import RunTrace
 from nanoserve.record.window import StepWindow, token_panels
 from nanoserve.scheduler.policies import parse_policies
-from nanoserve.simulator import OtherLayout, Workload, burst, gamma_arrivals, simulate, trace_arrivals, trace_lengths
+from nanoserve.simulator import Workload, burst, gamma_arrivals, simulate
+from nanoserve.simulator.executor import SimulatedDrafter
 from nanoserve.simulator.fleet import check_replicas, make_router
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 from nanoserve.simulator.result import SimulationResult
@@ -57,6 +59,8 @@ _COLUMNS = columns(
 )
 _SLO_COLUMNS = columns((".1%", ("SLO", "slo_attainment")), (",.2f", "goodput"))
 _TIER_COLUMNS = columns(  # shown if anything happened there
+    (",d", "guesses"),
+    (".0%", ("right", "accepted_share")),
     (",d", "transitions"),
     (",.1f", ("take s", "transition_seconds")),
     (",d", ("tokens out", "swapped_out_tokens"), ("tokens in", "swapped_in_tokens")),
@@ -102,8 +106,10 @@ class WorkloadOptions(Options):
         if self.trace is None:
             lengths = named_lengths(GLLMS_SHAREGPT if self.lengths is None else self.lengths, self.seed)
             return Workload(arrivals or burst(), lengths, self.requests)
-        arrivals = arrivals or trace_arrivals(read_arrivals(self.trace, self.requests, in_order=True))
-        return Workload(arrivals, trace_lengths(read_trace(self.trace, self.requests)), self.requests)
+        if arrivals is None:
+            times = read_arrivals(self.trace, self.requests, in_order=True)
+            arrivals = (time - times[0] for time in times)
+        return Workload(arrivals, cycle(read_trace(self.trace, self.requests)), self.requests)
 
 
 class HardwareOptions(
@@ -205,7 +211,7 @@ class SimulatedHardware(NamedTuple):
             raise UsageError("--profile has one layout: leave --prefill-parallel and --decode-parallel out")
         if options.changed("model", "quantization", "hardware", "pp", "tp", "pp_split", "metadata"):
             raise UsageError("--profile brings model and machine, and has one stage: leave the options for these out")
-        profile = read_profile(path)
+        profile = read_profile(path, Profile)
         times = MeasuredTimes(profile)
         blocks = _countable(options.num_blocks or times.memory.kv_blocks(options.block_size))
         host_blocks = _host_blocks(options, profile.step_costs())
@@ -258,6 +264,12 @@ class SimulateOptions(
     slo: str | None = option(
         None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
     )
+    speculate: str | None = option(
+        None,
+        "A drafter: how often the first, second, ... guess of a row is right if those before are, and what a guess "
+        "costs, over a step; as 0.8,0.7,0.6:0.05.",
+        metavar="RATES[:COST]",
+    )
     max_rate: bool = option(
         False, "Find the highest rate: up to which throughput rises with it, or 99% of the requests keep to --slo."
     )
@@ -280,6 +292,7 @@ def run(options: SimulateOptions) -> None:
       nanoserve simulate --policy sarathi,throttling --max-rate
       nanoserve simulate --policy seesaw --prefill-parallel P4 \\
         --decode-parallel T4 --host-kv-memory 80GiB
+      nanoserve simulate --policy sarathi,throttling --speculate 0.8,0.7
     """
     chosen = parse_policies(options.policy, options.max_num_batched_tokens)
     if options.record is not None and len(chosen) > 1:
@@ -288,9 +301,10 @@ def run(options: SimulateOptions) -> None:
         raise UsageError("--max-rate tries many rates: leave out --rate, --plot and --record")
     check_replicas(options.replicas)
     make_router(options.router)  # an unknown name is refused before anything runs
-    slo = parse_slo(options.slo)
+    slo, drafter = parse_slo(options.slo), options.speculate and SimulatedDrafter.parse(options.speculate)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
     settings = _settings(options, hardware) | {"slo_ms": slo and msgspec.to_builtins(slo)}
+    settings |= {"speculate": options.speculate}
     place = _place(settings, hardware)
     reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
     # All devices of a simulated stage are one worker, which is named by its stage if there is one layout.
@@ -311,8 +325,9 @@ def run(options: SimulateOptions) -> None:
                 replicas=options.replicas,
                 router=options.router,
                 host_blocks=hardware.host_blocks,
-                other_layouts=list(map(OtherLayout, hardware.layouts[1:], hardware.kv_blocks[1:])),
+                other_layouts=[*zip(hardware.layouts[1:], hardware.kv_blocks[1:], strict=True)],
                 predictors=hardware.predictors,
+                drafter=drafter or None,
             )
             if options.max_rate:
                 highest[name] = find_highest_rate(partial(_try, run_policy, name, options, report), options.requests)

@@ -49,12 +49,17 @@ class Analysis:
         self.costs, self.input_tokens, self.output_tokens = costs, input_tokens, output_tokens
         self.context = input_tokens + (output_tokens + 1) // 2
         self.blocks = costs.memory.kv_blocks(BLOCK_SIZE)
-        self.blocks_per_sequence = -(-(input_tokens + output_tokens) // BLOCK_SIZE)
+        counts, tokens = costs.counts, input_tokens + output_tokens
+        self.blocks_per_sequence = max(
+            counts.sequence_kv_bytes(tokens, BLOCK_SIZE, stage) / (BLOCK_SIZE * counts.kv_bytes_per_token(stage))
+            for stage in range(len(counts.stages))
+        )
+        """Where windows leave less, as many blocks of all layers take the same memory."""
 
     @property
     def largest_batch(self) -> int:
         """Whole sequences that the KV cache can hold."""
-        return self.blocks // self.blocks_per_sequence
+        return int(self.blocks / self.blocks_per_sequence)
 
     def default_batches(self) -> list[int]:
         """Powers of two up to the limit, the limit itself, and the power beyond it."""

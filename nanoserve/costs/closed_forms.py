@@ -1,7 +1,8 @@
 """The closed forms of APEX's inequality and of the CS336 lecture on inference. The exact model is held against them.
 
-They leave out embedding, head, activations, latencies and overheads. Tlin and Tgatt are the device's seconds for a
-layer's linear part and decode attention, NC / NG is the CPU's decode attention over that of the device.
+They leave out embedding, head, activations, latencies and overheads, unless ``beside`` gives these, divided over the
+layers. Tlin and Tgatt are the device's seconds for a layer's linear part and decode attention, NC / NG is the CPU's
+decode attention over that of the device.
 """
 
 
@@ -14,26 +15,41 @@ def pipelining_break_even(linear: float, attention: float) -> float:
 
 
 def pipelining_speedup_bound(
-    linear: float, attention: float, *, speed_ratio: float, decodes: float, host_sequences: float
+    linear: float,
+    attention: float,
+    *,
+    speed_ratio: float,
+    decodes: float,
+    host_sequences: float,
+    beside: float = 0.0,
 ) -> float:
     """Most that asymmetric pipelining makes of the device's tokens per second, without prompts.
 
     (1 + min(NC / NG (1 + 2 Tlin / Tgatt), C / B)) (Tlin + Tgatt) / (2 Tlin + Tgatt): APEX, inequality (5), divided by
-    its right side, and no more tokens than the C host sequences have beside B decodes on the device.
+    its right side, and no more tokens than the C host sequences have beside B decodes on the device. What is beside the
+    layers is added above and below: it runs once, and the CPU waits meanwhile.
     """
     added = min(speed_ratio * (1 + 2 * linear / attention), host_sequences / decodes)
-    return (1 + added) * (linear + attention) / (2 * linear + attention)
+    return (1 + added) * (linear + attention + beside) / (2 * linear + attention + beside)
 
 
 def overlap_gain_bound(
-    linear: float, attention: float, *, speed_ratio: float, decodes: float, host_sequences: float, layers: int
+    linear: float,
+    attention: float,
+    *,
+    speed_ratio: float,
+    decodes: float,
+    host_sequences: float,
+    layers: int,
+    beside: float = 0.0,
 ) -> float:
     """Most that asynchronous overlap adds, as a share of the device's tokens per second, without prompts.
 
     min(NC / NG (1 + Tlin / Tgatt), C / (B (L + 1))): what the CPU computes in the time of a layer, and one token of
     each host sequence in L + 1 steps. The paper's own estimate (section 5.2), S = b / a, is no ratio of throughputs.
+    The CPU goes on while the device computes what is beside the layers: that counts as Tlin.
     """
-    return min(speed_ratio * (1 + linear / attention), host_sequences / (decodes * (layers + 1)))
+    return min(speed_ratio * (1 + (linear + beside) / attention), host_sequences / (decodes * (layers + 1)))
 
 
 def mlp_intensity(tokens: float, hidden_size: float, inner_size: float) -> float:

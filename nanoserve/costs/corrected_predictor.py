@@ -199,7 +199,8 @@ class CorrectedPredictor:
 
     def _step(self, work: StepFeatures) -> list[Term]:
         """A step without the slowdown of its strategy."""
-        rows = max(1, work.sampled)
+        ending = [batch.sequences for batch in work.host if batch.attended == self.num_layers]
+        rows = max(1, work.sampled + (sum(ending) if work.strategy == "overlap" else 0))
         overhead = self._term("overhead", rows, self._base.step_overhead_seconds(rows))
         return [overhead, *(self._pipelined(work) if work.strategy == "asymmetric" else self._united(work))]
 

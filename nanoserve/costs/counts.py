@@ -174,7 +174,8 @@ class ModelCounts:
         return Operator(matrix.name, "matrix", flops * layers, weight_bytes * layers, 0.0, activation_bytes * layers)
 
     def attention(self, work: StepWork, stage: int) -> list[Operator]:
-        """Attention of a stage's layers. Prompts and single rows are apart: they run in different kernels."""
+        """Attention of a stage's layers. Prompts and decodes are apart: they run in different kernels. The guesses of a
+        row see about the keys of its first token, which are read once."""
         if len(work.windowed_decode_context) != len(self.windows):
             raise UsageError(f"sum the work up for this model's sliding windows {self.windows}: StepWork.of(windows=)")
         found = []
@@ -182,10 +183,12 @@ class ModelCounts:
             if work.chunks:
                 keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
                 pairs = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
-                found.append(self._attention("prefill attention", work.tokens - work.decodes, keys, pairs, layers))
+                rows = work.decodes + work.guesses
+                found.append(self._attention("prefill attention", work.tokens - rows, keys, pairs, layers))
             if work.decodes:
                 keys = work.windowed_decode_context[self.windows.index(window)] if window else work.decode_context
-                found.append(self._attention("decode attention", work.decodes, keys, keys, layers))
+                rows = work.decodes + work.guesses
+                found.append(self._attention("decode attention", rows, keys, keys * rows / work.decodes, layers))
         return found
 
     def embedding(self, tokens: int) -> Operator:
@@ -204,18 +207,31 @@ class ModelCounts:
     def kv_bytes_per_token(self, stage: int) -> float:
         return self.layers(stage) * self.layer_kv_bytes
 
+    def sequence_kv_bytes(self, tokens: int, block_size: int, stage: int) -> float:
+        """Bytes of a sequence in blocks of so many tokens. A layer with a window keeps the blocks that a query sees."""
+
+        def kept(window: int) -> int:
+            blocks = -(-tokens // block_size)
+            return block_size * (min(blocks, -(-(window - 1) // block_size) + 1) if window else blocks)
+
+        return self.layer_kv_bytes * sum(layers * kept(kind.window) for kind, layers in self.stages[stage].items())
+
     @property
     def layer_kv_bytes(self) -> float:
-        return 2 * self.kv_heads * self.model.head_dim * self.precision.kv_bytes
+        return self.kv_heads * self.model.kv_numbers / self.model.num_kv_heads * self.precision.kv_bytes
 
     @property
     def layer_flops_per_pair(self) -> float:
         """A multiply-add for the score of a query and a key, and one for the value."""
-        return 4.0 * self.heads * self.model.head_dim
+        return 2.0 * self.heads * (self.model.head_dim + self.model.value_dim)
 
     def step_bytes(self, tokens: int, stage: int) -> float:
         """Bytes that a step holds at once: the widest part of a layer, and on the last stage the logits."""
-        parts = [part for kind in self.stages[stage] for part in (self._matrices[kind][:2], self._matrices[kind][2:])]
+        parts = []
+        for kind in self.stages[stage]:
+            matrices = self._matrices[kind]
+            cut = [matrix.name for matrix in matrices].index("output") + 1
+            parts += [matrices[:cut], matrices[cut:]]
         widest = self.model.hidden_size + max(sum(matrix.activations for matrix in part) for part in parts)
         rows = min(tokens, _SAMPLED_ROWS) if stage == len(self.stages) - 1 else 0
         return tokens * widest * self.precision.other_bytes + rows * self.model.vocab_size * _BYTES_PER_LOGIT
@@ -239,13 +255,26 @@ class ModelCounts:
             return self._matrix(name, columns, rows, bits.get(name, NUMBERS), number_bytes)
 
         query, key = self.heads * model.head_dim, self.kv_heads * model.head_dim
-        yield matrix("qkv", hidden, query, key, key)
-        yield matrix("output", query, hidden)
+        if model.mla is None:
+            yield matrix("qkv", hidden, query, key, key)
+        else:
+            mla, query = model.mla, model.mla.query_size(self.heads)
+            yield matrix("qkv", hidden, mla.q_lora_rank or query, model.head_dim)
+            if mla.q_lora_rank:
+                yield matrix("query_up", mla.q_lora_rank, query)
+            # Queries are multiplied with its one half before attention, sums of latents with the other after it.
+            absorbed, size = self.heads * model.head_dim + query, mla.kv_lora_rank * mla.expanded_size(self.heads)
+            yield Matrix("latent_up", size, 2 * absorbed, size * self.precision.weight_bytes)
+        yield matrix("output", model.output_size // degree, hidden)
         if not kind.sparse or model.moe is None:
             inner = -(-model.intermediate_size // degree)
             yield matrix("gate_up", hidden, inner, inner)
             yield matrix("down", inner, hidden)
             return
+        if model.moe.shared_size:
+            inner = -(-model.moe.shared_size // degree)
+            yield matrix("shared_gate_up", hidden, inner, inner)
+            yield matrix("shared_down", inner, hidden)
         experts, chosen = model.moe.num_experts, model.moe.experts_per_token
         inner = -(-model.moe.intermediate_size // degree)
         yield matrix("router", hidden, experts, number_bytes=self.precision.other_bytes)
@@ -256,10 +285,11 @@ class ModelCounts:
         stored, activations = experts * sum(part.bytes for part in parts), chosen * (2 * hidden + 3 * inner)
         yield Matrix("experts", experts * 3 * hidden * inner, activations, stored, reached=chosen / experts)
 
-    def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: int, layers: int) -> Operator:
-        query = self.heads * self.model.head_dim * self.precision.other_bytes  # is read, and as much is written
+    def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: float, layers: int) -> Operator:
+        # A query is read, and a sum of values is written.
+        both = self.heads * (self.model.head_dim + self.model.value_dim) * self.precision.other_bytes
         flops, kv_bytes = self.layer_flops_per_pair * pairs * layers, keys * self.layer_kv_bytes * layers
-        return Operator("attention", kind, flops, 0.0, kv_bytes, activation_bytes=2 * tokens * query * layers)
+        return Operator("attention", kind, flops, 0.0, kv_bytes, activation_bytes=tokens * both * layers)
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:

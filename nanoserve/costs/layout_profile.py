@@ -1,8 +1,6 @@
 """LayoutProfile: what steps take on so many worker processes, measured for each tensor degree while all work."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Final, Literal
 
 import msgspec
 
@@ -10,14 +8,12 @@ from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import Precision
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.hardware import Efficiency, MachineSpeeds
-from nanoserve.costs.profile import measured_attention
+from nanoserve.costs.profile import ProfileFile, measured_attention
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.costs.work import StepWork
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
-from nanoserve.processes.files import read_bytes
 
-LAYOUT_SCHEMA: Final = "nanoserve-layouts/1"
 _STEADY = 1.5  # most of an upper quartile over the lower
 
 
@@ -31,10 +27,9 @@ class DegreeTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     head: MeasuredCurve  # logits, gathered, and greedy sampling, over sampled rows
 
 
-class LayoutProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LayoutProfile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-layouts/1"):
     """Times of a model on worker processes that measured together."""
 
-    schema: Literal["nanoserve-layouts/1"]
     devices: int
     bits: int  # of weights, keys and values
     memory_bytes: float  # free on each device; where that is the CPU, half of it is for weights and KV, half the host's
@@ -101,11 +96,3 @@ class LayoutCosts(StepCosts):
         if stage == self.num_stages - 1 or not work.tokens or self.profile.send is None:
             return 0.0
         return self.profile.send.at(self.counts.activation_bytes(work.tokens))
-
-
-def read_layout_profile(path: Path) -> LayoutProfile:
-    """A profile that was kept. Raises UsageError, naming the key that is wrong."""
-    try:
-        return msgspec.json.decode(read_bytes(path, UsageError), type=LayoutProfile)
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{path} is not a profile ({LAYOUT_SCHEMA}): {error}") from error

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,10 +22,10 @@ from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 
-SCHEMA: Final = "nanoserve-profile/2"
 _MOST_TOKENS = 2**28  # of a measured KV cache: each of its blocks takes some memory when it is simulated
 _MOST_LAYERS = 100_000
 _SETTINGS = ("model", "dtype", "operators", "layers", "threads", "host_threads", "rounds")
+AnyProfile = TypeVar("AnyProfile", bound="ProfileFile")
 
 
 class KvMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,11 +57,14 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     by_factors: RunFigures  # simulated over exact counts and the calibrated factors
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProfileFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="schema"):
+    """Measured times as a file has them; the tag of a kind is its schema."""
+
+
+class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/2"):
     """Times of a model on a machine. Raises ValueError for a missing setting, wrong numbers of bits or layers, or a
     device without memory."""
 
-    schema: Literal["nanoserve-profile/2"]
     about: dict[str, Any]
     settings: dict[str, str | int]
     foreign_cores: float | None  # cores that other programs kept busy meanwhile; None if the system does not tell
@@ -110,7 +113,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return msgspec.structs.replace(self, **{name: change(one) for name, one in fields if isinstance(one, Measured)})
 
     def swap_seconds(self, tokens: int) -> float:
-        numbers = 2 * self.model.num_layers * self.model.num_kv_heads * self.model.head_dim
+        numbers = self.model.num_layers * self.model.kv_numbers
         return self.copy.at(tokens * numbers * self.bits / 8)
 
     def step_costs(self) -> StepCosts:
@@ -289,13 +292,13 @@ class _Fit:
         return float(shares[best]), float(gaps[best]) / Efficiency().kernels_per_layer
 
 
-def read_profile(path: Path) -> Profile:
-    """A profile that ``nanoserve profile --json`` wrote. Raises UsageError, naming the key that is wrong."""
+def read_profile(path: Path, kind: type[AnyProfile]) -> AnyProfile:
+    """A profile that ``write_profile`` wrote. Raises UsageError, naming the key that is wrong."""
     content = read_bytes(path, UsageError)
     try:
-        return msgspec.json.decode(content, type=Profile)
+        return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, NanoserveError) as error:
-        raise UsageError(f"{path} is not a profile ({SCHEMA}): {error}") from error
+        raise UsageError(f"{path} is not a profile ({kind.__struct_config__.tag}): {error}") from error
 
 
 def check_writable(path: Path) -> None:
@@ -307,6 +310,6 @@ def check_writable(path: Path) -> None:
         raise RuntimeFailure(f"cannot write {path}: a directory, in no directory, or no permission")
 
 
-def write_profile(profile: Profile, path: Path) -> None:
+def write_profile(profile: ProfileFile, path: Path) -> None:
     """Raises RuntimeFailure if the file cannot be written."""
-    replace_file(path, msgspec.json.format(msgspec.json.encode(profile, order="deterministic"), indent=1) + b"\n")
+    replace_file(path, msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")

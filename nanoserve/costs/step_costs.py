@@ -56,7 +56,7 @@ class DeviceMemory:
     def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
         """Blocks with all layers and all heads."""
         model = self._counts.model
-        per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * self._counts.precision.kv_bytes
+        per_token = model.num_layers * model.kv_numbers * self._counts.precision.kv_bytes
         return int(host_bytes // (block_size * per_token))
 
     def _refusal(self) -> str:

@@ -17,7 +17,8 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     decodes: int = 0
     decode_context: int = 0  # keys that they read, their own included, summed over rows
     chunks: tuple[Chunk, ...] = ()
-    sampled: int = 0  # rows whose last position gets logits
+    sampled: int = 0  # positions that get logits
+    guesses: int = 0  # tokens that decode rows have beside their first one
     windowed_decode_context: tuple[int, ...] = ()
     """The same sum for each sliding window of the model, ascending: a row reads no more keys than the window."""
 
@@ -48,7 +49,7 @@ class StepWork(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def tokens(self) -> int:
-        return self.decodes + sum([length for _, length in self.chunks])
+        return self.decodes + self.guesses + sum([length for _, length in self.chunks])
 
     @property
     def rows(self) -> int:

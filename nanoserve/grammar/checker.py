@@ -30,8 +30,7 @@ _PARTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalProperti
 
 SECONDS = 0.25
 """Processor time of one check. The engine spends as much once, while others wait. Most schemas take milliseconds."""
-MAX_REMEMBERED = 256
-"""Number of passed schemas that are remembered; each has at most 64 KiB."""
+MAX_REMEMBERED = 256  # number of passed schemas that are remembered; each has at most 64 KiB
 MEMORY_LIMIT = 2 << 30
 STACK_LIMIT = 2 << 20
 """A quarter of the engine's stack."""

@@ -17,10 +17,8 @@ from nanoserve.processes.installation import install_command
 from nanoserve.text.backends import SentencePieceBackend
 from nanoserve.text.tokenizer import load_backend
 
-MAX_CACHED = 16
-"""Compiled grammars kept for later requests with the same schema; a large one takes about 10 MB."""
-MAX_LEXER_STATES = 20_000
-"""Limit for one grammar. Each state takes 1 to 2 kB for as long as the grammar is kept."""
+MAX_CACHED = 16  # compiled grammars kept for later requests with the same schema; a large one takes about 10 MB
+MAX_LEXER_STATES = 20_000  # limit for one grammar. Each state takes 1 to 2 kB for as long as the grammar is kept
 
 _LONGEST_MESSAGE = 300
 _ADVICE = " Enable 'coerce_one_of'"  # an option of llguidance that would weaken the schema
@@ -32,20 +30,16 @@ class Allowed:
 
     tokens: np.ndarray
     """One bit per token id, lowest bit first: uint8 [ceil(vocab_size / 8)]. Control tokens are never set."""
-    may_end: bool
-    """Whether the text may end here."""
+    may_end: bool  # whether the text may end here
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """The tokens of a model, for its grammars."""
 
-    tokenizer: Any
-    """The LLTokenizer of llguidance."""
-    ordinary: np.ndarray
-    """One bit per token id of the logits, set if the token is text: uint8 [ceil(vocab_size / 8)]."""
-    end_token: int
-    """The token whose bit llguidance sets when a text may end; the model's end tokens may be others."""
+    tokenizer: Any  # the LLTokenizer of llguidance
+    ordinary: np.ndarray  # one bit per token id of the logits, set if the token is text: uint8 [ceil(vocab_size / 8)]
+    end_token: int  # the token whose bit llguidance sets when a text may end; the model's end tokens may be others
 
     def allowed(self, mask: bytes) -> Allowed:
         """What a mask of llguidance allows."""
@@ -119,6 +113,10 @@ class Matcher:
         """Append tokens to the text; raises GrammarFailure if the grammar does not allow them."""
         self._matcher.consume_tokens(list(tokens))
         self._check()
+
+    def allowed_ahead(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens could be appended; the text stays as it is."""
+        return int(self._matcher.validate_tokens(list(tokens)))
 
     @property
     def complete(self) -> bool:

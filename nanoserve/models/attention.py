@@ -6,18 +6,17 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nanoserve.config import ModelConfig
-from triton_ops import cache_write, paged_attention
+from triton_ops import cache_write, dense_attention, paged_attention
 
 
 class AttentionFunction(Protocol):
     """What stands between the two halves of a layer."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim] -> [T, num_heads * head_dim]. Query
-        and key are already rotated to their positions."""
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """query [T, num_heads, head_dim], key [T, num_kv_heads, head_dim], value [T, num_kv_heads, value_dim] ->
+        [T, num_heads * value_dim]. Query and key are already rotated to their positions. sinks: float32 [num_heads]."""
 
 
 class DenseCausalAttention:
@@ -31,16 +30,17 @@ class DenseCausalAttention:
         self.batch = batch
         self.length = length
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         window = self.config.sliding_window(layer)
         slides = 0 < window < self.length
-        attended = functional.scaled_dot_product_attention(
+        attended = dense_attention(
             self._sequences(query),
             self._sequences(key),
             self._sequences(value),
-            attn_mask=self._window_mask(window, query.device) if slides else None,
-            is_causal=not slides,
-            enable_gqa=self.config.group_size > 1,
+            self._window_mask(window, query.device) if slides else None,
+            scale=self.config.softmax_scale,
+            soft_cap=self.config.attention_soft_cap,
+            sinks=None if sinks is None else sinks[:, None],
         )
         return attended.transpose(1, 2).reshape(self.batch * self.length, -1)
 
@@ -82,17 +82,27 @@ class AttentionBatch:
 @dataclass(slots=True)
 class PagedAttention:
     """Attention of one step over the paged cache: writes the new keys and values, then attends over the whole context.
-    The caches are one tensor per layer, by the layer's index: [num_blocks, num_kv_heads, block_size, head_dim]."""
+    The caches are one tensor per layer, by the layer's index: [num_blocks, num_kv_heads, block_size, head_dim];
+    that of values has a width of 0 for latents."""
 
     config: ModelConfig
     key_caches: Sequence[Tensor]
     value_caches: Sequence[Tensor]
     batch: AttentionBatch
+    of_layers: Sequence[AttentionBatch] | None = None
+    """The batch of each layer, where they are in several cache groups: tables and slots differ."""
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key_cache, value_cache, batch = self.key_caches[layer], self.value_caches[layer], self.batch
-        cache_write(key, value, key_cache, value_cache, batch.slot_mapping)
-        out = query.new_empty(query.shape[0], query.shape[1] * query.shape[2])
+    def batch_of(self, layer: int) -> AttentionBatch:
+        return self.batch if self.of_layers is None else self.of_layers[layer]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
+        key_cache, value_cache, batch = self.key_caches[layer], self.value_caches[layer], self.batch_of(layer)
+        if self.config.mla is None:
+            cache_write(key, value, key_cache, value_cache, batch.slot_mapping)
+        else:  # the cache of values is empty: they are the first columns of the keys
+            cache_write(key, value[..., :0], key_cache, value_cache, batch.slot_mapping)
+            value_cache = key_cache[..., : self.config.value_dim]
+        out = query.new_empty(query.shape[0], query.shape[1] * value.shape[2])
         paged_attention(
             out,
             query,
@@ -101,7 +111,9 @@ class PagedAttention:
             batch.block_tables,
             batch.query_starts,
             batch.context_lengths,
-            scale=self.config.head_dim**-0.5,
+            scale=self.config.softmax_scale,
             sliding_window=self.config.sliding_window(layer),
+            soft_cap=self.config.attention_soft_cap,
+            sinks=sinks,
         )
         return out

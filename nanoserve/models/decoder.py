@@ -7,18 +7,22 @@ layers, and in each layer some of the heads and part of the inner size. A layer 
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Protocol, cast
+from dataclasses import replace
+from functools import partial
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanoserve.config import ModelConfig, MoeConfig, RopeConfig
+from nanoserve.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.shards import Shard, divided, shard_config, whole_model
 from triton_ops import project, sparse_experts
 
 INITIAL_STANDARD_DEVIATION = 0.02
+_LATENT_EPS = 1e-6  # whatever rms_norm_eps is, as transformers has it
+NormKind = Literal["rms", "rms_plus_one", "layer"]
 
 
 class TensorParallelGroup(Protocol):
@@ -90,13 +94,20 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
+        self.rope = rope
         self.attention_factor = _attention_factor(rope)
         self.register_buffer("inverse_frequencies", _inverse_frequencies(rope), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cosines and sines, float32 [T, 1, rotary_dim // 2] (the 1 spreads over heads)."""
+        """positions [T] -> cosines and sines, float32 [T, 1, rotary_dim // 2] (the 1 spreads over heads). Where
+        queries grow with their position, [T, 2, rotary_dim // 2]: those of keys, then those of queries."""
         angles = (positions.float()[:, None] * self.inverse_frequencies)[:, None, :]
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        if not self.rope.query_growth:
+            return cos, sin
+        turns = positions // self.rope.original_max_position_embeddings
+        growth = 1 + self.rope.query_growth * (1 + turns.float()).log()[:, None, None]
+        return torch.cat((cos, cos * growth), dim=1), torch.cat((sin, sin * growth), dim=1)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
@@ -114,57 +125,148 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square over the last dimension, computed in float32 (arXiv 1910.07467)."""
+    """Scale to unit root mean square over the last dimension, computed in float32 (arXiv 1910.07467); or one of the
+    other kinds of `ModelConfig.norm`."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, kind: NormKind = "rms") -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.zeros(size) if kind == "rms_plus_one" else torch.ones(size))
         self.eps = eps
+        self.kind = kind
 
     def forward(self, hidden: Tensor) -> Tensor:
         exact = hidden.float()
-        normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
+        if self.kind == "layer":
+            exact = exact - exact.mean(-1, keepdim=True)
+        return self.scale(exact, exact.square().mean(-1, keepdim=True), hidden.dtype)
+
+    def scale(self, exact: Tensor, mean_square: Tensor, dtype: torch.dtype) -> Tensor:
+        """The norm of float32 numbers, whose mean square is known, in this dtype."""
+        normed = exact * torch.rsqrt(mean_square + self.eps)
+        if self.kind == "rms":
+            return self.weight * normed.to(dtype)
+        weight = self.weight.float()
+        return (normed * (1.0 + weight if self.kind == "rms_plus_one" else weight)).to(dtype)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+    """SwiGLU (arXiv 2002.05202): down(silu(gate(x)) * up(x)), gate and up in one matrix; or with GELU, by its usual
+    approximation."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.activation = config.activation
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        output: Tensor = self.down(functional.silu(gate) * up)
+        active = functional.silu(gate) if self.activation == "silu" else functional.gelu(gate, approximate="tanh")
+        output: Tensor = self.down(active * up)
         return output
 
 
 class SparseExperts(nn.Module):
-    """A router picks `experts_per_token` SwiGLU experts for every token; their outputs are added, weighted."""
+    """A router picks `experts_per_token` experts for every token; their outputs are added, weighted. Shared experts are
+    one more, without a weight."""
 
-    def __init__(self, hidden_size: int, moe: MoeConfig) -> None:
+    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
         self.moe = moe
-        self.router = Linear(hidden_size, moe.num_experts, bias=False)
+        hidden_size = config.hidden_size
+        if moe.scores == "sigmoid":
+            self.correction_bias = nn.Parameter(torch.zeros(moe.num_experts, dtype=torch.float32))
+        if moe.shared_size:
+            self.shared = FeedForward(replace(config, intermediate_size=moe.shared_size))
+        biased = moe.style == "gpt_oss"
+        self.router = Linear(hidden_size, moe.num_experts, bias=biased)
         self.gate_up = nn.Parameter(torch.empty(moe.num_experts, 2 * moe.intermediate_size, hidden_size))
         self.down = nn.Parameter(torch.empty(moe.num_experts, hidden_size, moe.intermediate_size))
+        if biased:
+            self.gate_up_bias = nn.Parameter(torch.zeros(moe.num_experts, 2 * moe.intermediate_size))
+            self.down_bias = nn.Parameter(torch.zeros(moe.num_experts, hidden_size))
+
+    @property
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        """Those of gate_up and down, of all experts."""
+        return (self.gate_up_bias, self.down_bias) if self.moe.style == "gpt_oss" else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
-        weights, experts = route(self.router(hidden), self.moe)
-        return sparse_experts(hidden, weights, experts, self.gate_up, self.down)
+        bias = self.correction_bias if self.moe.scores == "sigmoid" else None
+        weights, experts = route(self.router(hidden), self.moe, bias)
+        added = sparse_experts(hidden, weights, experts, self.gate_up, self.down, self.biases, self.moe.style)
+        return added + self.shared(hidden) if self.moe.shared_size else added
 
 
-def route(scores: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
-    """scores [T, num_experts] -> weights, float32 [T, experts_per_token], and the experts they belong to, int64, same
-    shape."""
-    probabilities = functional.softmax(scores, dim=-1, dtype=torch.float32)
-    weights, experts = probabilities.topk(moe.experts_per_token, dim=-1)
+def route(logits: Tensor, moe: MoeConfig, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """logits [T, num_experts] -> weights, float32 [T, experts_per_token], and the experts they belong to, int64, same
+    shape. The bias, float32 [num_experts], takes part in the choice alone."""
+    if correction_bias is None:
+        weights = choice = functional.softmax(logits, dim=-1, dtype=torch.float32)
+    else:
+        weights = logits.float().sigmoid()
+        choice = weights + correction_bias
+    if moe.num_groups > 1:
+        by_group = choice.view(-1, moe.num_groups, moe.num_experts // moe.num_groups)
+        # A group is as good as its best expert, or, with a bias, as its two best.
+        best = by_group.topk(1 if correction_bias is None else 2, dim=-1).values.sum(-1)
+        chosen = best.topk(moe.groups_per_token, dim=-1).indices
+        others = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, value=False)
+        choice = by_group.masked_fill(others[..., None], -torch.inf).flatten(-2)
+    experts = choice.topk(moe.experts_per_token, dim=-1).indices
+    weights = weights.gather(-1, experts)
     if moe.normalize_weights:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, experts
+    return weights if moe.weight_scale == 1.0 else weights * moe.weight_scale, experts
+
+
+class LatentProjections(nn.Module):
+    """What multi-head latent attention has around attention (arXiv 2405.04434, section 2.1). The matrix that makes keys
+    of latents is multiplied with the queries instead, and the one that makes values with what attention has added up.
+    So attention works on the latents themselves: they are keys and values of a single head."""
+
+    def __init__(self, config: ModelConfig, mla: MlaConfig) -> None:
+        super().__init__()
+        self.mla, self.rope, self.num_heads = mla, config.rope, config.num_heads
+        self.query_size = mla.query_size(config.num_heads)
+        if mla.q_lora_rank:
+            self.query_norm = RMSNorm(mla.q_lora_rank, _LATENT_EPS)
+            self.query_up = Linear(mla.q_lora_rank, self.query_size, bias=False)
+        self.latent_norm = RMSNorm(mla.kv_lora_rank, _LATENT_EPS)
+        self.latent_up = Linear(mla.kv_lora_rank, mla.expanded_size(config.num_heads), bias=False)
+
+    @property
+    def sizes(self) -> list[int]:
+        """What the first product of a layer gives: queries, or the latents they are made of; latents and keys."""
+        return [self.mla.q_lora_rank or self.query_size, self.mla.kv_lora_rank + self.mla.qk_rope_head_dim]
+
+    def absorb(self, projected: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """projected [T, sum of sizes] -> query [T, num_heads, head_dim], key [T, 1, head_dim], and its first columns
+        [T, 1, kv_lora_rank]."""
+        mla = self.mla
+        query, cached = torch.split(projected, self.sizes, dim=-1)
+        if mla.q_lora_rank:
+            query = self.query_up(self.query_norm(query))
+        query = query.view(-1, self.num_heads, mla.query_size(1))
+        still, turning = query[..., : mla.qk_nope_head_dim], query[..., mla.qk_nope_head_dim :]
+        key_matrix, _ = self._matrices()
+        absorbed = torch.einsum("thn,hnr->thr", still, key_matrix)
+        query = torch.cat((absorbed, rotate(turning, cos, sin, self.rope)), dim=-1)
+        latent, turning = cached[:, None, : mla.kv_lora_rank], cached[:, None, mla.kv_lora_rank :]
+        key = torch.cat((self.latent_norm(latent), rotate(turning, cos, sin, self.rope)), dim=-1)
+        return query, key, key[..., : mla.kv_lora_rank]
+
+    def expand(self, attended: Tensor) -> Tensor:
+        """Latents that attention has added up, [T, num_heads * kv_lora_rank] -> values [T, num_heads * v_head_dim]."""
+        _, value_matrix = self._matrices()
+        attended = attended.view(-1, self.num_heads, self.mla.kv_lora_rank)
+        return torch.einsum("thr,hvr->thv", attended, value_matrix).flatten(1)
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        """[num_heads, qk_nope_head_dim, kv_lora_rank] and [num_heads, v_head_dim, kv_lora_rank]."""
+        by_head = self.latent_up.weight.view(self.num_heads, -1, self.mla.kv_lora_rank)
+        return by_head[:, : self.mla.qk_nope_head_dim], by_head[:, self.mla.qk_nope_head_dim :]
 
 
 class DecoderLayer(nn.Module):
@@ -181,49 +283,99 @@ class DecoderLayer(nn.Module):
         self.group = group
         self.query_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.qkv = Linear(config.hidden_size, self.query_size + 2 * self.kv_size, bias=config.qkv_bias)
+        self.rope = config.rope_kinds.index(config.rope_of(index))
+        """Which of the decoder's angles are the layer's own."""
+        norm = partial(RMSNorm, eps=config.rms_norm_eps, kind=config.norm)
+        self.attention_norm = norm(config.hidden_size)
+        if not config.attention_norm or config.norms == "after":
+            self.attention_norm = cast(RMSNorm, nn.Identity())
+        width = self.query_size + 2 * self.kv_size
+        if config.mla is not None:
+            self.latent = LatentProjections(config, config.mla)
+            width = sum(self.latent.sizes)
+        self.qkv = Linear(config.hidden_size, width, bias=config.qkv_bias)
         if config.qk_norm:
-            self.query_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.key_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.output = Linear(self.query_size, config.hidden_size, bias=config.output_bias)
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.query_norm = norm(self.query_size if config.qk_norm_spans_heads else config.head_dim)
+            self.key_norm = norm(self.kv_size if config.qk_norm_spans_heads else config.head_dim)
+        if config.attention_sinks:
+            self.sinks = nn.Parameter(torch.zeros(config.num_heads))
+        self.output = Linear(config.output_size, config.hidden_size, bias=config.output_bias)
+        if config.norms in ("before", "around"):
+            self.feed_forward_norm = norm(config.hidden_size)
         self.feed_forward: nn.Module
         if config.moe is not None and config.is_sparse(index):
-            self.feed_forward = SparseExperts(config.hidden_size, config.moe)
+            self.feed_forward = SparseExperts(config, config.moe)
         else:
             self.feed_forward = FeedForward(config)
-        if config.norms_per_layer == 4:
-            self.attention_output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.feed_forward_output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.norms in ("around", "after"):
+            self.attention_output_norm = norm(config.hidden_size)
+            self.feed_forward_output_norm = norm(config.hidden_size)
 
     def pre_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, hidden_size] -> query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim]; query and
-        key are rotated to the positions of cos and sin."""
-        config = self.config
-        query, key, value = self.qkv(self.attention_norm(hidden)).split(
-            (self.query_size, self.kv_size, self.kv_size), dim=-1
-        )
+        key are rotated to the positions of cos and sin. Values of latents are narrower."""
+        config, projected = self.config, self.qkv(self.attention_norm(hidden))
+        if config.mla is not None:
+            return self.latent.absorb(projected, cos, sin)
+        query, key, value = projected.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
+        if config.qk_norm_spans_heads:
+            query, key = self._norm_all_heads(query, key)
         query = query.view(-1, config.num_heads, config.head_dim)
         key = key.view(-1, config.num_kv_heads, config.head_dim)
         value = value.view(-1, config.num_kv_heads, config.head_dim)
-        if config.qk_norm:
+        if config.qk_norm and not config.qk_norm_spans_heads:
             query, key = self.query_norm(query), self.key_norm(key)
+        if config.rope.query_growth:
+            query = rotate(query, cos[:, 1:], sin[:, 1:], config.rope)
+            return query, rotate(key, cos[:, :1], sin[:, :1], config.rope), value
         return rotate(query, cos, sin, config.rope), rotate(key, cos, sin, config.rope), value
 
-    def post_attention(self, attention_output: Tensor, residual: Tensor) -> Tensor:
-        """attention_output [T, num_heads * head_dim] and residual [T, hidden_size] -> [T, hidden_size]"""
-        four_norms = self.config.norms_per_layer == 4
-        attended = self.group.all_reduce(self.output(attention_output))
-        residual = residual + (self.attention_output_norm(attended) if four_norms else attended)
-        fed = self.group.all_reduce(self.feed_forward(self.feed_forward_norm(residual)))
-        return residual + (self.feed_forward_output_norm(fed) if four_norms else fed)
+    def _norm_all_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms over the heads of all ranks, of queries [T, query_size] and keys [T, kv_size]. A key that several ranks
+        hold counts as often, like all others."""
+        exact_query, exact_key = query.float(), key.float()
+        squares = [one.square().mean(-1, keepdim=True) for one in (exact_query, exact_key)]
+        summed = self.group.all_reduce(torch.cat([*squares, torch.ones_like(squares[0])], dim=-1))
+        means = summed[:, :2] / summed[:, 2:]
+        query = self.query_norm.scale(exact_query, means[:, :1], query.dtype)
+        return query, self.key_norm.scale(exact_key, means[:, 1:], key.dtype)
+
+    def post_attention(
+        self, attention_output: Tensor, residual: Tensor, between_sums: "BetweenSums | None" = None
+    ) -> Tensor:
+        """attention_output [T, num_heads * value_dim] and residual [T, hidden_size] -> [T, hidden_size]; `between_sums`
+        may be compiled."""
+        if self.config.mla is not None:
+            attention_output = self.latent.expand(attention_output)
+        norms, attended = self.config.norms, self.output(attention_output)
+        if norms == "shared":
+            return residual + self.group.all_reduce(attended + self.feed_forward(self.attention_norm(residual)))
+        fed, residual = (between_sums or self.between_sums)(self.group.all_reduce(attended), residual)
+        fed = self.group.all_reduce(fed)
+        return residual + (self.feed_forward_output_norm(fed) if norms in ("around", "after") else fed)
+
+    def between_sums(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """From one sum over the group to the next: attended and residual [T, hidden_size] -> this rank's addend of the
+        feed-forward part, and the residual that the sum is added to, [T, hidden_size] each."""
+        norms = self.config.norms
+        residual = residual + (self.attention_output_norm(attended) if norms in ("around", "after") else attended)
+        fed: Tensor = self.feed_forward(residual if norms == "after" else self.feed_forward_norm(residual))
+        return fed, residual
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
         query, key, value = self.pre_attention(hidden, cos, sin)
-        return self.post_attention(attention(self.index, query, key, value), hidden)
+        return self.post_attention(self.attend(attention, query, key, value), hidden)
+
+    def attend(self, attention: AttentionFunction, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """What stands between the halves, from what the first returns to what the second takes."""
+        sinks = self.sinks.float() if self.config.attention_sinks else None
+        return attention(self.index, query, key, value, sinks)
 
 
+Angles = tuple[Tensor, Tensor]
+"""The cosines and sines of T tokens."""
+BetweenSums = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""What `DecoderLayer.between_sums` computes."""
 LayerFunction = Callable[[DecoderLayer, Tensor, Tensor, Tensor, AttentionFunction], Tensor]
 """Runs one layer on hidden states, cosines, sines and an attention function: eagerly, or compiled."""
 
@@ -259,10 +411,10 @@ class Decoder(nn.Module):
         rows = divided(config.vocab_size, self.shard.degree)
         if self.is_first:
             self.embedding = VocabularyEmbedding(rows, config.hidden_size, first_row=self.shard.rank * rows)
-        self.rotary = RotaryEmbedding(config.rope)
+        self.rotary = nn.ModuleList(map(RotaryEmbedding, config.rope_kinds))
         self.layers = nn.ModuleList(DecoderLayer(config, index, self.group) for index in range(config.num_layers))
         if self.is_last:
-            self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm)
             self.lm_head = Linear(config.hidden_size, rows, bias=False)
         self.rotary.to(self.device)
         if initialize:
@@ -278,7 +430,7 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Number format of weights, hidden states and cache."""
-        return cast(DecoderLayer, self.layers[0]).attention_norm.weight.dtype
+        return next(one.dtype for one in self.layers[0].parameters() if one.is_floating_point())
 
     @property
     def device(self) -> torch.device:
@@ -297,16 +449,21 @@ class Decoder(nn.Module):
         [T, hidden_size]. Positions are int64 [T]. The T tokens may belong to any number of sequences: only `attention`
         knows which.
         """
-        hidden, cos, sin = self.enter(entering, positions)
+        hidden, angles = self.enter(entering, positions)
         for layer in cast(Iterable[DecoderLayer], self.layers):
-            hidden = run_layer(layer, hidden, cos, sin, attention)
+            hidden = run_layer(layer, hidden, *angles[layer.rope], attention)
         return self.leave(hidden)
 
-    def enter(self, entering: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs of the first layer, from the arguments of `forward`: hidden states, cosines and sines."""
+    def enter(self, entering: Tensor, positions: Tensor) -> tuple[Tensor, list[Angles]]:
+        """What the layers are given, from the arguments of `forward`: hidden states for the first, and angles, of which
+        each layer takes those of its `rope`."""
         hidden = self._embed(entering) if self.is_first else entering
-        cos, sin = self.rotary(positions)
-        return hidden, cos.to(hidden.dtype), sin.to(hidden.dtype)
+        return hidden, self.angles(positions, hidden.dtype)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles]:
+        """The cosines and sines of positions [T] for each kind of rope, as RotaryEmbedding has them."""
+        found = [rotary(positions) for rotary in self.rotary]
+        return [(cos.to(dtype), sin.to(dtype)) for cos, sin in found]
 
     def leave(self, hidden: Tensor) -> Tensor:
         """The output of the stage from that of its last layer: normalized in the last stage, else unchanged."""
@@ -322,13 +479,31 @@ class Decoder(nn.Module):
         logits = self.group.gather(self.lm_head(hidden))
         if logits is None:
             return hidden.new_empty(0, vocab_size, dtype=torch.float32)
-        return logits[:, :vocab_size].float()
+        logits, scale, cap = logits[:, :vocab_size].float(), self.config.logit_scale, self.config.logit_soft_cap
+        logits = logits if scale == 1.0 else logits * scale
+        return (logits / cap).tanh() * cap if cap else logits
+
+    def greediest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [N, hidden_size] -> the largest logit, float32 [N], and the lowest token that has it, int64 [N], in
+        the last stage. As `compute_logits`, but each rank sends two numbers a row; the others get [0]."""
+        first = self.shard.rank * self.lm_head.out_features
+        logits = self.lm_head(hidden).float()
+        logits[:, max(0, self.config.vocab_size - first) :] = -torch.inf
+        maxima, tokens = logits.max(dim=1)
+        both = self.group.gather(torch.stack((maxima.double(), tokens.double() + first), dim=1))
+        if both is None:
+            return hidden.new_empty(0, dtype=torch.float32), tokens[:0]
+        maxima, best = both[:, ::2].max(dim=1)  # of equal ones the first, which has the lowest tokens
+        return maxima.float(), both[:, 1::2].gather(1, best[:, None])[:, 0].long()
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         if self.shard.degree == 1:
             hidden: Tensor = self.embedding(token_ids)
+        else:
+            hidden = self.group.all_reduce(self.embedding.known(token_ids))
+        if (scale := self.config.embedding_scale) == 1.0:
             return hidden
-        return self.group.all_reduce(self.embedding.known(token_ids))
+        return hidden * torch.tensor(scale, dtype=hidden.dtype).item()  # rounded, as models are trained with it
 
 
 def _initialize(module: nn.Module) -> None:
@@ -350,6 +525,8 @@ def _inverse_frequencies(rope: RopeConfig) -> Tensor:
     frequencies = 1.0 / rope.theta**exponents
     if rope.frequency_factors:
         frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32, device="cpu")
+    if rope.kind == "none":
+        return torch.zeros_like(frequencies)
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":

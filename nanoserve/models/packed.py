@@ -115,13 +115,23 @@ class PackedExperts(nn.Module):
         super().__init__()
         self.moe, self.router = replaced.moe, replaced.router
         self.gate_up, self.down = gate_up, down
+        if replaced.biases is not None:
+            self.gate_up_bias, self.down_bias = replaced.gate_up_bias, replaced.down_bias
+
+    @property
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        """As those of `SparseExperts`."""
+        return (self.gate_up_bias, self.down_bias) if self.moe.style == "gpt_oss" else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, hidden_size]"""
         weights, experts = route(self.router(hidden), self.moe)
         forms = self.gate_up.shape.segments[0].format, self.down.shape.segments[0].format
         gate_up, down = self.gate_up.packed[0], self.down.packed[0]
-        return sparse_packed_experts(hidden, weights, experts, gate_up, down, self.down.shape.columns, forms)
+        sizes_and_forms = self.down.shape.columns, forms
+        return sparse_packed_experts(
+            hidden, weights, experts, gate_up, down, *sizes_and_forms, self.biases, self.moe.style
+        )
 
 
 def region_of(decoder: Decoder, part: TensorPart) -> Tensor:
@@ -186,7 +196,8 @@ def rounded_forms(parts: Iterable[TensorPart], quantization: str, device: torch.
     or with int4 6 bits where 256 divides their columns. Groups divide the columns of every part; a matrix without such
     a group is left alone. Raises UsageError if the user named the group."""
     rounding = Rounding.parse(quantization)
-    matrices = [part for part in parts if len(part.shape) == 2 and not part.parameter.endswith("router.weight")]
+    kept = ("router.weight", "_bias")
+    matrices = [part for part in parts if len(part.shape) == 2 and not part.parameter.endswith(kept)]
     columns: dict[str, int] = defaultdict(int)
     for part in matrices:
         span = range(part.shape[1]) if part.columns is None else part.columns

@@ -49,6 +49,14 @@ def find_matrix(
     not quantized. `stored` has the path, shape and dtype of every tensor. Raises ModelError, one line that names the
     file and the tensor, if one is missing or does not fit the part."""
     plain, module, quantization = stored.get(part.name), part.name.removesuffix(".weight"), config.quantization
+    stacked = _stacked_name(part)
+    if stacked in stored:
+        wanted_shape = (config.moe.num_experts, *reversed(part.shape)) if config.moe is not None else ()
+        found = stored[stacked]
+        if found.shape != wanted_shape:
+            shapes = f"{list(found.shape)}, config.json says {list(wanted_shape)}"
+            raise ModelError(f"{found.path}: tensor {stacked} has shape {shapes}")
+        return [stacked], lambda files, rows: files(found.path).get_slice(stacked)[part.expert, :, rows].T
     if quantization is None or quantization.method not in (*_DECODERS, "mxfp4") or len(part.shape) != 2:
         return None
     if plain is not None and plain.dtype not in ("I8", "F8_E4M3"):
@@ -71,6 +79,13 @@ def find_matrix(
             path = stored[name if name in stored else names[0]].path
             raise ModelError(f"{path}: tensor {name} {problem}; the file is damaged, or not of its config.json")
     return names + [f"{module}.{suffix}" for suffix in _UNUSED], lambda files, rows: decode(reader(files), rows)
+
+
+def _stacked_name(part: TensorPart) -> str:
+    """The tensor that holds this matrix of all experts of a layer; empty for other matrices."""
+    if part.expert is None:
+        return ""
+    return f"{part.name.rsplit('.', 3)[0]}.{part.parameter.rpartition('.')[2]}_proj"
 
 
 def _problem(
@@ -124,14 +139,14 @@ def _wanted(rows: int, columns: int, dtype: str | None, quantization: Quantizati
 
 
 def _mxfp4(part: TensorPart, config: ModelConfig) -> tuple[dict[str, _Known], _Rows]:
-    """The tensors and the decoder of a matrix. All experts of a layer have theirs in one tensor, gate before up."""
+    """The tensors and the decoder of a matrix. All experts of a layer have theirs in one tensor."""
     (rows, columns), stem = part.shape, part.name
     leading: tuple[int, ...] = ()
     decode = partial(_decode_mxfp4, stem, None, 0)
     if part.expert is not None and config.moe is not None:
-        matrix = part.parameter.rpartition(".")[2]
-        stem, leading = f"{part.name.rsplit('.', 3)[0]}.{matrix}_proj", (config.moe.num_experts,)
-        rows *= 2 if matrix == "gate_up" else 1
+        stem, leading = _stacked_name(part), (config.moe.num_experts,)
+        if part.parameter.endswith("gate_up"):
+            rows = 2 * config.moe.intermediate_size
         decode = partial(_decode_mxfp4, stem, part.expert, part.first_row)
     shape = (*leading, rows, columns // 32)
     return {f"{stem}_blocks": (("U8",), [(*shape, 16)]), f"{stem}_scales": (("U8",), [shape])}, decode

@@ -138,9 +138,15 @@ def _check(source: Path, config: ModelConfig, recipe: Recipe, matrices: Sequence
         raise UsageError("a GGUF file cannot be quantized again; give the Hugging Face directory of the model")
     if config.quantization is not None:
         raise UsageError(f"{source} is quantized already ({config.quantization.method}); give the model in 16 bits")
+    if config.moe is not None and config.moe.style == "gpt_oss":
+        raise UsageError(f"the experts of {config.family} are not quantized here; take its checkpoint in MXFP4")
     if config.moe is not None and recipe.method in CALIBRATING:
         raise UsageError(
             f"--method {recipe.method} does not quantize the experts of {config.family}; choose rtn or llm-int8"
+        )
+    if recipe.method == "awq" and config.norms not in ("before", "around"):
+        raise UsageError(
+            f"--method awq needs norms before both parts of a layer, which {config.family} has not; choose gptq"
         )
     for part in matrices:
         columns, group = part.shape[1], recipe.group

@@ -170,8 +170,12 @@ def fold_awq_scales(layer: DecoderLayer, statistics: dict[str, InputStatistics],
     divide_rows(feed_forward.gate_up, config.intermediate_size, scale(feed_forward.down, "feed_forward.down"))
     values = scale(layer.output, "output").view_as(by_head)[:, 0].flatten()
     divide_rows(layer.qkv, layer.query_size + layer.kv_size, values)
-    layer.attention_norm.weight.div_(scale(layer.qkv, "qkv"))
-    layer.feed_forward_norm.weight.div_(scale(feed_forward.gate_up, "feed_forward.gate_up"))
+    stored_less = 1.0 if config.norm == "rms_plus_one" else 0.0
+    for norm, linear, name in (
+        (layer.attention_norm, layer.qkv, "qkv"),
+        (layer.feed_forward_norm, feed_forward.gate_up, "feed_forward.gate_up"),
+    ):
+        norm.weight.add_(stored_less).div_(scale(linear, name)).sub_(stored_less)
 
 
 def _scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:

@@ -105,6 +105,10 @@ def make_shards(
     names `asked`, the option and value that ask for this layout, or else --pp, --pp-split or --tp."""
     stages = stage_layers(config, pipeline_parallel, pipeline_split, asked=asked)
     _check_degree(config, tensor_parallel, asked)
+    for layers in stages:
+        if any(source not in layers for source in config.kv_sources[layers.start : layers.stop]):
+            told = asked or f"--pp {pipeline_parallel}"
+            raise UsageError(f"{told}: layers that share keys and values must be in one stage; choose --pp-split")
     return [
         Shard(layers, stage, len(stages), rank, tensor_parallel)
         for stage, layers in enumerate(stages)
@@ -114,18 +118,22 @@ def make_shards(
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The shard as a model of its own: layers counted from 0, its own heads and inner sizes, the whole vocabulary."""
-    moe = config.moe
+    moe, is_part = config.moe, len(shard.layers) < config.num_layers
     if moe is not None:
         sparse = frozenset(layer - shard.layers.start for layer in moe.sparse_layers if layer in shard.layers)
         inner = divided(moe.intermediate_size, shard.degree)
-        moe = replace(moe, sparse_layers=sparse, intermediate_size=inner)
+        shared = divided(moe.shared_size, shard.degree)
+        moe = replace(moe, sparse_layers=sparse, intermediate_size=inner, shared_size=shared)
     return replace(
         config,
         num_layers=len(shard.layers),
         num_heads=config.num_heads // shard.degree,
         num_kv_heads=max(1, config.num_kv_heads // shard.degree),
         intermediate_size=divided(config.intermediate_size, shard.degree),
+        ropes=config.ropes[shard.layers.start : shard.layers.stop],
         sliding_windows=config.sliding_windows[shard.layers.start : shard.layers.stop],
+        kv_sources=() if is_part else config.kv_sources,
+        groups=config.cache_groups.of_layers(shard.layers) if is_part else config.groups,
         moe=moe,
     )
 

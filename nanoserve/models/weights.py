@@ -7,18 +7,19 @@ of it that one shard of the model needs.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from nanoserve.checkpoint_names import CheckpointNames, LayerNames, checkpoint_names
-from nanoserve.config import ModelConfig, MoeConfig
+from nanoserve.config import MlaConfig, ModelConfig, MoeConfig
 from nanoserve.models.shards import Shard, divided
 
 _FANNING_IN = frozenset({"output", "down"})
 """Matrices divided by columns; the results of the ranks are summed."""
+_BY_COLUMNS = _FANNING_IN | {"gate_up_bias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
     names, (embedding, head) = checkpoint_names(config), tied_parts(config)
     yield embedding
     for index in range(config.num_layers):
-        yield from _layer_parts(config, names, index)
+        yield from layer_parts(config, names, index)
     yield TensorPart(names.final_norm, "final_norm.weight", (config.hidden_size,))
     if not config.tie_word_embeddings:
         yield head
@@ -105,28 +106,44 @@ def unfilled_regions(parts: Iterable[TensorPart], parameters: Mapping[str, Tenso
 
 
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether an extra tensor is redundant: rotary tables of old checkpoints, or a copy of a tied matrix."""
+    """Whether an extra tensor is redundant: rotary tables of old checkpoints, a copy of a tied matrix, or a layer
+    for drafts."""
     if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
         return True
+    if config.mla is not None and name.startswith(checkpoint_names(config).layer_prefix.format(config.num_layers)):
+        return True  # the layer that predicts a token more
     return config.tie_word_embeddings and name == checkpoint_names(config).lm_head
 
 
-def _layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iterator[TensorPart]:
+def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iterator[TensorPart]:
+    """The tensors of a layer, under these names."""
     layer, prefix, target = names.layer, names.layer_prefix.format(index), f"layers.{index}."
     hidden, head_dim = config.hidden_size, config.head_dim
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    norms = {"attention_norm": (layer.attention_norm, hidden), "feed_forward_norm": (layer.feed_forward_norm, hidden)}
-    if config.norms_per_layer == 4:
+    norms = {}
+    if config.norms in ("before", "around"):
+        norms["feed_forward_norm"] = (layer.feed_forward_norm, hidden)
+    if config.attention_norm and config.norms != "after":
+        norms["attention_norm"] = (layer.attention_norm, hidden)
+    if config.norms in ("around", "after"):
         norms["attention_output_norm"] = (layer.attention_output_norm, hidden)
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
     if config.qk_norm:
-        norms["query_norm"] = (layer.query_norm, head_dim)
-        norms["key_norm"] = (layer.key_norm, head_dim)
+        norms["query_norm"] = (layer.query_norm, query_size if config.qk_norm_spans_heads else head_dim)
+        norms["key_norm"] = (layer.key_norm, kv_size if config.qk_norm_spans_heads else head_dim)
     for parameter, (name, size) in norms.items():
         yield TensorPart(f"{prefix}{name}.weight", f"{target}{parameter}.weight", (size,))
+    if config.attention_sinks:
+        yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
     qkv_names = tuple(prefix + name for name in layer.qkv)
-    yield from _rows(qkv_names, target + "qkv", (query_size, kv_size, kv_size), hidden, bias=config.qkv_bias)
-    yield from _rows((prefix + layer.output,), target + "output", (hidden,), query_size, bias=config.output_bias)
+    qkv_sizes: tuple[int, ...] = (query_size, kv_size, kv_size)
+    if config.mla is not None:
+        yield from _latent_parts(config, config.mla, layer, prefix, target + "latent.")
+        qkv_sizes = config.mla.q_lora_rank or config.mla.query_size(config.num_heads), head_dim
+    yield from _rows(qkv_names, target + "qkv", qkv_sizes, hidden, bias=config.qkv_bias)
+    yield from _rows(
+        (prefix + layer.output,), target + "output", (hidden,), config.output_size, bias=config.output_bias
+    )
     if config.moe is not None and config.is_sparse(index):
         yield from _expert_parts(config.moe, layer, prefix, target + "feed_forward.", hidden)
         return
@@ -134,6 +151,20 @@ def _layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Ite
     gate_up_names = tuple(prefix + name for name in layer.gate_up)
     yield from _rows(gate_up_names, target + "feed_forward.gate_up", (inner, inner), hidden, bias=config.mlp_bias)
     yield from _rows((prefix + layer.down,), target + "feed_forward.down", (hidden,), inner, bias=config.mlp_bias)
+
+
+def _latent_parts(
+    config: ModelConfig, mla: MlaConfig, layer: LayerNames, prefix: str, target: str
+) -> Iterator[TensorPart]:
+    parts: dict[str, tuple[str, tuple[int, ...]]] = {
+        "latent_norm": (layer.latent_norm, (mla.kv_lora_rank,)),
+        "latent_up": (layer.latent_up, (mla.expanded_size(config.num_heads), mla.kv_lora_rank)),
+    }
+    if mla.q_lora_rank:
+        parts["query_norm"] = layer.latent_query_norm, (mla.q_lora_rank,)
+        parts["query_up"] = layer.latent_query_up, (mla.query_size(config.num_heads), mla.q_lora_rank)
+    for parameter, (name, shape) in parts.items():
+        yield TensorPart(f"{prefix}{name}.weight", f"{target}{parameter}.weight", shape)
 
 
 def _rows(
@@ -151,11 +182,22 @@ def _rows(
 
 def _expert_parts(moe: MoeConfig, layer: LayerNames, prefix: str, target: str, hidden: int) -> Iterator[TensorPart]:
     yield TensorPart(f"{prefix}{layer.router}.weight", f"{target}router.weight", (moe.num_experts, hidden))
-    inner = moe.intermediate_size
+    inner, fused = moe.intermediate_size, len(layer.expert_gate_up) == 1
+    if moe.style == "gpt_oss":
+        gate_up_bias, down_bias = layer.expert_biases
+        yield TensorPart(f"{prefix}{layer.router}.bias", f"{target}router.bias", (moe.num_experts,))
+        yield TensorPart(prefix + gate_up_bias, f"{target}gate_up_bias", (moe.num_experts, 2 * inner))
+        yield TensorPart(prefix + down_bias, f"{target}down_bias", (moe.num_experts, hidden))
+    if moe.scores == "sigmoid":
+        yield TensorPart(prefix + layer.correction_bias, f"{target}correction_bias", (moe.num_experts,))
+    if moe.shared_size:
+        names, sizes = tuple(prefix + name for name in layer.shared_gate_up), (moe.shared_size,) * 2
+        yield from _rows(names, f"{target}shared.gate_up", sizes, hidden, bias=False)
+        yield from _rows((prefix + layer.shared_down,), f"{target}shared.down", (hidden,), moe.shared_size, bias=False)
     for expert in range(moe.num_experts):
         for block, matrix in enumerate(layer.expert_gate_up):
-            name = f"{prefix}{matrix.format(expert)}.weight"
-            yield TensorPart(name, f"{target}gate_up", (inner, hidden), block * inner, expert)
+            name, rows = f"{prefix}{matrix.format(expert)}.weight", 2 * inner if fused else inner
+            yield TensorPart(name, f"{target}gate_up", (rows, hidden), block * inner, expert)
         name = f"{prefix}{layer.expert_down.format(expert)}.weight"
         yield TensorPart(name, f"{target}down", (hidden, inner), 0, expert)
 
@@ -200,7 +242,9 @@ def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[Tensor
     blocks = _blocks(matrix, part, config, shard) if shard.degree > 1 else ()
     if not blocks:
         yield part
-    elif matrix in _FANNING_IN:
+    elif matrix == "down_bias":
+        yield from [part] * (shard.rank == 0)
+    elif matrix in _BY_COLUMNS:
         (block,) = blocks
         if len(part.shape) == 1 and shard.rank == 0:
             yield part  # a bias: the results of the ranks are summed, so only one rank may add it
@@ -230,15 +274,41 @@ def _blocks(matrix: str, part: TensorPart, config: ModelConfig, shard: Shard) ->
 
     if matrix in ("embedding", "lm_head"):
         return (evenly(config.vocab_size),)
-    query = evenly(config.num_heads * config.head_dim)
     if matrix == "output":
-        return (query,)
+        return (evenly(config.output_size),)
+    if config.mla is not None and matrix in ("qkv", "query_up", "latent_up"):
+        return _latent_blocks(matrix, config, config.mla, evenly)
+    query = evenly(config.num_heads * config.head_dim)
+    heads, size = shard.kv_heads(config.num_kv_heads), config.head_dim
+    kept = range(heads.start * size, heads.stop * size)
+    key = _Block(config.num_kv_heads * size, kept, len(kept))
     if matrix == "qkv":
-        heads, size = shard.kv_heads(config.num_kv_heads), config.head_dim
-        kept = range(heads.start * size, heads.stop * size)
-        return query, *[_Block(config.num_kv_heads * size, kept, len(kept))] * 2
-    if matrix not in ("gate_up", "down"):
+        return query, key, key
+    if matrix in ("query_norm", "key_norm") and config.qk_norm_spans_heads:
+        return (query if matrix == "query_norm" else key,)
+    if matrix == "sinks":
+        return (evenly(config.num_heads),)
+    if matrix not in ("gate_up", "down", "gate_up_bias", "down_bias"):
         return ()
-    of_expert = config.moe if part.expert is not None else None
-    inner = evenly((of_expert or config).intermediate_size)
-    return (inner,) if matrix == "down" else (inner, inner)
+    of_expert = config.moe if part.expert is not None or matrix.endswith("_bias") else None
+    if config.moe is not None and ".shared." in part.parameter:
+        inner = evenly(config.moe.shared_size)
+    else:
+        inner = evenly((of_expert or config).intermediate_size)
+    if of_expert is not None and of_expert.style == "gpt_oss" and matrix.startswith("gate_up"):  # rows take turns
+        return (_Block(2 * inner.size, range(2 * inner.kept.start, 2 * inner.kept.stop), 2 * inner.width),)
+    return (inner, inner) if matrix == "gate_up" else (inner,)
+
+
+def _latent_blocks(
+    matrix: str, config: ModelConfig, mla: MlaConfig, evenly: Callable[[int], _Block]
+) -> tuple[_Block, ...]:
+    """Heads are divided; latents, which all heads share, are whole on every rank."""
+    if matrix == "latent_up":
+        return (evenly(mla.expanded_size(config.num_heads)),)
+    query = evenly(mla.query_size(config.num_heads))
+    if matrix == "query_up":
+        return (query,)
+    if mla.q_lora_rank:
+        return ()
+    return query, _Block(config.head_dim, range(config.head_dim), config.head_dim)

@@ -36,10 +36,8 @@ class ListEntry(NamedTuple):
     devices: int
     lengths: str
     """What is served, where."""
-    pool: float
-    """Share of the KV blocks."""
-    load: float
-    """Arrivals over what throttling serves at most."""
+    pool: float  # share of the KV blocks
+    load: float  # arrivals over what throttling serves at most
 
 
 SETTINGS = [
@@ -74,8 +72,7 @@ def _preemptions(outcome: Outcome) -> float:
     return outcome.result.preemptions
 
 
-Place = tuple[ListEntry, str]
-"""An entry of the list, and the label of a system."""
+Place = tuple[ListEntry, str]  # an entry of the list, and the label of a system
 
 
 class Comparisons(Runs[Place]):

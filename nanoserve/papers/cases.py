@@ -19,7 +19,7 @@ from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow, StepSample
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies import POLICIES, make_policy
-from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, poisson_arrivals, simulate
+from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED
 from nanoserve.simulator.workload import length_tables, lognormal_lengths, named_lengths
 
@@ -35,25 +35,18 @@ _RUNTIMES = MappingProxyType({"decoupled": DECOUPLED, "coupled": COUPLED})
 _LOGNORMAL = MappingProxyType({"livebench": (600.0, 400.0, 0.8, 0.7), "dolphin-r1": (200.0, 1000.0, 0.6, 0.5)})
 """APEX does not state these, so they are assumed: mean input and output tokens, and sigmas. The first has instructions
 with medium answers, the second short questions with long chains of thought."""
-_SIGMA = 0.3
-"""Spread of lengths whose means alone are known."""
+_SIGMA = 0.3  # spread of lengths whose means alone are known
 
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
     """A serving system as far as the simulator knows one."""
 
-    label: str
-    """Name of the system in tables and pictures."""
-    policy: str
-    """Name of its policy in the registry, or FREQUENT or RARE."""
-    token_budget: int = 2048
-    """Tokens of a step at most."""
-    parameters: tuple[tuple[str, Any], ...] = ()
-    """Parameters of the policy that are not at their defaults."""
-    runtime: str = "decoupled"
-    """Decoupled or coupled metadata (simulator/pipeline.py)."""
-    tensor_parallel: bool = False
-    """True where all devices divide every layer, instead of the layers among them."""
+    label: str  # name of the system in tables and pictures
+    policy: str  # name of its policy in the registry, or FREQUENT or RARE
+    token_budget: int = 2048  # tokens of a step at most
+    parameters: tuple[tuple[str, Any], ...] = ()  # parameters of the policy that are not at their defaults
+    runtime: str = "decoupled"  # decoupled or coupled metadata (simulator/pipeline.py)
+    tensor_parallel: bool = False  # True where all devices divide every layer, instead of the layers among them
 
     def layout(self, devices: int) -> ParallelLayout:
         """How it spreads a model over that many devices, unless a case says otherwise."""
@@ -78,31 +71,23 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the model's shape and of the machine."""
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
     """How devices share the model; a second layout is the one for answers, to which Seesaw changes."""
-    lengths: str
-    """See ``draw_lengths``."""
-    longest: int | None = None
-    """Requests of more tokens are left out."""
+    lengths: str  # see ``draw_lengths``
+    longest: int | None = None  # requests of more tokens are left out
     requests: int
     rate: float | None = None
     """Requests per second, Poisson arrivals; None means all at once."""
-    seed: int = 0
-    """Seed of arrivals and lengths."""
-    max_num_seqs: int = 4096
-    """Sequences that hold blocks at a time."""
-    pool: float = 1.0
-    """Share of the KV blocks beside the weights that is used."""
+    seed: int = 0  # seed of arrivals and lengths
+    max_num_seqs: int = 4096  # sequences that hold blocks at a time
+    pool: float = 1.0  # share of the KV blocks beside the weights that is used
     host_bytes: float | None = None
     """Host memory for each device, for policies that use it; None means all that the machine has."""
-    processor: float | None = None
-    """Share of the CPU's data sheet that its attention reaches; None is the default."""
+    processor: float | None = None  # share of the CPU's data sheet that its attention reaches; None is the default
     all_reduce_scale: float = 1.0
     """Factor by which all-reduces, and what stages send, are faster: latency too, as Seesaw mutates a trace."""
     steady: tuple[float, float] | None = None
     """Between which shares of the first tokens the steady state is measured; None means not at all."""
-    ends_steady: bool = False
-    """Whether the run ends with its steady state, for runs of which nothing else is read."""
-    logged_steps: int = 0
-    """How many steps are kept from its beginning on."""
+    ends_steady: bool = False  # whether the run ends with its steady state, for runs of which nothing else is read
+    logged_steps: int = 0  # how many steps are kept from its beginning on
     slo: Slo | None = None
 
     @property
@@ -154,7 +139,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             request_observers=[lambda request: latencies.append(request.e2el / request.output_tokens)],
             replicas=replicas,
             host_blocks=host_blocks if is_tiered else 0,
-            other_layouts=[OtherLayout(*pair) for pair in list(zip(layouts, blocks, strict=True))[1:]],
+            other_layouts=[*zip(layouts[1:], blocks[1:], strict=True)],
             predictors=layout_predictors(layouts),
             is_over=lambda: self.ends_steady and window.is_over,
         )
@@ -172,20 +157,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What a case came to."""
 
-    result: SimulationResult
-    """The whole run, its start and its end included."""
-    window: Steady | None
-    """The steady state between them, if it was asked for."""
-    log: list[StepSample]
-    """Steps from the steady state's beginning on."""
-    latency_per_token: float
-    """Seconds; mean over requests of the whole latency over the output tokens (APEX, figure 6)."""
-    breakdown: Breakdown
-    """Where the time of the first replica went."""
+    result: SimulationResult  # the whole run, its start and its end included
+    window: Steady | None  # the steady state between them, if it was asked for
+    log: list[StepSample]  # steps from the steady state's beginning on
+    latency_per_token: float  # seconds; mean over requests of the whole latency over the output tokens (APEX, figure 6)
+    breakdown: Breakdown  # where the time of the first replica went
     phases: tuple[tuple[float, float, int], ...]
     """(begin, end, layout) of the times between transitions of the first replica."""
-    decodes: float
-    """Answers of a step without prompts, averaged over the time of these steps."""
+    decodes: float  # answers of a step without prompts, averaged over the time of these steps
 
     @property
     def steady(self) -> Steady:

@@ -27,22 +27,16 @@ _ASKED = re.compile(r"(?:at (least|most) )?([+]?)([\d,]+(?:\.(\d+))?)(\D*?)(?: t
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """What a paper says, and what came out here."""
 
-    figure: str
-    """The paper's figure or section where it stands."""
-    says: str
-    """The relation, in words."""
-    paper: str
-    """The paper's number."""
-    ours: Spread
-    """Our simulated number, over the seeds."""
-    form: str = "{:.2f}"
-    """How ours is written, for str.format: "{:.2f}x"."""
+    figure: str  # the paper's figure or section where it stands
+    says: str  # the relation, in words
+    paper: str  # the paper's number
+    ours: Spread  # our simulated number, over the seeds
+    form: str = "{:.2f}"  # how ours is written, for str.format: "{:.2f}x"
     at_least: float | None = None
     at_most: float | None = None
     """What ours must lie between for the relation to hold; None is no bound. The bounds are nanoserve's own, not the
     paper's, and are chosen for the relation that the paper draws."""
-    assumption: str
-    """What our number depends on most. Where the claim does not hold: what it would need."""
+    assumption: str  # what our number depends on most. Where the claim does not hold: what it would need
 
     @property
     def holds(self) -> Verdict:
@@ -87,8 +81,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
-Ours = dict[str, Spread | float]
-"""Our numbers by the name of the claim."""
+Ours = dict[str, Spread | float]  # our numbers by the name of the claim
 
 
 @cache

@@ -25,8 +25,7 @@ class SimulationJob(Hashable, Protocol):
         """The outcome, which pickles."""
 
 
-Outcomes = Mapping[Any, Any]
-"""Outcomes by job."""
+Outcomes = Mapping[Any, Any]  # outcomes by job
 Run = Callable[[Iterable[SimulationJob]], Outcomes]
 """Runs jobs side by side, each once, and answers with the outcomes of these and of all before."""
 
@@ -35,10 +34,8 @@ Run = Callable[[Iterable[SimulationJob]], Outcomes]
 class Scale:
     """How large the runs are."""
 
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Every simulation is run once for each."""
-    full: bool = False
-    """Whether figures run at their full size, instead of one that takes minutes."""
+    seeds: tuple[int, ...] = (0, 1, 2)  # every simulation is run once for each
+    full: bool = False  # whether figures run at their full size, instead of one that takes minutes
 
     @property
     def first_seed(self) -> "Scale":
@@ -53,22 +50,17 @@ class Scale:
 class Finding:
     """What a figure amounts to."""
 
-    claims: Sequence[Claim] = ()
-    """Rows of the claims table."""
-    chart: Chart | None = None
-    """Picture of the figure; None if it consists of numbers only."""
-    rows: Sequence[Mapping[str, Any]] = ()
-    """All numbers of the figure, for the report."""
-    columns: Sequence[Column] = ()
-    """Which of them make a table on the terminal; none for no table."""
+    claims: Sequence[Claim] = ()  # rows of the claims table
+    chart: Chart | None = None  # picture of the figure; None if it consists of numbers only
+    rows: Sequence[Mapping[str, Any]] = ()  # all numbers of the figure, for the report
+    columns: Sequence[Column] = ()  # which of them make a table on the terminal; none for no table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaperFigure:
     """One figure of a paper."""
 
-    number: str
-    """In the paper, as ``--figure`` takes it."""
+    number: str  # in the paper, as ``--figure`` takes it
     title: str
     counted: str = ""
     """What is computed, in a few words, where no requests are simulated and the paper's setting says nothing."""
@@ -84,10 +76,8 @@ class Paper:
     title: str
     setting: tuple[str, str]
     """What is done at the reduced and at the full size, in a line each."""
-    figures: Sequence[PaperFigure]
-    """In the order in which they run."""
-    spread_over: str = "seeds"
-    """What the spread of a claim goes over."""
+    figures: Sequence[PaperFigure]  # in the order in which they run
+    spread_over: str = "seeds"  # what the spread of a claim goes over
 
     def chosen(self, number: str | None) -> Sequence[PaperFigure]:
         """All figures, or the one of that number; a UsageError lists the numbers."""

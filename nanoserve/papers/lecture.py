@@ -1,23 +1,30 @@
-"""CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, what paging saves, what few bits lose.
+"""CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, paging, few bits, speculative sampling.
 
 Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the lecture's closed
-forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables. Perplexity is measured.
+forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables. Perplexity and what drafters guess
+are measured.
 """
 
-from collections.abc import Sequence
-from itertools import chain, count, islice
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from itertools import chain, count, islice, product
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
 
 from nanoserve.benchmarks.tables import columns
 from nanoserve.costs import Efficiency, Machine, StepCosts, StepWork, load_machine, load_shape
 from nanoserve.costs.analysis import Analysis
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
+from nanoserve.costs.counts import ModelCounts
+from nanoserve.costs.hardware import GIBI
 from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
 from nanoserve.measures.metrics import Spread
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.claims import Claim, claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
 from nanoserve.simulator.workload import length_tables
+from nanoserve.speculation.choosing import COUNTS, expected_tokens
+from nanoserve.speculation.ratio_test import acceptance_probability
 
 MODEL, DEVICE = "llama-2-13b", "h100"
 """The lecture's own examples; this model has as many key as query heads, as the lecture's formulas have."""
@@ -219,8 +226,98 @@ def _slots_to(tokens: int) -> int:
     return BLOCK * (BLOCK * _sum_to(blocks) + rest * (blocks + 1))
 
 
-_STORED_BITS = {"int8": 8.25, "int4": 4.25}
-"""A 16-bit scale is shared by 64 weights."""
+_SIXTEEN_BITS = 2
+LENGTHS = tuple(1024 * 2**power for power in range(8))
+SHOWN_LENGTHS, LONG = (1024, 8192, 32768, 131072), 32768
+FULL_MODELS = ("llama-2-13b", "llama-2-70b", "llama-3.1-8b")
+WINDOW_MODELS = ("mistral-7b", "gemma-3-27b", "gpt-oss-20b", "olmo-3-7b", "command-r7b")
+_OLDER_MISTRAL = (4096,) * 32  # Mistral 7B before version 0.3 had this window on all layers
+
+
+class Latent(NamedTuple):
+    """Multi-head latent attention (arXiv 2405.04434): a layer keeps a latent and a rotated key for all heads."""
+
+    layers: int
+    heads: int
+    rank: int = 512
+    rotated: int = 64
+    key_size: int = 192
+    value_size: int = 128
+
+    @property
+    def width(self) -> int:
+        """Numbers that a layer keeps of a token."""
+        return self.rank + self.rotated
+
+
+LATENT_MODELS = {"deepseek-v2-lite": Latent(27, 16), "deepseek-v3": Latent(61, 128)}
+
+
+class Kept(NamedTuple):
+    """What a sequence keeps of its tokens."""
+
+    how: str
+    sizes: list[float]
+    """Bytes at each of LENGTHS."""
+    over: float
+    """By how much that is less than what it would be without `how`, at LONG."""
+
+
+def _kept(model: str) -> Kept:
+    shape, layer = load_shape(model), _token_bytes(model) / load_shape(model).num_layers
+    windows = _OLDER_MISTRAL if model == "mistral-7b" else shape.sliding_windows or (0,) * shape.num_layers
+    sizes = [layer * sum(min(length, window or length) for window in windows) for length in LENGTHS]
+    if not any(windows):
+        return Kept(f"query heads that share a key head: {shape.group_size}", sizes, shape.group_size)
+    how = f"windows of {max(windows)} in {sum(map(bool, windows))} of {len(windows)} layers"
+    return Kept(how, sizes, layer * len(windows) * LONG / sizes[LENGTHS.index(LONG)])
+
+
+def _kept_of_latents(latent: Latent) -> Kept:
+    token = latent.layers * latent.width * _SIXTEEN_BITS
+    over = latent.heads * (latent.key_size + latent.value_size) / latent.width
+    return Kept(f"a latent of {latent.rank} + {latent.rotated}", [token * length for length in LENGTHS], over)
+
+
+def kv(scale: Scale, run: Run) -> Finding:
+    """Section 2.1: what a sequence keeps of its tokens, in 16 bits, by what makes it smaller."""
+    found = {model: _kept(model) for model in FULL_MODELS + WINDOW_MODELS}
+    found |= {model: _kept_of_latents(latent) for model, latent in LATENT_MODELS.items()}
+    pairs = [size / 2 for size in found[MODEL].sizes]
+    found[f"{MODEL}, layers in pairs"] = Kept("one cache for two layers", pairs, 2.0)
+    latent, local = LATENT_MODELS["deepseek-v3"], 1024 / LONG
+    ours = {
+        "2.1.1": found["llama-3.1-8b"].over,
+        "2.1.2 keys": latent.heads * 128 / latent.width,
+        "2.1.2 both": 2 * latent.heads * 128 / latent.width,
+        "2.1.2 own": found["deepseek-v3"].over,
+        "2.1.3": found[MODEL].sizes[0] / pairs[0],
+        "2.1.4 pattern": 100 * (1 + 6 * local) / 7,
+        "2.1.4 gemma": found["gemma-3-27b"].over,
+        "2.1.4 gpt-oss": found["gpt-oss-20b"].over,
+        "2.1.4 mistral": found["mistral-7b"].over,
+    }
+    gib = {model: [size / GIBI for size in kept.sizes] for model, kept in found.items()}
+    rows = [
+        {"model": model, "how": kept.how, "token": kept.sizes[0] / LENGTHS[0], "over": kept.over}
+        | {f"{length // 1024}k": gib[model][LENGTHS.index(length)] for length in SHOWN_LENGTHS}
+        for model, kept in found.items()
+    ]
+    lines = panel("one sequence", "tokens", "GiB", [float(length) for length in LENGTHS], gib, log_x=True, log_y=True)
+    shown = columns(
+        ("", "model", ("what makes it smaller", "how")),
+        (",.0f", ("bytes per token at 1k", "token")),
+        (",.3f", *((f"GiB at {length // 1024}k", f"{length // 1024}k") for length in SHOWN_LENGTHS)),
+        (".1f", (f"smaller by, at {LONG // 1024}k", "over")),
+    )
+    return Finding(claims("lecture", ours), Chart("Keys and values of a sequence", [lines]), rows, shown)
+
+
+def _token_bytes(model: str) -> float:
+    return ModelCounts(load_shape(model)).kv_bytes_per_token(0)
+
+
+_STORED_BITS = {"int8": 8.25, "int4": 4.25}  # a 16-bit scale is shared by 64 weights
 
 
 def quantization(scale: Scale, run: Run) -> Finding:
@@ -271,6 +368,97 @@ def _intensity_claims() -> list[Claim]:
     return found
 
 
+_DRAFT_SHARE = 0.05
+"""The time to draft a token, over that of the model's step."""
+_RATES, _LOOKAHEADS = (0.8, 0.6), (1, 2, 4, 7)
+
+
+def speculative(scale: Scale, run: Run) -> Finding:
+    """Section 3.1: what K guesses a sequence gain, over batches. Operations idle in small ones alone."""
+    costs, balance = _ideal(GROUPED_MODEL), load_machine(DEVICE).device.intensity
+
+    def exact(tokens: int) -> float:
+        return costs.layers_seconds(tokens, 0) + costs.ends_seconds(StepWork(decodes=tokens, sampled=tokens), 0)
+
+    def closed(tokens: int) -> float:
+        return max(1.0, tokens / balance)  # products alone: their weights are read, or multiplied with
+
+    def speedup(rate: float, guesses: int, batch: int, seconds: Callable[[int], float] = exact) -> float:
+        plain = seconds(batch)
+        spent = seconds(batch * (1 + guesses)) + guesses * _DRAFT_SHARE * plain
+        return expected_tokens(rate, guesses) * plain / spent
+
+    rows: list[dict[str, Any]] = [
+        {
+            "rate": rate,
+            "batch": batch,
+            **{f"{guesses}": speedup(rate, guesses, batch) for guesses in _LOOKAHEADS},
+            "closed": speedup(rate, 4, batch, closed),
+            "chosen": max(speedup(rate, guesses, batch) for guesses in COUNTS),
+        }
+        for rate, batch in product(_RATES, BATCHES)
+    ]
+    accepted = acceptance_probability(np.array([0.6, 0.8]), np.array([0.7, 0.4]))
+    ours = {
+        "3.1.3": 1 + float(accepted.cumprod().sum()),
+        "3.1 one": speedup(0.8, 4, 1),
+        "3.1 many": speedup(0.8, 4, 295),
+        "3.1 chosen": min(row["chosen"] for row in rows),
+    }
+    shown = columns(
+        (".1f", ("a guess is right", "rate")),
+        (",d", ("sequences decoding", "batch")),
+        (".2f", ("K = 1", "1"), ("2", "2"), ("4", "4"), ("7", "7"), ("K = 4, products alone", "closed")),
+        (".2f", ("best K of 0 to 7", "chosen")),
+    )
+    labels = {f"K = {guesses}": f"{guesses}" for guesses in _LOOKAHEADS} | {"best K": "chosen"}
+    panels = [
+        panel(
+            f"a guess is right with {rate}",
+            "sequences decoding",
+            "speedup",
+            [float(batch) for batch in BATCHES],
+            {label: [row[field] for row in rows if row["rate"] == rate] for label, field in labels.items()},
+            styles={"best K": "k--"},
+            log_x=True,
+        )
+        for rate in _RATES
+    ]
+    chart = Chart(f"Speculative sampling, {GROUPED_MODEL} on an {DEVICE.upper()}", panels, columns=2)
+    return Finding(claims("lecture", ours, closed=speedup(0.8, 4, 295, closed)), chart, rows, shown)
+
+
+def drafts(scale: Scale, run: Run) -> Finding:
+    """Section 3.1.5: tokens that a step of the storyteller answers, by drafter, with four guesses at most."""
+    from nanoserve.papers.drafted_stories import DRAFTERS, LOOKAHEAD, DraftedStories
+
+    seeds, stories = scale.seeds, scale.pick(4, 16)
+    jobs = [DraftedStories(name, greedy, seeds, stories) for name, greedy in product(DRAFTERS, (True, False))]
+    outcomes = run(jobs)
+    rows: list[dict[str, Any]] = []
+    for job in jobs:
+        found = outcomes[job]
+        spread = Spread.of(one.tokens_a_step for one in found)
+        places = [sum(one.accepted[place] for one in found) for place in range(LOOKAHEAD)]
+        checked = max(1, sum(one.rows for one in found))
+        kept = {f"{place + 1}": number / checked for place, number in enumerate(places)}
+        drawn = "greedy" if job.greedy else "as the model card says"
+        rows.append({"drafter": job.drafter, "drawn": drawn, "tokens": spread, "text": spread.text("{:.2f}"), **kept})
+    tokens = {(row["drafter"], row["drawn"]): row["tokens"] for row in rows}
+    ours = {
+        "3.1.5 draft": tokens["draft:storyteller-draft", "greedy"],
+        "3.1.5 ngram": tokens["ngram", "greedy"],
+    }
+    shown = columns(
+        ("", "drafter", "drawn", ("tokens a step", "text")),
+        (".2f", ("guess 1 kept", "1"), ("2", "2"), ("3", "3"), ("4", "4")),
+    )
+    names, kinds = list(dict.fromkeys(row["drafter"] for row in rows)), dict.fromkeys(row["drawn"] for row in rows)
+    heights = {kind: [tokens[name, kind].mean for name in names] for kind in kinds}
+    bars = panel("mean over seeds", "drafter", "tokens a step", names, heights, kind="bar")
+    return Finding(claims("lecture", ours), Chart("What drafters guess of the storyteller", [bars]), rows, shown)
+
+
 PAPER = Paper(
     title="CS336, lecture 10: efficient inference",
     spread_over="traces",
@@ -278,12 +466,20 @@ PAPER = Paper(
     figures=(
         PaperFigure(number="roofline", title=f"FLOP per byte, {MODEL} at a context of {CONTEXT}", make=roofline),
         PaperFigure(number="batch", title=f"decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", make=batches),
+        PaperFigure(number="kv", title="keys and values of a sequence against its length, in 16 bits", make=kv),
         PaperFigure(number="paging", title="slots that hold a token, over the life of a sequence", make=paging),
         PaperFigure(
             number="quantization",
             title="perplexity of stories drawn from the storyteller itself",
             counted="3,066 tokens of stories for each seed (--full: 6,132); mean [lowest..highest] over seeds",
             make=quantization,
+        ),
+        PaperFigure(number="speculative", title=f"speedup by guesses, {GROUPED_MODEL}", make=speculative),
+        PaperFigure(
+            number="drafts",
+            title="tokens a step of the storyteller, by drafter",
+            counted="4 stories of 128 tokens for each seed (--full: 16); mean [lowest..highest] over seeds",
+            make=drafts,
         ),
     ),
 )

@@ -15,16 +15,11 @@ from nanoserve.scheduler.plan import StepPlan
 class Steady(msgspec.Struct, frozen=True, kw_only=True):
     """The steady state of a run."""
 
-    seconds: float
-    """How long it was looked at."""
-    tokens_per_second: float
-    """Prompt and output tokens; a prompt counts when its first token is known, and only once."""
-    bubble_share: float
-    """Share of the time in which a stage computed nothing, mean over stages."""
-    step_tokens: float
-    """Mean of a micro-batch."""
-    variation: float
-    """Standard deviation of a micro-batch's tokens over their mean."""
+    seconds: float  # how long it was looked at
+    tokens_per_second: float  # prompt and output tokens; a prompt counts when its first token is known, and only once
+    bubble_share: float  # share of the time in which a stage computed nothing, mean over stages
+    step_tokens: float  # mean of a micro-batch
+    variation: float  # standard deviation of a micro-batch's tokens over their mean
     prefill_tokens: float
     decodes: float
     """Prompt tokens and decodes of a micro-batch, on average."""
@@ -127,10 +122,8 @@ class Breakdown(msgspec.Struct, frozen=True, kw_only=True):
     mixed: float
     decode: float
     """``prefill``, ``decode``, ``mixed``: steps with prompts, with answers, and with both."""
-    transition: float
-    """Re-sharding."""
-    other: float
-    """It had nothing to compute."""
+    transition: float  # re-sharding
+    other: float  # it had nothing to compute
 
     @property
     def total(self) -> float:

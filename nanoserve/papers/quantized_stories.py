@@ -29,8 +29,7 @@ from nanoserve.request import SamplingParams
 GROUP = 128
 SALIENT = 0.035
 """Share of the columns of a layer that mixed precision keeps: 9 of 256, where 1 % would be fewer than the outliers."""
-OUTLIER = 6.0
-"""LLM.int8() keeps columns with an input of this size."""
+OUTLIER = 6.0  # LLM.int8() keeps columns with an input of this size
 FACTOR = 64.0
 """How much larger outliers are made. A power of two, so that float32 computes the same bits as without them."""
 WINDOW = 512
@@ -63,10 +62,8 @@ class DrawnStories:
 
 
 class QuantizedPerplexities(NamedTuple):
-    perplexities: Mapping[str, float]
-    """By method and bits: "AWQ, 4 bits"."""
-    exact_share: float
-    """Share of the columns that LLM.int8() leaves in float32."""
+    perplexities: Mapping[str, float]  # by method and bits: "AWQ, 4 bits"
+    exact_share: float  # share of the columns that LLM.int8() leaves in float32
 
 
 @dataclass(frozen=True, slots=True)

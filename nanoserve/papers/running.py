@@ -13,8 +13,7 @@ from nanoserve.benchmarks.machine import available_cores
 from nanoserve.errors import RuntimeFailure
 from nanoserve.papers.framework import Outcomes, SimulationJob
 
-Progress = Callable[[int, int], None]
-"""Takes how many jobs are done, and of how many."""
+Progress = Callable[[int, int], None]  # takes how many jobs are done, and of how many
 
 
 class Runner:

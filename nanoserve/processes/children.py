@@ -20,14 +20,10 @@ from typing import Any
 
 from nanoserve.errors import RuntimeFailure
 
-ATTEMPTS = 2
-"""Tries at a question whose process is killed from outside, as the system does when memory is short."""
-SILENCE_SECONDS = 20.0
-"""Limit for a child that neither computes nor answers; its processor time is limited inside it."""
-GRACE_SECONDS = 2.0
-"""Time for a child to end by itself before it is killed."""
-_KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
-"""A child's own limits end it by other signals."""
+ATTEMPTS = 2  # tries at a question whose process is killed from outside, as the system does when memory is short
+SILENCE_SECONDS = 20.0  # limit for a child that neither computes nor answers; its processor time is limited inside it
+GRACE_SECONDS = 2.0  # time for a child to end by itself before it is killed
+_KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # a child's own limits end it by other signals
 _PACKAGES = str(Path(__file__).parents[2])
 """The directory of the package. An editable installation is found by an import hook, which children may lack."""
 

@@ -9,8 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-PLACE = Path(__file__).resolve().parents[2]
-"""The directory that holds the packages: a checkout, or site-packages."""
+PLACE = Path(__file__).resolve().parents[2]  # the directory that holds the packages: a checkout, or site-packages
 _PACKAGES = ("nanoserve", "triton_ops")
 
 

@@ -7,33 +7,33 @@ from typing import Self
 
 import msgspec
 
+from nanoserve.speculation.speculator import GuessCounts
+
 
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     """What one engine, or several together, hold at a moment and have done so far."""
 
-    layouts: tuple[int, ...] = (0,)
-    """Number of each engine's current parallel layout."""
+    layouts: tuple[int, ...] = (0,)  # number of each engine's current parallel layout
     changing: tuple[bool, ...] = (False,)
     """Whether each engine is leaving its layout: its devices are being emptied, or are changing."""
     running: int = 0
     on_host: int = 0
     waiting: int = 0
     """Sequences that hold KV blocks on the device, in host memory, and that hold none."""
-    free_blocks: int = 0
-    """Cached blocks without an owner count as free."""
+    free_blocks: int = 0  # cached blocks without an owner count as free
     total_blocks: int = 0
     free_host_blocks: int = 0
     total_host_blocks: int = 0
     prompt_tokens: int = 0
     """Prompt tokens of requests that have their first token."""
-    output_tokens: int = 0
-    """Tokens sampled for all samples."""
+    output_tokens: int = 0  # tokens sampled for all samples
     preemptions: int = 0
     steps: int = 0
     transitions: int = 0
     losses: int = 0
     host_losses: int = 0
     """How often workers died and were restarted, and attention on the CPU was lost and its sequences recomputed."""
+    guesses: GuessCounts = msgspec.field(default_factory=GuessCounts)  # stays at zeros without speculation
 
     @classmethod
     def together(cls, statuses: Iterable[Self]) -> Self:
@@ -42,7 +42,7 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecentStep(msgspec.Struct, frozen=True, array_like=True):
-    """One step that has ended; a decode is a row of one token."""
+    """One step that has ended; a decode is a row of one token and its guesses."""
 
     step: int
     decodes: int
@@ -50,8 +50,7 @@ class RecentStep(msgspec.Struct, frozen=True, array_like=True):
     running: int
     waiting: int
     """Sequences that held KV blocks on the device, and that held none, when the step had ended."""
-    seconds: float
-    """Time of the step on the device."""
+    seconds: float  # time of the step on the device
 
     def __str__(self) -> str:
         return (

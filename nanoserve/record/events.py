@@ -26,8 +26,7 @@ class Blocks(msgspec.Struct, frozen=True):
     host: int
     on_device: int
     """Sequences that run on the device."""
-    preemptions: int
-    """Number of preemptions so far."""
+    preemptions: int  # number of preemptions so far
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Blocks":
@@ -81,10 +80,8 @@ class Planned(msgspec.Struct, frozen=True):
     load: Load | None
     decision: Decision
     """What the policy saw, and what it decided; the load is None if no scheduler made the plan."""
-    blocks: Blocks
-    """Blocks after the plan's rows and swaps; the plan itself says what it took and freed."""
-    forecast: Forecast | None
-    """The prediction for the plan; None if it was not predicted."""
+    blocks: Blocks  # blocks after the plan's rows and swaps; the plan itself says what it took and freed
+    forecast: Forecast | None  # the prediction for the plan; None if it was not predicted
     tables: tuple[HeldBlocks, ...] = ()
     """All block tables after the plan was made, oldest sequence first; none unless the recorder keeps them."""
 

@@ -16,8 +16,7 @@ from nanoserve.scheduler.plan import Copy, Row, Tier
 
 MOST_TOKENS, MOST_CHARACTERS = 8, 60
 _NOT_SHOWN = ("previous", "predictor", "bound", "alternatives")  # of loads and decisions
-Texts = Callable[[Sequence[int]], tuple[str, ...]]
-"""The texts of tokens, one by one."""
+Texts = Callable[[Sequence[int]], tuple[str, ...]]  # the texts of tokens, one by one
 
 
 class ExplainedSequence(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,6 +37,8 @@ class ExplainedRow(msgspec.Struct, frozen=True, omit_defaults=True):
     sample: bool = False
     tokens: tuple[str, ...] = ()
     """The first MOST_TOKENS of its tokens, as texts; "?" where the device fills it in."""
+    guesses: int = 0
+    """How many of the last tokens are guesses."""
 
 
 class ExplainedSwap(msgspec.Struct, frozen=True):
@@ -65,18 +66,15 @@ class ExplainedStep(msgspec.Struct, frozen=True, omit_defaults=True):
     total_blocks: int
     ended: float | None = None
     """When its result was known; None if it never was."""
-    bound: str = ""
-    """Which part of the policy's formula gave the numbers."""
+    bound: str = ""  # which part of the policy's formula gave the numbers
     layout: int = 0
     strategy: str = "device"
     transition: int | None = None
     rows: tuple[ExplainedRow, ...] = ()
     tables: tuple[HeldBlocks, ...] = ()
     """All block tables after the plan was made, in order of the sequences."""
-    shared: tuple[int, ...] = ()
-    """Device blocks that are in more than one table."""
-    copies: tuple[Copy, ...] = ()
-    """Copy on write: (source, target)."""
+    shared: tuple[int, ...] = ()  # device blocks that are in more than one table
+    copies: tuple[Copy, ...] = ()  # copy on write: (source, target)
     swaps: tuple[ExplainedSwap, ...] = ()
     ended_sequences: tuple[int, ...] = ()
     """Sequences that the executor forgets before the step: finished, preempted or moved."""
@@ -84,8 +82,7 @@ class ExplainedStep(msgspec.Struct, frozen=True, omit_defaults=True):
     total_host: int = 0
     answers: tuple[ExplainedAnswer, ...] = ()
     """What came with the step's result."""
-    spans: tuple[Span, ...] = ()
-    """When each stage computed the step; empty if that is not known."""
+    spans: tuple[Span, ...] = ()  # when each stage computed the step; empty if that is not known
 
 
 class ExplainedRun(msgspec.Struct, frozen=True):
@@ -156,9 +153,9 @@ def _sequences(record: RunRecord, texts: Texts) -> Iterator[ExplainedSequence]:
 
 def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
     shown = ("?",) if row.fed else texts(row.tokens[:MOST_TOKENS])
-    in_prompt = len(row.tokens) > 1 or row.start < sequence.prompt_tokens
+    in_prompt = len(row.tokens) - row.guesses > 1 or row.start < sequence.prompt_tokens
     kind: Literal["prefill", "decode"] = "prefill" if in_prompt else "decode"
-    return ExplainedRow(row.sequence, row.start, len(row.tokens), kind, row.tier, row.sample, shown)
+    return ExplainedRow(row.sequence, row.start, len(row.tokens), kind, row.tier, row.sample, shown, row.guesses)
 
 
 def _shown(value: Load | Decision | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Load
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult, work_of
 
-_MANY, _ONE_IN = 256, 5
+_MANY, _ONE_IN = 256, 17
 """The predictor learns from the first _MANY results, then from one in _ONE_IN, to save time on the CPU. Every second or
 fourth would always pick the same one of micro-batches that take turns."""
 

@@ -15,10 +15,8 @@ class PhaseTurn(NamedTuple):
 
     finished: int
     """Sequences on the device when the host pool ran empty that decoded to their ends; 0 after a prefill phase."""
-    through_pool: int
-    """Sequences that went to the host pool, to come back under the other layout."""
-    recomputed: int
-    """Sequences that gave up their blocks."""
+    through_pool: int  # sequences that went to the host pool, to come back under the other layout
+    recomputed: int  # sequences that gave up their blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,13 @@ from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.speculation.speculator import GuessCounts
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-RECENT_STEPS = 32
-"""Steps that a recorder keeps, to show what an engine did last."""
-_TICKS_PER_SECOND = 2**20
-"""Sums and differences of whole ticks are exact in floating point."""
+RECENT_STEPS = 32  # steps that a recorder keeps, to show what an engine did last
+_TICKS_PER_SECOND = 2**20  # sums and differences of whole ticks are exact in floating point
 
 
 @runtime_checkable
@@ -59,7 +58,7 @@ class Recorder:
 
     @property
     def status(self) -> EngineStatus:
-        scheduler = self._scheduler
+        scheduler, speculator = self._scheduler, self._scheduler.table.speculator
         return EngineStatus(
             layouts=(scheduler.layouts.current,),
             changing=(scheduler.layouts.changing,),
@@ -77,6 +76,7 @@ class Recorder:
             transitions=scheduler.transitions,
             losses=self.losses,
             host_losses=scheduler.host_losses,
+            guesses=GuessCounts() if speculator is None else speculator.counts + GuessCounts(),
         )
 
     def take_steps(self) -> list[RecentStep]:

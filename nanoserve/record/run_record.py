@@ -176,12 +176,9 @@ class StageShares(msgspec.Struct, frozen=True):
     computing: float
     sending: float
     """Share from the end of computing until the activations, or the answer, were on their way."""
-    metadata: float
-    """Share in which only the inputs were missing."""
-    waiting: float
-    """Share in which the stage waited for activations, or for a plan: the rest."""
-    metadata_of_step: float
-    """Time waiting for inputs, as a share of the time waiting for inputs, computing and sending."""
+    metadata: float  # share in which only the inputs were missing
+    waiting: float  # share in which the stage waited for activations, or for a plan: the rest
+    metadata_of_step: float  # time waiting for inputs, as a share of the time waiting for inputs, computing and sending
 
     @property
     def bubbles(self) -> float:
@@ -233,14 +230,11 @@ class MoveMetrics(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     num_bytes: int
     """Bytes moved by all workers together."""
-    seconds: float
-    """Time in which any worker was moving."""
+    seconds: float  # time in which any worker was moving
     gb_per_s: float | None
     """Mean bandwidth of one worker while it was moving; swaps that follow a step's row mostly wait and do not count."""
-    share_of_link: float | None
-    """``gb_per_s`` over the measured bandwidth between device and host memory of one worker."""
-    hidden: float | None
-    """Share of the workers' moving time in which the same worker also computed a step."""
+    share_of_link: float | None  # ``gb_per_s`` over the measured bandwidth between device and host memory of one worker
+    hidden: float | None  # share of the workers' moving time in which the same worker also computed a step
 
 
 def move_metrics(record: RunRecord, kind: Literal["reshard", "out", "in"], link: float | None) -> MoveMetrics:

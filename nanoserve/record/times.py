@@ -20,14 +20,10 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     received: float
     prepared: float
     """When its inputs were ready; a thread prepares them while another plan computes."""
-    began: float
-    """When the worker was free and turned to the plan."""
-    arrived: float
-    """When the previous stage's activations had arrived; ``began`` in the first stage."""
-    computed: float
-    """When the device's work was done."""
-    sent: float
-    """When the activations left for the next stage, or the answer for the engine."""
+    began: float  # when the worker was free and turned to the plan
+    arrived: float  # when the previous stage's activations had arrived; ``began`` in the first stage
+    computed: float  # when the device's work was done
+    sent: float  # when the activations left for the next stage, or the answer for the engine
 
     @property
     def started(self) -> float:
@@ -38,13 +34,11 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class ReshardTimes(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One worker's part in a change of layout (Seesaw, section 4.1); it does nothing else meanwhile."""
 
-    step: int
-    """The plan that holds the transition."""
+    step: int  # the plan that holds the transition
     rank: int
     layout: int
     """Number of the new layout."""
-    num_bytes: int
-    """Bytes of the parameters that received new values; 0 in a simulation."""
+    num_bytes: int  # bytes of the parameters that received new values; 0 in a simulation
     began: float
     ended: float
 

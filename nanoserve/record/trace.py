@@ -142,6 +142,8 @@ class RunTrace:
         counts = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
         name = f"{plan.decodes} decodes + {plan.prompt_tokens} prompt tokens"
         name = name if plan.strategy == "device" else f"{plan.strategy}: {name}"
+        if guesses := sum([row.guesses for row in plan.rows]):
+            counts, name = {**counts, "guesses": guesses}, f"{name} + {guesses} guesses"
         facts = counts | {"sequences": len(plan.rows)} | facts_of(planned, result)
         self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, collected.time, facts)
         if planned.forecast is not None and collected.corrections != self._corrections:

@@ -8,8 +8,7 @@ from nanoserve.measures.charts import ChartCurve, Gantt, GanttSpan, Panel
 from nanoserve.record.events import Planned, StepObserver
 from nanoserve.record.times import StageTimes
 
-WINDOW_STEPS = 20
-"""One more is kept for each stage, because the steps at both ends are not in all stages at once."""
+WINDOW_STEPS = 20  # one more is kept for each stage, because the steps at both ends are not in all stages at once
 
 
 class WindowStep(NamedTuple):

@@ -73,9 +73,9 @@ class LocalExecutor:
             answers = step.answers()
         seconds = step.results.device_seconds
         if seconds is None:  # the host's time is the device's
-            seconds = step.launch_seconds + self.now() - began
+            seconds = step.launch_seconds + self.now() - began - step.draft_seconds
         swapped = self._swapped(stage, began)
-        result = StepResult(step=step.plan.step, answers=answers, swapped=swapped, seconds=seconds)
+        result = StepResult(step.plan.step, answers, swapped=swapped, seconds=seconds, draft_seconds=step.draft_seconds)
         return [result if stage.hybrid is None else self._with_host(stage, result, step.plan)]
 
     def _with_host(self, stage: Stage, result: StepResult, plan: StepPlan) -> StepResult:

@@ -26,9 +26,9 @@ from triton_ops.cpu import BackgroundLibrary, cpu_operators
 
 
 def compiled_layers(decoder: Decoder, config: EngineConfig) -> LayerRunner | None:
-    """The layers of a stage on a CPU, compiled ahead of time; None if all is to run eagerly, or sums over ranks stand
-    in the way. Compiled layers may round otherwise for another number of rows."""
-    if config.eager or config.batch_invariant or decoder.shard.degree > 1:
+    """The layers of a stage on a CPU, compiled ahead of time; None if all is to run eagerly. Compiled layers may round
+    otherwise for another number of rows."""
+    if config.eager or config.batch_invariant:
         return None
     return LayerRunner.ahead_of_time(
         decoder, block_size=config.block_size, operators=cpu_operators(), with_pieces=config.attends_on_host
@@ -54,7 +54,9 @@ class Stage:
         self.processor, self.layers = processor, layers
         self.mover: BlockMover | None = None
         if part is not None:
-            self.mover = BlockMover(runner.caches.keys, runner.caches.values, part, runner.device)
+            last = {place: layer for layer, (_, place) in enumerate(runner.config.cache_groups.places)}
+            last_layers = [last[place] for place in sorted(last)]
+            self.mover = BlockMover(runner.caches.keys, runner.caches.values, part, runner.device, last_layers)
         self._libraries: list[BackgroundLibrary] = [] if layers is None else [*layers.libraries]
         if runner.device.type == "cpu":
             self._libraries.insert(0, cpu_operators())

@@ -59,6 +59,8 @@ class Decision:
     admission_reserve: bool = True
     """Begin a new prompt only if the free blocks hold all of it and one more for each running decode to grow into.
     Otherwise they only have to hold the prompt, and the newest is soon preempted and recomputed, over and over."""
+    guesses: int | None = None
+    """Where tokens are guessed: how many each row checks at most, 7 if it is more. None chooses by predicted times."""
     layout: int = 0
     """The wanted parallel layout. The device is drained before it changes. An unknown layout is ignored, and so is any
     until a token was answered since the last drain began."""
@@ -142,6 +144,22 @@ class Load:
     @property
     def free_fraction(self) -> float:
         return self.free_blocks / self.total_blocks
+
+    def step_seconds(self, tokens: int, keys: int = 0) -> float:
+        """Predicted time of a step through all stages, with decodes that read so many keys."""
+        predictor = self.predictor
+        assert predictor is not None, "only a policy that has looked asks"
+        layer = predictor.linear_seconds(tokens) + predictor.attention_seconds(keys)
+        return predictor.num_layers * layer + predictor.step_overhead_seconds(tokens if keys else 1)
+
+    def chunk(self, tokens: int, steps: range) -> int:
+        """C = tokens / k, rounded up, k of ``steps``, for which (k + P - 1) t(C) is least: then so many prompt tokens
+        are predicted to be through the P stages soonest, t being the time of a step."""
+
+        def seconds(number: int) -> float:
+            return (number + self.pipeline_depth - 1) * self.step_seconds(-(-tokens // number))
+
+        return -(-tokens // min(steps, key=seconds))
 
     def first_waiting_fits(self, *, admission_reserve: bool = True) -> bool:
         """Whether the next prompt may start or go on, and the free blocks hold all of it and the Decision's reserve."""

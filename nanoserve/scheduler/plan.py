@@ -51,18 +51,25 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     """First position."""
     tokens: tuple[int, ...]
-    """The ids at positions start, start + 1, ... Ids after the last one that the executor knows are guesses
-    (speculation): it answers the longest run of them that it would have sampled, and one more token."""
+    """The ids at positions start, start + 1, ..."""
     sample: bool
-    """Whether the logits after the last position are sampled."""
+    """Whether the logits after the last position are sampled; with guesses, also those before each of them."""
     new_blocks: tuple[int, ...] = ()
-    """Appended to the sequence's block table before the row is computed."""
+    """Appended to the sequence's block table before the row is computed. Where the model has several cache groups, for
+    each block's worth of positions there is one block of every group, in their order; -1 where the sequence needs none,
+    as these positions lie behind the group's window."""
     tier: Tier = "device"
     """Where the sequence's KV is, which is the pool that its block numbers refer to."""
     sub_batch: int = 0
     """0, or 1 for the second of the two that alternate in an asymmetric step."""
     fed: bool = False
     """The token is on the device; ``tokens`` is then (0,), a placeholder."""
+    guesses: int = 0
+    """How many of the last tokens are guesses (speculation). The answer is the longest run of them that is sampled as
+    guessed, and one token more."""
+    draft: int = 0
+    """How many tokens the executor's drafter shall guess after the answer, for the sequence's next row. The block table
+    reaches start + len(tokens) + draft positions: the drafter's own cache has the same blocks."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True):
@@ -132,6 +139,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Set if the sequence cannot go on, for example because of NaN logits; there are no tokens then."""
     complete: bool = False
     """The sequence's grammar allows nothing after these tokens."""
+    draft: tuple[int, ...] = ()
+    """What a drafter guesses to follow these tokens, where the row asked for it; perhaps fewer, or none."""
 
 
 class CohortProgress(msgspec.Struct, frozen=True, array_like=True):
@@ -163,7 +172,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     cohorts: tuple[CohortProgress, ...] = ()
     """Progress of the host sequences under way."""
     seconds: float = 0.0
-    """Device time of the step."""
+    """Device time of the step, without what guesses behind it."""
     lost: str | None = None
     """Why the workers died; such a result holds nothing else. No plan that was submitted before it was collected will
     be answered, and everything the executor knew of sequences and blocks is lost, on both tiers. New workers start in
@@ -172,6 +181,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Seconds that the dead workers had run; 0 if they were still starting, so that no plan has reached them."""
     host_work: tuple[HostWork, ...] = ()
     """Attention on the CPU that ended since the last result."""
+    draft_seconds: float = 0.0
+    """How long a drafter guessed behind the step."""
     host_lost: str | None = None
     """Why attention on the CPU died or hangs. Everything else in the result was known before. No host row of a plan
     that was submitted before this was collected will be answered after it, and the KV of host sequences must be
@@ -216,14 +227,17 @@ class Executor(Protocol):
 
 
 def work_of(rows: Iterable[Row], sum_up: Callable[[list[int], list[Chunk], int], StepWork] = StepWork.of) -> StepWork:
-    """Sum the rows of a plan up; ``sum_up`` gets the decodes' contexts, the chunks and how many rows are sampled."""
+    """Sum the rows of a plan up; ``sum_up`` gets the decodes' contexts, the chunks and how many positions are
+    sampled. A row with guesses is a decode."""
     contexts: list[int] = []
     chunks: list[Chunk] = []
-    sampled = 0
+    sampled = guesses = 0
     for row in rows:
-        sampled += row.sample
-        if len(row.tokens) == 1:
-            contexts.append(row.start + 1)
+        sampled += row.sample + row.guesses
+        if len(row.tokens) == 1 or row.guesses:
+            contexts.append(row.start + len(row.tokens))
+            guesses += row.guesses
         else:
             chunks.append((row.start, len(row.tokens)))
-    return sum_up(contexts, chunks, sampled)
+    work = sum_up(contexts, chunks, sampled)
+    return msgspec.structs.replace(work, guesses=guesses) if guesses else work

@@ -4,12 +4,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from msgspec.structs import replace
+
 from nanoserve.costs.work import Strategy
+from nanoserve.kv import NO_BLOCK
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan, Swap
+from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan, Swap, work_of
 from nanoserve.scheduler.sequence_table import SequenceTable, in_order
+from nanoserve.speculation.speculator import Speculator
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _DEVICE, _HOST, _MOVING = Place.DEVICE, Place.HOST, Place.MOVING
@@ -52,7 +56,7 @@ class PlanBuilder:
     def __post_init__(self) -> None:
         self.admits = self.admits and not self.table.waits_for_blocks
         self._blocks = self.table.blocks
-        self._block_size = self._blocks.pool.block_size
+        self._block_size, self._groups = self._blocks.pool.block_size, self._blocks.groups
         self._parks = self.decision.park and self._blocks.host_pool.num_blocks > 0
 
     @property
@@ -75,6 +79,34 @@ class PlanBuilder:
         elif decision.strategy == "asymmetric":
             self._finish_host_tokens(on_host)
         self._add_prefills(prefills)
+
+    def add_guesses(self, speculator: Speculator) -> None:
+        """Add guesses to the rows that are sampled, and ask for the next ones, where blocks are free for them. Each
+        sequence that runs keeps a free block to grow into: no guess ever costs another sequence its blocks."""
+        rows = [
+            (place, row, sequence)
+            for place, row in enumerate(self.rows)
+            if row.sample and not row.fed and (sequence := self.table.sequences[row.sequence]).place is _DEVICE
+        ]
+        if not rows:
+            return
+        sequences = [sequence for *_, sequence in rows]
+        chosen = speculator.choose(sequences, lambda: work_of(self.rows), self.load.predictor, self.decision.guesses)
+        pool, size, groups = self._blocks.pool, self._block_size, self._groups
+        for (place, row, sequence), (guesses, draft) in zip(rows, chosen, strict=True):
+            if not (guesses or draft):
+                continue
+            spare = max(0, pool.free_blocks // groups - len(self.table.running)) * size
+            room = sequence.reach - sequence.computed + spare
+            guesses = guesses[:room]
+            draft = min(draft, room - len(guesses))
+            if guesses or draft:
+                new_blocks, _ = self._blocks.grow(sequence, len(guesses) + draft)
+                blocks = row.new_blocks + tuple(new_blocks)
+                count, tokens = len(guesses), row.tokens + guesses
+                row = replace(row, tokens=tokens, guesses=count, draft=draft, new_blocks=blocks)
+                self.rows[place] = sequence.in_flight[-1] = row
+                sequence.computed += count
 
     def plan(self, step: int, layout: int) -> StepPlan:
         rows = (*self.rows, *self._host_rows)
@@ -104,11 +136,11 @@ class PlanBuilder:
 
     def _add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided, skipping those for which no room can be made."""
-        size, skipped = self._block_size, self._skipped
+        skipped = self._skipped
         for sequence in islice(ready, self.decision.decodes):
             if sequence.sequence_id in skipped:
                 continue
-            has_room = sequence.computed < len(sequence.block_table) * size  # as for most decodes
+            has_room = sequence.computed < sequence.reach  # as for most decodes
             if has_room or (self._may_grow(sequence) and self._make_room(sequence, 1)):
                 self._add_row(sequence, 1)
 
@@ -124,21 +156,31 @@ class PlanBuilder:
             if (prompt := table.next_waiting) is None or (self._parks and not self._can_park(prompt)):
                 return
             table.admit(prompt)
-            computed = self._add_chunk(prompt, budget) if self._fits_beside_decodes(prompt) else 0
+            computed = self._add_chunk(prompt, budget) if self._fits_beside_decodes(prompt, budget) else 0
             if computed == 0:
                 table.unadmit(prompt)
                 return
             budget -= computed
 
-    def _fits_beside_decodes(self, prompt: Sequence) -> bool:
-        """Whether the free blocks hold all of a new prompt, and the decision's reserve for running decodes."""
+    def _fits_beside_decodes(self, prompt: Sequence, chunk: int) -> bool:
+        """Whether the free blocks hold all that a new prompt needs at a time, and the decision's reserve for running
+        decodes. What windows leave behind between its chunks is not counted."""
         if self._parks:  # decodes already keep room for it
             return True
-        kept = self.load.running_decodes * self._block_size if self.decision.admission_reserve else 0
-        return self._blocks.fits(prompt, prompt.remaining + kept)
+        kept = self.load.running_decodes * self._groups if self.decision.admission_reserve else 0
+        return self._missing_for(prompt, chunk) + kept <= self._blocks.pool.free_blocks
+
+    def _missing_for(self, prompt: Sequence, chunk: int) -> int:
+        """Blocks that a prompt needs beside those it has, if it is computed in such chunks."""
+        if self.decision.whole_prompts:
+            chunk = prompt.remaining
+        table = prompt.block_table
+        return self._blocks.most_held(len(prompt.tokens), chunk) - len(table) + table.count(NO_BLOCK)
 
     def _add_chunk(self, sequence: Sequence, budget: int) -> int:
         """Plan as much of the prompt as budget and free blocks hold; returns how many tokens."""
+        if self._blocks.slides:  # what only earlier plans read is free for this one
+            self._blocks.slide(sequence, sequence.computed)
         chunk = min(sequence.remaining, self._blocks.capacity(sequence))
         if self.decision.whole_prompts:
             if chunk < sequence.remaining or (chunk > budget and (self.rows or budget <= 0)):
@@ -179,7 +221,7 @@ class PlanBuilder:
         """Preempt sequences behind it, the last first, until ``count`` more positions fit."""
         while not self._blocks.fits(sequence, count):
             leaving = sum(len(swap.device_blocks) for swap in self.table.leaving("out"))  # at most: shared ones stay
-            if leaving and count <= self._blocks.capacity(sequence) + leaving * self._block_size:
+            if leaving and count <= self._blocks.capacity(sequence) + leaving // self._groups * self._block_size:
                 self.table.wait_for_blocks(sequence)
                 return False
             victim = self.table.running.last
@@ -219,7 +261,8 @@ class PlanBuilder:
         pool, table = self._blocks.pool, self.table
         for moved, sequence in enumerate(ready[: self.decision.swap_in]):
             growing = len(table.running) + len(table.moving)
-            if table.free_slots <= 0 or pool.blocks_for(sequence.computed) + growing > pool.free_blocks:
+            needed = self._blocks.blocks_to_return(sequence) + growing * self._groups
+            if table.free_slots <= 0 or needed > pool.free_blocks:
                 return ready[moved:]
             self._move_in(sequence)
         return ready[self.decision.swap_in :]
@@ -228,14 +271,14 @@ class PlanBuilder:
         """Move a decode with nothing in flight to the host; False if there is no room for it."""
         if not self.table.host_has_room(decode, decode.computed):
             return False
+        self._blocks.trim(decode)
         self._blocks.reserve(decode, decode.computed)
         self._swaps.append(self.table.begin_swap(decode, "out"))
         return True
 
     def _move_in(self, sequence: Sequence) -> None:
         """Move a host sequence with nothing in flight to the device; the blocks it needs are free."""
-        pool = self._blocks.pool
-        sequence.block_table = pool.allocate(pool.blocks_for(sequence.computed))
+        self._blocks.take_back(sequence)
         self._swaps.append(self.table.begin_swap(sequence, "in"))
 
     # ---- parking ----------------------------------------------------------------------------------------------
@@ -247,12 +290,13 @@ class PlanBuilder:
             return
         may_begin = self.admits and self.table.free_slots > 0
         if partial or (may_begin and self._can_park(prompt)):
-            self._kept_free = self._blocks.pool.blocks_for(len(prompt.tokens)) - len(prompt.block_table)
+            self._kept_free = self._missing_for(prompt, self.decision.prefill_tokens)
 
     def _may_grow(self, decode: Sequence) -> bool:
         """Whether a decode may take a block. The first always may, so that the device empties in the end."""
         kept = self._kept_free
-        return kept == 0 or decode is self.table.running.first or self._blocks.pool.free_blocks > kept
+        free = self._blocks.pool.free_blocks
+        return kept == 0 or decode is self.table.running.first or free >= kept + self._groups
 
     def _can_park(self, prompt: Sequence) -> bool:
         """Whether the host can hold the prompt and its first token."""
@@ -276,10 +320,9 @@ class PlanBuilder:
         start, tokens = sequence.computed, sequence.tokens
         end = start + count
         new_blocks: list[int] | tuple[()] = ()
-        if end > len(sequence.block_table) * self._block_size:  # else its last block has room, as for most decodes
-            new_blocks, copy = self._blocks.grow(sequence, count)
-            if copy is not None:
-                self._copies.append(Copy(*copy))
+        if end > sequence.reach:  # else its last block has room, as for most decodes
+            new_blocks, copies = self._blocks.grow(sequence, count)
+            self._copies += [Copy(*copy) for copy in copies]
         if not sequence.begun:
             self._begin_sequence(sequence)
             new_blocks = sequence.block_table

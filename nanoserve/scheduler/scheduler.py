@@ -21,6 +21,7 @@ from nanoserve.scheduler.ordering import Ordering
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.sequence_table import SequenceTable
+from nanoserve.speculation.speculator import Speculator
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _ERROR = FinishReason.ERROR
@@ -89,8 +90,9 @@ class Scheduler:
     time. At most ``pipeline_depth`` plans are in flight: P, the micro-batches of a pipeline of P stages.
     ``other_layouts`` are parallel layouts 1, 2, ..., with one of the ``predictors`` for each layout. With
     ``feeds_tokens`` the executor takes fed rows, so one more plan may be in flight. Sequences that cannot be fed
-    (``SamplingParams.may_be_fed``) then skip every other plan while others are. Raises ValueError if tokens are to be
-    fed through more than one stage.
+    (``SamplingParams.may_be_fed``) then skip every other plan while others are. A ``speculator`` adds guesses to what
+    the policy has decided. ``windows`` are those of the model's cache groups, as of `CacheGroups`; policies count a
+    block of every group as one. Raises ValueError if tokens are to be fed through more than one stage.
     """
 
     def __init__(
@@ -107,25 +109,29 @@ class Scheduler:
         other_layouts: SequenceOf[LayoutCapacity] = (),
         predictors: SequenceOf[Predictor] = (),
         feeds_tokens: bool = False,
+        speculator: Speculator | None = None,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
         layouts = (LayoutCapacity(num_blocks, pipeline_depth), *other_layouts)
         if feeds_tokens and max(one.pipeline_depth for one in layouts) > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
         self.observer: SchedulerObserver | None = None
-        self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
+        groups = len(windows)
+        self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, groups=groups)
         self.pipeline_depth = pipeline_depth
         self.feeds_tokens = feeds_tokens
         self.steps = self.forced_steps = self.transitions = self.host_losses = 0
         self.prompt_tokens = self.output_tokens = 0  # of requests that have their first token; sampled for all samples
-        self.host_pool = BlockPool(host_blocks, block_size, prefix_caching=False)
+        self.host_pool = BlockPool(host_blocks, block_size, prefix_caching=False, groups=groups)
         self.table = SequenceTable(
-            blocks=SequenceBlocks(self.pool, self.host_pool),
+            blocks=SequenceBlocks(self.pool, self.host_pool, windows),
             fewest_blocks=min(one.num_blocks for one in layouts),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             feeds_tokens=feeds_tokens,
             ordering=Ordering(policy.ranking) if policy.ranking.ranks else None,
+            speculator=speculator,
         )
         self.waiting, self.running, self.on_host = self.table.waiting, self.table.running, self.table.on_host
         self.predictors = tuple(predictors)
@@ -217,6 +223,8 @@ class Scheduler:
         )
         if not self.layouts.drains_for(decision.layout):
             builder.build(*ready)
+            if self.table.speculator is not None:
+                builder.add_guesses(self.table.speculator)
             return builder
         builder.drain()
         if not (len(self.running) or self.awaits_results or self._cohorts):
@@ -256,6 +264,7 @@ class Scheduler:
         may_begin = free_slots > 0 and not self.table.waits_for_blocks
         next_prefill = prefills[0] if prefills else self.table.next_waiting if may_begin else None
         growth, longest = (0, 0) if self._growth is None else self._growth.look(self.steps, self.running)
+        groups = pool.groups
         load = Load(
             previous=self._previous,
             waiting_tokens=self.waiting.tokens + partial_tokens,
@@ -264,13 +273,13 @@ class Scheduler:
             ready_decodes=len(decodes),
             ready_prefills=len(prefills),
             context_tokens=context,
-            free_blocks=pool.free_blocks,
-            total_blocks=pool.num_blocks,
+            free_blocks=pool.free_blocks // groups,
+            total_blocks=pool.num_blocks // groups,
             block_size=pool.block_size,
             free_slots=free_slots,
             steps_in_flight=self.steps_in_flight,
             pipeline_depth=self.pipeline_depth,
-            expected_growth=min(pool.blocks_for(growth), pool.num_blocks - 1),
+            expected_growth=min(pool.blocks_for(growth), pool.num_blocks // groups - 1),
             longest_remaining=longest,
             layout=self.layouts.current,
             layouts=len(self.layouts.capacities),
@@ -279,8 +288,8 @@ class Scheduler:
             ready_host=len(ready_host),
             host_context_tokens=sum([sequence.computed for sequence in self.on_host]),
             moving=len(self.table.moving),
-            host_free_blocks=host_pool.free_blocks if has_host else 0,
-            host_blocks=host_pool.num_blocks if has_host else 0,
+            host_free_blocks=host_pool.free_blocks // groups if has_host else 0,
+            host_blocks=host_pool.num_blocks // groups if has_host else 0,
             cohorts=tuple(self._cohorts.under_way.values()) if self._cohorts else (),
         )
         return load, decodes, prefills, ready_host
@@ -296,15 +305,19 @@ class Scheduler:
         updates = []
         for progress in result.cohorts:
             cohorts.advance(progress.step, progress.layers)
-        sequences, answered = table.sequences, table.answered
+        sequences, answered, speculator = table.sequences, table.answered, table.speculator
         for answer in result.answers:
             sequence = sequences[answer.sequence]
             row = sequence.in_flight[0]
             if answer.prompt_logprobs:
                 sequence.keep_prompt_logprobs(row.start, answer.prompt_logprobs)
             if row.sample or answer.error is not None:
+                if speculator is not None:
+                    sequence.computed -= row.guesses - max(0, len(answer.tokens) - 1) if row.guesses else 0
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
+                if speculator is not None:
+                    speculator.learn(sequence, row.guesses, len(answer.tokens), row.draft, answer.draft)
                 answered(sequence)
                 if any_on_host:
                     cohorts.leave(answer.sequence)
@@ -316,12 +329,17 @@ class Scheduler:
         for swap in result.swapped:
             table.swap_answered(swap)
         if result.step is not None:
-            self._end_plan(self.plans_in_flight.pop(result.step))
+            plan = self.plans_in_flight.pop(result.step)
+            self._end_plan(plan)
+            if speculator is not None:
+                speculator.learn_time(max((row.draft for row in plan.rows), default=0), result.draft_seconds)
         if result.host_lost is not None:
             # Host rows in flight, of asymmetric plans too, will not be answered; their plans end all the same.
             self.host_losses += 1
             table.lose_host(for_good=self.host_losses >= MOST_HOST_LOSSES)
             cohorts.clear()
+        if table.blocks.slides:
+            table.slide()
         return updates
 
     def _end_plan(self, plan: StepPlan) -> None:

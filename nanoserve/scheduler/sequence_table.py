@@ -9,11 +9,12 @@ from operator import attrgetter
 from typing import Literal
 
 from nanoserve.errors import UsageError
-from nanoserve.kv import SequenceBlocks
+from nanoserve.kv import NO_BLOCK, SequenceBlocks
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
 from nanoserve.scheduler.ordering import Ordering
 from nanoserve.scheduler.plan import Swap
+from nanoserve.speculation.speculator import Speculator
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
 _NONE, _DEVICE, _HOST, _MOVING = Place.NONE, Place.DEVICE, Place.HOST, Place.MOVING
@@ -88,6 +89,8 @@ class SequenceTable:
     """Whether the executor takes fed rows."""
     ordering: Ordering | None = None
     """None where requests are served first come."""
+    speculator: Speculator | None = None
+    """None where nothing is guessed."""
 
     def __post_init__(self) -> None:
         self.quarantine = Quarantine()
@@ -142,7 +145,7 @@ class SequenceTable:
             )
         tokens = min(longest, length + (longest if params.max_tokens is None else params.max_tokens))
         # Attention never reads the last token of an answer, so its KV is never written.
-        if (needed := self.blocks.pool.blocks_for(max(length, tokens - 1))) > self.fewest_blocks:
+        if (needed := self.blocks.most_held(max(length, tokens - 1))) > self.fewest_blocks:
             raise UsageError(
                 f"the request may grow to {tokens} tokens, which take {needed} KV blocks, but there are "
                 f"{self.fewest_blocks}; lower max_tokens or raise --kv-cache-memory"
@@ -221,7 +224,8 @@ class SequenceTable:
         if not self.feeds_tokens:
             return False
         if sequence.status is _DECODE:
-            return len(sequence.tokens) < sequence.fed_below
+            waits = self.speculator is not None and sequence.guessing
+            return len(sequence.tokens) < sequence.fed_below and not waits
         return sequence.remaining > 0 and sequence.request.params.prompt_logprobs is None
 
     # ---- admission and preemption -----------------------------------------------------------------------------
@@ -321,14 +325,10 @@ class SequenceTable:
     def begin_swap(self, sequence: Sequence, direction: Literal["out", "in"], *, after_row: bool = False) -> Swap:
         """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row. The
         executor forgets it, after that row if there is one, and it begins again on arrival."""
-        swap = Swap(
-            swap=next(self._swap_ids),
-            sequence=sequence.sequence_id,
-            direction=direction,
-            device_blocks=tuple(sequence.block_table),
-            host_blocks=tuple(sequence.host_table[: len(sequence.block_table)]),  # it may have reserved more
-            after_row=after_row,
-        )
+        # It may have reserved more on the host.
+        pairs = [pair for pair in zip(sequence.block_table, sequence.host_table, strict=False) if pair[0] != NO_BLOCK]
+        device_blocks, host_blocks = zip(*pairs, strict=True)
+        swap = Swap(next(self._swap_ids), sequence.sequence_id, direction, device_blocks, host_blocks, after_row)
         self._swaps[swap.swap] = swap
         self._enter(sequence, _MOVING)
         if not sequence.in_flight:
@@ -386,6 +386,11 @@ class SequenceTable:
         elif status is _FINISHED:
             self._retire(sequence)
 
+    def slide(self) -> None:
+        """Give back what no answer that is still to come depends on, as it lies behind windows."""
+        for sequence in self.running:
+            self.blocks.slide(sequence, sequence.in_flight[0].start if sequence.in_flight else sequence.computed)
+
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sequence; if it is in flight or moves, its blocks come back with its last answer."""
         queue = self._queues[sequence.place]
@@ -403,6 +408,8 @@ class SequenceTable:
         """Free what a finished sequence held and forget it."""
         self._release(sequence)
         del self.sequences[sequence.sequence_id]
+        if self.speculator is not None:
+            self.speculator.forget(sequence.sequence_id)
         family = self.requests[sequence.request.request_id]
         if all(member.sequence_id not in self.sequences for member in family):
             del self.requests[sequence.request.request_id]
@@ -414,7 +421,7 @@ class SequenceTable:
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
         self.blocks.release_host(sequence)
-        sequence.computed = 0
+        sequence.computed = sequence.slid_to = 0
         sequence.place = _NONE
         self._end_for_executor(sequence)
 

@@ -31,8 +31,7 @@ def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
 class CompletionFormat(ABC):
     """One of the two shapes of an answer. An object is made for each answer."""
 
-    prefix: str
-    """Prefix of the answer's id."""
+    prefix: str  # prefix of the answer's id
     kind: str
     chunk_kind: str
     """The field ``object`` of the whole answer and of its chunks."""

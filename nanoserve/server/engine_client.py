@@ -22,14 +22,10 @@ from nanoserve.request import FinishReason, Request
 from nanoserve.server import messages
 from nanoserve.server.streams import RequestStream
 
-START_SECONDS = 60.0
-"""Time to the first heartbeat: Python starts and imports ZeroMQ, nothing more."""
-LOADING_SILENCE_SECONDS = 120.0
-"""Importing torch can hold the interpreter for a while."""
-SILENCE_SECONDS = 10.0
-"""Twenty missed heartbeats: the process is stopped, or its machine is."""
-RETRY_SECONDS = 15.0
-"""Time to the next attempt when engines keep dying."""
+START_SECONDS = 60.0  # time to the first heartbeat: Python starts and imports ZeroMQ, nothing more
+LOADING_SILENCE_SECONDS = 120.0  # importing torch can hold the interpreter for a while
+SILENCE_SECONDS = 10.0  # twenty missed heartbeats: the process is stopped, or its machine is
+RETRY_SECONDS = 15.0  # time to the next attempt when engines keep dying
 
 _LAST_MESSAGES_SECONDS = 0.2
 _LOGGED_STEPS = 8
@@ -157,9 +153,10 @@ class EngineClient:
         """Undecodable messages to and from the current engine."""
         return self.last.dropped + (self._child.mailbox.dropped if self._child else 0)
 
-    def total(self, counter: str) -> int:
-        """The sum of a counter of EngineStatus over all engines."""
-        return sum(getattr(status, counter) for status in (*self.past, self.last.status))
+    @property
+    def total(self) -> EngineStatus:
+        """What all engines have counted."""
+        return EngineStatus.together((*self.past, self.last.status))
 
     def add(self, requests: list[Request]) -> list[RequestStream]:
         """Take all of the requests or none; one reader follows their streams.

@@ -25,8 +25,7 @@ COMMAND_BYTES = 256 << 10
 """Commands that are taken between two steps, or one longer command: a large request delays no other."""
 COMMAND_SECONDS = 0.1
 """Longest wait for a result before commands are read again: other processes may be slow, or may be starting."""
-WATCH_SECONDS = 1.0
-"""Interval at which an idle engine checks that its workers live."""
+WATCH_SECONDS = 1.0  # interval at which an idle engine checks that its workers live
 
 
 def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list[messages.Command]:

@@ -28,8 +28,7 @@ class EngineStart(msgspec.Struct, frozen=True):
     config: EngineConfig
     address: str = ""
     """ZeroMQ address at which the front end listens."""
-    key: str = ""
-    """Public key of that socket, which no other process has."""
+    key: str = ""  # public key of that socket, which no other process has
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -62,14 +61,10 @@ class LoadProgress(_Message, frozen=True):
 class EngineFacts(_Message, frozen=True):
     """The engine takes requests from now on, for this model."""
 
-    max_model_len: int
-    """Longest sequence in tokens, prompt and output together."""
-    vocab_size: int
-    """Width of the logits; every token id must be below it."""
-    end_tokens: tuple[int, ...]
-    """The model's end-of-sequence ids."""
-    default_params: SamplingParams
-    """Parameters that the model's generation_config.json recommends."""
+    max_model_len: int  # longest sequence in tokens, prompt and output together
+    vocab_size: int  # width of the logits; every token id must be below it
+    end_tokens: tuple[int, ...]  # the model's end-of-sequence ids
+    default_params: SamplingParams  # parameters that the model's generation_config.json recommends
     max_num_seqs: int
 
 
@@ -92,12 +87,9 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
     """One per token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Those of the whole prompt, in one update, if the request asks for them."""
-    cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
-    started: float | None = None
-    """Time of the first plan with the sample, in seconds of the machine's monotonic clock."""
-    finish_reason: FinishReason | None = None
-    """None while the sample runs."""
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    started: float | None = None  # time of the first plan with the sample, in seconds of the machine's monotonic clock
+    finish_reason: FinishReason | None = None  # None while the sample runs
     stop_token: int | None = None
     error: str | None = None
 
@@ -109,12 +101,9 @@ class StepReport(_Message, frozen=True):
     status: EngineStatus = EngineStatus()
     steps: tuple[RecentStep, ...] = ()
     """Steps that have ended since the last report."""
-    added: int = 0
-    """Requests received since the start; the front end subtracts them from those it sent."""
-    dropped: int = 0
-    """Messages that could not be decoded."""
-    ready: bool = True
-    """Whether a step would run at once; false while workers are stopped or being restarted."""
+    added: int = 0  # requests received since the start; the front end subtracts them from those it sent
+    dropped: int = 0  # messages that could not be decoded
+    ready: bool = True  # whether a step would run at once; false while workers are stopped or being restarted
 
 
 EngineMessage = LoadProgress | EngineFacts | Failed | StepReport

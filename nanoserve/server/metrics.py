@@ -95,6 +95,7 @@ class Metrics(Collector):
         """The engine's metrics, from its last report."""
         engine, gauge, counter = self._engine, GaugeMetricFamily, CounterMetricFamily
         status, total = engine.last.status, engine.total
+        guesses = total.guesses
         used = 1 - status.free_blocks / status.total_blocks if status.total_blocks else 0.0
         used_on_host = 1 - status.free_host_blocks / status.total_host_blocks if status.total_host_blocks else 0.0
         rows: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, float], ...] = (
@@ -105,14 +106,22 @@ class Metrics(Collector):
             (gauge, "nanoserve:host_kv_cache_usage_perc", "Share of KV blocks there in use.", used_on_host),
             (gauge, "nanoserve:engine_ready", "1 if requests run at once.", engine.serving),
             (counter, "vllm:generation_tokens", "Generated tokens.", engine.generated_tokens),
-            (counter, "vllm:num_preemptions", "Preemptions.", total("preemptions")),
-            (counter, "nanoserve:worker_losses", "Times that workers died.", total("losses")),
-            (counter, "nanoserve:host_losses", "Times that attention on the CPU was lost.", total("host_losses")),
-            (counter, "nanoserve:engine_steps", "Steps.", total("steps")),
+            (counter, "vllm:num_preemptions", "Preemptions.", total.preemptions),
+            (counter, "nanoserve:worker_losses", "Times that workers died.", total.losses),
+            (counter, "nanoserve:host_losses", "Times that attention on the CPU was lost.", total.host_losses),
+            (counter, "nanoserve:engine_steps", "Steps.", total.steps),
             (counter, "nanoserve:engine_restarts", "Engines started after the first.", len(engine.past)),
             (counter, "nanoserve:dropped_messages", "Messages that made no sense.", engine.dropped),
+            (counter, "vllm:spec_decode_num_drafts", "Rows with guesses.", guesses.rows),
+            (counter, "vllm:spec_decode_num_draft_tokens", "Guesses that were checked.", guesses.guesses),
+            (counter, "vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", sum(guesses.accepted)),
         )
         for kind, name, text, value in rows:
             family = kind(name, text, labels=("model_name",))
             family.add_metric((self._model,), value)
             yield family
+        name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Those by their place in the row, from 0."
+        family = counter(name, text, labels=("model_name", "position"))
+        for place, accepted in enumerate(guesses.accepted):
+            family.add_metric((self._model, f"{place}"), accepted)
+        yield family

@@ -18,8 +18,7 @@ from nanoserve.server.messages import EngineFacts
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""OpenAI's default for /v1/completions; a chat's answer may fill the context."""
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's answer may fill the context
 MAX_TOOLS = 128
 MAX_LOGPROBS_PER_REQUEST = 1 << 22
 """Limit over all samples. Each takes about 100 bytes, here and in the engine, until the answer is sent."""
@@ -97,8 +96,7 @@ class JsonSchemaFormat(_Strict, frozen=True, kw_only=True):
     schema: dict[str, Any]
     description: str | None = None
     """For the client's own use, like ``name``."""
-    strict: bool | None = None
-    """Every answer follows its schema, whatever this says."""
+    strict: bool | None = None  # every answer follows its schema, whatever this says
 
 
 class ResponseFormat(_Strict, frozen=True, kw_only=True):

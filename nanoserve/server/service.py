@@ -25,8 +25,7 @@ from nanoserve.server.streams import RequestStream
 from nanoserve.text.chat_template import check_text
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
-_INLINE_CHARACTERS = 4096
-"""Longer texts are tokenized in a thread, because other requests would wait too long."""
+_INLINE_CHARACTERS = 4096  # longer texts are tokenized in a thread, because other requests would wait too long
 _LONG_CHARACTERS = 32768
 _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 """A field of every answer in OpenAI's client, which sends it back in the next request."""
@@ -36,22 +35,16 @@ _NO_ANNOTATIONS: tuple[str, list[object]] = ("annotations", [])
 class ClientLimits:
     """How much of the server one client may use."""
 
-    body_bytes: int = 1 << 20
-    """Longest body of a request."""
-    client_seconds: float = 30.0
-    """Time in which a client must send its request, or must read more of its answer."""
-    request_seconds: float = 1800.0
-    """Time from the request to the end of its answer."""
-    prompts: int = 128
-    """Prompts in one completion request."""
-    messages: int = 4096
-    """Messages in one conversation."""
+    body_bytes: int = 1 << 20  # longest body of a request
+    client_seconds: float = 30.0  # time in which a client must send its request, or must read more of its answer
+    request_seconds: float = 1800.0  # time from the request to the end of its answer
+    prompts: int = 128  # prompts in one completion request
+    messages: int = 4096  # messages in one conversation
 
 
 @dataclass(kw_only=True, eq=False)
 class Service:
-    model_name: str
-    """The name under which the model is served; ``root`` is its own."""
+    model_name: str  # the name under which the model is served; ``root`` is its own
     root: str
     tokenizer: Tokenizer
     engine: EngineClient
@@ -61,8 +54,7 @@ class Service:
     """Every client must show one of them; empty if no key is needed."""
     allowed_hosts: Collection[str] | None = None
     """Names by which clients may address the server; None allows every name."""
-    seed: InitVar[int | None] = None
-    """Makes repeatable the seeds of requests that come without one."""
+    seed: InitVar[int | None] = None  # makes repeatable the seeds of requests that come without one
 
     def __post_init__(self, seed: int | None) -> None:
         self.text_of = token_texts(self.tokenizer)

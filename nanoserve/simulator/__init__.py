@@ -9,7 +9,7 @@ what is not.
 """
 
 from nanoserve.simulator.result import SimulationResult
-from nanoserve.simulator.simulation import OtherLayout, simulate
+from nanoserve.simulator.simulation import simulate
 from nanoserve.simulator.workload import (
     Workload,
     burst,
@@ -17,12 +17,9 @@ from nanoserve.simulator.workload import (
     gamma_arrivals,
     lognormal_lengths,
     poisson_arrivals,
-    trace_arrivals,
-    trace_lengths,
 )
 
 __all__ = [
-    "OtherLayout",
     "SimulationResult",
     "Workload",
     "burst",
@@ -31,6 +28,4 @@ __all__ = [
     "lognormal_lengths",
     "poisson_arrivals",
     "simulate",
-    "trace_arrivals",
-    "trace_lengths",
 ]

@@ -3,6 +3,9 @@
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from random import Random
 from typing import Literal, cast
 
 from nanoserve.costs.work import StepWork
@@ -18,14 +21,42 @@ VOCAB_SIZE = 2
 _END, _DUMMY = (END_TOKEN,), (DUMMY_TOKEN,)
 
 
-class DummyModel:
-    """Answers dummy tokens, and ends each sequence after ``seed`` of them: the scheduler cannot know the length."""
+@dataclass(frozen=True, slots=True)
+class SimulatedDrafter:
+    """Something that guesses, of which only this is known. Raises UsageError for shares outside 0 to 1."""
 
-    def __init__(self) -> None:
+    rates: tuple[float, ...]
+    """How often a row's first, second, ... guess is right, if those before it are; the last one stands for more."""
+    cost: float = 0.05
+    """The time to draft a token for each row, over that of a step that decodes one for each."""
+
+    def __post_init__(self) -> None:
+        if not self.rates or not all(0 <= share <= 1 for share in (*self.rates, self.cost)):
+            raise UsageError("a drafter's guesses are right with a share of 0 to 1, and cost such a share of a step")
+
+    @classmethod
+    def parse(cls, text: str) -> "SimulatedDrafter":
+        """From RATE,RATE,...:COST, the cost being optional."""
+        rates, _, cost = text.partition(":")
+        try:
+            shares = tuple(map(float, rates.split(",")))
+            return cls(shares, float(cost)) if cost else cls(shares)
+        except ValueError:
+            raise UsageError(f"{text!r:.60} is not RATE,RATE,...:COST, as 0.8,0.7,0.6:0.05") from None
+
+
+class DummyModel:
+    """Answers dummy tokens, and ends each sequence after ``seed`` of them: the scheduler cannot know the length. How
+    many guesses it accepts is drawn as the ``drafter`` says."""
+
+    def __init__(self, drafter: SimulatedDrafter | None = None) -> None:
         self._last: dict[int, int] = {}
+        self._rates = () if drafter is None else drafter.rates
+        self._random = Random(0)
 
     def __call__(self, plan: StepPlan) -> tuple[Answer, ...]:
-        """One token for every row that is sampled; a row of no tokens was answered when its token began."""
+        """One token for every row that is sampled, and one more for each accepted guess; a row of no tokens was
+        answered when its token began."""
         for sequence in plan.end:
             del self._last[sequence]
         for begin in plan.begin:
@@ -33,11 +64,20 @@ class DummyModel:
         last = self._last
         return tuple(
             [
-                Answer(row.sequence, _DUMMY if row.start + len(row.tokens) < last[row.sequence] else _END)
+                self._guessed(row, last[row.sequence])
+                if row.guesses or row.draft
+                else Answer(row.sequence, _DUMMY if row.start + len(row.tokens) < last[row.sequence] else _END)
                 for row in plan.rows
                 if row.sample and row.tokens
             ]
         )
+
+    def _guessed(self, row: Row, last: int) -> Answer:
+        first, rates = row.start + len(row.tokens) - row.guesses, self._rates
+        right = (self._random.random() < rates[min(place, len(rates) - 1)] for place in range(row.guesses))
+        end = first + sum(takewhile(bool, right))  # its last token's position
+        tokens = _DUMMY * (end - first + 1) if end < last else _DUMMY * (last - first) + _END
+        return Answer(row.sequence, tokens, draft=_DUMMY * row.draft)
 
 
 class SimulatedExecutor:
@@ -53,7 +93,7 @@ class SimulatedExecutor:
 
     The first layout is current in the beginning; swaps and transitions want MovingTimes, host rows TieredTimes.
     ``max_in_flight`` defaults to the stages of the deepest layout, ``answer``, which makes the tokens of a plan, to a
-    DummyModel.
+    DummyModel. A ``drafter`` guesses in the last stage, behind each step whose rows ask for it.
     """
 
     def __init__(
@@ -63,6 +103,7 @@ class SimulatedExecutor:
         runtime: Runtime = DECOUPLED,
         max_in_flight: int | None = None,
         answer: Callable[[StepPlan], tuple[Answer, ...]] | None = None,
+        drafter: SimulatedDrafter | None = None,
     ) -> None:
         self.max_in_flight = max_in_flight or max(times.num_stages for times in layouts)
         self.feeds_tokens = False
@@ -72,7 +113,8 @@ class SimulatedExecutor:
         self.due = 0.0  # time of the next result; now, if the engine has not answered the last one
         self._layouts = layouts
         self._block_size = block_size
-        self._answer = answer or DummyModel()
+        self._answer = answer or DummyModel(drafter)
+        self._draft_cost = 0.0 if drafter is None else drafter.cost
         self._told: list[Times] = []
         self._processor = Processor(self._told.append)
         self._link_free: dict[Literal["out", "in"], float] = {"out": 0.0, "in": 0.0}
@@ -114,10 +156,21 @@ class SimulatedExecutor:
 
     def _run(self, plan: StepPlan) -> Sequence[Passage]:
         answers, work = self._answer(plan), self._work(plan.rows)
-        passages = self._pipeline.run(work, self._now)
-        self._know(passages[-1].end, StepResult(plan.step, answers, seconds=passages[-1].end - passages[0].start))
+        drafting = self._draft_seconds(plan.rows) if self._draft_cost else 0.0
+        passages = self._pipeline.run(work, self._now, drafting)
+        seconds = passages[-1].end - passages[0].start - drafting
+        self._know(passages[-1].end, StepResult(plan.step, answers, seconds=seconds, draft_seconds=drafting))
         self._tell(plan, work, passages)
         return passages
+
+    def _draft_seconds(self, rows: Iterable[Row]) -> float:
+        """One token after the other, for all rows that ask for one."""
+        asked = [(row.draft, row.start + len(row.tokens)) for row in rows if row.draft]
+        if not asked:
+            return 0.0
+        times, work = self._times, self._times.work([context for _, context in asked])
+        step = sum(times.stage_seconds(work, stage) for stage in range(times.num_stages))
+        return max(count for count, _ in asked) * self._draft_cost * step
 
     def _know(self, time: float, result: StepResult) -> None:
         """The result will be known then; a plan that it ends is in flight until then."""

@@ -25,8 +25,7 @@ class HostRow:
     context: int
     answer: Answer
     """Keys that its attention reads in each layer, and its token, which becomes known in the end."""
-    attended: int = 0
-    """Layers whose attention the CPU was given before this step; the last of them is not passed yet."""
+    attended: int = 0  # layers whose attention the CPU was given before this step; the last of them is not passed yet
 
     @property
     def first_layer(self) -> int:
@@ -178,9 +177,9 @@ class HostAttention:
         step is under way; the device waits for the CPU within it.
         """
         batches = (first, second)
-        ends = sum(self._times.ends_seconds(_with_host(batch), 0) for batch in batches)
         attention = [self._device_attention(batch.device) for batch in batches]
         host = [row for batch in batches for row in batch.host]
+        ends = self._times.ends_seconds(_together(first.device, second.device, host), 0)
         late = max(0.0, self._processor.free - start) if host else 0.0
         changes = {0, 1, self._layers, *(row.first_layer for row in host), *(row.attended for row in host)}
         seconds = busy = 0.0
@@ -218,9 +217,8 @@ class HostAttention:
         return self._times.host_attention_seconds(sum(contexts)) + self._times.host_exchange_seconds(len(contexts))
 
 
-def _with_host(batch: SubBatch) -> StepWork:
-    """The sub-batch's embedding and head: rows that begin are embedded, all that end are sampled."""
-    beginning = sum(row.attended == 0 for row in batch.host)
-    return msgspec.structs.replace(
-        batch.device, decodes=batch.device.decodes + beginning, sampled=batch.device.sampled + len(batch.host)
-    )
+def _together(first: StepWork, second: StepWork, host: Sequence[HostRow]) -> StepWork:
+    """Embedding and head of both sub-batches, which run once: rows that begin are embedded, all are sampled."""
+    decodes = first.decodes + second.decodes + sum(row.attended == 0 for row in host)
+    sampled = first.sampled + second.sampled + len(host)
+    return msgspec.structs.replace(first, decodes=decodes, sampled=sampled, chunks=(*first.chunks, *second.chunks))

@@ -110,13 +110,13 @@ class Pipeline:
         self._shares = isinstance(times, SharingTimes)
         self._under_way: list[tuple[float, StepWork]] = []  # when each will have left the last stage
 
-    def run(self, work: StepWork, now: float) -> list[Passage]:
-        """Send a micro-batch in; returns its passage through each stage."""
+    def run(self, work: StepWork, now: float, behind: float = 0.0) -> list[Passage]:
+        """Send a micro-batch in; returns its passage through each stage. The last one works longer, by ``behind``."""
         passages, arrived, times = list[Passage](), now, self._times
         self._under_way = [one for one in self._under_way if one[0] > now]
         last, preparation = times.num_stages - 1, times.host_seconds(work)
         for stage in range(last + 1):
-            computing = self._seconds(work, stage)
+            computing = self._seconds(work, stage) + behind * (stage == last)
             start = self._start(stage, arrived, now, preparation, computing)
             end = self._stage_free[stage] = start + computing
             self.busy_seconds[stage] += computing

@@ -20,7 +20,7 @@ from nanoserve.errors import UsageError
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator.result import SimulationResult
-from nanoserve.simulator.simulation import OtherLayout, simulate
+from nanoserve.simulator.simulation import simulate
 from nanoserve.simulator.workload import Workload, burst, poisson_arrivals
 
 MOST_DEVICES = 4096
@@ -32,8 +32,7 @@ _QUANTILES = 64  # of the answer lengths, to estimate how a batch shrinks
 class PlannedWork:
     """Requests to plan for; raises UsageError for a rate that is not above 0."""
 
-    shapes: tuple[RequestShape, ...]
-    """Length of each request, in tokens."""
+    shapes: tuple[RequestShape, ...]  # length of each request, in tokens
     rate: float | None = None
     """Requests per second of Poisson arrivals; None means a closed batch that arrives all at once."""
     seed: int = 0
@@ -78,22 +77,17 @@ class PlannedWork:
 class CacheLimits:
     """What KV caches may take; None stands for all that weights leave."""
 
-    device_bytes: float | None = None
-    """Bytes on all devices of one replica together."""
-    host_bytes: float | None = None
-    """Bytes of host memory for all replicas together."""
+    device_bytes: float | None = None  # bytes on all devices of one replica together
+    host_bytes: float | None = None  # bytes of host memory for all replicas together
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A way to use the devices: whole replicas, each in one layout, or in one for prompts and another for answers."""
 
-    layouts: tuple[StepCosts, ...]
-    """The step times of a replica in its layout, or in both."""
-    kv_blocks: tuple[int, ...]
-    """KV blocks of a replica in each layout."""
-    host_blocks: int
-    """KV blocks of a replica in host memory; 0 with one layout."""
+    layouts: tuple[StepCosts, ...]  # the step times of a replica in its layout, or in both
+    kv_blocks: tuple[int, ...]  # KV blocks of a replica in each layout
+    host_blocks: int  # KV blocks of a replica in host memory; 0 with one layout
     replicas: int
     work: PlannedWork
     """The total of all replicas."""
@@ -164,7 +158,6 @@ class Candidate:
 
     def simulate(self, policy: Policy, max_num_seqs: int) -> SimulationResult:
         """One replica with its share of the work, and KV blocks that hold its longest request."""
-        others = zip(self.layouts[1:], self.kv_blocks[1:], strict=True)
         return simulate(
             policy,
             self.layouts[0],
@@ -173,7 +166,7 @@ class Candidate:
             block_size=BLOCK_SIZE,
             max_num_seqs=max_num_seqs,
             host_blocks=self.host_blocks,
-            other_layouts=[OtherLayout(*other) for other in others],
+            other_layouts=[*zip(self.layouts[1:], self.kv_blocks[1:], strict=True)],
             predictors=layout_predictors(self.layouts),
         )
 

@@ -13,8 +13,7 @@ from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.fleet import drive
 
-_ABOUT = 1.25
-"""Numbers of tokens within this factor are about the same."""
+_ABOUT = 1.25  # numbers of tokens within this factor are about the same
 
 
 class MeasuredStep(NamedTuple):
@@ -23,10 +22,8 @@ class MeasuredStep(NamedTuple):
     work: StepWork
     stages: tuple[float, ...]
     """Time that each stage computed."""
-    sends: tuple[float, ...]
-    """Time that the activations took to the next stage, for each stage but the last."""
-    host: float
-    """Time from the moment at which the plan could be made until the first stage had its inputs."""
+    sends: tuple[float, ...]  # time that the activations took to the next stage, for each stage but the last
+    host: float  # time from the moment at which the plan could be made until the first stage had its inputs
 
 
 class MeasuredStages:

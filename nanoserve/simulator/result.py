@@ -17,8 +17,7 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
     tpot_ms: float | None
     e2el_ms: float | None
     """Means over its requests."""
-    bubble_share: float | None
-    """Mean over its stages."""
+    bubble_share: float | None  # mean over its stages
     kv_occupancy: float
     kv_peak: float
     """Share of its KV blocks in use, averaged over the time of the whole fleet, and the highest."""
@@ -40,8 +39,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     """Time per output token, over requests with two tokens or more."""
-    itl_ms: Distribution | None
-    """Time between two tokens, over all gaps."""
+    itl_ms: Distribution | None  # time between two tokens, over all gaps
     e2el_ms: Distribution | None
     """``ttft_ms``, ``e2el_ms``: over requests; from arrival to the first and to the last token."""
     bubble_shares: tuple[float, ...]
@@ -50,12 +48,13 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     tokens_per_step: Distribution | None
     """Decodes and prompt tokens of a step."""
-    tokens_variation: float
-    """Standard deviation of the tokens per step over their mean."""
-    preemptions: int
-    """Sequences that lost their blocks and were computed again."""
-    forced_steps: int
-    """Steps the scheduler made because the policy moved nothing."""
+    tokens_variation: float  # standard deviation of the tokens per step over their mean
+    preemptions: int  # sequences that lost their blocks and were computed again
+    forced_steps: int  # steps the scheduler made because the policy moved nothing
+    guesses: int
+    accepted_guesses: tuple[int, ...]
+    accepted_share: float
+    """Guesses that were checked, and those that were right, by their place in the row and as a share of all."""
     kv_occupancy: float
     kv_peak: float
     """Share of KV blocks in use, averaged over time, and the highest."""
@@ -64,18 +63,15 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     tokens_series: tuple[tuple[float, int, int, int], ...]
     """Steps over time, as (seconds, number of the step, decodes, prompt tokens), thinned likewise; of a fleet's first
     engine."""
-    slo_attainment: float | None
-    """Share of requests within the limits; None without limits."""
-    goodput: float | None
-    """Requests within the limits, per second."""
+    slo_attainment: float | None  # share of requests within the limits; None without limits
+    goodput: float | None  # requests within the limits, per second
     replicas: tuple[ReplicaFigures, ...]
     strategy_steps: dict[str, int]
     """How many steps had which strategy."""
     transitions: int
     transition_seconds: float
     """Changes of the parallel layout, and the time spent on reloading weights for them."""
-    layout_seconds: tuple[float, ...]
-    """For each layout, how long it was current; transitions belong to none."""
+    layout_seconds: tuple[float, ...]  # for each layout, how long it was current; transitions belong to none
     swapped_out_tokens: int
     swapped_in_tokens: int
     """Tokens in the KV blocks that moved to host memory, and back."""
@@ -83,10 +79,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     host_peak: float
     host_series: tuple[tuple[float, float], ...]
     """The same of the host's KV blocks; 0 without any."""
-    host_tokens: int
-    """Tokens sampled for sequences in host memory."""
-    processor_share: float
-    """Share of time in which the CPU computed attention for sequences in host memory."""
+    host_tokens: int  # tokens sampled for sequences in host memory
+    processor_share: float  # share of time in which the CPU computed attention for sequences in host memory
 
     @property
     def bubble_share(self) -> float:

@@ -15,7 +15,7 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator.pipeline import TieredTimes
-from nanoserve.simulator.simulation import OtherLayout, simulate
+from nanoserve.simulator.simulation import simulate
 from nanoserve.simulator.workload import Workload
 
 _MODEL = "qwen2.5-14b"
@@ -71,7 +71,7 @@ def explained_simulation(
         max_num_seqs=max_num_seqs,
         observers=[record],
         host_blocks=host_blocks,
-        other_layouts=list(map(OtherLayout, layouts[1:], num_blocks[1:])),
+        other_layouts=[*zip(layouts[1:], num_blocks[1:], strict=True)],
         predictors=predictors,
     )
     return explain_run(name, record, block_size, layouts[0].num_stages, lambda tokens: ("",) * len(tokens))

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from nanoserve.costs.predictor import Predictor
@@ -15,18 +14,13 @@ from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.executor import SimulatedExecutor
+from nanoserve.simulator.executor import SimulatedDrafter, SimulatedExecutor
 from nanoserve.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router
 from nanoserve.simulator.pipeline import DECOUPLED, Runtime, StepTimes, TieredTimes
 from nanoserve.simulator.result import SimulationResult
+from nanoserve.speculation.speculator import GuessCounts, Speculator
 
-
-@dataclass(frozen=True, slots=True)
-class OtherLayout:
-    """A parallel layout beside the first one: times of its stages, links and host, and KV blocks on its devices."""
-
-    times: TieredTimes
-    num_blocks: int
+_MOST_TOKENS = 2**20  # of a step with its guesses: predicted times limit them
 
 
 def simulate(
@@ -44,8 +38,9 @@ def simulate(
     replicas: int = 1,
     router: str = "round-robin",
     host_blocks: int = 0,
-    other_layouts: Sequence[OtherLayout] = (),
+    other_layouts: Sequence[tuple[TieredTimes, int]] = (),
     predictors: Sequence[Predictor] = (),
+    drafter: SimulatedDrafter | None = None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> SimulationResult:
     """Run requests to their ends in virtual time. Prefixes are not cached, for the tokens mean nothing.
@@ -59,8 +54,9 @@ def simulate(
         request_observers: are shown every request when it has ended.
         replicas, router: whole engines like that, and which of them gets a request: a name in ROUTERS.
         host_blocks: KV blocks in host memory; for these, and for other layouts, ``times`` are TieredTimes.
-        other_layouts: parallel layouts 1, 2, ... that the policy may change to.
+        other_layouts: times and KV blocks of the parallel layouts 1, 2, ... that the policy may change to.
         predictors: for the policy, one per layout.
+        drafter: what guesses, in one layout and without host memory; predictors tell how many guesses pay.
         is_over: whether to stop once all requests have arrived; the result is then of what was run.
 
     Raises UsageError for a request that the blocks can never hold, or none at all, for an impossible fleet, and for
@@ -69,7 +65,7 @@ def simulate(
     check_replicas(replicas)
     within = SloMeter(slo or Slo())
     # A sequence may take all blocks in every layout; the KV of its last token is never written.
-    longest = min([num_blocks, *(layout.num_blocks for layout in other_layouts)]) * block_size + 1
+    longest = min([num_blocks, *(blocks for _, blocks in other_layouts)]) * block_size + 1
     make_scheduler = partial(
         Scheduler,
         policy,
@@ -80,16 +76,20 @@ def simulate(
         prefix_caching=False,
         pipeline_depth=times.num_stages,
         host_blocks=host_blocks,
-        other_layouts=[LayoutCapacity(one.num_blocks, one.times.num_stages) for one in other_layouts],
+        other_layouts=[LayoutCapacity(blocks, other.num_stages) for other, blocks in other_layouts],
         predictors=predictors,
     )
+    if (host_blocks or other_layouts) and drafter is not None:
+        raise UsageError("guesses are simulated in one layout, and without host memory: leave one of them out")
     if (host_blocks or other_layouts) and not isinstance(times, TieredTimes):
         raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
-    layouts, fleet = [times, *(layout.times for layout in other_layouts)], []
+    layouts, fleet = [times, *(other for other, _ in other_layouts)], []
     for _ in range(replicas):
         steps = StepMetrics(block_size, 1 + len(other_layouts))
-        executor = SimulatedExecutor(*layouts, block_size=block_size, runtime=runtime)
-        fleet.append(Replica(make_scheduler(), executor, steps, LatencyMetrics((within, *request_observers))))
+        executor = SimulatedExecutor(*layouts, block_size=block_size, runtime=runtime, drafter=drafter)
+        speculator = None if drafter is None else Speculator(looks_up=False, token_budget=_MOST_TOKENS)
+        scheduler = make_scheduler(speculator=speculator)
+        fleet.append(Replica(scheduler, executor, steps, LatencyMetrics((within, *request_observers))))
     fleet[0].engine.recorder.add(*observers)
     drive_fleet(fleet, make_router(router), _fitting(requests, longest), is_over)
     if failures := [each.scheduler.policy_failure for each in fleet if each.scheduler.policy_failure]:
@@ -118,6 +118,8 @@ def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResu
     inputs, outputs = sum(one.input_tokens for one in lives), sum(one.output_tokens for one in lives)
     tokens = Sketch.merged(one.tokens for one in steps).distribution()
     assert tokens is not None, "requests ran, so there were steps"
+    speculators = [replica.scheduler.table.speculator for replica in fleet]
+    guesses = sum([one.counts for one in speculators if one is not None], GuessCounts())
     return SimulationResult(
         requests=requests,
         input_tokens=inputs,
@@ -136,6 +138,9 @@ def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResu
         tokens_variation=tokens.std / tokens.mean,
         preemptions=sum(replica.scheduler.table.preemptions for replica in fleet),
         forced_steps=sum(replica.scheduler.forced_steps for replica in fleet),
+        guesses=guesses.guesses,
+        accepted_guesses=tuple(guesses.accepted),
+        accepted_share=sum(guesses.accepted) / max(1, guesses.guesses),
         kv_occupancy=sum(one.occupancy.seconds for one in steps) / (seconds * len(fleet)),
         kv_peak=max(one.occupancy.peak for one in steps),
         kv_series=tuple(mean_series([one.occupancy.series for one in steps]).points),

@@ -9,7 +9,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from itertools import accumulate, cycle, islice, pairwise, repeat
+from itertools import accumulate, islice, repeat
 from pathlib import Path
 from statistics import NormalDist
 
@@ -25,8 +25,7 @@ NUM_QUANTILES = 101
 GLLMS_SHAREGPT = "sharegpt-gllm"
 _SHAREGPT_MOMENTS = (222.0, 127.0, 1.2, 1.0)
 """gLLM's ShareGPT: mean input and output tokens (Azure's over 5.21 and 1.66), and sigmas of heavy tails."""
-_REASONABLE = 1e9
-"""Beyond, or below one over it, sums of gaps are no numbers any more."""
+_REASONABLE = 1e9  # beyond, or below one over it, sums of gaps are no numbers any more
 _UNLIMITED = SamplingParams(temperature=0.0)
 
 
@@ -72,14 +71,6 @@ def gamma_arrivals(rate: float, variation: float, seed: int) -> Iterator[float]:
     return accumulate(generator.gammavariate(shape, scale) for _ in repeat(None))
 
 
-def trace_arrivals(times: Sequence[float]) -> Iterator[float]:
-    """The times of a trace, counted from its first. Raises UsageError, naming the request, if they are not in order."""
-    for number, (before, after) in enumerate(pairwise(times), start=2):
-        if after < before:
-            raise UsageError(f"the trace is not in order of time: request {number} comes before the one in front of it")
-    return (time - times[0] for time in times)
-
-
 def named_lengths(name: str, seed: int, others: Sequence[str] = ()) -> Iterator[RequestShape]:
     """Lengths by a shipped table's name, gLLM's moments, or fixed as 512+128.
 
@@ -119,11 +110,6 @@ def lognormal_lengths(
         return max(1, round(generator.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
 
     return (RequestShape(draw(input_mean, input_sigma), draw(output_mean, output_sigma)) for _ in repeat(None))
-
-
-def trace_lengths(shapes: Sequence[RequestShape]) -> Iterator[RequestShape]:
-    """A trace's lengths in its order, over and over."""
-    return cycle(shapes)
 
 
 class LengthTable(msgspec.Struct, frozen=True, kw_only=True):

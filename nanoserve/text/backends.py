@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from nanoserve.errors import ModelError, UsageError
 
-Piece = str | int
-"""A piece of a prompt: ordinary text, or the id of a control token."""
+Piece = str | int  # a piece of a prompt: ordinary text, or the id of a control token
 
 _PRIVATE_USE = range(0xE000, 0xF900)
 # The form of control tokens, for tokenizers that do not flag them as special (the role tokens of some families).
@@ -87,14 +86,12 @@ def choose_mark(texts: Iterable[str]) -> str:
 class Backend(Protocol):
     """The operations of a tokenizing library."""
 
-    control_ids: Mapping[str, int]
-    """Spelling -> id of every control token; decoded text leaves them out."""
+    control_ids: Mapping[str, int]  # spelling -> id of every control token; decoded text leaves them out
     markup_ids: Mapping[str, int]
     """Spelling -> id of every token that structures a prompt: control tokens, tokens that look like them (`[INST]`,
     `<tool_call>`), flagged special or not, and added tokens that the chat template spells. Other added tokens are
     words."""
-    vocab_size: int
-    """One more than the largest token id."""
+    vocab_size: int  # one more than the largest token id
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
         """Ids of the pieces in a row. Text pieces never become tokens of `markup_ids`. `add_special_tokens` adds the

@@ -17,8 +17,7 @@ MAX_NESTING = 64
 RESERVED_ARGUMENTS = ("messages", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TEMPLATE_CHARACTERS = 1 << 19
 
-_ROLE_ALIASES = {"developer": "system"}
-"""OpenAI's new name for `system`, which templates do not know."""
+_ROLE_ALIASES = {"developer": "system"}  # OpenAI's new name for `system`, which templates do not know
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 
 # Limits of one rendering. A long conversation takes a few milliseconds; only a hostile template meets these.
@@ -129,8 +128,7 @@ def check_template_arguments(arguments: Mapping[str, Any] | None) -> dict[str, A
 class ChatTemplate:
     """A model's checked templates. Each renders in a process of its own, with bounded memory and time."""
 
-    notice: str | None = None
-    """What a user should know about the format, if anything."""
+    notice: str | None = None  # what a user should know about the format, if anything
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], origin: str) -> None:
         """`sources`: templates by name. Raises ModelError when one is malformed, hostile or never ends."""

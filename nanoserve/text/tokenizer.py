@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.processes.files import read_optional_json_object, unreadable_as_model_error
+from nanoserve.processes.files import read_json_object, read_optional_json_object, unreadable_as_model_error
 from nanoserve.text.backends import Backend, ControlTokens, SentencePieceBackend, TokenizersBackend, choose_mark
 from nanoserve.text.chat_template import (
     ChatTemplate,
@@ -20,8 +20,7 @@ from nanoserve.text.reasoning import CLOSE, opens_reasoning
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
-_CHARACTERS_PER_TOKEN = 8
-"""More than ordinary text has, so that a text within its limit is rarely encoded twice."""
+_CHARACTERS_PER_TOKEN = 8  # more than ordinary text has, so that a text within its limit is rarely encoded twice
 
 
 class PromptTooLong(UsageError):
@@ -217,3 +216,17 @@ def _spelling(token: Any) -> str | None:
     """The spelling of a token that is written as text or as an object with a `content`."""
     spelling = token.get("content") if isinstance(token, Mapping) else token
     return spelling if isinstance(spelling, str) else None
+
+
+@unreadable_as_model_error()
+def has_same_tokens(directory: Path, other: Path) -> bool:
+    """Whether two model directories give every token the same id; what else their tokenizers do may differ."""
+    files = [(one / "tokenizer.json", one / "tokenizer.model") for one in (directory, other)]
+    if not all(table.exists() for table, _ in files):
+        return all(pieces.exists() for _, pieces in files) and len({pieces.read_bytes() for _, pieces in files}) == 1
+    tables = [read_json_object(table) for table, _ in files]
+    first, second = [
+        (table["model"]["vocab"], {one["content"]: one["id"] for one in table.get("added_tokens", ())})
+        for table in tables
+    ]
+    return first == second

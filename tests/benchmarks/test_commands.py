@@ -13,9 +13,11 @@ from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.local import compiled_ratios
 from nanoserve.benchmarks.peers.process import PEERS, Opening, PeerKind
 from nanoserve.benchmarks.roofline import BandwidthProbe
+from nanoserve.benchmarks.speculation import RATES, Scripted
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.charts import Chart
 from nanoserve.processes.installation import install_command
+from nanoserve.request import Request, SamplingParams, Sequence
 from tests.benchmarks.conftest import Run
 from tests.benchmarks.fakes import FakePeer
 
@@ -49,6 +51,42 @@ def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path, mon
     assert found["engine"]["operators"].startswith(("C++", "plain torch ("))
     assert found["engine"]["dtype"] in out
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_of_guessing_with_plain_decoding(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.benchmarks.rounds.MAX_DRIFT", 1e9)
+    report, names = tmp_path / "report.json", ["edits", "stories", "random", "scripted 0", "scripted 0.8"]
+    sizes = ("--batch-sizes", 2, "--lengths", "30+12", "--rounds", 2, "--kv-cache-memory", "8MiB", "--eager")
+    words = ("--speculate", "ngram", "--workloads", ",".join(names), "--dtype", "float32")
+    code, out, _ = bench("compare", *words, *sizes, "--json", report)
+    assert code == 0
+    assert "10 of 10 rounds count" in out and "storyteller, ngram" in out
+    found = json.loads(report.read_text())
+    assert found["complete"] and found["settings"]["speculate"] == "ngram"
+    assert {row["case"] for row in found["summary"]} == {f"{name}, 2 x 30+12" for name in names}
+    for row in found["rows"]:
+        done, workload = row["round"]["variants"]["guessing"], row["case"].partition(",")[0]
+        assert done["same_tokens"] == 1, "guessing changes no answer in float32"
+        assert 1 <= done["tokens_a_step"] <= 8
+        assert done["plain"] > 0 and done["decode"] > 0
+        assert ("predicted" in done) == (workload in RATES)
+        assert workload != "scripted 0" or done["tokens_a_step"] == done["predicted"] == 1
+    code, _, err = bench("compare", "--speculate", "ngram", "--workloads", "poems")
+    assert code == 2
+    assert "--workloads 'poems' is not one of edits, stories, random, scripted 0" in err
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_a_scripted_drafter_is_right_as_often_as_asked(rate: float) -> None:
+    prompt, answer = (7, 8), tuple(range(1000, 3000))
+    drafter = Scripted(rate, {prompt: answer}, vocab_size=3000, token_budget=512)
+    request = Request("a", prompt, SamplingParams(max_tokens=2000), seed=0)
+    sequence = Sequence(0, request, 0, [*prompt, *answer[:5]])
+    guesses = drafter._find(sequence, None, 1990)
+    right = [guess == token for guess, token in zip(guesses, answer[5:1995], strict=True)]
+    assert sum(right) / len(right) == pytest.approx(rate, abs=0.05)
+    assert max(guesses) < 3000
+    assert drafter._find(sequence, None, -1) == ()
 
 
 @pytest.mark.slow

@@ -9,8 +9,16 @@ import pytest
 
 from nanoserve.benchmarks.profiling import SIZES
 from nanoserve.benchmarks.roofline import BandwidthProbe
-from nanoserve.costs.profile import read_profile
-from nanoserve.runtime.profiling.parts import Effort, beside_host, curve_of, difference_of, grid_of, take_rounds
+from nanoserve.costs.profile import Profile, read_profile
+from nanoserve.runtime.profiling.parts import (
+    Effort,
+    beside_host,
+    curve_of,
+    difference_of,
+    grid_of,
+    over,
+    take_rounds,
+)
 from tests.benchmarks.conftest import Run
 
 FEWEST_ROUNDS = 3
@@ -59,7 +67,7 @@ def test_a_profile_is_measured_written_shown_and_simulated(run: Run, tiny: str, 
     assert "measuring, round 3" in err
     for part in ("layer without attention", "decode attention", "4 x 32 keys", "head and sampling", "factors: matrix"):
         assert part in out
-    profile = read_profile(path)
+    profile = read_profile(path, Profile)
     assert profile.model.num_layers == 2
     assert profile.linear.sizes == (1, 4, 40, 64)
     assert profile.decode_attention.contexts == (16, 32)
@@ -156,6 +164,20 @@ def test_sizes_beyond_one_that_takes_too_long_are_left_out() -> None:
     samples = take_rounds(probes, lambda text: None, replace(BRIEFLY, longest_sample=-1.0))
     assert list(samples["curve"]) == [(1,), (2,)]  # two are always needed
     assert list(samples["grid"]) == [(1, 1), (1, 2)]
+
+
+def test_workers_that_agree_on_a_clock_agree_on_what_is_sampled() -> None:
+    """Sizes are cut, and rounds ended, by that clock alone: it moves only while a probe runs."""
+    now = 0.0
+
+    def probe(size: int) -> float:
+        nonlocal now
+        now += size
+        return float(size)
+
+    effort = Effort(seconds=15.0, fewest_rounds=1, most_rounds=100, longest_sample=3.0)
+    samples = take_rounds({"a": over(probe, (1, 2, 4, 8))}, lambda text: None, effort, lambda: now)
+    assert samples == {"a": {(1,): [1.0, 1.0], (2,): [2.0, 2.0], (4,): [4.0]}}
 
 
 def test_curves_and_grids_are_medians_with_quartiles() -> None:

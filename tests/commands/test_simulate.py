@@ -146,3 +146,16 @@ def test_a_trace_out_of_order_is_refused(command: Run, tmp_path: Path) -> None:
     code, _, err = command(*SMALL, "--trace", str(trace))
     assert code == 2
     assert "trace.csv, row 3, arrived_at: 2 is before the row in front of it" in err
+
+
+def test_a_drafter_makes_policies_faster_on_hardware_that_nobody_has(command: Run, tmp_path: Path) -> None:
+    path, tpot = tmp_path / "result.json", {}
+    for name, arguments in (("plain", []), ("guessing", ["--speculate", "0.9,0.8:0.02"])):
+        both = ["--policy", "sarathi,throttling", "--lengths", "30+80", *arguments, "--json", str(path)]
+        code, out, _ = command(*SMALL, *both)
+        assert (code, "guesses" in out) == (0, name == "guessing")
+        tpot[name] = [row["tpot_ms"]["mean"] for row in json.loads(path.read_text())["rows"]]
+    assert all(guessing < 0.7 * plain for plain, guessing in zip(*tpot.values(), strict=True))
+    code, _, problem = command(*SMALL, "--speculate", "often")
+    assert code != 0
+    assert "RATE,RATE,...:COST" in problem

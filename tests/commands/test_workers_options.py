@@ -140,12 +140,10 @@ def test_a_worker_reads_the_layouts_that_it_is_sent() -> None:
         reports="reports",
         engine_key="k" * 40,
         init_method="file",
-        name="storyteller",
-        model_directory=None,
-        tokenizer_directory="tokenizer",
+        model=ResolvedModel("storyteller", None, Path("tokenizer")),
         config=PAIR,
     )
-    read = msgspec.json.decode(msgspec.json.encode(start), type=WorkerStart)
+    read = WorkerStart.read(start.line())
 
     assert read == start
     assert read.config.layouts == PAIR.layouts

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from nanoserve.config import ModelConfig
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.hardware import Device
-from nanoserve.costs.profile import SCHEMA, KvMemory, Profile
+from nanoserve.costs.profile import KvMemory, Profile
 from tests.costs.conftest import tiny_model
 
 
@@ -27,7 +27,6 @@ def made_up_profile(model: ModelConfig | None = None, **changes: object) -> Prof
     machine = Device(name="abacus", memory_bytes=1e4, memory_bandwidth=100.0, flops=1000.0)
     settings: dict[str, str | int] = {"model": "tiny", "dtype": "bfloat16", "operators": "fingers", "layers": "eager"}
     fields: dict[str, object] = {
-        "schema": SCHEMA,
         "about": {},
         "settings": settings | {"threads": 1, "host_threads": 1, "rounds": 3},
         "foreign_cores": None,

@@ -11,7 +11,7 @@ import pytest
 
 from nanoserve.commands.main import main
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
-from nanoserve.costs.analysis import Analysis
+from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
@@ -57,6 +57,14 @@ def test_prompts_are_bound_by_computing_and_decoding_by_memory() -> None:
     }
     assert {bounds["prefill", name] for name in ("qkv", "attention", "gate_up", "down")} == {"compute"}
     assert {bounds["decode", name] for name in ("qkv", "attention", "gate_up", "down", "head")} == {"memory"}
+
+
+def test_windows_leave_room_for_more_sequences() -> None:
+    """5.3 times as many of 32k for Gemma 3 27B, whose five layers of six keep 1024 tokens."""
+    costs = StepCosts(load_shape("gemma-3-27b"), load_machine("h200"))
+    analysis = Analysis(costs, 32768 - 16, 16)
+    full = analysis.blocks // (32768 // BLOCK_SIZE)
+    assert analysis.largest_batch == pytest.approx(5.3 * full, rel=0.2)
 
 
 def test_throughput_grows_and_latency_too() -> None:

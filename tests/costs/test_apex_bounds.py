@@ -40,3 +40,10 @@ def test_the_bound_of_asymmetric_pipelining_by_hand(hosts: int, speedup: float) 
 def test_the_bound_of_asynchronous_overlap_by_hand(hosts: int, gain: float) -> None:
     bound = overlap_gain_bound(1.0, 1.0, speed_ratio=0.2, decodes=10, host_sequences=hosts, layers=32)
     assert bound == pytest.approx(gain)
+
+
+def test_what_is_beside_the_layers_runs_once_and_only_overlap_uses_it() -> None:
+    known = {"speed_ratio": 0.2, "decodes": 10, "host_sequences": 1000, "beside": 2.0}
+    # The CPU attends in 1 + 2 layers' times either way, of a step of 5 where the device alone takes 4.
+    assert pipelining_speedup_bound(1.0, 1.0, **known) == pytest.approx(1.6 * 4 / 5)
+    assert overlap_gain_bound(1.0, 1.0, layers=3, **known) == pytest.approx(0.2 * 4)

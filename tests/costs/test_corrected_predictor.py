@@ -104,6 +104,14 @@ def test_host_rows_prolong_the_halves_of_layers_that_they_join() -> None:
         assert BY_HAND.step_seconds(step) == pytest.approx(alone + halves / 2 * 6)
 
 
+def test_host_rows_behind_the_last_layer_are_sampled_too() -> None:
+    predictor = CorrectedPredictor(LinearPredictor(sampled_row=0.5, key=0.0))
+    device = StepWork.of([500, 500])
+    for attended, sampled in ((0, 2), (3, 2), (4, 8)):
+        step = StepFeatures(strategy="overlap", device=device, host=(HostBatch(6, 600, attended),))
+        assert predictor.step_seconds(step) == pytest.approx(4 + 0.5 * sampled)
+
+
 def test_an_asymmetric_step_waits_for_whoever_takes_longer() -> None:
     device = StepWork.of([500, 500])
     hidden = StepFeatures(strategy="asymmetric", device=device, host_second=(HostBatch(1, 100),))

@@ -96,6 +96,23 @@ def test_a_sliding_window_bounds_what_a_row_sees() -> None:
         counts.operators(StepWork.of([3, 9]), 0)
 
 
+def test_a_sequence_keeps_the_blocks_that_its_windows_see() -> None:
+    """By hand, for windows of 4 in blocks of 2: the last token may see three tokens before it, in three blocks."""
+    counts = ModelCounts(tiny_model(sliding_windows=(0, 4)))
+    token = counts.layer_kv_bytes
+    assert [counts.sequence_kv_bytes(tokens, 2, 0) / token for tokens in (1, 4, 5, 20)] == [4, 8, 12, 26]
+    full = ModelCounts(tiny_model())
+    assert full.sequence_kv_bytes(20, 2, 0) == 20 * full.kv_bytes_per_token(0)
+
+
+def test_windows_of_real_models_save_what_is_known_of_them() -> None:
+    """GiB at 32k of Gemma 3 27B and gpt-oss-20b, all layers full, and with their windows."""
+    for model, full, windows in ("gemma-3-27b", 15.5, 2.91), ("gpt-oss-20b", 1.5, 0.75), ("llama-3.1-8b", 4.0, 4.0):
+        counts = ModelCounts(load_shape(model))
+        assert 32768 * counts.kv_bytes_per_token(0) / 2**30 == pytest.approx(full)
+        assert counts.sequence_kv_bytes(32768, 16, 0) / 2**30 == pytest.approx(windows, abs=0.02)
+
+
 @pytest.mark.parametrize("start", range(6))
 @pytest.mark.parametrize("length", range(1, 7))
 @pytest.mark.parametrize("window", [0, 1, 3, 5, 100])
@@ -107,9 +124,19 @@ def test_keys_and_pairs_of_a_chunk_by_counting(start: int, length: int, window: 
     assert chunk_keys(start, length, window) == len(set().union(*seen))
 
 
+def test_latents_are_cached_once_on_every_rank() -> None:
+    """576 numbers of 2 bytes a layer; tensor parallelism divides the heads that share them."""
+    for model, layers in ("deepseek-v3", 61), ("deepseek-v2-lite", 27):
+        whole = ModelCounts(load_shape(model))
+        half = ModelCounts(load_shape(model), ParallelLayout(tensor_parallel=2))
+        assert whole.kv_bytes_per_token(0) == half.kv_bytes_per_token(0) == layers * 1152
+        assert whole.layer_flops_per_pair == 2 * half.layer_flops_per_pair == 2 * load_shape(model).num_heads * 1088
+
+
 def test_the_weights_of_real_models_have_the_published_size() -> None:
     sizes = {"llama-3.1-8b": 8.03e9, "qwen2.5-32b": 32.76e9, "qwen3-30b-a3b": 30.5e9, "llama-2-70b": 68.98e9}
     sizes |= {"codellama-34b": 33.74e9, "llama-3-15b": 15.0e9, "llama-3.1-100b": 100e9, "llama-3.1-405b": 405.9e9}
+    sizes |= {"deepseek-v3": 671e9, "deepseek-v2-lite": 15.7e9}
     for name, parameters in sizes.items():
         assert ModelCounts(load_shape(name)).stage_weight_bytes(0) / 2 == pytest.approx(parameters, rel=0.005), name
 

@@ -7,7 +7,8 @@ import pytest
 
 from nanoserve.costs import ParallelLayout, load_shape
 from nanoserve.costs.hardware import MachineSpeeds
-from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile, read_layout_profile
+from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile
+from nanoserve.costs.profile import read_profile, write_profile
 from nanoserve.costs.work import StepWork
 from nanoserve.errors import UsageError
 from nanoserve.simulator.planning import PlannedWork, RequestShape, find_candidates
@@ -31,7 +32,6 @@ def degree_times(layer: float, sums: float = 0.0) -> DegreeTimes:
 def layout_profile(sums: float = 0.0) -> LayoutProfile:
     """Tensor parallelism halves a layer of 10 ms; `sums` is what its all-reduces take for a token."""
     return LayoutProfile(
-        schema="nanoserve-layouts/1",
         devices=2,
         bits=16,
         memory_bytes=8e9,
@@ -97,8 +97,8 @@ def test_a_degree_that_nobody_measured_is_refused() -> None:
 
 def test_a_file_is_the_profile_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "layouts.json"
-    path.write_bytes(msgspec.json.encode(layout_profile()))
-    assert read_layout_profile(path) == layout_profile()
-    path.write_bytes(path.read_bytes().replace(b'"built":true', b'"built":1'))
+    write_profile(layout_profile(), path)
+    assert read_profile(path, LayoutProfile) == layout_profile()
+    path.write_bytes(path.read_bytes().replace(b'"built": true', b'"built": 1'))
     with pytest.raises(UsageError, match="is not a profile"):
-        read_layout_profile(path)
+        read_profile(path, LayoutProfile)

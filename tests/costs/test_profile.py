@@ -13,6 +13,7 @@ from nanoserve.costs.hardware import Efficiency
 from nanoserve.costs.profile import (
     MeasuredTimes,
     Prediction,
+    Profile,
     RunFigures,
     calibrate,
     check_writable,
@@ -64,7 +65,7 @@ def test_a_file_brings_back_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     check_writable(path)
     write_profile(profile, path)
-    assert read_profile(path) == profile
+    assert read_profile(path, Profile) == profile
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -93,7 +94,7 @@ def test_a_file_that_is_no_profile_is_refused_with_the_key(change: Change, says:
     change(found)
     path.write_text(json.dumps(found))
     with pytest.raises(UsageError) as refused:
-        read_profile(path)
+        read_profile(path, Profile)
     assert says in str(refused.value)
     assert str(path) in str(refused.value)
     assert len(str(refused.value).splitlines()) == 1
@@ -101,10 +102,10 @@ def test_a_file_that_is_no_profile_is_refused_with_the_key(change: Change, says:
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read .*none\.json: No such file"):
-        read_profile(tmp_path / "none.json")
+        read_profile(tmp_path / "none.json", Profile)
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(UsageError, match=r"text\.json is not a profile"):
-        read_profile(tmp_path / "text.json")
+        read_profile(tmp_path / "text.json", Profile)
     for place in ("none/profile.json", ".", "x" * 300):
         with pytest.raises(RuntimeFailure, match="cannot write"):
             check_writable(tmp_path / place)

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from nanoserve.kv import BlockPool
+from nanoserve.cache_groups import first_seen
+from nanoserve.kv import NO_BLOCK, BlockPool
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import SequenceTable
@@ -41,6 +42,7 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
     moves_after_row = place is Place.MOVING and plans > 0
     elsewhere = place in (Place.HOST, Place.MOVING) and not moves_after_row
     known = len(sequence.tokens) - (status is Status.DECODE)
+    guesses = sum(row.guesses for row in sequence.in_flight)
     goes_on = not sequence.finished
     contradictions = {
         "its queue says otherwise": (sequence in table.running) != (goes_on and place is Place.DEVICE)
@@ -51,7 +53,7 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
         "holds something": place is Place.NONE and bool(holds_kv),
         "waits with KV, or has none and does not wait": (status is Status.WAITING) != (place is Place.NONE),
         f"has {sequence.remaining} tokens to compute in {plans} plans": status is Status.DECODE
-        and sequence.remaining != 1 - plans,
+        and sequence.remaining != 1 - plans - guesses,
         "shares a block of unknown tokens": len(sequence.chain) * table.blocks.pool.block_size > known,
     }
     for contradiction, is_so in contradictions.items():
@@ -63,20 +65,39 @@ def _check_device_blocks(table: SequenceTable, sequences: Iterable[Sequence]) ->
     """The pool's owners are exactly these sequences' tables."""
     pool, owners = table.blocks.pool, Counter[int]()
     for sequence in sequences:
-        owners.update(sequence.block_table)
-        if sequence.copy_source is not None:
-            owners[sequence.copy_source] += 1
-        elif sequence.place is not Place.HOST and len(sequence.block_table) * pool.block_size < sequence.computed:
-            raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
+        owners.update(block for block in sequence.block_table if block != NO_BLOCK)
+        owners.update(sequence.copy_source)
+        if not sequence.copy_source and sequence.place is not Place.HOST:
+            reached = len(sequence.block_table) // pool.groups * pool.block_size
+            if reached < sequence.computed or reached != sequence.reach:
+                raise RuntimeError(f"sequence {sequence.sequence_id} has fewer blocks than computed tokens")
+            _check_windows(table, sequence)
     check_pool(pool, owners)
+
+
+def _check_windows(table: SequenceTable, sequence: Sequence) -> None:
+    """A group has every block that a query may still see, and of a window no more than its plans in flight see."""
+    blocks, size = table.blocks, table.blocks.pool.block_size
+    position = sequence.in_flight[0].start if sequence.in_flight else sequence.computed
+    for group, window in enumerate(blocks.windows):
+        column = sequence.block_table[group :: blocks.groups]
+        needed = first_seen(position, window) // size
+        if NO_BLOCK in column[needed:]:
+            raise RuntimeError(f"sequence {sequence.sequence_id} has given back a block that group {group} needs")
+        answered = sequence.status is not Status.FINISHED and sequence.place is Place.DEVICE
+        if answered and any(block != NO_BLOCK for block in column[: first_seen(sequence.slid_to, window) // size]):
+            raise RuntimeError(f"sequence {sequence.sequence_id} keeps a block behind the window of group {group}")
+        if blocks.slides and answered and sequence.status is Status.DECODE and sequence.slid_to < position:
+            raise RuntimeError(f"sequence {sequence.sequence_id} has not slid to its position")
 
 
 def _check_host_blocks(table: SequenceTable, sequences: Iterable[Sequence]) -> None:
     """The host pool's owners are exactly these sequences' host tables, and each block has one owner."""
     pool, owners = table.blocks.host_pool, Counter[int]()
     for sequence in sequences:
-        owners.update(sequence.host_table)
-        if sequence.place is Place.HOST and pool.blocks_for(sequence.computed) > len(sequence.host_table):
+        owners.update(block for block in sequence.host_table if block != NO_BLOCK)
+        columns = len(sequence.host_table) // pool.groups
+        if sequence.place is Place.HOST and pool.blocks_for(sequence.computed) > columns:
             raise RuntimeError(f"sequence {sequence.sequence_id} has fewer host blocks than computed tokens")
     check_pool(pool, owners)
     if max(owners.values(), default=0) > 1:
@@ -97,5 +118,21 @@ def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
             raise RuntimeError(f"block {block}: {pool._references[block]} references, {owners[block]} owners")
     if set(free) != {block for block, count in enumerate(pool._references) if count == 0}:
         raise RuntimeError("free blocks and blocks without an owner differ")
-    if any(block in pool._addresses for block in pool._blank):
+    if any(block in pool._cached for block in pool._blank):
         raise RuntimeError("a cached block is listed as blank")
+    _check_columns(pool)
+
+
+def _check_columns(pool: BlockPool) -> None:
+    """Known columns are those of cached blocks, and those that come before them."""
+    followers = Counter(previous for previous, _ in pool._addresses.values() if previous in pool._columns)
+    cached = {(entry, group): block for block, (entry, group) in pool._cached.items()}
+    if followers != pool._followers or {entry: address for address, entry in pool._known.items()} != pool._addresses:
+        raise RuntimeError("a column is lost, or has other followers than it says")
+    for entry, blocks in pool._columns.items():
+        if entry not in followers and max(blocks) == NO_BLOCK:
+            raise RuntimeError("a column is kept for nothing")
+        if blocks != [cached.pop((entry, group), NO_BLOCK) for group in range(pool.groups)]:
+            raise RuntimeError("a column's blocks and the cached ones differ")
+    if cached or len(pool._known) != len(pool._columns):
+        raise RuntimeError("a cached block or an address has no column")

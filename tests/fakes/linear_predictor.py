@@ -17,7 +17,8 @@ class LinearPredictor:
         prompt_token: device attention, seconds per prompt token.
         host_key: CPU attention, seconds per key ...
         exchange: ... and for the exchange.
-        overhead: seconds of a step.
+        overhead: seconds of a step, whatever it samples ...
+        sampled_row: ... and for each row that it samples.
         swap_token: seconds per token moved.
         transition: seconds.
         slowest_share: of a step, that of the slowest stage.
@@ -32,6 +33,7 @@ class LinearPredictor:
     host_key: float = 0.01
     exchange: float = 0.0
     overhead: float = 0.0
+    sampled_row: float = 0.0
     swap_token: float = 0.0
     transition: float = 0.0
     slowest_share: float = 1.0
@@ -50,7 +52,7 @@ class LinearPredictor:
         return self.exchange + self.host_key * context_tokens
 
     def step_overhead_seconds(self, rows: int = 1) -> float:
-        return self.overhead
+        return self.overhead + self.sampled_row * rows
 
     def slowdown(self, strategy: Strategy) -> float:
         return 1.0

@@ -1,9 +1,12 @@
 """An executor without a model that checks memory: the oracle for everything that schedules.
 
-It keeps ``(token, position)`` in every (tier, block, slot), carries out what plans say in the order they promise,
-reads each row's block table back against the sequence's true prefix, poisons blocks that nobody owns any more, and
-answers with a hash of the prefix as the next token. A scheduler that loses, shares or reuses a block wrongly cannot
+It keeps ``(token, position, group)`` in every (tier, block, slot), carries out what plans say in the order they
+promise, reads each row's block table back against the sequence's true prefix, poisons blocks that nobody owns any more,
+and answers with a hash of the prefix as the next token. A scheduler that loses, shares or reuses a block wrongly cannot
 get the right tokens from it, and mostly trips one of its checks first.
+
+Where there are several cache groups, each row writes and reads all of them; of a group with a window it reads what its
+first query sees on. Nothing else of a table counts: blocks behind the window may be anybody's.
 
 A fed row reads the token that the plan before sampled; one whose token the scheduler had been told is a mistake.
 
@@ -21,14 +24,18 @@ from itertools import chain, cycle
 
 from msgspec.structs import replace
 
+from nanoserve.cache_groups import first_seen
+from nanoserve.kv import NO_BLOCK
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Answer, Begin, CohortProgress, Copy, Row, StepPlan, StepResult, Swap, Tier
 
-POISON = (-1, -1)
-Slot = tuple[int, int]
-"""The token a slot holds, and its position in the sequence."""
+POISON = (-1, -1, -1)
+Slot = tuple[int, int, int]
+"""The token a slot holds, its position in the sequence, and the cache group that wrote it."""
 
 NextToken = Callable[[Sequence[int], Begin], int]
+Drafter = Callable[[Sequence[int], Begin, int], Sequence[int]]
+"""Guesses for the tokens that follow: at most so many."""
 
 
 class MemoryViolation(AssertionError):
@@ -98,6 +105,8 @@ class MemoryCheckingExecutor:
         cpu_is_done: whether it is, of one cohort after the other in each plan, round and round. A plan without rows on
             the device waits for it.
         model: gives the next token.
+        drafter: guesses what the model will say.
+        windows: of the cache groups.
     """
 
     def __init__(
@@ -113,7 +122,10 @@ class MemoryCheckingExecutor:
         num_layers: int = 2,
         cpu_is_done: Sequence[bool] = (True,),
         model: NextToken = next_token,
+        drafter: Drafter = lambda prefix, begin, count: (),
+        windows: tuple[int, ...] = (0,),
     ) -> None:
+        self.windows = windows
         self.max_in_flight = 2 if feeds_tokens else depth
         self.feeds_tokens = feeds_tokens
         self.ready = True
@@ -121,6 +133,7 @@ class MemoryCheckingExecutor:
         self.num_layers = num_layers
         self._cpu_is_done = cycle(cpu_is_done)
         self.model = model
+        self.drafter = drafter
         self.plans: list[StepPlan] = []
         self.closed = False
         self._memory: dict[Tier, list[list[Slot]]] = {
@@ -276,6 +289,7 @@ class MemoryCheckingExecutor:
         if ended.tier is None:
             return
         keep = max(ended.computed // self.block_size, (ended.begin.prompt_length - 1) // self.block_size + 1)
+        keep *= len(self.windows)
         forgotten = set(ended.block_table[keep:] if ended.tier == "device" else ended.block_table)
         for swap in plan.swaps:
             if swap.sequence == sequence:
@@ -284,8 +298,8 @@ class MemoryCheckingExecutor:
 
     def _poison(self, tier: Tier, blocks: set[int]) -> None:
         """Those of them that no sequence uses."""
-        used = {block for record in self._records.values() if record.tier == tier for block in record.block_table}
-        for block in blocks - used:
+        used = set(chain.from_iterable(self._held(one) for one in self._records.values() if one.tier == tier))
+        for block in blocks - used - {NO_BLOCK}:
             self._memory[tier][block] = [POISON] * self.block_size
 
     # ---- swaps and transitions ----
@@ -298,19 +312,20 @@ class MemoryCheckingExecutor:
             raise MemoryViolation(f"swap {swap.swap} does not pair its blocks")
         _, target = _ends(swap)
         for tier, block in target:
-            if any(record.tier == tier and block in record.block_table for record in self._records.values()):
+            if any(record.tier == tier and block in self._held(record) for record in self._records.values()):
                 raise MemoryViolation(f"swap {swap.swap} writes over {tier} block {block}, which is in use")
             if any((tier, block) in chain(*_ends(other.swap)) for other in self._swaps):
                 raise MemoryViolation(f"swap {swap.swap} writes over {tier} block {block}, which another swap moves")
             self._memory[tier][block] = [POISON] * self.block_size
 
     def _check_filled(self, swap: Swap, plan: StepPlan) -> None:
-        """A swap that follows its row: the sequence's whole table moves, and the row is the last of its prompt."""
+        """A swap that follows its row: all that the sequence needs moves, and the row is the last of its prompt."""
         row = next((row for row in plan.rows if row.sequence == swap.sequence), None)
         if row is None or not row.sample or row.tier != "device" or swap.direction != "out":
             raise MemoryViolation(f"swap {swap.swap} follows no row that computes the last of a prompt")
         record = self._records[swap.sequence]
-        if list(swap.device_blocks) != record.block_table:
+        needed = set(self._held(record))
+        if not needed <= set(swap.device_blocks) <= set(record.block_table) - {NO_BLOCK}:
             raise MemoryViolation(f"swap {swap.swap} moves other blocks than its sequence has")
         self._check_prefix(row, record)
 
@@ -351,7 +366,7 @@ class MemoryCheckingExecutor:
         """Blocks that start at or behind the row's first position are fresh: what they held before is nobody's."""
         held = len(self._record(row).block_table)
         for index, block in enumerate(row.new_blocks, start=held):
-            if index * self.block_size >= row.start:
+            if index // len(self.windows) * self.block_size >= row.start:
                 self._memory[row.tier][block] = [POISON] * self.block_size
 
     def _copy(self, copy: Copy) -> None:
@@ -385,16 +400,25 @@ class MemoryCheckingExecutor:
         if row.sample != (row.start + len(row.tokens) >= len(record.tokens)):
             raise MemoryViolation(f"sequence {row.sequence}: only its last known position may be sampled")
         for position, token in enumerate(row.tokens, start=row.start):
-            block, slot = self._slot(record, position)
-            self._check_no_other_reader(row, block, slot, (token, position))
-            self._memory[row.tier][block][slot] = (token, position)
+            for group in range(len(self.windows)):
+                block, slot = self._slot(record, position, group)
+                self._check_no_other_reader(row, block, slot, (token, position, group))
+                self._memory[row.tier][block][slot] = (token, position, group)
         record.computed = row.start + len(known)
 
-    def _slot(self, record: _Record, position: int) -> tuple[int, int]:
+    def _slot(self, record: _Record, position: int, group: int = 0) -> tuple[int, int]:
         index, slot = divmod(position, self.block_size)
-        if index >= len(record.block_table):
+        place = index * len(self.windows) + group
+        if place >= len(record.block_table) or record.block_table[place] == NO_BLOCK:
             raise MemoryViolation(f"sequence {record.begin.sequence} has no block for position {position}")
-        return record.block_table[index], slot
+        return record.block_table[place], slot
+
+    def _held(self, record: _Record) -> list[int]:
+        """The blocks that the sequence's next queries see, or that its next tokens are written to."""
+        table, groups, held = record.block_table, len(self.windows), list[int]()
+        for group, window in enumerate(self.windows):
+            held += table[first_seen(record.computed, window) // self.block_size * groups + group :: groups]
+        return held
 
     def _check_no_other_reader(self, row: Row, block: int, slot: int, content: Slot) -> None:
         """Another sequence's computed prefix must not be written over with something else."""
@@ -402,14 +426,19 @@ class MemoryCheckingExecutor:
         if before in (POISON, content):
             return
         for other, record in self._records.items():
-            if other != row.sequence and record.tier == row.tier and block in record.block_table:
-                position = record.block_table.index(block) * self.block_size + slot
-                if position < len(record.tokens) and (record.tokens[position], position) == before:
+            if other != row.sequence and record.tier == row.tier and block in self._held(record):
+                place = record.block_table.index(block)
+                group, position = place % len(self.windows), place // len(self.windows) * self.block_size + slot
+                if position < len(record.tokens) and (record.tokens[position], position, group) == before:
                     raise MemoryViolation(f"sequence {row.sequence} writes over block {block} of sequence {other}")
 
     def _read_and_answer(self, row: Row) -> Answer:
         record = self._records[row.sequence]
         guesses = row.tokens[len(record.tokens) - row.start :]
+        if len(guesses) != row.guesses:
+            raise MemoryViolation(f"sequence {row.sequence} has {len(guesses)} guesses and says {row.guesses}")
+        if row.draft:
+            self._slot(record, row.start + len(row.tokens) + row.draft - 1)
         self._check_prefix(row, record)
         answered: list[int] = []
         for guess in (*guesses, None):
@@ -418,17 +447,19 @@ class MemoryCheckingExecutor:
             answered.append(token)
             if token != guess:
                 break
-        return Answer(sequence=row.sequence, tokens=tuple(answered))
+        record.computed += len(answered) - 1  # the guesses that are right
+        draft = self.drafter(record.tokens, record.begin, row.draft)
+        return Answer(sequence=row.sequence, tokens=tuple(answered), draft=tuple(draft))
 
     def _check_prefix(self, row: Row, record: _Record) -> None:
-        for position, token in enumerate(record.tokens):
-            block, slot = self._slot(record, position)
-            found = self._memory[row.tier][block][slot]
-            if found != (token, position):
-                raise MemoryViolation(
-                    f"sequence {row.sequence}, position {position}: block {block} slot {slot} holds {found}, "
-                    f"not {(token, position)}"
-                )
+        for group, window in enumerate(self.windows):
+            for position in range(first_seen(row.start, window), len(record.tokens)):
+                block, slot = self._slot(record, position, group)
+                found, expected = self._memory[row.tier][block][slot], (record.tokens[position], position, group)
+                if found != expected:
+                    raise MemoryViolation(
+                        f"sequence {row.sequence}: block {block} slot {slot} holds {found}, not {expected}"
+                    )
 
 
 def _ends(swap: Swap) -> tuple[list[tuple[Tier, int]], list[tuple[Tier, int]]]:

@@ -10,7 +10,8 @@ def expected_tokens(
 ) -> tuple[list[int], str]:
     """One sample of one request with nothing else in the world: its output tokens and its finish reason."""
     params = request.params
-    begin = Begin(0, request.prompt, len(request.prompt), index, request.seed, params, request.end_tokens)
+    late = () if params.ignore_eos else request.end_tokens
+    begin = Begin(0, request.prompt, len(request.prompt), index, request.seed, params, late)
     tokens = list(request.prompt)
     output: list[int] = []
     while True:

@@ -21,7 +21,7 @@ def test_a_block_given_to_two_sequences_is_noticed() -> None:
     executor = _executor()
     executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
     stolen = StepPlan(1, begin=(_begin(1, 5, 6),), rows=(Row(1, 0, (5, 6), True, (0,)), Row(0, 2, (102,), True, (1,))))
-    with pytest.raises(MemoryViolation, match="sequence 0, position 0"):
+    with pytest.raises(MemoryViolation, match=r"sequence 0: block 0 slot 0 holds \(5, 0"):
         executor.submit(stolen)
 
 
@@ -35,7 +35,7 @@ def test_writing_into_a_shared_block_is_noticed() -> None:
 
 def test_reading_what_was_never_written_is_noticed() -> None:
     executor = _executor()
-    with pytest.raises(MemoryViolation, match="position 0: block 3 slot 0 holds"):
+    with pytest.raises(MemoryViolation, match="block 3 slot 0 holds"):
         executor.submit(StepPlan(0, begin=(_begin(0, 1, 2, 3),), rows=(Row(0, 2, (3,), True, (3, 1)),)))
 
 
@@ -44,7 +44,7 @@ def test_reading_an_ended_sequences_last_block_is_noticed() -> None:
     executor.submit(StepPlan(0, begin=(_begin(0, 1, 2),), rows=(Row(0, 0, (1, 2), True, (0,)),)))
     executor.submit(StepPlan(1, rows=(Row(0, 2, (102,), True, (1,)),)))
     late = StepPlan(2, end=(0,), begin=(_begin(1, 1, 2, 102, 7),), rows=(Row(1, 3, (7,), True, (0, 1)),))
-    with pytest.raises(MemoryViolation, match="position 2: block 1 slot 0"):
+    with pytest.raises(MemoryViolation, match="sequence 1: block 1 slot 0 holds"):
         executor.submit(late)
 
 
@@ -159,8 +159,8 @@ def test_host_sequences_that_stand_still_and_plans_for_nothing_are_noticed() -> 
 def test_guesses_are_accepted_as_far_as_they_are_right() -> None:
     executor = _executor()
     executor.submit(StepPlan(0, begin=(_begin(0, 1),), rows=(Row(0, 0, (1,), True, (0,)),)))
-    executor.submit(StepPlan(1, rows=(Row(0, 1, (101, 102, 103), True, (1,)),)))  # both guesses are right
-    executor.submit(StepPlan(2, rows=(Row(0, 4, (104, 0, 106), True, (2, 3)),)))  # the first is wrong
+    executor.submit(StepPlan(1, rows=(Row(0, 1, (101, 102, 103), True, (1,), guesses=2),)))  # both guesses are right
+    executor.submit(StepPlan(2, rows=(Row(0, 4, (104, 0, 106), True, (2, 3), guesses=2),)))  # the first is wrong
     answers = [result.answers[0].tokens for _ in range(3) for result in executor.collect(None)]
     assert answers == [(101,), (102, 103, 104), (105,)]
 

@@ -77,7 +77,8 @@ class Model:
 
 
 def family_config(family: str) -> ModelConfig:
-    return ModelConfig.from_hf({"model_type": family, **_SHAPE, **_VARIANTS[family]})
+    """As the engine runs it with attention in host memory, which takes no cache groups."""
+    return ModelConfig.from_hf({"model_type": family, **_SHAPE, **_VARIANTS[family]}).in_one_group()
 
 
 @cache

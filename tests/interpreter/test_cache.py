@@ -47,6 +47,17 @@ def test_tokens_land_in_their_slots(num_kv_heads: int, head_dim: int, dtype: tor
     _compare_writes(LAYOUTS[layout](key), value, _caches(layout, (4, num_kv_heads, 16, head_dim), dtype), slots)
 
 
+def test_latents_are_written_and_copied_without_values() -> None:
+    latents = filled(3, 1, 48, seed=1)
+    _compare_writes(
+        latents, latents[..., :0], (filled(4, 1, 16, 48, seed=2), torch.empty(4, 1, 16, 0)), torch.arange(3)
+    )
+    cache, values = filled(4, 1, 16, 48, seed=2), torch.empty(4, 1, 16, 0)
+    before = cache.clone()
+    gpu.copy_blocks(cache, values, torch.tensor([[0, 1], [1, 2]]))
+    assert torch.equal(cache, before[[0, 0, 1, 3]])
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     block_size=st.sampled_from([1, 8, 16, 32]),

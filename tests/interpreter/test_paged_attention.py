@@ -7,10 +7,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from nanoserve.benchmarks.gpu.attention import AttentionCall
 from nanoserve.benchmarks.gpu.attention import AttentionRow as Row
-from tests.triton_ops.batches import build, inputs, poisoned_out, reference
+from tests.triton_ops.batches import build, inputs, narrowed, poisoned_out, reference
 from triton_ops.gpu import attention
 from triton_ops.gpu.configurations import (
     AttentionConfiguration,
@@ -39,16 +40,30 @@ def poisoned_scratch() -> Iterator[None]:
 
 
 def check(
-    batch: AttentionCall, window: int, *, configuration: AttentionConfiguration = SMALL, multiprocessors: int = 2
+    batch: AttentionCall,
+    window: int,
+    *,
+    configuration: AttentionConfiguration = SMALL,
+    multiprocessors: int = 2,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     out = poisoned_out(batch)
-    attention.attend(configuration, multiprocessors, (out, *inputs(batch)), scale=SCALE, sliding_window=window)
-    tolerance = TOLERANCES[out.dtype]
-    torch.testing.assert_close(out.double(), reference(batch, SCALE, window), atol=tolerance, rtol=tolerance)
+    attention.attend(
+        configuration,
+        multiprocessors,
+        (out, *inputs(batch)),
+        scale=SCALE,
+        sliding_window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+    )
+    tolerance, expected = TOLERANCES[out.dtype], reference(batch, SCALE, window, soft_cap, sinks)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize(("block_size", "window"), [(16, 0), (16, 40), (32, 0), (32, 17)])
 def test_every_shape_in_its_default_configuration(
     dtype: torch.dtype, head_dim: int, block_size: int, window: int
@@ -115,6 +130,50 @@ def test_long_rows_whole_and_in_many_splits(window: int, multiprocessors: int) -
     check(batch, window, configuration=configuration, multiprocessors=multiprocessors)
 
 
+def sinks_of(num_heads: int) -> Tensor:
+    return torch.linspace(-2.0, 4.0, num_heads)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 8])
+@pytest.mark.parametrize(
+    ("heads", "dims", "dtype", "window", "soft_cap", "sinks"),
+    [
+        ((4, 2), (64, 64), torch.float32, 40, 0.0, sinks_of(4)),
+        ((16, 1), (64, 64), torch.bfloat16, 0, 0.0, sinks_of(16)),
+        ((4, 2), (80, 80), torch.float32, 17, 2.0, None),
+        ((2, 2), (32, 32), torch.float16, 0, 2.0, torch.tensor([-torch.inf, 200.0])),
+        ((20, 1), (48, 32), torch.float32, 0, 0.0, None),  # 20 heads are two groups of ten
+        ((17, 1), (48, 32), torch.float16, 40, 2.0, sinks_of(17)),  # 17 are groups of one
+        ((16, 1), (96, 80), torch.bfloat16, 17, 0.0, None),
+    ],
+)
+def test_sinks_soft_caps_latents_and_many_heads(
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+    multiprocessors: int,
+) -> None:
+    batch = build(
+        MIXED, num_heads=heads[0], num_kv_heads=heads[1], block_size=16, seed=1, head_dim=dims[0], dtype=dtype
+    )
+    batch = narrowed(batch, dims[1], latent=True) if dims[1] < dims[0] else batch
+    check(batch, window, multiprocessors=multiprocessors, soft_cap=soft_cap, sinks=sinks)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(512, 512), (576, 512)])
+def test_the_widest_heads_in_their_default_configuration(head_dim: int, value_dim: int) -> None:
+    """Those of Gemma 4, and DeepSeek's latents."""
+    rows, heads = [Row(1, 70), Row(5, 20)], {"num_heads": 32, "num_kv_heads": 1}
+    batch = build(rows, **heads, block_size=16, seed=1, head_dim=head_dim, dtype=torch.bfloat16)
+    batch = narrowed(batch, value_dim, latent=True)
+    out = poisoned_out(batch)
+    attention.paged_attention(out, *inputs(batch), scale=0.05, sliding_window=0)
+    torch.testing.assert_close(out.double(), reference(batch, 0.05, 0), atol=2e-2, rtol=2e-2)
+
+
 def test_a_batch_as_wide_as_rows_are_searched() -> None:
     """Rows of tiles are found 128 at a time: here the longer ones lie on both sides of that, beside rows of nothing."""
     rows = [Row(1, 5)] * 127 + [Row(3, 20), Row(2, 2), Row(1, 3), Row(17, 40)]
@@ -156,8 +215,9 @@ def test_tensors_may_be_parts_of_wider_ones() -> None:
     check(replace(batch, query=fused[:, 2:6], key_cache=caches[:, 0], value_cache=caches[:, 1]), 0)
 
 
+@pytest.mark.parametrize("sinks", [None, sinks_of(4)], ids=["", "sinks"])
 @pytest.mark.parametrize("multiprocessors", [1, 100])
-def test_padding_rows_of_a_captured_graph_give_numbers(multiprocessors: int) -> None:
+def test_padding_rows_of_a_captured_graph_give_numbers(multiprocessors: int, sinks: Tensor | None) -> None:
     """A row with nothing in the cache gets zeros; its neighbour with one token gets that token's value."""
     batch = build([Row(1, 60), Row(1, 1), Row(1, 1)], num_heads=4, num_kv_heads=2, block_size=16, seed=5, head_dim=64)
     lengths = torch.tensor([60, 1, 0], dtype=torch.int32)
@@ -165,10 +225,11 @@ def test_padding_rows_of_a_captured_graph_give_numbers(multiprocessors: int) -> 
     tables[2] = 10**6
     out = poisoned_out(batch)
     tensors = (out, *inputs(replace(batch, context_lengths=lengths, block_tables=tables)))
-    attention.attend(SMALL, multiprocessors, tensors, scale=SCALE, sliding_window=0)
-    torch.testing.assert_close(out[:2].double(), reference(batch, SCALE, 0)[:2], atol=1e-5, rtol=1e-5)
-    value = batch.value_cache[batch.block_tables[1, 0], :, 0]
-    torch.testing.assert_close(out[1], value.repeat_interleave(2, dim=0).flatten(), atol=1e-6, rtol=0)
+    attention.attend(SMALL, multiprocessors, tensors, scale=SCALE, sliding_window=0, sinks=sinks)
+    torch.testing.assert_close(out[:2].double(), reference(batch, SCALE, 0, 0.0, sinks)[:2], atol=1e-5, rtol=1e-5)
+    if sinks is None:
+        value = batch.value_cache[batch.block_tables[1, 0], :, 0]
+        torch.testing.assert_close(out[1], value.repeat_interleave(2, dim=0).flatten(), atol=1e-6, rtol=0)
     assert torch.count_nonzero(out[2]) == 0
 
 
@@ -187,11 +248,13 @@ def test_only_the_programs_that_have_work_are_launched(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 96}, "no head_dim 96, only 32, 64, 80, 128, 256"),
+        ({"head_dim": 112}, "no head_dim 112, only 32, 64, 80, 96, 128, 256, 512, 576"),
+        ({"head_dim": 512}, "heads of 512 in 16 bits only"),
+        ({"head_dim": 576}, "no width of values for head_dim 576 but 576, only 512"),
         ({"block_size": 8}, "no block_size 8, only 16, 32"),
         ({"dtype": torch.float64}, "one of bfloat16, float16 and float32 for all, not torch.float64"),
     ],
-    ids=["head_dim", "block_size", "dtype"],
+    ids=["head_dim", "float32 of wide heads", "values as wide as latents' keys", "block_size", "dtype"],
 )
 def test_what_no_program_does_is_said_before_any_is_launched(changes: dict[str, object], message: str) -> None:
     shape = {"head_dim": 64, "block_size": 16, "dtype": torch.float32, **changes}
@@ -207,10 +270,12 @@ def test_tensors_that_would_be_read_wrongly_are_refused() -> None:
     turned = replace(batch, query=batch.query.mT.contiguous().mT)
     unlike = replace(batch, value_cache=torch.stack([batch.value_cache] * 2, dim=1)[:, 0])
     mixed = replace(batch, query=batch.query.half())
+    narrow = replace(batch, value_cache=batch.value_cache[..., :32])
     for wrong, scale, message in (
         (turned, 1.0, "contiguous"),
         (unlike, 1.0, "alike"),
         (mixed, 1.0, "float16"),
+        (narrow, 1.0, "keys' first columns"),
         (batch, -1.0, "scale"),
     ):
         with pytest.raises(UnsupportedByGpu, match=message):

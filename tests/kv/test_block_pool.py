@@ -17,16 +17,21 @@ def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[i
     blocks = pool.allocate(len(tokens) // pool.block_size)
     link: int | str = salt
     for index, block in enumerate(blocks):
-        link = pool.insert(block, link, tuple(tokens[index * pool.block_size : (index + 1) * pool.block_size]))
+        link = pool.insert([block], link, tuple(tokens[index * pool.block_size : (index + 1) * pool.block_size]))
     return blocks
+
+
+def _matched(pool: BlockPool, tokens: list[int], salt: str) -> list[int]:
+    """The blocks of a cached prefix, in a pool of one group."""
+    return [block for (block,), _ in pool.match(tokens, salt)]
 
 
 def test_a_prefix_is_found_and_leaves_one_token_to_compute() -> None:
     pool = BlockPool(8, 2)
     blocks = _cached_prompt(pool, [1, 2, 3, 4])
-    assert [block for block, _ in pool.match([1, 2, 3, 4, 5], "")] == blocks
-    assert [block for block, _ in pool.match([1, 2, 3, 4], "")] == blocks[:1]
-    assert [block for block, _ in pool.match([1, 2, 9, 9, 9], "")] == blocks[:1]
+    assert _matched(pool, [1, 2, 3, 4, 5], "") == blocks
+    assert _matched(pool, [1, 2, 3, 4], "") == blocks[:1]
+    assert _matched(pool, [1, 2, 9, 9, 9], "") == blocks[:1]
     assert pool.match([9, 9, 3, 4, 5], "") == [], "a block matches only behind its own prefix"
 
 
@@ -45,7 +50,7 @@ def test_blank_blocks_are_reused_before_cached_ones_and_those_oldest_first() -> 
     assert pool.free_blocks == 4
     assert pool.allocate(3) == [2, 3, *second]
     assert pool.match([3, 4, 5], "") == []
-    assert [block for block, _ in pool.match([1, 2, 3], "")] == first
+    assert _matched(pool, [1, 2, 3], "") == first
 
 
 def test_the_tail_of_a_prefix_is_forgotten_before_its_head() -> None:
@@ -53,13 +58,13 @@ def test_the_tail_of_a_prefix_is_forgotten_before_its_head() -> None:
     blocks = _cached_prompt(pool, [1, 2, 3, 4])
     pool.release(blocks)
     pool.allocate(1)
-    assert [block for block, _ in pool.match([1, 2, 3, 4, 5], "")] == blocks[:1]
+    assert _matched(pool, [1, 2, 3, 4, 5], "") == blocks[:1]
 
 
 def test_equal_content_is_cached_once() -> None:
     pool = BlockPool(4, 2)
     kept, other = _cached_prompt(pool, [1, 2]), _cached_prompt(pool, [1, 2])
-    assert [block for block, _ in pool.match([1, 2, 3], "")] == kept
+    assert _matched(pool, [1, 2, 3], "") == kept
     pool.release(other)
     check_pool(pool, Counter(kept))
 
@@ -87,9 +92,9 @@ def test_a_hash_collision_serves_nobody_elses_cache() -> None:
     tokens = [_Colliding(1), _Colliding(2)]
     others = [_Colliding(3), _Colliding(4)]
     assert hash(("", tuple(tokens))) == hash(("", tuple(others)))
-    cache.insert(0, "", tuple(tokens))
+    cache.insert([0], "", tuple(tokens))
     assert cache.match([*others, 5], "") == []
-    assert [block for block, _ in cache.match([*tokens, 5], "")] == [0]
+    assert _matched(cache, [*tokens, 5], "") == [0]
 
 
 def test_more_than_is_free_is_refused() -> None:
@@ -121,13 +126,13 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), token=st.integers(1, 3))
     def cache(self, data: st.DataObject, token: int) -> None:
         blocks = data.draw(st.sampled_from(self.owned))
-        if blocks and not any(block in blocks for block, _ in self.pool.match([token, 0], "")):
+        if blocks and not any(block in blocks for block in _matched(self.pool, [token, 0], "")):
             self.pool.forget(blocks[0])
-            self.pool.insert(blocks[0], "", (token,))
+            self.pool.insert(blocks[:1], "", (token,))
 
     @rule(token=st.integers(1, 3))
     def match(self, token: int) -> None:
-        blocks = [block for block, _ in self.pool.match([token, 0], "")]
+        blocks = _matched(self.pool, [token, 0], "")
         self.pool.share(blocks)
         self.owned.append(blocks)
 

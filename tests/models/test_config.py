@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
-from nanoserve.errors import ModelError
+from nanoserve.costs.tables import published_shapes
+from nanoserve.errors import ModelError, UsageError
 from nanoserve.models.decoder import RotaryEmbedding
 from tests.oracle.checkpoints import FAMILIES
 
@@ -85,6 +86,31 @@ def test_what_cannot_run_is_refused_in_one_line(changes: dict[str, Any], complai
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"n_group": 7}, "256 experts cannot be in 7 groups"),
+        ({"topk_group": 9}, "cannot be in 8 groups, 9 of them chosen"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types must have dense or sparse for each of 61 layers"),
+        ({"num_experts_per_tok": 300}, "more than the 256 experts"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights of latent attention are not supported"),
+    ],
+)
+def test_what_cannot_be_in_deepseek_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        ModelConfig.from_hf(dict(published_shapes()["deepseek-v3"]) | changes)
+    with pytest.raises(UsageError, match="latent attention is not rounded"):
+        ModelConfig.from_hf(published_shapes()["deepseek-v3"]).rounded("int8")
+
+
+def test_yarn_sharpens_the_scores_of_latents() -> None:
+    """DeepSeek-V3: heads of 192 before they are absorbed, and a magnitude of 0.1 ln 40 + 1, squared."""
+    config = ModelConfig.from_hf(published_shapes()["deepseek-v3"])
+    assert (config.num_kv_heads, config.head_dim, config.value_dim, config.rope.rotary_dim) == (1, 576, 512, 64)
+    assert config.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+
+
 def test_qwen_windows_start_at_max_window_layers_when_switched_on() -> None:
     sliding = {"sliding_window": 8, "max_window_layers": 2}
     assert ModelConfig.from_hf(qwen2(**sliding)).sliding_windows == ()
@@ -97,6 +123,55 @@ def test_qwen_windows_start_at_max_window_layers_when_switched_on() -> None:
 def test_layer_types_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ModelError, match="layer_types"):
         ModelConfig.from_hf(qwen2(sliding_window=8, use_sliding_window=True, layer_types=["full_attention"]))
+
+
+def gemma3(**changes: Any) -> dict[str, Any]:
+    family = {"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8}
+    return llama(**family | {"architectures": ["Gemma3ForCausalLM"]} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"sliding_window": 0}, "sliding_window must be a positive integer, found 0"),
+        ({"sliding_window": 257}, "sliding_window 257 is beyond max_position_embeddings 256"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types must name a kind for each of 4 layers, found 3"),
+        (
+            {"layer_types": "full_attention"},
+            "layer_types must name a kind for each of 4 layers, found 'full_attention'",
+        ),
+        (
+            {"layer_types": ["full_attention", "linear_attention"] * 2},
+            "layer_types names 'linear_attention'; known are sliding_attention and full_attention",
+        ),
+        ({"layer_types": [None] * 4}, "layer_types names None; known are"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must have an object for sliding_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_act 'gelu' is not supported; only gelu_pytorch_tanh is"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"model_type": "smollm3", "hidden_activation": "silu", "no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers must"),
+        ({"model_type": "gemma4_text"}, "(model_type 'gemma4_text') is not supported; supported model types: llama,"),
+    ],
+)
+def test_windows_and_kinds_of_layers_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ModelError) as refusal:
+        ModelConfig.from_hf(gemma3(**changes), source="somewhere/config.json")
+    message = str(refusal.value)
+    assert complaint in message
+    assert message.startswith("somewhere/config.json: ")
+    assert "\n" not in message
+
+
+def test_gemma_3_stretches_its_full_layers_and_turns_the_others_faster() -> None:
+    """As its config.json says it: a pattern, a local base, and a scaling that does not say whose it is."""
+    published = {"sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    config = ModelConfig.from_hf(gemma3(**published, rope_scaling={"rope_type": "linear", "factor": 8.0}))
+    assert config.sliding_windows == (8, 8, 0, 8)
+    assert [(rope.theta, rope.kind, rope.factor) for rope in config.ropes] == [
+        *[(1e4, "default", 1.0)] * 2,
+        (1e6, "linear", 8.0),
+        (1e4, "default", 1.0),
+    ]
+    assert config.attention_scale == 256**-0.5 and config.embedding_scale == 8.0 and config.head_dim == 256
 
 
 def test_mistral_slides_unless_null_says_otherwise() -> None:
@@ -155,7 +230,17 @@ JSON = st.recursive(
 )
 FULL_CONFIGS = {
     name: {**json.loads(FAMILIES[name]().to_json_string()), "max_window_layers": 1}
-    for name in ("qwen2-window", "qwen3_moe")
+    for name in (
+        "qwen2-window",
+        "qwen3_moe",
+        "gpt_oss",
+        "gemma2",
+        "gemma3_text",
+        "olmo3",
+        "smollm3",
+        "cohere2",
+        "ministral3",
+    )
 } | {"llama": llama(rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 30})}
 
 
@@ -165,6 +250,7 @@ def test_any_value_anywhere_is_accepted_or_refused_in_one_line(data: st.DataObje
     config = dict(FULL_CONFIGS[name])
     keys = sorted(
         {*config, "rope_parameters", "rope_scaling", "layer_types", "head_dim", "rope_theta", "mlp_only_layers"}
+        | {"sliding_window_pattern", "no_rope_layers", "query_pre_attn_scalar", "logit_scale"}
     )
     for key in data.draw(st.lists(st.sampled_from(keys), min_size=1, max_size=3)):
         config[key] = data.draw(JSON, label=key)
@@ -174,4 +260,5 @@ def test_any_value_anywhere_is_accepted_or_refused_in_one_line(data: st.DataObje
         assert "\n" not in str(refusal)
         return
     assume(accepted.head_dim <= 4096)
-    assert RotaryEmbedding(accepted.rope).inverse_frequencies.isfinite().all()
+    for rope in accepted.rope_kinds:
+        assert RotaryEmbedding(rope).inverse_frequencies.isfinite().all()

@@ -9,6 +9,7 @@ from nanoserve.config import ModelConfig, MoeConfig
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder, SparseExperts
 from tests.oracle.checkpoints import FAMILIES
+from tests.runtime.small_model import small_config
 
 BLOCK_SIZE = 4
 
@@ -34,10 +35,11 @@ def paged(config: ModelConfig, lengths: list[int]) -> PagedAttention:
         for position in range(length)
     ]
     shape = (tables.numel(), config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    values = shape if config.mla is None else (*shape[:3], 0)
     return PagedAttention(
         config,
         key_caches=[torch.full(shape, torch.nan) for _ in range(config.num_layers)],
-        value_caches=[torch.full(shape, torch.nan) for _ in range(config.num_layers)],
+        value_caches=[torch.full(values, torch.nan) for _ in range(config.num_layers)],
         batch=AttentionBatch(
             block_tables=tables.int(),
             query_starts=torch.tensor(starts, dtype=torch.int32),
@@ -92,7 +94,7 @@ def test_the_two_halves_of_a_layer_make_the_layer() -> None:
     decoder, config = build("qwen3")
     layer = decoder.layers[1]
     hidden = torch.randn(6, config.hidden_size)
-    cos, sin = decoder.rotary(torch.arange(6))
+    cos, sin = decoder.rotary[0](torch.arange(6))
     attention = DenseCausalAttention(config, batch=1, length=6)
     query, key, value = layer.pre_attention(hidden, cos, sin)
     assert query.shape == (6, config.num_heads, config.head_dim)
@@ -118,10 +120,10 @@ def test_the_whole_forward_is_one_graph(family: str) -> None:
 def test_experts_are_the_weighted_sum_of_each_tokens_choices(*, normalize: bool) -> None:
     moe = MoeConfig(7, 3, 12, normalize_weights=normalize, sparse_layers=frozenset({0}))
     torch.manual_seed(2)
-    experts = SparseExperts(16, moe)
+    experts = SparseExperts(small_config(), moe)
     for matrix in experts.router.weight, experts.gate_up, experts.down:
         torch.nn.init.normal_(matrix)
-    hidden = torch.randn(9, 16)
+    hidden = torch.randn(9, 32)
     expected = torch.zeros_like(hidden)
     for token, state in enumerate(hidden):
         probabilities = experts.router(state).softmax(-1)

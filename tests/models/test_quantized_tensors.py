@@ -41,6 +41,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen3", "fp8", {}),
     ("glm4", "mxfp4", {}),
     ("qwen3_moe", "mxfp4", {}),
+    ("gpt_oss", "mxfp4", {}),
     ("qwen3_moe", "gptq", {"bits": 4, "group": 32}),
     ("qwen3_moe", "gptq", {"bits": 4, "group": 32, "act_order": True}),
     ("qwen3_moe", "awq", {"bits": 4, "group": 32}),
@@ -95,6 +96,7 @@ def assert_same_logits(model: transformers.PreTrainedModel, directory: Path) -> 
         ("llama", "gptq", {"bits": 4, "group": 32, "act_order": True, "modules": "[qkv]_proj|gate|up"}, (1, 2)),
         ("mistral", "fp8", {}, (1, 2)),
         ("qwen3_moe", "mxfp4", {}, (1, 2)),
+        ("gpt_oss", "mxfp4", {}, (1, 2)),
         ("qwen3_moe", "compressed-tensors", {"bits": 4, "group": 32, "symmetric": False}, (1, 2)),
     ],
 )

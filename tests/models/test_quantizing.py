@@ -250,6 +250,19 @@ def test_experts_are_refused_by_name(method: str, tmp_path: Path) -> None:
         quantize(tmp_path / "source", tmp_path / "output", Recipe(method, 4, 32))
 
 
+@pytest.mark.parametrize(
+    ("family", "method", "line"),
+    [
+        ("gpt_oss", "rtn", "the experts of gpt_oss are not quantized here; take its checkpoint in MXFP4"),
+        ("olmo3", "awq", "--method awq needs norms before both parts of a layer, which olmo3 has not; choose gptq"),
+    ],
+)
+def test_families_that_a_method_does_not_suit_are_refused(family: str, method: str, line: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path / "source")
+    with pytest.raises(UsageError, match=line):
+        quantize(tmp_path / "source", tmp_path / "output", Recipe(method, 4, 32))
+
+
 def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
     write_gguf(make_checkpoint("llama", tmp_path / "source"), tmp_path / "model.gguf", "F16")
     with pytest.raises(UsageError, match="a GGUF file cannot be quantized again; give the Hugging Face directory"):

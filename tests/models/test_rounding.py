@@ -1,5 +1,8 @@
 """The algorithms that quantize, against slow references in float64 that follow the papers' formulas."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -117,10 +120,11 @@ def test_awq_takes_the_best_scales_of_its_grid() -> None:
 
 
 @torch.inference_mode()
-def test_folded_scales_leave_the_layer_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("norm", ["rms", "rms_plus_one"])
+def test_folded_scales_leave_the_layer_as_it_was(norm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounding, "awq_scales", lambda weight, gram, magnitudes, bits, group: magnitudes + 0.1)
     torch.manual_seed(4)
-    config = ModelConfig.from_hf(SHAPE)
+    config = replace(ModelConfig.from_hf(SHAPE), norm=norm)
     decoder = Decoder(config)
     layer = decoder.layers[0]
     assert isinstance(layer, DecoderLayer)
@@ -128,7 +132,7 @@ def test_folded_scales_leave_the_layer_as_it_was(monkeypatch: pytest.MonkeyPatch
         parameter.uniform_(-0.5, 0.5)
     before = {name: parameter.clone() for name, parameter in layer.named_parameters()}
     hidden, positions = correlated(50, 64) / 50, torch.arange(50)
-    _, cos, sin = decoder.enter(positions, positions)
+    _, ((cos, sin),) = decoder.enter(positions, positions)
     attention = DenseCausalAttention(config, 1, 50)
     with input_statistics(layer) as statistics:
         wanted = layer(hidden, cos, sin, attention)

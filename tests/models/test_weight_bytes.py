@@ -27,11 +27,13 @@ from triton_ops import packed
 
 
 def matrix_bytes(decoder: Decoder) -> int:
-    """Bytes of all matrices: numbers, or packed integers without an order of columns. Vectors do not count."""
+    """Bytes of all matrices: numbers, or packed integers without an order of columns. Vectors do not count, nor do the
+    biases of all experts."""
     return sum(
         parameter.nbytes
-        for parameter in decoder.parameters()
-        if parameter.dtype == torch.uint8 or (parameter.is_floating_point() and parameter.dim() > 1)
+        for name, parameter in decoder.named_parameters()
+        if parameter.dtype == torch.uint8
+        or (parameter.is_floating_point() and parameter.dim() > 1 and not name.endswith("_bias"))
     )
 
 
@@ -84,6 +86,10 @@ def write_model(family: str, directory: Path, method: str | None, **settings: An
         ("mixtral", "int4", (1, 1)),
         ("qwen3_moe", "int8", (2, 2)),
         ("qwen3_moe", None, (1, 2)),
+        ("gpt_oss", "int4", (1, 1)),
+        ("gpt_oss", None, (2, 2)),
+        ("gemma3_text", "int8", (2, 1)),
+        ("cohere2", None, (1, 2)),
     ],
 )
 def test_rounded_weights(family: str, quantization: str | None, layout: tuple[int, int], tmp_path: Path) -> None:
@@ -97,6 +103,7 @@ def test_rounded_weights(family: str, quantization: str | None, layout: tuple[in
         ("llama", "compressed-tensors", {"bits": 4, "group": 32}, (1, 1)),
         ("qwen3", "compressed-tensors", {"bits": 4, "group": 32, "symmetric": False}, (2, 1)),
         ("mistral", "compressed-tensors", {"bits": 3, "group": 32}, (1, 2)),
+        ("gpt_oss", "mxfp4", {}, (1, 2)),
         ("llama", "int8", {}, (1, 1)),
         ("qwen3", "gptq", {"bits": 4, "group": 32}, (1, 1)),
         ("qwen2", "gptq", {"bits": 8, "group": 64, "act_order": True}, (1, 1)),

@@ -28,7 +28,7 @@ def test_layouts_and_a_pair_of_them_are_compared_over_a_link(hosts: tuple[Host, 
     (row, *_) = json.loads(report.read_text())["rows"]
     found = row["round"]["variants"]
     assert {name: run["transitions"] > 0 for name, run in found.items()} == {
-        **dict.fromkeys(["sarathi, P2", "throttling, P2", "sarathi, T2"], False),
+        **dict.fromkeys(["sarathi, P2", "throttling, P2", "adaptive, P2", "sarathi, T2"], False),
         "prefill-prioritizing, P2 -> T2": True,
         "decode-prioritizing, P2 -> T2": True,
         "transition-minimizing, P2 -> T2": True,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -37,6 +38,33 @@ _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+
+
+_GROWING = {
+    **_YARN,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+}
+_GEMMA = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
 
 
@@ -90,6 +118,89 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         norm_topk_prob=True,
         mlp_only_layers=[1],
     ),
+    "ministral": lambda: _config(
+        "ministral",
+        head_dim=16,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "ministral3": lambda: _config("ministral3", head_dim=16, rope_parameters=_GROWING),
+    "gemma2": lambda: _config(
+        "gemma2", **_GEMMA | {"layer_types": None}, attn_logit_softcapping=3.0, final_logit_softcapping=5.0
+    ),
+    "gemma2-uncapped": lambda: _config(
+        "gemma2", **_GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
+    ),
+    "gemma3_text": lambda: _config("gemma3_text", **_GEMMA),
+    "gemma3_text-scaled": lambda: _config(
+        "gemma3_text",
+        **_GEMMA
+        | {
+            "final_logit_softcapping": 8.0,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+            },
+        },
+    ),
+    "olmo3": lambda: _config(
+        "olmo3",
+        sliding_window=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    ),
+    "smollm3": lambda: _config("smollm3", no_rope_layers=[1, 0, 1], attention_bias=True, mlp_bias=True),
+    "smollm3-window": lambda: _config(
+        "smollm3", use_sliding_window=True, sliding_window=20, no_rope_layer_interval=2, tie_word_embeddings=False
+    ),
+    "cohere2": lambda: _config(
+        "cohere2",
+        sliding_window=20,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        logit_scale=1.0,
+    ),
+    "cohere2-biased": lambda: _config(
+        "cohere2", sliding_window=24, layer_norm_eps=0.01, attention_bias=True, logit_scale=0.5
+    ),
+    "gpt_oss": lambda: _config(
+        "gpt_oss",
+        head_dim=32,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=20,
+        rope_parameters={**_YARN, "truncate": False},
+    ),
+    "deepseek_v2": lambda: _config(
+        "deepseek_v2",
+        **_LATENT | {"num_key_value_heads": 4, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+        n_group=3,
+        topk_group=2,
+        rope_parameters={**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    ),
+    "deepseek_v2-greedy": lambda: _config(
+        "deepseek_v2", **_LATENT, first_k_dense_replace=1, routed_scaling_factor=1.5, rms_norm_eps=0.01
+    ),
+    "deepseek_v3": lambda: _config(
+        "deepseek_v3",
+        **_LATENT,
+        n_group=3,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters={**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+    ),
+    "deepseek_v3-halves": lambda: _config(
+        "deepseek_v3",
+        **_LATENT | {"q_lora_rank": None},
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=2,
+        norm_topk_prob=False,
+        rope_interleave=False,
+    ),
+    "glm4_moe_lite": lambda: _config("glm4_moe_lite", **_LATENT, attention_bias=True),
     "qwen3_moe-sparse-step": lambda: _config(
         "qwen3_moe",
         head_dim=16,
@@ -102,12 +213,24 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+_SLOW = ("ministral", "ministral3", "gemma3_text-scaled", "olmo3", "smollm3", "smollm3-window", "cohere2")
+_SLOW += ("cohere2-biased", "gemma2-uncapped", "deepseek_v2", "deepseek_v2-greedy", "deepseek_v3-halves")
+_SLOW += ("glm4_moe_lite",)
+
+
+def families(*quick: str) -> list[Any]:
+    """All of FAMILIES for a parametrized test; of the later ones, only the `quick` in the quick suite."""
+    later = [name for name in _SLOW if name not in quick]
+    return [pytest.param(name, marks=pytest.mark.slow) if name in later else name for name in FAMILIES]
+
+
 def make_checkpoint(family: str, directory: Path, *, shard_size: str = "5GB", seed: int = 0) -> PreTrainedModel:
     """Write the family's checkpoint (float32) into the directory and return the model it was written from."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
+    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *biases):
             centre = 1.0 if "norm" in name else 0.0
             parameter.normal_(centre, WEIGHT_STANDARD_DEVIATION)
     model.save_pretrained(directory, max_shard_size=shard_size)

@@ -57,12 +57,13 @@ def write_packed(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             module = name.removesuffix(".weight")
-            if parameter.dim() == 2 and re.search(modules, name):
+            if parameter.dim() == 2 and re.search(modules, name) and not name.endswith("_bias"):
                 packed, values = _PACKERS[method](parameter.detach(), **settings)
                 tensors |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}
                 parameter.copy_(values)
             elif parameter.dim() == 3:
-                tensors |= _experts(name, parameter, method, **settings)
+                stacked = parameter.mT if model.config.model_type == "gpt_oss" else parameter
+                tensors |= _experts(name, stacked, method, **settings)
             else:
                 tensors[name] = parameter.detach().clone()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -71,9 +72,10 @@ def write_packed(
 
 
 def _experts(name: str, parameter: Tensor, method: str, **settings: Any) -> dict[str, Tensor]:
-    """The tensors of all experts of a layer: one for each matrix; those of MXFP4 are stacked."""
+    """The tensors of all experts of a layer: one for each matrix; those of MXFP4 are stacked. The matrices of gpt-oss
+    are given transposed, and their rows of gate and up take turns."""
     prefix, _, fused = name.rpartition(".")
-    names = ("gate_proj", "up_proj") if fused == "gate_up_proj" else (fused,)
+    names = ("gate_proj", "up_proj") if fused == "gate_up_proj" and parameter.is_contiguous() else (fused,)
     tensors: dict[str, Tensor] = {}
     stacked: dict[str, list[Tensor]] = defaultdict(list)
     for expert, matrices in enumerate(parameter):

@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.loading import load_model
+from nanoserve.models.shards import make_shards
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
+from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.oracle.test_engine import OUTPUT_TOKENS, SETTINGS, prompts, run, transformers_greedy
 from triton_ops import reference_operators
 from triton_ops.cpu import cpu_operators
@@ -19,10 +21,12 @@ from triton_ops.cpu import cpu_operators
 Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 
 BLOCK_SIZE = 16
-FAMILIES = ["llama-tied-biased", "glm4", "qwen3_moe"]
-"""All that a layer may be made of: biases, four norms and interleaved rotation, norms of heads and experts.
-`test_engine` runs every family eagerly."""
-WITH_PIECES = {"glm4", "qwen3_moe"}
+FAMILIES = ["llama-tied-biased", "glm4", "qwen3_moe", "gemma2", "gpt_oss", "cohere2", "ministral3", "olmo3"]
+FAMILIES += ["deepseek_v3"]
+"""All that a layer may be made of: biases, four norms and interleaved rotation, norms of heads and experts, other
+activations, caps and sinks, parallel halves, queries that grow, norms over heads, latents. `test_engine` runs every
+family eagerly."""
+WITH_PIECES = {"glm4", "qwen3_moe", "ministral3"}
 """Whose pieces are compiled too."""
 COUNTS = [(1, 1), (1, 2), (2, 2), (1, 7), (16, 16), (17, 17), (3, 39), (1, 64)]
 """Rows and tokens: 0 and 1 are what compilers like to take for constants; the rest lies around powers of two."""
@@ -60,13 +64,32 @@ def test_compiled_layers_give_the_tokens_of_transformers(family: str, checkpoint
         check_pieces_of_parts_of_batches(decoder, layers)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_pieces_of_two_ranks_compute_what_the_whole_model_does(family: str, checkpoint: Checkpoint) -> None:
+    directory, _ = checkpoint(family)
+    whole, config = load_model(directory, "fp32")
+    shards = make_shards(config, pipeline_parallel=1, tensor_parallel=2)
+
+    def run_rank(rank: int, group: ThreadGroup) -> list[torch.Tensor]:
+        decoder, _ = load_model(directory, "fp32", shard=shards[rank], group=group)
+        layers = compiled(decoder, with_pieces=False)
+        return [hidden_states(decoder, layers, rows, tokens)[0] for rows, tokens in COUNTS]
+
+    first, second = on_every_rank(run_rank, 2)
+    for found, other, (rows, tokens) in zip(first, second, COUNTS, strict=True):
+        assert torch.equal(found, other)
+        expected, _ = hidden_states(whole, LayerRunner(), rows, tokens)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @torch.inference_mode()
 def check_pieces_of_parts_of_batches(decoder: Decoder, layers: LayerRunner) -> None:
     """Rows that lie between others, or apart, as those of host sequences do."""
     config, batch = decoder.config, torch.Generator().manual_seed(1)
     hidden = torch.randn(12, config.hidden_size, generator=batch)
-    attended = torch.randn(12, config.num_heads * config.head_dim, generator=batch)
-    cos, sin = decoder.rotary(torch.arange(12))
+    attended = torch.randn(12, config.num_heads * config.value_dim, generator=batch)
+    cos, sin = decoder.rotary[0](torch.arange(12))
     for rows in (slice(5, 6), slice(3, 11), slice(1, None, 3)):
         for layer in decoder.layers:
             found = layers.pre_attention(layer, hidden[rows], cos[rows], sin[rows])
@@ -82,11 +105,12 @@ def hidden_states(decoder: Decoder, layers: LayerFunction, rows: int, tokens: in
     length = tokens // rows
     blocks = -(-length // BLOCK_SIZE)
     shape = (rows * blocks, decoder.config.num_kv_heads, BLOCK_SIZE, decoder.config.head_dim)
+    values = shape if decoder.config.mla is None else (*shape[:3], 0)
     places = torch.arange(length).repeat(rows)
     attention = PagedAttention(
         config=decoder.config,
         key_caches=[torch.full(shape, torch.nan) for _ in decoder.layers],
-        value_caches=[torch.full(shape, torch.nan) for _ in decoder.layers],
+        value_caches=[torch.full(values, torch.nan) for _ in decoder.layers],
         batch=AttentionBatch(
             block_tables=torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
             query_starts=torch.arange(0, tokens + 1, length, dtype=torch.int32),

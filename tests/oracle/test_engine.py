@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from nanoserve.cache_groups import most_blocks
 from nanoserve.config import ModelConfig
 from nanoserve.engine import Engine
 from nanoserve.models.decoder import Decoder
@@ -40,9 +41,9 @@ class Setting:
     prefix_caching: bool
     tight: bool
 
-    def num_blocks(self) -> int:
+    def num_blocks(self, config: ModelConfig) -> int:
         tokens = 100 if self.tight else 1000
-        return -(-tokens // self.block_size)
+        return most_blocks(config.cache_groups.windows, tokens, self.block_size)
 
 
 SETTINGS = [
@@ -74,13 +75,15 @@ def run(
     layers: LayerRunner | None = None,
 ) -> tuple[list, Scheduler]:
     """Each sample's tokens, in the order of the requests."""
-    executor = local_executor(decoder, num_blocks=setting.num_blocks(), block_size=setting.block_size, layers=layers)
+    num_blocks = setting.num_blocks(config)
+    executor = local_executor(decoder, num_blocks=num_blocks, block_size=setting.block_size, layers=layers)
     scheduler = Scheduler(
         make_policy(setting.policy, setting.token_budget),
-        num_blocks=setting.num_blocks(),
+        num_blocks=num_blocks,
         block_size=setting.block_size,
         max_model_len=96,
         prefix_caching=setting.prefix_caching,
+        windows=decoder.config.cache_groups.windows,
     )
     engine = Engine(scheduler, executor, vocab_size=config.vocab_size)
     outputs: dict[tuple[str, int], list[int]] = {

@@ -15,7 +15,7 @@ from nanoserve.errors import ModelError
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
-from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint, rename_glm_as_chatglm
+from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE, families, make_checkpoint, rename_glm_as_chatglm
 
 Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 
@@ -50,7 +50,8 @@ class PagedSequence:
         self.blocks = torch.randperm(16, generator=torch.Generator().manual_seed(1))
         shape = (16, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         self.key_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
-        self.value_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
+        width = config.head_dim if config.mla is None else 0
+        self.value_caches = [torch.full((*shape[:3], width), torch.nan) for _ in range(config.num_layers)]
         self.length = 0
 
     def append(self, tokens: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def test_logits_are_those_of_transformers(family: str, checkpoint: Checkpoint) -
     torch.testing.assert_close(dense_logits(decoder, config, prompt()), expected, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families())
 def test_greedy_tokens_from_the_paged_cache_are_those_of_transformers(family: str, checkpoint: Checkpoint) -> None:
     directory, model = checkpoint(family)
     decoder, config = load_model(directory, "fp32")

@@ -13,7 +13,7 @@ from nanoserve.models.hub import SHAPES
 from nanoserve.models.loading import load_model
 from scripts.saving import save_hf
 from tests.models.test_shards import write_checkpoint
-from tests.oracle.checkpoints import FAMILIES
+from tests.oracle.checkpoints import families
 
 TINY: dict[str, Any] = {
     "hidden_size": 32,
@@ -24,9 +24,21 @@ TINY: dict[str, Any] = {
     "vocab_size": 128,
     "moe_intermediate_size": 24,
     "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
 }
 BUNDLED = sorted((Path(__file__).parents[2] / "nanoserve" / "assets").iterdir())
 BY_TYPE = {str(shape["model_type"]): shape for shape in SHAPES.values()}
+BY_EXPERT = "gpt_oss"
+"""Written expert by expert, and read so by nanoserve alone: the published tensors hold all experts of a layer."""
 
 
 def opened(directory: Path) -> Any:
@@ -35,11 +47,12 @@ def opened(directory: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("model_type", BY_TYPE)
+@pytest.mark.parametrize("model_type", sorted(BY_TYPE.keys() - {BY_EXPERT}))
 @pytest.mark.parametrize("file_bytes", [1 << 20, 20_000], ids=["single", "sharded"])
 def test_dummies(model_type: str, file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {name: TINY.get(name, value) for name, value in BY_TYPE[model_type].items()}
     shape |= {"head_dim": 8, "pad_token_id": 0}
+    shape.setdefault("q_lora_rank", None)  # TOML has no null, and transformers takes a missing one for 1536
     spec = tmp_path / "shape.json"
     spec.write_text(json.dumps(shape))
     monkeypatch.setattr("nanoserve.models.dummy._FILE_BYTES", file_bytes)
@@ -57,7 +70,7 @@ def test_what_training_writes(bundled: Path, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(bundled).decode([300]) != ""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in families() if family != BY_EXPERT])
 def test_those_of_other_tests(family: str, tmp_path: Path) -> None:
     write_checkpoint(family, tmp_path)
     opened(tmp_path)

@@ -12,6 +12,7 @@ from nanoserve.measures.metrics import Slo
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.cases import Case, Outcome, System
 from nanoserve.papers.claims import stated_claims
+from nanoserve.papers.drafted_stories import Drafted, DraftedStories
 from nanoserve.papers.framework import PAPERS, Finding, Scale, SimulationJob, load_paper
 from nanoserve.papers.gllm.code_size import LABORATORY, code_lines, lines_of_code, rooms
 from nanoserve.papers.gllm.serving import lone_request_limits
@@ -49,7 +50,7 @@ class _Run:
 
     def __call__(self, jobs: Iterable[SimulationJob]) -> Mapping[Any, Any]:
         for job in jobs:
-            if isinstance(job, DrawnStories | QuantizedReading):
+            if isinstance(job, DrawnStories | QuantizedReading | DraftedStories):
                 self.outcomes[job] = _read(job)
                 continue
             assert isinstance(job, Case)
@@ -57,10 +58,12 @@ class _Run:
         return self.outcomes
 
 
-def _read(job: DrawnStories | QuantizedReading) -> Any:
+def _read(job: DrawnStories | QuantizedReading | DraftedStories) -> Any:
     """What a job of the storyteller amounts to, without reading."""
     if isinstance(job, DrawnStories):
         return [((), ()) for _ in job.seeds]
+    if isinstance(job, DraftedStories):
+        return [Drafted(2.0, 100, [60, 30, 10, 0]) for _ in job.seeds]
     bits = dict.fromkeys(("4 bits", "3 bits"), METHODS)
     bits["W8A8"] = ("per tensor", "per row", "LLM.int8()")
     methods = [f"{method}, {form}" for form, several in bits.items() for method in several]
@@ -114,7 +117,7 @@ class _AnyRun(_Run):
 
     def __call__(self, jobs: Iterable[SimulationJob]) -> Mapping[Any, Any]:
         for job in jobs:
-            if isinstance(job, DrawnStories | QuantizedReading):
+            if isinstance(job, DrawnStories | QuantizedReading | DraftedStories):
                 self.outcomes[job] = _read(job)
             elif isinstance(job, Case) and job.machine.startswith("seesaw"):
                 self.outcomes[job] = _resharded()

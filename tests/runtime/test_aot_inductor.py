@@ -151,8 +151,8 @@ def test_pieces_run_eagerly_as_long_as_they_are_not_loaded(decoder: Decoder) -> 
 
 def test_a_kind_of_layer_holds_all_that_the_layer_depends_on() -> None:
     moe = MoeConfig(4, 2, 16, normalize_weights=True, sparse_layers=frozenset({1}))
-    config = replace(small_config(sliding_window=5), moe=moe, qk_norm=True, norms_per_layer=4, qkv_bias=True)
+    config = replace(small_config(sliding_window=5), moe=moe, qk_norm=True, norms="around", qkv_bias=True)
     dense, sparse = (layer_kind("layer", config, index).config for index in range(2))
     assert dense.moe is None and sparse.is_sparse(0) and sparse.sliding_window(0) == 5
-    assert dense.qk_norm and dense.norms_per_layer == 4 and dense.qkv_bias
+    assert dense.qk_norm and dense.norms == "around" and dense.qkv_bias
     assert msgspec.json.decode(msgspec.json.encode(sparse), type=type(sparse)) == sparse

@@ -5,8 +5,8 @@ import torch
 
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder
-from nanoserve.runtime.step.decode_graphs import DecodeGraphs, StaticInputs, bucket_sizes, fill
-from nanoserve.runtime.step.forward_pass import Caches, ForwardPass, StepInputs
+from nanoserve.runtime.step.decode_graphs import DecodeGraphs, StaticInputs, bucket_sizes, fill, graph_sizes
+from nanoserve.runtime.step.forward_pass import Caches, FeatureCache, ForwardPass, StepInputs
 from tests.runtime.fake_graphs import FakeRecorder
 from tests.runtime.small_model import VOCAB_SIZE, small_config, small_decoder
 
@@ -36,6 +36,19 @@ def random_caches(decoder: Decoder) -> Caches:
     return Caches(keys, values)
 
 
+def feature_cache(decoder: Decoder) -> FeatureCache:
+    """Of the outputs of the first and the last layer."""
+    return FeatureCache(
+        2 * decoder.config.hidden_size,
+        layers=(0, decoder.config.num_layers - 1),
+        fuse=torch.nn.Identity(),
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
 def decode_step(rows: int, seed: int, *, most_blocks: int = MOST_BLOCKS) -> StepInputs:
     """Rows of random contexts; each has blocks of its own, from block 1 on."""
     generator = torch.Generator().manual_seed(seed)
@@ -53,6 +66,7 @@ def decode_step(rows: int, seed: int, *, most_blocks: int = MOST_BLOCKS) -> Step
             context_lengths=contexts.int(),
             slot_mapping=tables[torch.arange(rows), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
         ),
+        longest=1,
     )
 
 
@@ -71,11 +85,12 @@ def test_a_padded_decode_step_equals_the_plain_one() -> None:
     for cache in (*caches.keys, *caches.values, *plain_caches.keys, *plain_caches.values):
         cache[0] = torch.nan  # what padding reads is nobody's business
     buckets, recorder = bucket_sizes(11), FakeRecorder()
-    static = StaticInputs(most_rows=buckets[-1], most_blocks=MOST_BLOCKS, device=CPU)
-    graphs = DecodeGraphs(ForwardPass(decoder, caches), static, buckets)
+    static = StaticInputs(graph_sizes(buckets, guesses=False), most_blocks=MOST_BLOCKS, device=CPU)
+    features, plain_features = feature_cache(decoder), feature_cache(decoder)
+    graphs = DecodeGraphs(ForwardPass(decoder, caches, features=features), static)
     graphs.capture(recorder)
     assert recorder.recorded == [11, 8, 4, 2, 1], "the largest first"
-    plain = ForwardPass(decoder, plain_caches)
+    plain = ForwardPass(decoder, plain_caches, features=plain_features)
     with torch.inference_mode():
         for rows in [*range(1, 12), 3, 1, 11, 2]:
             poison(static.first(buckets[-1]))
@@ -83,13 +98,18 @@ def test_a_padded_decode_step_equals_the_plain_one() -> None:
             torch.testing.assert_close(graphs(step), plain(step))
             bucket = recorder.replayed[-1]
             assert bucket == min(size for size in buckets if size >= rows)
+            kept = features.read(step.batch.slot_mapping)
+            assert (kept != 0).any(1).all()
+            torch.testing.assert_close(kept, plain_features.read(step.batch.slot_mapping))
+    slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
+    torch.testing.assert_close(features.read(slots), plain_features.read(slots))
     for ours, theirs in zip((*caches.keys, *caches.values), (*plain_caches.keys, *plain_caches.values), strict=True):
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
 @torch.inference_mode()
 def test_padding_is_ignored_whatever_it_computes() -> None:
-    static = StaticInputs(most_rows=4, most_blocks=MOST_BLOCKS, device=CPU)
+    static = StaticInputs([(4, 1)], most_blocks=MOST_BLOCKS, device=CPU)
     bucket = static.first(4)
     poison(bucket)
     fill(bucket, decode_step(3, seed=1))
@@ -104,7 +124,7 @@ def test_all_other_steps_run_plainly() -> None:
     decoder = small_decoder()
     caches, recorder = random_caches(decoder), FakeRecorder()
     forward = ForwardPass(decoder, caches)
-    graphs = DecodeGraphs(forward, StaticInputs(most_rows=2, most_blocks=MOST_BLOCKS, device=CPU), (1, 2))
+    graphs = DecodeGraphs(forward, StaticInputs([(1, 1), (2, 1)], most_blocks=MOST_BLOCKS, device=CPU))
     graphs.capture(recorder)
     prompt = StepInputs(
         token_ids=torch.arange(6),
@@ -115,6 +135,7 @@ def test_all_other_steps_run_plainly() -> None:
             context_lengths=torch.tensor([6], dtype=torch.int32),
             slot_mapping=torch.arange(4, 10),
         ),
+        longest=6,
     )
     with torch.inference_mode():
         long = next(
@@ -130,7 +151,51 @@ def test_all_other_steps_run_plainly() -> None:
 def test_capturing_tells_how_far_it_is() -> None:
     told: list[tuple[str, int, int]] = []
     decoder = small_decoder()
-    static = StaticInputs(most_rows=2, most_blocks=1, device=CPU)
-    graphs = DecodeGraphs(ForwardPass(decoder, random_caches(decoder)), static, (1, 2))
+    static = StaticInputs([(1, 1), (2, 1)], most_blocks=1, device=CPU)
+    graphs = DecodeGraphs(ForwardPass(decoder, random_caches(decoder)), static)
     graphs.capture(FakeRecorder(), lambda *now: told.append(now))
     assert told == [("capturing decode steps", done, 2) for done in range(3)]
+
+
+def test_rows_with_guesses_are_padded_behind() -> None:
+    """Rows of 1 to 8 tokens, a prompt's first ones among them, equal the plain step, and write nothing else."""
+    decoder = small_decoder(small_config(sliding_window=6))
+    caches, plain_caches = random_caches(decoder), random_caches(decoder)
+    recorder, sizes = FakeRecorder(), graph_sizes(bucket_sizes(3), guesses=True)
+    assert sizes == [(1, 1), (2, 1), (3, 1), *((rows, width) for width in (2, 4, 8) for rows in (1, 2, 3))]
+    graphs = DecodeGraphs(ForwardPass(decoder, caches), StaticInputs(sizes, most_blocks=MOST_BLOCKS, device=CPU))
+    graphs.capture(recorder)
+    plain = ForwardPass(decoder, plain_caches)
+    with torch.inference_mode():
+        for lengths, contexts, replayed in [
+            ((2,), (9,), 2),
+            ((1, 3), (4, 12), 8),
+            ((8, 1, 5), (12, 1, 7), 24),
+            ((2, 2, 2), (2, 5, 8), 6),
+            ((1, 1, 4), (1, 1, 4), 12),
+        ]:
+            step = guessing_step(lengths, contexts)
+            torch.testing.assert_close(graphs(step), plain(step))
+            assert recorder.replayed[-1] == replayed
+    for ours, theirs in zip((*caches.keys, *caches.values), (*plain_caches.keys, *plain_caches.values), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def guessing_step(lengths: tuple[int, ...], contexts: tuple[int, ...]) -> StepInputs:
+    """Rows that end so many tokens at these contexts, in blocks of their own."""
+    rows = range(len(lengths))
+    tables = [[1 + MOST_BLOCKS * row + block for block in range(MOST_BLOCKS)] for row in rows]
+    where = [(row, position) for row in rows for position in range(contexts[row] - lengths[row], contexts[row])]
+    slots = [tables[row][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE for row, position in where]
+    starts = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
+    return StepInputs(
+        token_ids=torch.tensor([(7 * row + position) % VOCAB_SIZE for row, position in where]),
+        positions=torch.tensor([position for _, position in where]),
+        batch=AttentionBatch(
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
+            context_lengths=torch.tensor(contexts, dtype=torch.int32),
+            slot_mapping=torch.tensor(slots),
+        ),
+        longest=max(lengths),
+    )

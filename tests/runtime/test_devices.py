@@ -102,14 +102,13 @@ def test_usual_models_run(monkeypatch: pytest.MonkeyPatch, head_dim: int, block_
 
 
 def test_models_that_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    (heads,) = model_refusal(monkeypatch, head_dim=512)
-    assert (
-        heads.startswith("--device cuda:0: attention on a GPU knows no head_dim 512, only 32, 64,") and "CPU" in heads
-    )
+    (heads,) = model_refusal(monkeypatch, head_dim=48)
+    assert heads.startswith("--device cuda:0: attention on a GPU knows no head_dim 48, only 32, 64,") and "CPU" in heads
     (blocks,) = model_refusal(monkeypatch, block_size=24)
     assert blocks.startswith("--device cuda:0: attention on a GPU knows no block_size 24, only 16, 32;")
-    (groups,) = model_refusal(monkeypatch, group=17)
-    assert groups.startswith("--device cuda:0: attention on a GPU takes at most 16 query heads for each key-value head")
+    (wide,) = model_refusal(monkeypatch, head_dim=512)  # in float32
+    assert wide.startswith("--device cuda:0: attention on a GPU takes heads of 512 in 16 bits only;")
+    assert model_refusal(monkeypatch, group=17) == set()
 
 
 # ------------------------------------------------------------------------------------------------- Triton's cache

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanoserve.costs.tables import load_shape
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.shards import make_shards, whole_model
@@ -64,6 +65,16 @@ def test_the_file_is_in_no_file_system_and_another_process_opens_it(path: Path) 
     created.blocks.fill_(1.0)
     subprocess.run([sys.executable, "-c", write, str(path)], check=True)
     assert created.blocks.flatten()[:100].eq(0).all() and created.blocks.flatten()[100] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [({"policy": "hybrid"}, "--policy"), ({"host_kv_memory": 2**30}, "--host-kv-memory")],
+    ids=["policy", "memory"],
+)
+def test_latents_are_not_kept_in_host_memory(settings: dict[str, Any], option: str) -> None:
+    with pytest.raises(UsageError, match=f"{option}: the KV cache of deepseek_v3 is latents, which stay on the device"):
+        choose_host_blocks(load_shape("deepseek-v3"), EngineConfig(**settings))
 
 
 def test_every_byte_of_the_file_is_there_from_the_start(path: Path) -> None:

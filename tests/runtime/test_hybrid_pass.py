@@ -22,7 +22,7 @@ PROMPTS = {1: (7, 3, 58, 21, 9), 2: (4, 4, 17), 3: (30, 2, 11, 8, 8, 1)}
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return replace(small_config(), num_layers=LAYERS, sliding_windows=(0, 3, 0))
+    return replace(small_config(), num_layers=LAYERS, sliding_windows=(0, 3, 0)).in_one_group()
 
 
 @pytest.fixture(scope="module")

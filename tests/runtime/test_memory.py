@@ -40,7 +40,7 @@ def test_what_steps_were_seen_to_need_is_kept_free(monkeypatch: pytest.MonkeyPat
     def chosen(reserved: int, **settings: int) -> int:
         config = EngineConfig(device="cuda", block_size=4, max_num_seqs=4, **settings)
         gpu: Any = SimpleNamespace(measure=lambda longest, progress: reserved)
-        return assembly._choose_num_blocks(small_decoder(), small_config(), config, gpu, None)
+        return assembly._choose_num_blocks(small_decoder(), small_config(), config, gpu, None, 0)
 
     assert chosen(60 * BLOCK) == 38
     with pytest.raises(

@@ -37,7 +37,7 @@ FINAL_CHUNK = 6
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return replace(small_config(), num_layers=LAYERS, sliding_windows=(0, 3, 0))
+    return replace(small_config(), num_layers=LAYERS, sliding_windows=(0, 3, 0)).in_one_group()
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(decoder: Decoder, 
     """Here the last chunk is a single token, as a decode is."""
     executor, recorder = executor_of(decoder, pool), FakeRecorder()
     runner = executor.runner
-    graphs = DecodeGraphs(runner.forward, StaticInputs(most_rows=2, most_blocks=3, device=CPU), (1, 2))
+    graphs = DecodeGraphs(runner.forward, StaticInputs([(1, 1), (2, 1)], most_blocks=3, device=CPU))
     with torch.inference_mode():
         graphs.capture(recorder)
     runner.forward = graphs

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +22,7 @@ from nanoserve.runtime.launch import start_profile
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile, profile_at_start
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.runtime.profiling.parts import Effort, ProfileSizes
+from nanoserve.runtime.stage import Stage
 from tests.costs.profiles import made_up_profile
 from tests.runtime.small_model import local_executor, small_config, small_decoder
 from triton_ops.cpu import cpu_operators
@@ -56,14 +59,7 @@ def engine() -> Iterator[StartingEngine]:
         processor=processor,
     )
     config = EngineConfig(policy="hybrid", block_size=BLOCK_SIZE)
-    yield StartingEngine(
-        runner=executor.runner,
-        processor=processor,
-        config=config,
-        model=small_config(),
-        speeds=SPEEDS,
-        compiled=False,
-    )
+    yield StartingEngine(stage=executor.stage, config=config, model=small_config(), speeds=SPEEDS)
     executor.close()
     processor.close()
 
@@ -99,7 +95,7 @@ def test_a_profile_is_made_once_and_kept(engine: StartingEngine, tmp_path: Path)
     first = profile_at_start(engine, lambda *stage: stages.append(stage))
     assert stages == [(start_profile.STAGE, 0, 1), (start_profile.STAGE, 1, 1)]
     (path,) = cached(tmp_path)
-    assert read_profile(path) == first
+    assert read_profile(path, Profile) == first
     again = profile_at_start(engine, lambda *stage: pytest.fail(f"measured again: {stage}"))
     assert again == first
     assert first.settings["host_threads"] == 1
@@ -112,10 +108,14 @@ def test_a_profile_is_made_once_and_kept(engine: StartingEngine, tmp_path: Path)
     assert not engine.runner.hybrid.pending
 
 
+def compiled(stage: Stage) -> Any:
+    return SimpleNamespace(runner=stage.runner, processor=stage.processor, compiled=True)
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda engine: replace(engine, compiled=True),
+        lambda engine: replace(engine, stage=compiled(engine.stage)),
         lambda engine: replace(engine, config=replace(engine.config, max_model_len=32)),
         lambda engine: replace(engine, config=replace(engine.config, max_num_seqs=2)),
     ],
@@ -146,7 +146,7 @@ def test_a_damaged_one_is_measured_anew(engine: StartingEngine, measured: list[S
         profile = profile_at_start(engine)
         assert len(measured) == number
         assert cached(tmp_path) == [path]
-        assert read_profile(path) == profile
+        assert read_profile(path, Profile) == profile
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(

@@ -46,7 +46,7 @@ def step_of(rows: int, length: int, generator: torch.Generator) -> StepInputs:
     buffer.begin()
     token_ids, positions, *batch = [buffer.add(tensor.numpy()) for tensor in tensors]
     buffer.transfer()
-    return StepInputs(token_ids, positions, AttentionBatch(*batch))
+    return StepInputs(token_ids, positions, AttentionBatch(*batch), longest=len(token_ids))
 
 
 def caches(config: ModelConfig, num_blocks: int) -> Caches:
@@ -57,8 +57,8 @@ def caches(config: ModelConfig, num_blocks: int) -> Caches:
 
 def test_one_graph_per_kind_of_layer_equals_eager() -> None:
     """The first and the last of three layers are of one kind."""
-    options = {"qk_norm": True, "norms_per_layer": 4, "qkv_bias": True, "moe": SPARSE}
-    config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 0), **options)
+    options = {"qk_norm": True, "norms": "around", "qkv_bias": True, "moe": SPARSE}
+    config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 0), **options).in_one_group()
     decoder = small_decoder(config).requires_grad_(False)
     layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
     with torch.inference_mode():
@@ -74,8 +74,8 @@ def test_one_graph_per_kind_of_layer_equals_eager() -> None:
 
 def test_one_graph_per_piece_serves_batches_of_any_size() -> None:
     """Windows make three kinds of layers of these, and two kinds of pieces, for there are experts in one."""
-    options = {"qk_norm": True, "norms_per_layer": 4, "qkv_bias": True, "moe": SPARSE}
-    config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 5), **options)
+    options = {"qk_norm": True, "norms": "around", "qkv_bias": True, "moe": SPARSE}
+    config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 5), **options).in_one_group()
     decoder = small_decoder(config).requires_grad_(False)
     layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
     with torch.inference_mode():
@@ -133,6 +133,42 @@ def test_a_compiler_that_fails_leaves_the_same_answers_and_one_notice(
     assert not layers.loaded
     (notice,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "layers run uncompiled" in notice and notice.endswith("ValueError: no compiler today")
+
+
+def test_twelve_kinds_of_layers_stay_compiled() -> None:
+    """Dynamo stops at 8 for each code object."""
+    windows = tuple(range(1, 13))
+    decoder = small_decoder(replace(small_config(), num_layers=12, sliding_windows=windows).in_one_group())
+    decoder.requires_grad_(False)
+    layers = LayerRunner.torch_compile(decoder, backend="eager")
+    with torch.inference_mode():
+        for rows in (1, 3):
+            step = step_of(rows, 15, torch.Generator().manual_seed(1))
+            traced = ForwardPass(decoder, caches(decoder.config, 4 * rows), layers)(step)
+            torch.testing.assert_close(traced, ForwardPass(decoder, caches(decoder.config, 4 * rows))(step))
+    assert layers.loaded
+    assert counters["stats"]["unique_graphs"] == 12
+
+
+def test_one_kind_that_cannot_be_compiled_leaves_the_others_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    compiled = 0
+
+    def second_fails(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        nonlocal compiled
+        compiled += 1
+        if compiled == 2:
+            raise ValueError("not this one")
+        return graph.forward
+
+    config = replace(small_config(), num_layers=4, sliding_windows=(3, 5, 7, 5)).in_one_group()
+    decoder = small_decoder(config).requires_grad_(False)
+    layers, step = LayerRunner.torch_compile(decoder, backend=second_fails), step_of(2, 9, torch.Generator())
+    with torch.inference_mode():
+        for _ in range(2):
+            traced = ForwardPass(decoder, caches(config, 6), layers)(step)
+            torch.testing.assert_close(traced, ForwardPass(decoder, caches(config, 6))(step))
+    assert not layers.loaded and compiled == 3
+    assert sum("layers run uncompiled" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_lack_of_memory_is_no_reason_to_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:

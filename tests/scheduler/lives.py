@@ -6,9 +6,11 @@ from functools import cache, partial
 
 from hypothesis import strategies as st
 
+from nanoserve.cache_groups import most_blocks, most_tokens
 from nanoserve.engine import Engine
 from nanoserve.request import FinishReason, Request, SamplingParams
 from tests.fakes.integrity import check_integrity
+from tests.fakes.memory_checking_executor import NextToken, next_token
 from tests.fakes.reference import expected_tokens
 
 END_TOKEN = 0
@@ -24,6 +26,9 @@ ABORTS = st.one_of(st.none(), st.none(), st.integers(0, 15))
 ABORTED_SAMPLES = st.sampled_from([None, 0, 1])
 DEPTHS = st.sampled_from([1, 1, 1, 2, 3, 4])
 MOST_SEQUENCES = st.sampled_from([1, 2, 3, 256])
+ONE_GROUP = st.just((0,))
+WINDOWS = st.sampled_from([(0,), (0,), (1,), (3,), (0, 4), (0, 2, 2), (5, 0, 1), (0, 0)])
+"""Of cache groups: most models have one that keeps all."""
 TOKEN_BUDGETS = st.sampled_from([1, 3, 8, 64])
 
 
@@ -68,10 +73,12 @@ def _requests(draw: st.DrawFn, name: str, longest: int) -> Request:
 
 
 @st.composite
-def lives(draw: st.DrawFn) -> dict[str, object]:
-    block_size = draw(BLOCK_SIZES)
-    num_blocks = draw(st.integers(3, 14))
-    longest = draw(st.integers(3, num_blocks * block_size + 1))
+def lives(draw: st.DrawFn, windows: st.SearchStrategy[tuple[int, ...]] = ONE_GROUP) -> dict[str, object]:
+    """windows: of the model's cache groups. The pool holds the longest sequence, and hardly more."""
+    block_size, cut = draw(BLOCK_SIZES), draw(windows)
+    least = most_blocks(cut, 3, block_size)
+    num_blocks = draw(st.integers(max(3, least), 14 * len(cut)))
+    longest = draw(st.integers(3, most_tokens(cut, num_blocks, block_size, 40 if any(cut) else 100) + 1))
     arrivals = []
     for number in range(draw(st.integers(1, 7))):
         request = draw(_requests(f"r{number}", longest))
@@ -83,6 +90,7 @@ def lives(draw: st.DrawFn) -> dict[str, object]:
     return {
         "block_size": block_size,
         "num_blocks": num_blocks,
+        "windows": cut,
         "max_model_len": longest,
         "arrivals": arrivals,
         "prefix_caching": draw(st.booleans()),
@@ -122,7 +130,14 @@ def live(engine: Engine, arrivals: list[Arrival], check: Callable[[], None] | No
     return outputs, reasons
 
 
-def check_outputs(arrivals: list[Arrival], max_model_len: int, outputs: dict, reasons: dict, deaths: int = 0) -> None:
+def check_outputs(
+    arrivals: list[Arrival],
+    max_model_len: int,
+    outputs: dict,
+    reasons: dict,
+    deaths: int = 0,
+    model: NextToken = next_token,
+) -> None:
     """Every request got the tokens it would have got alone.
 
     Whoever was there whenever workers died, the last of three times alone, may have ended there.
@@ -133,7 +148,7 @@ def check_outputs(arrivals: list[Arrival], max_model_len: int, outputs: dict, re
         request = arrival.request
         for index in range(request.params.n):
             key = (request.request_id, index)
-            expected, reason = expected_tokens(request, index=index, max_model_len=max_model_len)
+            expected, reason = expected_tokens(request, index=index, max_model_len=max_model_len, model=model)
             if reasons[key] in (FinishReason.ABORT, FinishReason.ERROR):
                 aborted = arrival.abort_step is not None and arrival.abort_index in (None, index)
                 assert aborted or request.request_id in failed

@@ -99,15 +99,15 @@ def test_an_asymmetric_step_takes_rows_out_of_their_cohorts_by_how_far_they_are(
 
 
 @pytest.mark.parametrize("of_all", [False, True])
-def test_once_many_results_were_learned_from_one_in_five_is(of_all: bool) -> None:  # noqa: FBT001
+def test_once_many_results_were_learned_from_one_in_seventeen_is(of_all: bool) -> None:  # noqa: FBT001
     learner, shown = Learner(), list[Forecast]()
     forecasts = Forecasts([learner], shown.append)
     forecasts.of_all = of_all
     for step in range(296):
         forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
         forecasts.on_result(StepResult(step, host_work=(HostWork(1, 5, 3.0),), seconds=3.0), NOBODY)
-    assert len(learner.steps) == len(learner.works) == 256 + 40 // 5
-    assert [one.step for one in shown[256:258]] == ([256, 257] if of_all else [259, 264])
+    assert len(learner.steps) == len(learner.works) == 256 + 40 // 17
+    assert [one.step for one in shown[256:258]] == ([256, 257] if of_all else [271, 288])
 
 
 def test_a_forecast_is_there_while_its_plan_is_in_flight_and_shown_when_it_is_measured() -> None:

@@ -361,6 +361,17 @@ def test_nobody_begins_on_the_host_while_others_come_back_to_a_device_that_has_n
     assert (decision.strategy, decision.host_decodes) == ("device", (0, 0))
 
 
+def test_the_head_counts_for_every_row_that_a_step_samples() -> None:
+    """Of 40 on the host the CPU serves 4 + 2 in a layer's time, and some in a step's: a fifth of these has a token."""
+    predictor = replace(PREDICTOR, overhead=1.0, sampled_row=0.25)
+    decision = HybridByPrediction(512).decide(replace(hosting(DECODES, 40), predictor=predictor))
+    seconds = {one.strategy: one.seconds for one in decision.alternatives}
+    assert seconds["device"] == pytest.approx(4 * 2 + 1 + 0.25 * 10)
+    assert seconds["asymmetric"] == pytest.approx(4 * 3 + 1 + 0.25 * (10 + 6))
+    served = int(seconds["device"] / 0.5)  # by the CPU in the time of a step
+    assert seconds["overlap"] == pytest.approx(4 * 2 + 1 + 0.25 * (10 + round(served / 5)))
+
+
 @given(
     hosts=st.integers(1, 400),
     host_key=st.floats(1e-5, 0.1),

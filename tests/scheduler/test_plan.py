@@ -23,6 +23,13 @@ def test_a_plan_crosses_to_another_process_as_typed_msgpack() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=StepPlan) == plan
 
 
+def test_a_row_names_a_block_of_every_cache_group_and_costs_nothing_more_with_one() -> None:
+    grouped = Row(3, 32, (1,), True, (-1, 4, 7))  # of the first group, all before lies behind its window
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(grouped), type=Row) == grouped
+    single = msgspec.msgpack.encode(Row(3, 32, (1,), True, (4,)))
+    assert len(msgspec.msgpack.encode(grouped)) == len(single) + 2, "a byte for each more block"
+
+
 def test_a_swap_says_whether_it_follows_its_row() -> None:
     out = Swap(swap=1, sequence=3, direction="out", device_blocks=(4,), host_blocks=(0,))
     parked = Swap(swap=2, sequence=5, direction="out", device_blocks=(6, 7), host_blocks=(1, 2), after_row=True)

@@ -12,7 +12,7 @@ from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
-from tests.scheduler.lives import check_outputs, live, lives
+from tests.scheduler.lives import WINDOWS, check_outputs, live, lives
 
 CASES: dict[str, Callable[[int], Policy]] = {name: partial(make_policy, name) for name in POLICIES}
 CASES["throttling, half of the pool kept free"] = lambda budget: TokenThrottling(
@@ -23,10 +23,14 @@ CASES["throttling, half of the pool kept free"] = lambda budget: TokenThrottling
 
 @pytest.mark.parametrize("policy", CASES)
 @settings(max_examples=25, deadline=None)
-@given(life=lives())
+@given(life=lives(WINDOWS))
 def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dict) -> None:
     executor = MemoryCheckingExecutor(
-        life["num_blocks"], life["block_size"], depth=life["depth"], feeds_tokens=life["feeds_tokens"]
+        life["num_blocks"],
+        life["block_size"],
+        depth=life["depth"],
+        feeds_tokens=life["feeds_tokens"],
+        windows=life["windows"],
     )
     scheduler = Scheduler(
         CASES[policy](life["token_budget"]),
@@ -37,6 +41,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(policy: str, life: dic
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
         feeds_tokens=life["feeds_tokens"],
+        windows=life["windows"],
     )
     engine = Engine(scheduler, executor, vocab_size=50)
     outputs, reasons = live(engine, life["arrivals"])

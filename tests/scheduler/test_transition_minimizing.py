@@ -51,6 +51,27 @@ def test_prompts_are_computed_and_parked_until_the_pool_is_full() -> None:
     assert SEESAW.decide(pooled(ten_blocks, 39)) == Decision(0, 0, layout=DECODE)
 
 
+@pytest.mark.parametrize(
+    ("waiting", "pool", "depth", "budget", "tokens"),
+    [  # t = 100 + 1 a token. Time is (k + P - 1) t(tokens / k)
+        (1200, 400, 4, 2048, 200),  # k = 5: 8 * 340, 6: 9 * 300, 7: 10 * 272
+        (1200, 400, 4, 150, 150),  # eight steps at the least: 11 * 250, nine: 12 * 234
+        (1200, 60, 4, 2048, 192),  # 60 blocks hold 960 tokens. k = 4: 7 * 340, 5: 8 * 292, 6: 9 * 260
+        (1000, 400, 2, 2048, 334),  # k = 2: 3 * 600, 3: 4 * 434, 4: 5 * 350
+        (50, 400, 4, 2048, 50),
+        (1200, 400, 1, 2048, 2048),  # one stage is always full
+    ],
+)
+def test_prompts_are_computed_in_the_steps_that_are_through_a_pipeline_soonest(
+    waiting: int, pool: int, depth: int, budget: int, tokens: int
+) -> None:
+    load = replace(BACKLOG, waiting_tokens=waiting, first_waiting_tokens=50, host_free_blocks=pool)
+    load = replace(load, pipeline_depth=depth)
+    policy, predictor = TransitionMinimizing(budget), LinearPredictor(num_layers=1, linear=100.0, row=1.0)
+    assert policy.decide(replace(load, predictor=predictor)).prefill_tokens == tokens
+    assert policy.decide(load).prefill_tokens == budget
+
+
 def test_prompts_that_have_begun_are_ended_before_the_turn() -> None:
     full = pooled(BACKLOG, 40)
     assert SEESAW.decide(replace(full, ready_prefills=1)).prefill_tokens == 159  # what is left of it

@@ -28,6 +28,7 @@ from nanoserve.server.messages import (
 )
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
+from nanoserve.speculation.speculator import GuessCounts
 from tests.server.test_streams import Letters
 
 FACTS = EngineFacts(64, 1000, (), SamplingParams(), 8)
@@ -61,7 +62,7 @@ class Front:
         self.client._child = cast(EngineChild, self.child)
         self.client._take(FACTS, self.client._child)
 
-    def hear(self, *steps: RecentStep, ready: bool = True, **status: int) -> None:
+    def hear(self, *steps: RecentStep, ready: bool = True, **status: Any) -> None:
         report = StepReport(status=EngineStatus(**status), steps=steps, ready=ready)
         self.client._take(report, cast(EngineChild, self.child))
 
@@ -129,7 +130,20 @@ def test_counters_never_go_back(front: Front) -> None:
     front.hear(losses=2)
     front.die()
     front.begin()
-    assert front.client.total("losses") == 4
+    assert front.client.total.losses == 4
+
+
+def test_guesses_are_counted_over_engines_under_vllms_names(front: Front) -> None:
+    front.hear(guesses=GuessCounts(2, 6, [2, 1, 0, 0, 0, 0, 0]))
+    front.replace()
+    two = [EngineStatus(guesses=GuessCounts(1, 5, [1, 1, 1, 1, 0, 0, 0])), EngineStatus(guesses=GuessCounts(3, 3))]
+    front.client.last = StepReport(status=EngineStatus.together(two))
+    text = Metrics("m", front.client).text().decode()
+    for name, count in {"drafts": 6, "draft_tokens": 14, "accepted_tokens": 7}.items():
+        assert f'vllm:spec_decode_num_{name}_total{{model_name="m"}} {count}.0' in text
+    for place, count in enumerate((3, 2, 1, 1, 0, 0, 0)):
+        labels = f'model_name="m",position="{place}"'
+        assert f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {count}.0" in text
 
 
 def test_the_last_steps_of_a_dead_engine_are_logged_and_all_are_counted(

@@ -14,7 +14,7 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.record.trace import RunTrace
 from nanoserve.scheduler.load import Decision, Load, Policy
-from nanoserve.simulator import OtherLayout, SimulationResult, Workload, burst, fixed_lengths, simulate
+from nanoserve.simulator import SimulationResult, Workload, burst, fixed_lengths, simulate
 from tests.record.tracks import tracks_of
 from tests.simulator.linear_times import LinearTimes
 from tests.simulator.tier_times import TierTimes
@@ -73,7 +73,7 @@ def test_everything_is_answered_on_the_host(strategy: Strategy) -> None:
 
 def test_prompts_in_one_layout_and_answers_in_the_other() -> None:
     first, second = TierTimes(num_stages=3, reload=6.0, swap_token=0.3), TierTimes(reload=5.0, swap_token=0.3)
-    result = _run(TwoLayouts(), first, requests=4, answer=5, other_layouts=[OtherLayout(second, 20)])
+    result = _run(TwoLayouts(), first, requests=4, answer=5, other_layouts=[(second, 20)])
     assert (result.requests, result.output_tokens) == (4, 20)
     assert (result.transitions, result.transition_seconds) == (1, pytest.approx(5))
     # All prompts in one step through three stages of 1 second, with 4 swaps out of 0.4 each beside it; 4 swaps in of
@@ -127,7 +127,7 @@ def test_host_link_cpu_and_transitions_have_tracks_of_their_own(tmp_path: Path) 
     times = TierTimes(swap_token=0.3)
     with ChromeTraceFile(path) as file:
         trace = RunTrace(file, 0.0, layouts=layouts)
-        _run(TwoLayouts(), times, 1, 3, other_layouts=[OtherLayout(times, 20)], observers=[trace])
+        _run(TwoLayouts(), times, 1, 3, other_layouts=[(times, 20)], observers=[trace])
     bars = tracks_of(json.loads(path.read_text()))
     assert set(bars) == {"micro-batch 0", "phases", "swaps", "worker 0", "worker 0, swaps out", "worker 0, swaps in"}
     assert [bar["name"] for bar in bars["worker 0"]] == ["compute", "re-shard to T2", *["compute"] * 2]

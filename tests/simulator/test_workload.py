@@ -1,7 +1,7 @@
 """Arrivals, lengths, and the shipped tables of lengths."""
 
 import statistics
-from itertools import islice, pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,6 @@ from nanoserve.simulator import (
     gamma_arrivals,
     lognormal_lengths,
     poisson_arrivals,
-    trace_arrivals,
-    trace_lengths,
 )
 from nanoserve.simulator.workload import NUM_QUANTILES, LengthTable, length_tables, named_lengths
 
@@ -47,16 +45,11 @@ def test_absurd_rates_are_refused_before_sums_of_gaps_go_astray(rate: float, var
         gamma_arrivals(rate, variation, 0)
 
 
-def test_a_trace_begins_at_zero_and_is_in_order() -> None:
-    assert list(trace_arrivals([10.0, 10.5, 12.0])) == [0.0, 0.5, 2.0]
-    with pytest.raises(UsageError, match="request 3 comes before the one in front of it"):
-        trace_arrivals([10.0, 12.0, 11.0])
-
-
 def test_arrival_times_of_a_trace_file_are_dates_or_seconds(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5,1,1\n2023-11-16 18:15:48.0,1,1\n")
-    assert list(trace_arrivals(read_arrivals(trace))) == [0.0, 1.5]
+    first, second = read_arrivals(trace)
+    assert second - first == 1.5
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n3,1,1\nsoon,1,1\n")
     with pytest.raises(UsageError, match="row 3, arrived_at: 'soon' is no time"):
         read_arrivals(trace)
@@ -78,7 +71,7 @@ def test_lengths_below_a_token_are_refused() -> None:
 
 def test_a_workload_ends_with_its_arrivals_or_its_limit() -> None:
     shapes = [RequestShape(3, 2), RequestShape(5, 4)]
-    requests = list(Workload(trace_arrivals([0.0, 1.0, 4.0]), trace_lengths(shapes)))
+    requests = list(Workload([0.0, 1.0, 4.0], cycle(shapes)))
     assert [(one.arrival_time, len(one.prompt), one.seed) for one in requests] == [(0, 3, 2), (1, 5, 4), (4, 3, 2)]
     assert len(list(Workload(burst(), fixed_lengths(1, 1), limit=7))) == 7
 

@@ -1,5 +1,7 @@
 """The product's poisoned batches for paged attention, as the tests of its implementations build them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,11 +35,23 @@ def poisoned_out(batch: AttentionCall) -> Tensor:
     return torch.full_like(batch.out, torch.nan)
 
 
-def reference(batch: AttentionCall, scale: float, window: int) -> Tensor:
-    """Attention by its definition, in float64, one query after another: [tokens, num_heads * head_dim]."""
+def narrowed(batch: AttentionCall, value_dim: int, *, latent: bool) -> AttentionCall:
+    """The same with values of another width: of their own, or the first columns of the keys."""
+    values = batch.key_cache[..., :value_dim] if latent else batch.value_cache[..., :value_dim].contiguous()
+    return replace(
+        batch,
+        value_cache=values,
+        out=batch.out.new_full((len(batch.query), batch.query.shape[1] * value_dim), torch.nan),
+    )
+
+
+def reference(
+    batch: AttentionCall, scale: float, window: int, soft_cap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention by its definition, in float64, one query after another: [tokens, num_heads * value_dim]."""
     query, block_size = batch.query.double(), batch.key_cache.shape[2]
     group = query.shape[1] // batch.key_cache.shape[1]
-    results = torch.empty_like(query)
+    results = query.new_empty(*query.shape[:2], batch.value_cache.shape[3])
     for row, context in enumerate(batch.context_lengths.tolist()):
         start, end = batch.query_starts[row : row + 2].tolist()
         for token in range(start, end):
@@ -48,6 +62,8 @@ def reference(batch: AttentionCall, scale: float, window: int) -> Tensor:
             keys, values = (
                 cache[places].double().repeat_interleave(group, dim=1) for cache in (batch.key_cache, batch.value_cache)
             )
-            weights = torch.einsum("hd,khd->hk", query[token], keys).mul(scale).softmax(-1)
-            results[token] = torch.einsum("hk,khd->hd", weights, values)
+            scores = torch.einsum("hd,khd->hk", query[token], keys).mul(scale)
+            weights = (soft_cap * (scores / soft_cap).tanh() if soft_cap else scores).exp()
+            total = weights.sum(-1) + (0.0 if sinks is None else sinks.double().exp())
+            results[token] = torch.einsum("hk,khd->hd", weights / total[:, None], values)
     return results.flatten(1)

@@ -1,5 +1,6 @@
 """A mixture of experts: every way to compute it against the definition, in float64 and one token at a time."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from triton_ops.gpu import experts as gpu
 
 HIDDEN, INTERMEDIATE = 32, 16
 
-Mixture = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Mixture = tuple[Tensor, ...]
 
 
 def mixture(num_tokens: int, num_experts: int, per_token: int, dtype: torch.dtype, hidden: int = HIDDEN) -> Mixture:
@@ -26,6 +27,28 @@ def mixture(num_tokens: int, num_experts: int, per_token: int, dtype: torch.dtyp
     gate_up = torch.randn(num_experts, 2 * INTERMEDIATE, hidden, generator=generator) / hidden**0.5
     down = torch.randn(num_experts, hidden, INTERMEDIATE, generator=generator) / INTERMEDIATE**0.5
     return tokens.to(dtype), scores / scores.sum(1, keepdim=True), chosen, gate_up.to(dtype), down.to(dtype)
+
+
+def biases(num_experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Large enough that gates and ups reach their bounds."""
+    generator = torch.Generator().manual_seed(1)
+    inside = torch.randn(num_experts, 2 * INTERMEDIATE, generator=generator) * 8
+    return inside.to(dtype), torch.randn(num_experts, HIDDEN, generator=generator).to(dtype)
+
+
+def definition_of_gpt_oss(hidden: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor) -> Tensor:
+    """As its model card's code computes it, one number at a time."""
+    gate_up, down, gate_up_bias, down_bias = (tensor.double() for tensor in matrices)
+    rows = torch.zeros(hidden.shape).double()
+    for token in range(len(hidden)):
+        for weight, expert in zip(weights[token].double(), experts[token].tolist(), strict=True):
+            inside = gate_up[expert] @ hidden[token].double() + gate_up_bias[expert]
+            between = torch.zeros(INTERMEDIATE).double()
+            for place in range(INTERMEDIATE):
+                gate, up = min(float(inside[2 * place]), 7.0), max(-7.0, min(float(inside[2 * place + 1]), 7.0))
+                between[place] = (up + 1) * gate / (1 + math.exp(-1.702 * gate))
+            rows[token] += weight * (down[expert] @ between + down_bias[expert])
+    return rows
 
 
 def definition(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -54,6 +77,14 @@ def test_every_way_is_the_definition(
     found = compute(*inputs)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), definition(*inputs), atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("compute", [torch.ops.nanoserve.sparse_experts, gpu.multiply_in_groups, share_out])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str)
+def test_experts_of_gpt_oss(dtype: torch.dtype, error: float, compute: Callable[..., Tensor]) -> None:
+    inputs = (*mixture(5, 4, 2, dtype), *biases(4, dtype))
+    found, wanted = compute(*inputs, "gpt_oss"), definition_of_gpt_oss(*inputs)
+    torch.testing.assert_close(found.double(), wanted, atol=error * float(wanted.abs().max()), rtol=error)
 
 
 def test_widths_that_the_grouped_product_does_not_take_are_computed_another_way() -> None:

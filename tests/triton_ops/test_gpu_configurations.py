@@ -8,11 +8,13 @@ from triton_ops.gpu.configurations import (
     HEAD_DIMS,
     LARGEST_GROUP,
     MOST_SPLITS,
+    VALUE_DIMS,
     DecodeConfiguration,
     ProgramShape,
     UnsupportedByGpu,
     attention_configuration,
     num_splits,
+    program_shape,
 )
 from triton_ops.gpu.kernels import attention, packed
 from triton_ops.gpu.packed_constants import num_parts
@@ -23,7 +25,9 @@ USUAL = ProgramShape(head_dim=128, block_size=16, group=4)
 
 
 def test_every_generation_has_every_shape_in_whole_blocks() -> None:
-    assert set(ATTENTION) == {(line, width, dim) for line in GENERATIONS for width in (2, 4) for dim in HEAD_DIMS}
+    """Heads of more than 256 only in 16 bits."""
+    shapes = {(width, dim) for width in (2, 4) for dim in HEAD_DIMS if width == 2 or dim <= 256}
+    assert set(ATTENTION) == {(line, *shape) for line in GENERATIONS for shape in shapes}
     for configuration in ATTENTION.values():
         decode, prefill = configuration.decode, configuration.prefill
         assert decode.keys_per_split % decode.keys_per_tile == 0
@@ -37,7 +41,18 @@ def test_a_tile_of_longer_rows_holds_every_group_that_is_taken() -> None:
 
 
 def test_16_bit_tiles_of_longer_rows_fill_the_matrix_units_of_a_warp_group() -> None:
-    assert all(entry.prefill.rows_per_tile >= 64 for (_, width, _), entry in ATTENTION.items() if width == 2)
+    """But for the widest heads, whose sums would not fit into registers."""
+    assert all(
+        entry.prefill.rows_per_tile >= 64 for (_, width, d), entry in ATTENTION.items() if width == 2 and d <= 256
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "group", "groups"), [(1, 1, 1), (16, 16, 1), (20, 10, 2), (24, 12, 2), (17, 1, 17), (128, 16, 8)]
+)
+def test_heads_of_one_key_value_head_are_few_equal_groups(heads: int, group: int, groups: int) -> None:
+    shape = program_shape(head_dim=576, value_dim=512, block_size=16, heads_per_kv_head=heads)
+    assert shape == ProgramShape(512, 16, group, groups, 64)
 
 
 @pytest.mark.parametrize(("generation", "line"), [(8, 8), (9, 9), (10, 10), (11, 10), (12, 8), (13, 8)])
@@ -67,14 +82,14 @@ DECODE = DecodeConfiguration(
     ],
 )
 def test_splits_keep_the_gpu_busy(num_rows: int, most_keys: int, splits: int) -> None:
-    found = num_splits(DECODE, multiprocessors=100, num_rows=num_rows, num_kv_heads=8, most_keys=most_keys)
+    found = num_splits(DECODE, multiprocessors=100, num_rows=num_rows, num_groups=8, most_keys=most_keys)
     assert found == splits
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_variants_name_every_parameter_of_their_program_once(generation: int) -> None:
     variants = list(attention_variants(generation))
-    assert {variant.constants["HEAD_DIM"] for variant in variants} == set(HEAD_DIMS)
+    assert {variant.constants["HEAD_DIM"] for variant in variants} == {VALUE_DIMS.get(dim, dim) for dim in HEAD_DIMS}
     for variant in variants:
         parameters = getattr(attention, variant.program).arg_names
         assert sorted(parameters) == sorted([*variant.types, *variant.constants])

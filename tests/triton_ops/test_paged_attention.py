@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanoserve.benchmarks.gpu.attention import AttentionCall
 from nanoserve.benchmarks.gpu.attention import AttentionRow as Row
-from tests.triton_ops.batches import build, inputs, poisoned_out, reference
+from tests.triton_ops.batches import build, inputs, narrowed, poisoned_out, reference
 from triton_ops import cache_write, copy_blocks, paged_attention
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -91,6 +91,60 @@ def test_long_rows_of_any_head_dim_in_any_precision(
     torch.testing.assert_close(attend(batch, 0.2, window).double(), expected, atol=tolerance, rtol=tolerance)
 
 
+def sinks_of(num_heads: int) -> Tensor:
+    return torch.linspace(-2.0, 4.0, num_heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims", "dtype", "window", "soft_cap", "sinks"),
+    [
+        ((4, 2), (64, 64), torch.float32, 100, 0.0, sinks_of(4)),  # gpt-oss
+        ((8, 1), (64, 64), torch.bfloat16, 0, 0.0, sinks_of(8)),
+        ((3, 3), (96, 96), torch.float16, 0, 2.0, None),
+        ((4, 2), (256, 256), torch.float32, 100, 2.0, None),  # Gemma 2
+        ((4, 1), (512, 512), torch.bfloat16, 0, 0.0, None),
+        ((5, 1), (20, 12), torch.float32, 100, 2.0, sinks_of(5)),
+        ((4, 4), (48, 32), torch.float16, 0, 0.0, sinks_of(4)),
+        ((16, 1), (576, 512), torch.float32, 0, 0.0, None),  # DeepSeek and GLM-4.7-Flash
+        ((20, 1), (576, 512), torch.bfloat16, 0, 2.0, None),
+        ((16, 1), (40, 24), torch.float16, 100, 0.0, None),
+    ],
+)
+def test_sinks_soft_caps_and_values_of_another_width(
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    window: int,
+    soft_cap: float,
+    sinks: Tensor | None,
+) -> None:
+    """A narrower value is a part of the key where one key-value head serves all, else a tensor of its own."""
+    batch = build(
+        LONG_ROWS, num_heads=heads[0], num_kv_heads=heads[1], block_size=16, seed=6, head_dim=dims[0], dtype=dtype
+    )
+    batch = narrowed(batch, dims[1], latent=heads[1] == 1) if dims[1] < dims[0] else batch
+    out, scale = poisoned_out(batch), 1.5 * dims[0] ** -0.5
+    paged_attention(out, *inputs(batch), scale=scale, sliding_window=window, soft_cap=soft_cap, sinks=sinks)
+    tolerance = TOLERANCES[dtype]
+    expected = reference(batch, scale, window, soft_cap, sinks)
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_as_many_heads_as_deepseek_has_share_one_latent() -> None:
+    batch = build([Row(1, 300), Row(5, 70)], num_heads=128, num_kv_heads=1, block_size=16, seed=8, head_dim=576)
+    batch = narrowed(batch, 512, latent=True)
+    torch.testing.assert_close(attend(batch, 0.05, 0).double(), reference(batch, 0.05, 0), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [-math.inf, -200.0, 200.0])
+def test_a_sink_of_any_size_takes_its_part(sink: float) -> None:
+    batch = build([Row(1, 30), Row(7, 20)], num_heads=2, num_kv_heads=1, block_size=4, head_dim=HEAD_DIM, seed=4)
+    sinks, out = torch.tensor([sink, 0.0]), poisoned_out(batch)
+    paged_attention(out, *inputs(batch), scale=0.3, sliding_window=0, sinks=sinks)
+    expected = reference(batch, 0.3, 0, sinks=sinks)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_tokens_land_in_their_slots_and_padding_lands_nowhere() -> None:
     num_blocks, num_kv_heads, block_size = 5, 2, 4
     key_cache = torch.full((num_blocks, num_kv_heads, block_size, HEAD_DIM), math.nan)
@@ -113,6 +167,15 @@ def test_copies_read_every_source_before_they_write() -> None:
     assert value_cache[:, 1, 2, 7].tolist() == [0, 0, -1, -3]
 
 
+def test_latents_are_written_and_copied_without_values() -> None:
+    key_cache, value_cache = torch.zeros(5, 1, 4, 12), torch.empty(5, 1, 4, 0)
+    latents = torch.randn(3, 1, 12)
+    cache_write(latents, latents[..., :0], key_cache, value_cache, torch.tensor([19, -1, 0]))
+    copy_blocks(key_cache, value_cache, torch.tensor([[4, 0], [0, 1]]))
+    assert torch.equal(key_cache[4, :, 3], latents[0]) and torch.equal(key_cache[1, :, 0], latents[2])
+    assert torch.equal(key_cache[0], key_cache[4]) and torch.count_nonzero(key_cache) == 3 * 12
+
+
 @pytest.mark.slow  # it imports torch's compiler; tests/runtime/test_torch_compile.py compiles the operators quickly
 def test_torch_accepts_the_operators_for_tracing() -> None:
     """Schema, fake kernel and functionalization are consistent, as torch.compile relies on."""
@@ -125,7 +188,7 @@ def test_torch_accepts_the_operators_for_tracing() -> None:
     torch.library.opcheck(
         operators.paged_attention.default,
         (out, batch.query, key_cache, value_cache, *metadata),
-        {"scale": 0.3, "sliding_window": 0},
+        {"scale": 0.3, "sliding_window": 0, "soft_cap": 2.0, "sinks": torch.randn(4)},
     )
     new_keys, new_values = torch.randn(3, 2, HEAD_DIM), torch.randn(3, 2, HEAD_DIM)
     slots = torch.tensor([3, -1, 0])

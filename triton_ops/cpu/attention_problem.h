@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <limits>
+#include <optional>
 
 #include "vectors.h"
 
@@ -13,18 +14,19 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 template <typename Number>
 struct Problem {
-  Number* out;           // [T, num_heads * head_dim]
+  Number* out;           // [T, num_heads * value_dim]
   const Number* query;   // [T, num_heads, head_dim], with strides
   const Number* keys;    // [num_blocks, num_kv_heads, block_size, head_dim]
-  const Number* values;  // the same
+  const Number* values;  // [num_blocks, num_kv_heads, block_size, value_dim], the slots at a distance of their own
   const int32_t* block_tables;
   const int32_t* query_starts;
   const int32_t* contexts;
+  const float* sinks;  // [num_heads], or null
   int64_t table_width, rows;
   int64_t query_token_stride, query_head_stride;
-  int64_t num_heads, num_kv_heads, group, head_dim, block_size;
+  int64_t num_heads, num_kv_heads, group, head_dim, value_dim, value_stride, block_size;
   int64_t window;
-  float scale;
+  float scale, soft_cap;
 
   int64_t queries(int64_t row) const { return query_starts[row + 1] - query_starts[row]; }
   // The first position that a query at `position` sees.
@@ -32,29 +34,37 @@ struct Problem {
   const Number* query_at(int64_t token, int64_t head) const {
     return query + token * query_token_stride + head * query_head_stride;
   }
-  Number* out_at(int64_t token, int64_t head) const { return out + (token * num_heads + head) * head_dim; }
-  // Where in a cache the key or value of a row's position lies; behind it follow the rest of its block.
-  int64_t offset(int64_t row, int64_t kv_head, int64_t position) const {
+  Number* out_at(int64_t token, int64_t head) const { return out + (token * num_heads + head) * value_dim; }
+  // Which slot of a cache holds the key or value of a row's position; behind it follow the rest of its block.
+  int64_t slot(int64_t row, int64_t kv_head, int64_t position) const {
     const int64_t block = block_tables[row * table_width + position / block_size];
-    return ((block * num_kv_heads + kv_head) * block_size + position % block_size) * head_dim;
+    return (block * num_kv_heads + kv_head) * block_size + position % block_size;
   }
+  const Number* key_at(int64_t slot) const { return keys + slot * head_dim; }
+  const Number* value_at(int64_t slot) const { return values + slot * value_stride; }
 
-  // Calls body(offset, first, count) for each stretch of positions first..last that lies together in the caches.
+  // Calls body(slot, first, count) for each stretch of positions first..last that lies together in the caches.
   template <typename Body>
   void stretches(int64_t row, int64_t kv_head, int64_t first, int64_t last, const Body& body) const {
     while (first < last) {
       const int64_t count = std::min(last - first, block_size - first % block_size);
-      body(offset(row, kv_head, first), first, count);
+      body(slot(row, kv_head, first), first, count);
       first += count;
     }
   }
 };
 
+// scores[0..count] of any sign become cap * tanh(score / cap); count is a multiple of kLanes.
+inline void cap_scores(float* scores, int64_t count, float cap) {
+  for (int64_t j = 0; j < count; j += kLanes)
+    (Vec(cap) * (Vec::loadu(scores + j) * Vec(1.0f / cap)).tanh()).store(scores + j);
+}
+
 template <typename Number>
 Problem<Number> make_problem(
     const at::Tensor& out, const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
     const at::Tensor& block_tables, const at::Tensor& query_starts, const at::Tensor& context_lengths, double scale,
-    int64_t window) {
+    int64_t window, double soft_cap, const std::optional<at::Tensor>& sinks) {
   Problem<Number> problem;
   problem.out = out.mutable_data_ptr<Number>();
   problem.query = query.const_data_ptr<Number>();
@@ -63,6 +73,7 @@ Problem<Number> make_problem(
   problem.block_tables = block_tables.const_data_ptr<int32_t>();
   problem.query_starts = query_starts.const_data_ptr<int32_t>();
   problem.contexts = context_lengths.const_data_ptr<int32_t>();
+  problem.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   problem.table_width = block_tables.size(1);
   problem.rows = context_lengths.size(0);
   problem.query_token_stride = query.stride(0);
@@ -71,9 +82,12 @@ Problem<Number> make_problem(
   problem.num_kv_heads = key_cache.size(1);
   problem.group = problem.num_heads / problem.num_kv_heads;
   problem.head_dim = query.size(2);
+  problem.value_dim = value_cache.size(3);
+  problem.value_stride = value_cache.stride(2);
   problem.block_size = key_cache.size(2);
   problem.window = window;
   problem.scale = static_cast<float>(scale);
+  problem.soft_cap = static_cast<float>(soft_cap);
   return problem;
 }
 

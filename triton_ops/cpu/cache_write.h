@@ -12,7 +12,7 @@ namespace nanoserve {
 inline void cache_write(
     const at::Tensor& key, const at::Tensor& value, const at::Tensor& key_cache, const at::Tensor& value_cache,
     const at::Tensor& slot_mapping) {
-  const int64_t tokens = key.size(0), heads = key.size(1), head_dim = key.size(2), block_size = key_cache.size(2);
+  const int64_t tokens = key.size(0), heads = key.size(1), block_size = key_cache.size(2);
   TORCH_CHECK(
       key_cache.is_contiguous() && value_cache.is_contiguous() && slot_mapping.is_contiguous() &&
           slot_mapping.scalar_type() == at::kLong && slot_mapping.numel() == tokens,
@@ -20,11 +20,16 @@ inline void cache_write(
   TORCH_CHECK(
       key.scalar_type() == key_cache.scalar_type() && value.scalar_type() == value_cache.scalar_type(),
       "cache_write: keys and values must have the dtype of their cache");
+  TORCH_CHECK(
+      key.size(2) == key_cache.size(3) && value.size(2) == value_cache.size(3),
+      "cache_write: keys and values must be as wide as their cache");
   const int64_t* slots = slot_mapping.const_data_ptr<int64_t>();
   const int64_t slots_in_all = key_cache.size(0) * block_size;
   for (int64_t token = 0; token < tokens; ++token)
     TORCH_CHECK(slots[token] < slots_in_all, "cache_write: slot ", slots[token], " of ", slots_in_all);
   const auto store = [&](const at::Tensor& source, const at::Tensor& cache) {
+    const int64_t head_dim = cache.size(3);
+    if (head_dim == 0) return;
     const at::Tensor rows = source.stride(2) == 1 ? source : source.contiguous();
     const int64_t size = rows.element_size();
     const char* from = static_cast<const char*>(rows.const_data_ptr());

@@ -74,8 +74,9 @@ inline void score_keys(
 }
 
 // Scores become weights exp(score - largest); returns {largest, sum of weights}.
-inline std::pair<float, float> weigh(float* scores, int64_t count) {
+inline std::pair<float, float> weigh(float* scores, int64_t count, float soft_cap) {
   const int64_t padded = round_up(count, kLanes);
+  if (soft_cap > 0.0f) cap_scores(scores, padded, soft_cap);
   std::fill(scores + count, scores + padded, kNothing);
   Vec largest(kNothing);
   for (int64_t j = 0; j < padded; j += kLanes) largest = at::vec::maximum(largest, Vec::loadu(scores + j));
@@ -97,12 +98,12 @@ inline void add_values(
   Pair sums[Heads][Pairs];
   for (auto& head : sums)
     for (auto& sum : head) sum = {Vec(0.0f), Vec(0.0f)};
-  const int64_t head_dim = problem.head_dim;
-  problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
-    const Number* values = problem.values + offset + d;
+  const int64_t stride = problem.value_stride;
+  problem.stretches(row, kv_head, first, last, [&](int64_t slot, int64_t position, int64_t count) {
+    const Number* values = problem.value_at(slot) + d;
     const int64_t after = position + count;
-    const Number* next = after < last ? problem.values + problem.offset(row, kv_head, after) + d : values;
-    for (int64_t j = 0; j < count; ++j, values += head_dim, next += head_dim) {
+    const Number* next = after < last ? problem.value_at(problem.slot(row, kv_head, after)) + d : values;
+    for (int64_t j = 0; j < count; ++j, values += stride, next += stride) {
       Pair value[Pairs];
       for (int64_t pair = 0; pair < Pairs; ++pair) {
         prefetch_pair(next + pair * 2 * kLanes);
@@ -129,10 +130,10 @@ inline void add_last_values(
     int64_t d, float* out, int64_t out_stride) {
   Vec sums[Heads];
   for (auto& sum : sums) sum = Vec(0.0f);
-  const int64_t columns = std::min(problem.head_dim - d, kLanes);
-  problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
-    const Number* values = problem.values + offset + d;
-    for (int64_t j = 0; j < count; ++j, values += problem.head_dim) {
+  const int64_t columns = std::min(problem.value_dim - d, kLanes);
+  problem.stretches(row, kv_head, first, last, [&](int64_t slot, int64_t position, int64_t count) {
+    const Number* values = problem.value_at(slot) + d;
+    for (int64_t j = 0; j < count; ++j, values += problem.value_stride) {
       const Vec value = columns < kLanes ? some_floats_at(values, columns) : floats_at(values);
       for (int64_t g = 0; g < Heads; ++g)
         sums[g] = at::vec::fmadd(Vec(weights[g * kSpan + position - first + j]), value, sums[g]);
@@ -141,12 +142,13 @@ inline void add_last_values(
   for (int64_t g = 0; g < Heads; ++g) sums[g].store(out + g * out_stride + d);
 }
 
-// A span for some heads of a group. Each result is [padded head_dim] sums, then the largest score and the sum of weights.
+// A span for some heads of a group. Each result is [padded value_dim] sums, then the largest score and the sum of weights.
 template <typename Number, int64_t Heads>
 void attend_span(
     const Problem<Number>& problem, int64_t row, int64_t kv_head, int64_t head, int64_t first, int64_t last,
     float* results, int64_t result_stride) {
   const int64_t head_dim = problem.head_dim, padded = round_up(head_dim, kLanes);
+  const int64_t value_dim = problem.value_dim, padded_value = round_up(value_dim, kLanes);
   static thread_local std::vector<float> query_memory;
   float* query = Scratch(query_memory).take(Heads * padded);
   const int64_t token = problem.query_starts[row];
@@ -155,33 +157,36 @@ void attend_span(
     convert_scaled_pairs(problem.query_at(token, head + g), query + g * padded, head_dim, problem.scale);
   }
   float scores[Heads * kSpan];
-  problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
+  problem.stretches(row, kv_head, first, last, [&](int64_t slot, int64_t position, int64_t count) {
     const int64_t after = position + count;
-    const Number* next = after < last ? problem.keys + problem.offset(row, kv_head, after)
-                                      : problem.values + problem.offset(row, kv_head, first);
-    score_keys<Number, Heads>(query, padded, problem.keys + offset, count, head_dim, next, scores + position - first);
+    const Number* next = after < last ? problem.key_at(problem.slot(row, kv_head, after))
+                                      : problem.value_at(problem.slot(row, kv_head, first));
+    score_keys<Number, Heads>(query, padded, problem.key_at(slot), count, head_dim, next, scores + position - first);
   });
-  for (int64_t g = 0; g < Heads; ++g)
-    std::tie(results[g * result_stride + padded], results[g * result_stride + padded + 1]) =
-        weigh(scores + g * kSpan, last - first);
+  for (int64_t g = 0; g < Heads; ++g) {
+    float* result = results + g * result_stride + padded_value;
+    std::tie(result[0], result[1]) = weigh(scores + g * kSpan, last - first, problem.soft_cap);
+  }
   // As many columns at once as there are registers for their sums, about.
   constexpr int64_t kPairs = Heads > 2 || kLanes < 16 ? 2 : 4;
   const auto add = [&]<int64_t Pairs>(int64_t d) {
-    for (; d + Pairs * 2 * kLanes <= head_dim; d += Pairs * 2 * kLanes)
+    for (; d + Pairs * 2 * kLanes <= value_dim; d += Pairs * 2 * kLanes)
       add_values<Number, Heads, Pairs>(problem, row, kv_head, first, last, scores, d, results, result_stride);
     return d;
   };
   int64_t d = add.template operator()<1>(add.template operator()<kPairs>(0));
-  for (; d < head_dim; d += kLanes)
+  for (; d < value_dim; d += kLanes)
     add_last_values<Number, Heads>(problem, row, kv_head, first, last, scores, d, results, result_stride);
 }
 
-// The spans of one query and head become its attention: their weights are brought to the same largest score.
+// The spans of one query and head become its attention: their weights, and that of a `sink`, are brought to the same
+// largest score.
 template <typename Number>
-void join_spans(float* results, int64_t spans, int64_t span_stride, int64_t head_dim, Number* out) {
-  const int64_t padded = round_up(head_dim, kLanes);
-  float top = kNothing, total = 0.0f;
+void join_spans(float* results, int64_t spans, int64_t span_stride, int64_t value_dim, float sink, Number* out) {
+  const int64_t padded = round_up(value_dim, kLanes);
+  float top = sink, total = 0.0f;
   for (int64_t span = 0; span < spans; ++span) top = std::max(top, results[span * span_stride + padded]);
+  if (sink != kNothing) total = std::exp(sink - top);
   for (int64_t span = 0; span < spans; ++span) {
     float* result = results + span * span_stride;
     const float factor = std::exp(result[padded] - top);
@@ -192,7 +197,7 @@ void join_spans(float* results, int64_t spans, int64_t span_stride, int64_t head
     }
   }
   for (int64_t d = 0; d < padded; d += kLanes) (Vec::loadu(results + d) / Vec(total)).store(results + d);
-  convert_back(results, out, head_dim);
+  convert_back(results, out, value_dim);
 }
 
 template <typename Number>
@@ -220,7 +225,7 @@ void attend_single_queries(const Problem<Number>& problem, const std::vector<int
   };
   std::vector<Item> items;
   std::vector<int64_t> first_item;
-  const int64_t size = round_up(problem.head_dim, kLanes) + kLanes;
+  const int64_t size = round_up(problem.value_dim, kLanes) + kLanes;
   int64_t positions = 0;
   for (const int64_t row : rows) {
     const int64_t last = problem.contexts[row], seen = problem.first_seen(last - 1);
@@ -232,7 +237,7 @@ void attend_single_queries(const Problem<Number>& problem, const std::vector<int
   first_item.push_back(static_cast<int64_t>(items.size()));
   static thread_local std::vector<float> memory;
   float* results = Scratch(memory).take(static_cast<int64_t>(items.size()) * problem.num_heads * size);
-  const int64_t work = 2 * positions * problem.num_heads * problem.head_dim;
+  const int64_t work = positions * problem.num_heads * (problem.head_dim + problem.value_dim);
   share_out(static_cast<int64_t>(items.size()) * problem.num_kv_heads, work, [&](int64_t place) {
     const Item& item = items[place / problem.num_kv_heads];
     const int64_t kv_head = place % problem.num_kv_heads, context = problem.contexts[item.row];
@@ -245,8 +250,8 @@ void attend_single_queries(const Problem<Number>& problem, const std::vector<int
     const int64_t first = first_item[place], spans = first_item[place + 1] - first;
     for (int64_t head = 0; head < problem.num_heads; ++head)
       join_spans(
-          results + items[first].result + head * size, spans, problem.num_heads * size, problem.head_dim,
-          problem.out_at(problem.query_starts[rows[place]], head));
+          results + items[first].result + head * size, spans, problem.num_heads * size, problem.value_dim,
+          problem.sinks ? problem.sinks[head] : kNothing, problem.out_at(problem.query_starts[rows[place]], head));
   });
 }
 

@@ -29,7 +29,7 @@ void attend(const Problem<Number>& problem) {
 void paged_attention(
     const at::Tensor& out, const at::Tensor& query, const at::Tensor& key_cache, const at::Tensor& value_cache,
     const at::Tensor& block_tables, const at::Tensor& query_starts, const at::Tensor& context_lengths, double scale,
-    int64_t sliding_window) {
+    int64_t sliding_window, double soft_cap, const std::optional<at::Tensor>& sinks) {
   const at::ScalarType type = out.scalar_type();
   for (const at::Tensor* tensor : {&query, &key_cache, &value_cache})
     TORCH_CHECK(tensor->scalar_type() == type, "paged_attention: query, caches and out must have the same dtype");
@@ -38,13 +38,22 @@ void paged_attention(
         tensor->scalar_type() == at::kInt && tensor->is_contiguous(),
         "paged_attention: block tables, starts and lengths must be contiguous int32");
   TORCH_CHECK(
-      out.is_contiguous() && key_cache.is_contiguous() && value_cache.is_contiguous() && query.dim() == 3 &&
-          query.size(1) % key_cache.size(1) == 0 && query.size(2) == key_cache.size(3),
-      "paged_attention: contiguous out [T, heads * head_dim] and caches [blocks, kv_heads, block_size, head_dim] needed");
+      out.is_contiguous() && key_cache.is_contiguous() && query.dim() == 3 && query.size(1) % key_cache.size(1) == 0 &&
+          query.size(2) == key_cache.size(3) && out.size(1) == query.size(1) * value_cache.size(3),
+      "paged_attention: contiguous out [T, heads * value_dim] and keys [blocks, kv_heads, block_size, head_dim] needed");
+  TORCH_CHECK(
+      value_cache.stride(3) == 1 && value_cache.stride(1) == value_cache.size(2) * value_cache.stride(2) &&
+          value_cache.stride(0) == value_cache.size(1) * value_cache.stride(1) &&
+          value_cache.sizes().slice(0, 3) == key_cache.sizes().slice(0, 3),
+      "paged_attention: values must lie in slots of equal distance, as many as keys");
+  TORCH_CHECK(
+      !sinks || (sinks->scalar_type() == at::kFloat && sinks->is_contiguous() && sinks->numel() == query.size(1)),
+      "paged_attention: sinks must be contiguous float32, one per head");
   const at::Tensor rows = query.stride(2) == 1 ? query : query.contiguous();
   const auto run = [&](auto number) {
     attend(make_problem<decltype(number)>(
-        out, rows, key_cache, value_cache, block_tables, query_starts, context_lengths, scale, sliding_window));
+        out, rows, key_cache, value_cache, block_tables, query_starts, context_lengths, scale, sliding_window,
+        soft_cap, sinks));
   };
   switch (type) {
     case at::kFloat: return run(float());

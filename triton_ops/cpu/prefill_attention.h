@@ -12,33 +12,36 @@ constexpr int64_t kBlockRows = 128;  // queries times heads of a group
 
 // One thread's tiles.
 struct Tiles {
-  int64_t rows, depth;  // depth: head_dim, padded
+  int64_t rows, depth, width;  // head_dim and value_dim, padded
   float *query, *loaded, *keys, *values, *scores, *sums, *largest, *totals;
 
-  Tiles(std::vector<float>& memory, int64_t most_rows, int64_t padded) : rows(most_rows), depth(padded) {
-    float* next = Scratch(memory).take(2 * rows * depth + 3 * kTileKeys * depth + rows * kTileKeys + 2 * rows);
+  Tiles(std::vector<float>& memory, int64_t most_rows, int64_t head_dim, int64_t value_dim)
+      : rows(most_rows), depth(round_up(head_dim, kTransposed)), width(round_up(value_dim, kTransposed)) {
+    float* next =
+        Scratch(memory).take((rows + 2 * kTileKeys) * depth + (rows + kTileKeys) * width + rows * (kTileKeys + 2));
     const auto part = [&next](int64_t size) { return std::exchange(next, next + size); };
     query = part(rows * depth), loaded = part(kTileKeys * depth), keys = part(depth * kTileKeys);
-    values = part(kTileKeys * depth), scores = part(rows * kTileKeys), sums = part(rows * depth);
+    values = part(kTileKeys * width), scores = part(rows * kTileKeys), sums = part(rows * width);
     largest = part(rows), totals = part(rows);
   }
 };
 
-// Positions first..last of a tile that begins at `begin`, as floats; zeros where nothing may be read.
+// Positions first..last of a tile that begins at `begin`, as floats; zeros where nothing may be read. Slots of the cache
+// are `stride` apart and hold `columns` numbers, rows of the tile are `depth` apart.
 template <typename Number>
 void load_tile(
-    const Problem<Number>& problem, const Number* cache, int64_t row, int64_t kv_head, int64_t begin, int64_t first,
-    int64_t last, int64_t depth, float* tile) {
-  const int64_t head_dim = problem.head_dim;
-  if (last - first < kTileKeys || head_dim < depth) std::fill(tile, tile + kTileKeys * depth, 0.0f);
-  problem.stretches(row, kv_head, first, last, [&](int64_t offset, int64_t position, int64_t count) {
+    const Problem<Number>& problem, const Number* cache, int64_t stride, int64_t columns, int64_t row, int64_t kv_head,
+    int64_t begin, int64_t first, int64_t last, int64_t depth, float* tile) {
+  if (last - first < kTileKeys || columns < depth) std::fill(tile, tile + kTileKeys * depth, 0.0f);
+  problem.stretches(row, kv_head, first, last, [&](int64_t slot, int64_t position, int64_t count) {
     for (int64_t j = 0; j < count; ++j)
-      convert_scaled(cache + offset + j * head_dim, tile + (position - begin + j) * depth, head_dim, 1.0f);
+      convert_scaled(cache + (slot + j) * stride, tile + (position - begin + j) * depth, columns, 1.0f);
   });
 }
 
 // Scores of one row of a tile become weights; returns by what factor earlier sums are to be multiplied.
-inline float weigh_tile(float* scores, int64_t from, int64_t to, float& largest, float& total) {
+inline float weigh_tile(float* scores, int64_t from, int64_t to, float soft_cap, float& largest, float& total) {
+  if (soft_cap > 0.0f) cap_scores(scores, kTileKeys, soft_cap);
   std::fill(scores, scores + from, kNothing);
   std::fill(scores + to, scores + kTileKeys, kNothing);
   Vec top(largest);
@@ -60,7 +63,7 @@ template <typename Number>
 void attend_block(
     const Problem<Number>& problem, int64_t row, int64_t kv_head, int64_t first_query, int64_t last_query,
     const Tiles& tiles) {
-  const int64_t group = problem.group, depth = tiles.depth, head_dim = problem.head_dim;
+  const int64_t group = problem.group, depth = tiles.depth, width = tiles.width, head_dim = problem.head_dim;
   const int64_t rows = (last_query - first_query) * group, token = problem.query_starts[row];
   const int64_t before = problem.contexts[row] - problem.queries(row);  // position of the row's first query
   for (int64_t i = 0; i < rows; ++i) {
@@ -69,18 +72,22 @@ void attend_block(
     convert_scaled(
         problem.query_at(token + first_query + i / group, head), tiles.query + i * depth, head_dim, problem.scale);
   }
-  std::fill(tiles.sums, tiles.sums + rows * depth, 0.0f);
-  std::fill(tiles.largest, tiles.largest + rows, kNothing);
-  std::fill(tiles.totals, tiles.totals + rows, 0.0f);
+  std::fill(tiles.sums, tiles.sums + rows * width, 0.0f);
+  for (int64_t i = 0; i < rows; ++i) {  // a sink is there before any key
+    tiles.largest[i] = problem.sinks ? problem.sinks[kv_head * group + i % group] : kNothing;
+    tiles.totals[i] = tiles.largest[i] == kNothing ? 0.0f : 1.0f;
+  }
   const int64_t seen = problem.first_seen(before + first_query), end = before + last_query;
   for (int64_t begin = seen / kTileKeys * kTileKeys; begin < end; begin += kTileKeys) {
     const int64_t first = std::max(begin, seen), last = std::min(begin + kTileKeys, end);
-    load_tile(problem, problem.keys, row, kv_head, begin, first, last, depth, tiles.loaded);
+    load_tile(problem, problem.keys, head_dim, head_dim, row, kv_head, begin, first, last, depth, tiles.loaded);
     for (int64_t j = 0; j < kTileKeys; j += kTransposed)
       for (int64_t d = 0; d < depth; d += kTransposed)
         at::vec::transpose_mxn<float, kTransposed, kTransposed>(
             tiles.loaded + j * depth + d, depth, tiles.keys + d * kTileKeys + j, kTileKeys);
-    load_tile(problem, problem.values, row, kv_head, begin, first, last, depth, tiles.values);
+    load_tile(
+        problem, problem.values, problem.value_stride, problem.value_dim, row, kv_head, begin, first, last, width,
+        tiles.values);
     multiply<false>(tiles.query, depth, tiles.keys, kTileKeys, tiles.scores, kTileKeys, rows, depth, kTileKeys);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t position = before + first_query + i / group;
@@ -91,17 +98,17 @@ void attend_block(
         std::fill(scores, scores + kTileKeys, 0.0f);
         continue;
       }
-      const float factor = weigh_tile(scores, from, to, tiles.largest[i], tiles.totals[i]);
-      float* sums = tiles.sums + i * depth;
+      const float factor = weigh_tile(scores, from, to, problem.soft_cap, tiles.largest[i], tiles.totals[i]);
+      float* sums = tiles.sums + i * width;
       if (factor != 1.0f)
-        for (int64_t d = 0; d < depth; d += kLanes) (Vec::loadu(sums + d) * Vec(factor)).store(sums + d);
+        for (int64_t d = 0; d < width; d += kLanes) (Vec::loadu(sums + d) * Vec(factor)).store(sums + d);
     }
-    multiply<true>(tiles.scores, kTileKeys, tiles.values, depth, tiles.sums, depth, rows, kTileKeys, depth);
+    multiply<true>(tiles.scores, kTileKeys, tiles.values, width, tiles.sums, width, rows, kTileKeys, width);
   }
   for (int64_t i = 0; i < rows; ++i) {
-    float* sums = tiles.sums + i * depth;
-    for (int64_t d = 0; d < depth; d += kLanes) (Vec::loadu(sums + d) / Vec(tiles.totals[i])).store(sums + d);
-    convert_back(sums, problem.out_at(token + first_query + i / group, kv_head * group + i % group), head_dim);
+    float* sums = tiles.sums + i * width;
+    for (int64_t d = 0; d < width; d += kLanes) (Vec::loadu(sums + d) / Vec(tiles.totals[i])).store(sums + d);
+    convert_back(sums, problem.out_at(token + first_query + i / group, kv_head * group + i % group), problem.value_dim);
   }
 }
 
@@ -115,16 +122,15 @@ void attend_several_queries(const Problem<Number>& problem, const std::vector<in
   int64_t work = 0;
   for (const int64_t row : rows) {
     const int64_t queries = problem.queries(row);
-    work += 2 * queries * problem.contexts[row] * problem.num_heads * problem.head_dim;
+    work += queries * problem.contexts[row] * problem.num_heads * (problem.head_dim + problem.value_dim);
     // The last queries see most: begun first, they leave no thread waiting for a long block at the end.
     for (int64_t first = (queries - 1) / queries_at_once * queries_at_once; first >= 0; first -= queries_at_once)
       items.push_back({row, first, std::min(first + queries_at_once, queries)});
   }
-  const int64_t depth = round_up(problem.head_dim, kTransposed);
   share_out(static_cast<int64_t>(items.size()) * problem.num_kv_heads, work, [&](int64_t place) {
     static thread_local std::vector<float> memory;
     const Item& item = items[place / problem.num_kv_heads];
-    const Tiles tiles(memory, queries_at_once * problem.group, depth);
+    const Tiles tiles(memory, queries_at_once * problem.group, problem.head_dim, problem.value_dim);
     attend_block(problem, item.row, place % problem.num_kv_heads, item.first_query, item.last_query, tiles);
   });
 }

@@ -18,6 +18,7 @@ from triton_ops.gpu.configurations import (
     decode_constants,
     num_splits,
     prefill_constants,
+    program_shape,
     reduction_constants,
 )
 from triton_ops.gpu.devices import gpu_of
@@ -40,16 +41,20 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """As `triton_ops.paged_attention`; a row with nothing in the cache gets zeros. Raises UnsupportedByGpu."""
     gpu = gpu_of(query.device)
     _check(out, query, key_cache, value_cache, scale)
     attend(
-        attention_configuration(gpu.generation, query.element_size(), _program_shape(query, key_cache)),
+        attention_configuration(gpu.generation, query.element_size(), _program_shape(query, value_cache)),
         gpu.multiprocessors,
         (out, query, key_cache, value_cache, block_tables, query_starts, context_lengths),
         scale=scale,
         sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
     )
 
 
@@ -60,6 +65,8 @@ def attend(
     *,
     scale: float,
     sliding_window: int,
+    soft_cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """The same with a given configuration, to compare one with another. `tensors` are paged_attention's, in order.
 
@@ -67,7 +74,7 @@ def attend(
     """
     _, query, _, _, _, query_starts, _ = tensors
     num_tokens, num_rows = query.shape[0], query_starts.shape[0] - 1
-    launch = _Launch(tensors, scale * LOG2_E, sliding_window)
+    launch = _Launch(tensors, scale, sliding_window, soft_cap, sinks)
     with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
         if num_tokens != num_rows:
             launch.longer_rows(configuration.prefill)
@@ -83,15 +90,20 @@ class _Launch:
         tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
         scale: float,
         sliding_window: int,
+        soft_cap: float,
+        sinks: Tensor | None,
     ) -> None:
         self.out, self.query, self.key_cache, self.value_cache, self.block_tables, self.query_starts, _ = tensors
         self.context_lengths = tensors[-1]
-        self.scale = scale
-        self.sliding_window = sliding_window
         self.num_tokens, self.num_heads, _ = self.query.shape
-        self.num_kv_heads = self.key_cache.shape[1]
         self.num_rows = self.query_starts.shape[0] - 1
-        self.shape = _program_shape(self.query, self.key_cache)
+        self.shape = _program_shape(self.query, self.value_cache)
+        self.num_groups = self.num_heads // self.shape.group
+        self.features = {"slides": sliding_window > 0, "capped": soft_cap > 0, "has_sinks": sinks is not None}
+        self.sinks = self.query_starts if sinks is None else sinks  # not read where there are none
+        self.numbers = (scale * LOG2_E, 0.0, sliding_window)
+        if soft_cap > 0:
+            self.numbers = (2 * scale * LOG2_E / soft_cap, soft_cap * LOG2_E, sliding_window)
         self.strides = (
             self.out.stride(0),
             *self.query.stride()[:2],
@@ -100,10 +112,10 @@ class _Launch:
         )
 
     def longer_rows(self, configuration: PrefillConfiguration) -> None:
-        constants = prefill_constants(configuration, self.shape, slides=self.sliding_window > 0)
+        constants = prefill_constants(configuration, self.shape, **self.features)
         queries_per_tile = constants["TILE_ROWS"] // self.shape.group
         tiles = self.num_tokens // queries_per_tile + self.num_rows
-        attend_longer_rows[(tiles * self.num_kv_heads,)](
+        attend_longer_rows[(tiles * self.num_groups,)](
             self.out,
             self.query,
             self.key_cache,
@@ -111,10 +123,10 @@ class _Launch:
             self.block_tables,
             self.query_starts,
             self.context_lengths,
+            self.sinks,
             self.num_rows,
-            self.num_kv_heads,
-            self.scale,
-            self.sliding_window,
+            self.num_groups,
+            *self.numbers,
             *self.strides,
             **constants,
             num_warps=configuration.num_warps,
@@ -126,7 +138,7 @@ class _Launch:
             configuration,
             multiprocessors=multiprocessors,
             num_rows=self.num_rows,
-            num_kv_heads=self.num_kv_heads,
+            num_groups=self.num_groups,
             most_keys=self.block_tables.shape[1] * self.shape.block_size,
         )
         results = weights = self.out  # not read where there is one split
@@ -134,7 +146,7 @@ class _Launch:
             sizes = (self.num_rows, self.num_heads, splits)
             results = self.out.new_empty((*sizes, self.shape.head_dim), dtype=torch.float32)
             weights = self.out.new_empty(sizes, dtype=torch.float32)
-        attend_single_tokens[(self.num_kv_heads, splits, self.num_rows)](
+        attend_single_tokens[(self.num_groups, splits, self.num_rows)](
             self.out,
             results,
             weights,
@@ -144,10 +156,10 @@ class _Launch:
             self.block_tables,
             self.query_starts,
             self.context_lengths,
-            self.scale,
-            self.sliding_window,
+            self.sinks,
+            *self.numbers,
             *self.strides,
-            **decode_constants(configuration, self.shape, slides=self.sliding_window > 0, splits=splits > 1),
+            **decode_constants(configuration, self.shape, splits=splits > 1, **self.features),
             num_warps=configuration.num_warps,
             num_stages=configuration.num_stages,
         )
@@ -164,9 +176,12 @@ class _Launch:
             )
 
 
-def _program_shape(query: Tensor, key_cache: Tensor) -> ProgramShape:
-    _, num_kv_heads, block_size, head_dim = key_cache.shape
-    return ProgramShape(head_dim, block_size, query.shape[1] // num_kv_heads)
+def _program_shape(query: Tensor, value_cache: Tensor) -> ProgramShape:
+    _, num_kv_heads, block_size, value_dim = value_cache.shape
+    _, num_heads, head_dim = query.shape
+    return program_shape(
+        head_dim=head_dim, value_dim=value_dim, block_size=block_size, heads_per_kv_head=num_heads // num_kv_heads
+    )
 
 
 def _check(out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, scale: float) -> None:
@@ -179,5 +194,7 @@ def _check(out: Tensor, query: Tensor, key_cache: Tensor, value_cache: Tensor, s
         raise UnsupportedByGpu("attention on a GPU takes tensors whose last dimension is contiguous")
     if key_cache.stride() != value_cache.stride():
         raise UnsupportedByGpu("attention on a GPU takes keys and values that are laid out alike")
+    if value_cache.shape[-1] != key_cache.shape[-1] and value_cache.data_ptr() != key_cache.data_ptr():
+        raise UnsupportedByGpu("attention on a GPU takes values of another width only as the keys' first columns")
     if not scale > 0:
         raise UnsupportedByGpu(f"attention on a GPU takes a scale above zero, not {scale}")

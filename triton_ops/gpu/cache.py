@@ -22,12 +22,13 @@ def cache_write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tens
     """
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     stored = (slot_mapping.shape[0], num_kv_heads, head_dim)
-    if key.shape != stored or value.shape != stored or value_cache.shape != key_cache.shape:
+    has_values = value_cache.shape[-1] > 0
+    if key.shape != stored or (has_values and (value.shape != stored or value_cache.shape != key_cache.shape)):
         raise ValueError(
             f"keys {tuple(key.shape)} and values {tuple(value.shape)} cannot be written to {stored[0]} slots of caches "
             f"{tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
         )
-    constants = write_constants(num_kv_heads, block_size, head_dim)
+    constants = write_constants(num_kv_heads, block_size, head_dim, has_values=has_values)
     with torch.cuda.device_of(key_cache):  # type: ignore[no-untyped-call]
         write_slots[(slot_mapping.shape[0], triton.cdiv(num_kv_heads, constants["HEADS"]))](
             key,
@@ -51,7 +52,9 @@ def copy_blocks(key_cache: Tensor, value_cache: Tensor, pairs: Tensor) -> None:
     A block may be one pair's destination and another's source. Programs of one launch run in no order, those of two
     launches on a stream do: the first launch reads every source, the second writes every destination. Copies are rare
     (the first write into a shared block), so moving their bytes twice costs less than knowing that it need not be.
+    Where there are no values, keys take their part too.
     """
+    value_cache = value_cache if value_cache.shape[-1] else key_cache
     sources, destinations = pairs.unbind(1)
     staged = key_cache.new_empty((1, 2, pairs.shape[0], *key_cache.shape[1:]))
     gather_blocks(staged, [key_cache], [value_cache], sources)

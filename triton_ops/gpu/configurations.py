@@ -12,11 +12,14 @@ OLDEST_GENERATION = 8
 LATEST_WITH_LARGE_SHARED_MEMORY = 11
 """Generation 12 (Blackwell's consumer GPUs) is back at the 99 KiB a program that generation 8 guarantees."""
 
-HEAD_DIMS = (32, 64, 80, 128, 256)
+HEAD_DIMS = (32, 64, 80, 96, 128, 256, 512, 576)
+VALUE_DIMS = {576: 512}
+"""Where values are not as wide as keys: in multi-head latent attention."""
 BLOCK_SIZES = (16, 32)
 LARGEST_GROUP = 16
-"""Query heads of one key-value head. The matrix units take at least 16 rows: every group up to this fits into a tile of
-a single token. Larger groups would need tiles whose values do not fit into registers with the configurations below."""
+"""Query heads of one key-value head that one program takes. The matrix units take at least 16 rows: every group up to
+this fits into a tile of a single token. Larger tiles have values that do not fit into registers with the configurations
+below, so more heads are several groups."""
 MOST_SPLITS = 64
 REDUCTION_WARPS = 4
 
@@ -60,17 +63,28 @@ class AttentionConfiguration:
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
-    """What the programs are compiled for besides their configuration. `group`: query heads per key-value head."""
+    """What the programs are compiled for besides their configuration. `head_dim`: width of values; keys have `tail_dim`
+    columns more. `group`: query heads that a program takes; `groups`: how many of them share a key-value head."""
 
     head_dim: int
     block_size: int
     group: int
+    groups: int = 1
+    tail_dim: int = 0
+
+
+def program_shape(*, head_dim: int, value_dim: int, block_size: int, heads_per_kv_head: int) -> ProgramShape:
+    """The query heads of a key-value head become as few groups of equal size as programs can take."""
+    enough = range(-(-heads_per_kv_head // LARGEST_GROUP), heads_per_kv_head + 1)
+    groups = next(number for number in enough if heads_per_kv_head % number == 0)
+    return ProgramShape(value_dim, block_size, heads_per_kv_head // groups, groups, head_dim - value_dim)
 
 
 _FLOAT32 = {
     32: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
     64: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
     80: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
+    96: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
     128: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(32, 32, 16, 2)),
     256: AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 16, 2)),
 }
@@ -80,22 +94,32 @@ ATTENTION: dict[tuple[int, int, int], AttentionConfiguration] = {
     **{(generation, 4, head_dim): entry for generation in (8, 9, 10) for head_dim, entry in _FLOAT32.items()},
     (10, 4, 32): AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 2)),
     (10, 4, 80): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
+    (10, 4, 96): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
     (10, 4, 128): AttentionConfiguration(DecodeConfiguration(64, 16, 2), PrefillConfiguration(32, 32, 16, 2)),
     (8, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (8, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (8, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
+    (8, 2, 96): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
     (8, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
     (8, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(64, 32, 8, 2)),
+    (8, 2, 512): AttentionConfiguration(DecodeConfiguration(32, 8, 1), PrefillConfiguration(16, 32, 8, 1)),
+    (8, 2, 576): AttentionConfiguration(DecodeConfiguration(32, 8, 2), PrefillConfiguration(16, 32, 8, 1)),
     (9, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (9, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (9, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
+    (9, 2, 96): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (9, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (9, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
+    (9, 2, 512): AttentionConfiguration(DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)),
+    (9, 2, 576): AttentionConfiguration(DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)),
     (10, 2, 32): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (10, 2, 64): AttentionConfiguration(DecodeConfiguration(128, 4, 3), PrefillConfiguration(128, 128, 8, 3)),
     (10, 2, 80): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
+    (10, 2, 96): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (10, 2, 128): AttentionConfiguration(DecodeConfiguration(64, 4, 3), PrefillConfiguration(128, 64, 8, 3)),
     (10, 2, 256): AttentionConfiguration(DecodeConfiguration(32, 4, 3), PrefillConfiguration(128, 32, 8, 3)),
+    (10, 2, 512): AttentionConfiguration(DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)),
+    (10, 2, 576): AttentionConfiguration(DecodeConfiguration(64, 8, 2), PrefillConfiguration(32, 32, 8, 2)),
 }
 """By generation, bytes of a number (float32: 4, bfloat16 and float16: 2) and head_dim."""
 
@@ -108,35 +132,37 @@ def attention_configuration(generation: int, width: int, shape: ProgramShape) ->
             f"attention needs a GPU of compute capability {OLDEST_GENERATION}.0 or newer, this one has {generation}.x; "
             "use another device"
         )
-    known = (("head_dim", shape.head_dim, HEAD_DIMS), ("block_size", shape.block_size, BLOCK_SIZES))
+    head_dim = shape.head_dim + shape.tail_dim
+    known = (
+        ("head_dim", head_dim, HEAD_DIMS),
+        (f"width of values for head_dim {head_dim} but", shape.head_dim, (VALUE_DIMS.get(head_dim, head_dim),)),
+        ("block_size", shape.block_size, BLOCK_SIZES),
+    )
     for name, value, supported in known:
         if value not in supported:
             choices = ", ".join(map(str, supported))
             raise UnsupportedByGpu(
                 f"attention on a GPU knows no {name} {value}, only {choices}; use another or the CPU"
             )
-    if shape.group > LARGEST_GROUP:
-        raise UnsupportedByGpu(
-            f"attention on a GPU takes at most {LARGEST_GROUP} query heads for each key-value head, not {shape.group}; "
-            "use another model or the CPU"
-        )
     line = min(generation, 10) if generation <= LATEST_WITH_LARGE_SHARED_MEMORY else OLDEST_GENERATION
-    return ATTENTION[line, width, shape.head_dim]
+    if (line, width, head_dim) not in ATTENTION:
+        raise UnsupportedByGpu(f"attention on a GPU takes heads of {head_dim} in 16 bits only; use --dtype bfloat16")
+    return ATTENTION[line, width, head_dim]
 
 
 def num_splits(
-    configuration: DecodeConfiguration, *, multiprocessors: int, num_rows: int, num_kv_heads: int, most_keys: int
+    configuration: DecodeConfiguration, *, multiprocessors: int, num_rows: int, num_groups: int, most_keys: int
 ) -> int:
     """Into how many programs the keys of each row are split.
 
     It depends on shapes alone (`most_keys` is what a block table has room for): a captured graph keeps it.
     """
-    wanted = -(-multiprocessors * configuration.programs_per_multiprocessor // (num_rows * num_kv_heads))
+    wanted = -(-multiprocessors * configuration.programs_per_multiprocessor // (num_rows * num_groups))
     return max(1, min(wanted, -(-most_keys // configuration.keys_per_split), MOST_SPLITS))
 
 
 def decode_constants(
-    configuration: DecodeConfiguration, shape: ProgramShape, *, slides: bool, splits: bool
+    configuration: DecodeConfiguration, shape: ProgramShape, *, splits: bool, **features: bool
 ) -> dict[str, int]:
     """What `attend_single_tokens` is compiled for."""
     return {
@@ -144,7 +170,7 @@ def decode_constants(
         "TILE_ROWS": LARGEST_GROUP,
         "KEYS_PER_TILE": configuration.keys_per_tile,
         "KEYS_PER_SPLIT": configuration.keys_per_split,
-        "SLIDES": slides,
+        **_features(**features),
         "SPLITS": splits,
     }
 
@@ -158,14 +184,18 @@ def reduction_constants(head_dim: int, splits: int) -> dict[str, int]:
     }
 
 
-def prefill_constants(configuration: PrefillConfiguration, shape: ProgramShape, *, slides: bool) -> dict[str, int]:
+def prefill_constants(configuration: PrefillConfiguration, shape: ProgramShape, **features: bool) -> dict[str, int]:
     """What `attend_longer_rows` is compiled for."""
     return {
         **_shape_constants(shape),
         "TILE_ROWS": configuration.rows_per_tile,
         "KEYS_PER_TILE": configuration.keys_per_tile,
-        "SLIDES": slides,
+        **_features(**features),
     }
+
+
+def _features(*, slides: bool, capped: bool = False, has_sinks: bool = False) -> dict[str, int]:
+    return {"SLIDES": slides, "CAPPED": capped, "HAS_SINKS": has_sinks}
 
 
 def _shape_constants(shape: ProgramShape) -> dict[str, int]:
@@ -173,7 +203,9 @@ def _shape_constants(shape: ProgramShape) -> dict[str, int]:
         "BLOCK_SIZE": shape.block_size,
         "HEAD_DIM": shape.head_dim,
         "PADDED_HEAD_DIM": power_of_two(shape.head_dim),
+        "TAIL_DIM": shape.tail_dim,
         "GROUP": shape.group,
+        "GROUPS": shape.groups,
     }
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triton_ops.experts import share_out
+from triton_ops.experts import gated, share_out
 from triton_ops.gpu.devices import gpu_of
 
 _GENERATIONS_WITH_GROUPED_PRODUCTS = (9, 10)
@@ -13,12 +13,22 @@ _GENERATIONS_WITH_GROUPED_PRODUCTS = (9, 10)
 _ALIGNMENT = 8  # elements of bfloat16 in the 16 bytes at which the product's rows must begin
 
 
-def sparse_experts(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def sparse_experts(
+    hidden: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    style: str = "swiglu",
+) -> Tensor:
     """`triton_ops.sparse_experts`, without waiting for the GPU wherever torch has a product that does not."""
+    rest = gate_up_bias, down_bias, style
     widths = (hidden.shape[1], down.shape[2])
     if hidden.dtype == gate_up.dtype and never_waits(hidden.dtype, hidden.device, widths):
-        return multiply_in_groups(hidden, weights, experts, gate_up, down)
-    return share_out(hidden, weights, experts, gate_up, down)
+        return multiply_in_groups(hidden, weights, experts, gate_up, down, *rest)
+    return share_out(hidden, weights, experts, gate_up, down, *rest)
 
 
 def never_waits(dtype: torch.dtype, device: torch.device, widths: tuple[int, int]) -> bool:
@@ -31,7 +41,16 @@ def never_waits(dtype: torch.dtype, device: torch.device, widths: tuple[int, int
     )
 
 
-def multiply_in_groups(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def multiply_in_groups(
+    hidden: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    style: str = "swiglu",
+) -> Tensor:
     """The pairs (token, expert) sorted by expert are one group of rows for each; where a group ends stays on the GPU.
 
     Shapes as in `triton_ops.sparse_experts`, hidden_size and intermediate_size in multiples of 16 bytes.
@@ -40,8 +59,10 @@ def multiply_in_groups(hidden: Tensor, weights: Tensor, experts: Tensor, gate_up
     all_experts = torch.arange(gate_up.shape[0], device=pairs.device)
     ends = torch.searchsorted(pairs, all_experts, right=True, out_int32=True)
     shares = hidden[order // experts.shape[1]]
-    gate, up = functional.grouped_mm(shares, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    outputs = functional.grouped_mm(functional.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    inside = functional.grouped_mm(shares, gate_up.transpose(1, 2), offs=ends)
+    inside = inside if gate_up_bias is None else inside + gate_up_bias[pairs]
+    outputs = functional.grouped_mm(gated(inside, style), down.transpose(1, 2), offs=ends)
+    outputs = outputs if down_bias is None else outputs + down_bias[pairs]
     by_token = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*experts.shape, -1)
     weighted: Tensor = by_token * weights[..., None]
     return weighted.sum(1).to(hidden.dtype)

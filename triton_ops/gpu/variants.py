@@ -11,10 +11,12 @@ from triton_ops.gpu.configurations import (
     HEAD_DIMS,
     MOST_SPLITS,
     REDUCTION_WARPS,
+    VALUE_DIMS,
     AttentionConfiguration,
     ProgramShape,
     decode_constants,
     prefill_constants,
+    program_shape,
     reduction_constants,
 )
 
@@ -46,48 +48,68 @@ LARGEST_BLOCK = max(BLOCK_SIZES)  # a program moves a block: this one needs the 
 _CACHE_STRIDES = {"key_cache": "block head slot", "value_cache": "block head slot"}
 
 _STRIDES = ("out_stride", "query_token_stride", "query_head_stride", "block_stride", "kv_head_stride", "token_stride")
-_METADATA = {"block_tables": "*i32", "query_starts": "*i32", "context_lengths": "*i32"}
+_METADATA = {"block_tables": "*i32", "query_starts": "*i32", "context_lengths": "*i32", "sinks": "*fp32"}
 _PARTIAL = {"split_results": "*fp32", "split_weights": "*fp32"}
+
+
+_FEATURES = ({"slides": False}, {"slides": True}, {"slides": True, "capped": True, "has_sinks": True})
+
+
+def _names(features: dict[str, bool]) -> list[str]:
+    return [name for name, is_on in features.items() if is_on]
 
 
 def attention_variants(generation: int) -> Iterator[Variant]:
     """Paged attention in the configurations of one generation: 8, 9 or 10 of the table."""
     for (line, width, head_dim), configuration in ATTENTION.items():
         if line == generation:
-            shape = ProgramShape(head_dim, BLOCK_SIZE, GROUP)
+            value_dim = VALUE_DIMS.get(head_dim, head_dim)
+            shape = program_shape(
+                head_dim=head_dim, value_dim=value_dim, block_size=BLOCK_SIZE, heads_per_kv_head=GROUP
+            )
             yield from _attention_variants(configuration, shape, "fp32" if width == 4 else "bf16")
 
 
 def _attention_variants(configuration: AttentionConfiguration, shape: ProgramShape, dtype: str) -> Iterator[Variant]:
     tensors = dict.fromkeys(("out", "query", "key_cache", "value_cache"), f"*{dtype}")
-    numbers = {"scale": "fp32", "sliding_window": "i32", "table_stride": "i32", **dict.fromkeys(_STRIDES, "i32")}
+    numbers = {
+        "scale": "fp32",
+        "soft_cap": "fp32",
+        "sliding_window": "i32",
+        "table_stride": "i32",
+        **dict.fromkeys(_STRIDES, "i32"),
+    }
     aligned = frozenset({*tensors, *_PARTIAL, *_STRIDES})
-    for slides, splits in ((False, False), (False, True), (True, True)):
+    name = f"{dtype} head_dim {shape.head_dim + shape.tail_dim}"
+    known = _FEATURES if dtype != "fp32" else _FEATURES[:2]  # float32 serves to check the others, and compiles slowly
+    for features, splits in ((known[0], False), *((features, True) for features in known)):
         yield Variant(
             module="attention",
             program="attend_single_tokens",
-            label=f"{dtype} head_dim {shape.head_dim}{', splits' * splits}{', slides' * slides}",
+            label=", ".join([name, *["splits"] * splits, *_names(features)]),
             types={**tensors, **_PARTIAL, **_METADATA, **numbers},
             divisible=aligned,
-            constants=decode_constants(configuration.decode, shape, slides=slides, splits=splits),
+            constants=decode_constants(configuration.decode, shape, splits=splits, **features),
             num_warps=configuration.decode.num_warps,
             num_stages=configuration.decode.num_stages,
         )
-    for slides in (False, True):
+    for features in known:
         yield Variant(
             module="attention",
             program="attend_longer_rows",
-            label=f"{dtype} head_dim {shape.head_dim}{', slides' * slides}",
-            types={**tensors, **_METADATA, **numbers, "num_rows": "i32", "num_kv_heads": "i32"},
+            label=", ".join([name, *_names(features)]),
+            types={**tensors, **_METADATA, **numbers, "num_rows": "i32", "num_groups": "i32"},
             divisible=aligned - _PARTIAL.keys(),
-            constants=prefill_constants(configuration.prefill, shape, slides=slides),
+            constants=prefill_constants(configuration.prefill, shape, **features),
             num_warps=configuration.prefill.num_warps,
             num_stages=configuration.prefill.num_stages,
         )
+    if shape.tail_dim:
+        return  # results are added up as for heads as wide as the values
     yield Variant(
         module="attention",
         program="add_up_splits",
-        label=f"{dtype} head_dim {shape.head_dim}",
+        label=name,
         types={"out": f"*{dtype}", **_PARTIAL, "query_starts": "*i32", "num_splits": "i32", "out_stride": "i32"},
         divisible=frozenset({"out", *_PARTIAL, "out_stride"}),
         constants=reduction_constants(shape.head_dim, MOST_SPLITS),

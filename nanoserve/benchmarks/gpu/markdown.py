@@ -1,6 +1,8 @@
 """The results of a run as the tables of docs/benchmarks.md, with targets for an H200, which are never asserted."""
 
+import csv
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +15,7 @@ Row = Mapping[str, Any]
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A bound of a figure that a row gives; `aim` would be better still."""
+    """A line of targets.csv: a bound of a figure that a row gives; `aim` would be better still."""
 
     name: str
     case: str
@@ -22,7 +24,8 @@ class Target(msgspec.Struct, frozen=True):
     most: bool = False
     aim: float | None = None
     over: str | None = None  # case whose figure of that name this one is divided by
-    beside: tuple[str, str] | None = None  # a case, and what to tell of its row beside the verdict
+    beside: str = ""  # a case; what `remark` tells of its row stands beside the verdict
+    remark: str = ""
 
     def outcome(self, rows: Mapping[str, Row]) -> dict[str, Any]:
         """The row of the target, from the rows of all parts by the name of their case. `share` is measured over wanted,
@@ -37,8 +40,7 @@ class Target(msgspec.Struct, frozen=True):
         measured = float(figures[0] / figures[1] if self.over else figures[0])
         share = self.bound / max(measured, 1e-9) if self.most else measured / self.bound
         found |= {"measured": measured, "share": share, "verdict": "met" if share >= 1 else "missed"}
-        case, remark = self.beside or ("", "")
-        row = rows.get(case, {})
+        row, remark = rows.get(self.beside, {}), self.remark
         remark += "; cut off after {requests_done} requests, so the ratio is too high" if row.get("cut") else ""
         try:
             return found | {"remark": remark.format_map(row)}
@@ -46,48 +48,9 @@ class Target(msgspec.Struct, frozen=True):
             return found
 
 
-_PREFILL = "prefill 8192, GQA 4, head_dim 128"
-_PRESET = "qwen3-0.6b: preset"
-_PROMPT = "prefill attention, 8192 tokens"
-_BATCH_1 = "decode at batch 1: share of the bandwidth floor"
-_KERNELS = "{kernels_per_step:.0f} kernels per step, {kernel_us:.1f} us each on average"
-_OVER = "256-request preset, Qwen3-0.6B: output tokens/s over transformers' continuous batching"
-_ATTENTION = (f"{_PRESET}, transformers", "transformers attends by {attention}")
-
-TARGETS = (
-    *(
-        Target(f"decode attention, {work}: share of copy bandwidth", f"decode {work}", "of_copy_bandwidth", least)
-        for work, least in (
-            ("64 x 4096, GQA 4, head_dim 128", 0.85),
-            ("64 x 4096, GQA 8, head_dim 128", 0.85),
-            ("1 x 32768, GQA 4, head_dim 128", 0.70),
-        )
-    ),
-    Target(f"{_PROMPT}, head_dim 128: share of the matmul peak", _PREFILL, "of_matmul_peak", 0.55),
-    Target(f"{_PROMPT}: time of SDPA's flash back end over ours", _PREFILL, "slower.SDPA flash", 1.0),
-    *(
-        Target(
-            f"{name}, {_BATCH_1}",
-            f"{name.lower()}: decode, batch 1",
-            "of_floor",
-            least,
-            aim=aim,
-            beside=(f"{name.lower()}: steps of batch 1", _KERNELS),
-        )
-        for name, least, aim in (("Llama-3.1-8B", 0.80, 0.90), ("Qwen3-0.6B", 0.35, 0.50))
-    ),
-    Target(_OVER, _PRESET, "output_tokens_per_s", 4.0, over=f"{_PRESET}, transformers", beside=_ATTENTION),
-    *(
-        Target(
-            f"host overhead, Qwen3-0.6B, {batch}: device idle between two steps, share of a step",
-            f"qwen3-0.6b: steps of {batch}",
-            "idle_between_steps",
-            0.05,
-            most=True,
-        )
-        for batch in ("batch 1", "a full batch")
-    ),
-)
+with Path(__file__).with_name("targets.csv").open(encoding="utf-8", newline="") as _table:
+    _STATED = [{name: value for name, value in row.items() if value} for row in csv.DictReader(_table)]
+TARGETS = msgspec.convert(_STATED, list[Target], strict=False)
 
 
 def outcomes(results: Document) -> Sequence[dict[str, Any]]:

@@ -17,9 +17,10 @@ from nanoserve.llm import LLM
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.runtime.host.host_attention import HostAttentionLost
-from nanoserve.runtime.launch.layout_profile import measure_layouts
+from nanoserve.runtime.launch.layout_profile import kept_layouts, measure_layouts
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import kv_bytes_per_block
+from nanoserve.runtime.launch.model_loading import with_cache_groups
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile, measure_shortly
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import choose_host_blocks
@@ -42,6 +43,7 @@ def open_workers(
     """Workers of one layout or two, whose layers are compiled; their costs are measured first if runs are to be
     `predicted`."""
     profile = measure_layouts(resolved, config, config.num_workers, progress, anew=True) if predicted else None
+    model = with_cache_groups(model, config)
     host_blocks = choose_host_blocks(model, config)
     executor = WorkersExecutor(
         resolved, config, model=model, host_blocks=host_blocks, progress=progress, metadata=metadata, observe_times=True
@@ -56,7 +58,8 @@ def open_workers(
         vocab_size=model.vocab_size,
         layouts=config.layouts,
         capacities=executor.capacities,
-        predictors=tuple(make_predictors(executor.speeds, model, config)),
+        windows=executor.windows,
+        predictors=tuple(make_predictors(executor.speeds, model, config, profile or kept_layouts(resolved, config))),
         workers=config.num_workers,
         host_blocks=host_blocks,
         host_link_bandwidth=None if executor.speeds is None else executor.speeds.host_link_bandwidth,
@@ -85,22 +88,14 @@ def open_with_host(
     """Open an engine of one device and a CPU that attends in host memory, with the profile that it makes at its start.
     Both hold the largest case."""
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    size = kv_bytes_per_block(model, config.block_size, dtype)
+    size = kv_bytes_per_block(model.in_one_group(), config.block_size, dtype)
     host_bytes = config.host_kv_memory or work.host_blocks(work.longest) * size
     sized = replace(config, kv_cache_memory=work.device_blocks(work.longest) * size, host_kv_memory=host_bytes)
     llm = _open(opened, resolved, sized, progress)
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
-    processor = executor.stage.processor
-    assert processor is not None, "the policy that it was opened with attends on the host"
-    starting = StartingEngine(
-        runner=executor.runner,
-        processor=processor,
-        config=sized,
-        model=llm.config,
-        speeds=measure_speeds(executor.runner.device, executor.runner.decoder.dtype),
-        compiled=llm.compiled,
-    )
+    speeds = measure_speeds(executor.runner.device, executor.runner.decoder.dtype)
+    starting = StartingEngine(stage=executor.stage, config=sized, model=llm.config, speeds=speeds)
     profile = hybrid_profile(starting, progress)
     if profile is None:
         raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
@@ -117,7 +112,7 @@ def open_with_host(
         _of_llm("device and CPU", llm),
         predictors=(MeasuredPredictor(profile),),
         host_blocks=llm.engine.scheduler.host_pool.num_blocks,
-        host_threads=processor.threads,
+        host_threads=starting.processor.threads,
         measure_times=measure_times,
     )
 
@@ -136,6 +131,7 @@ def _of_llm(name: str, llm: LLM, *, simulated: bool = True) -> OpenEngine:
         executor=llm.engine.executor,
         vocab_size=llm.config.vocab_size,
         capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
+        windows=llm.engine.scheduler.table.blocks.windows,
         compiled=llm.compiled,
         simulated=simulated,
     )

@@ -96,6 +96,17 @@ def gains(steps: Sequence[DecodeStep], predictor: Predictor, *, slowness: float,
     return found
 
 
+def decode_only(steps: Sequence[DecodeStep]) -> dict[str, float] | None:
+    """Tokens per second of the steps without prompts, device's and host's, and host sequences for each decode, both as
+    means over time; None without such steps."""
+    if not (seconds := sum(step.seconds for step in steps)):
+        return None
+    return {
+        "tokens_per_s": sum(step.decodes + step.host_tokens for step in steps) / seconds,
+        "residents": sum(step.seconds * step.host_sequences / step.decodes for step in steps) / seconds,
+    }
+
+
 def gains_of_run(record: RunRecord, alone: RunRecord, predictor: Predictor) -> Gains | None:
     """Gains of a run over that of the device alone in the same round; None if that run had no decodes alone."""
     slowness = device_slowness(decode_steps(alone, predictor.num_layers), predictor)
@@ -109,16 +120,16 @@ def _alone(step: DecodeStep, predictor: Predictor) -> float:
     return predictor.num_layers * sum(_layer(step, predictor))
 
 
-def _layer(step: DecodeStep, predictor: Predictor) -> tuple[float, float]:
-    """Tlin and Tgatt; what a step takes beside its layers is divided over them, so that the sum is the whole."""
-    beside = predictor.step_overhead_seconds() / predictor.num_layers
-    return predictor.linear_seconds(step.decodes) + beside, predictor.attention_seconds(step.keys)
+def _layer(step: DecodeStep, predictor: Predictor) -> tuple[float, float, float]:
+    """Tlin, Tgatt, and what a step takes beside its layers, divided over them, so that the sum is the whole."""
+    beside = predictor.step_overhead_seconds(step.decodes) / predictor.num_layers
+    return predictor.linear_seconds(step.decodes), predictor.attention_seconds(step.keys), beside
 
 
 def _bound(step: DecodeStep, predictor: Predictor, slowness: float, rate: float) -> float:
     """Largest possible gain of the step's strategy, for its number of host sequences."""
-    linear, attention = (slowness * part for part in _layer(step, predictor))
-    sizes = {"decodes": step.decodes, "host_sequences": step.host_sequences}
+    linear, attention, beside = (slowness * part for part in _layer(step, predictor))
+    sizes = {"decodes": step.decodes, "host_sequences": step.host_sequences, "beside": beside}
     speed_ratio = rate * attention / step.decodes
     if step.strategy == "overlap":
         layers = predictor.num_layers

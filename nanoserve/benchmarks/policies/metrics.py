@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, step_work
-from nanoserve.benchmarks.policies.gains import HYBRID, gains_of_run
+from nanoserve.benchmarks.policies.gains import HYBRID, decode_only, decode_steps, gains_of_run
 from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import compare_with_simulator, rerun
 from nanoserve.costs.profile import MeasuredTimes
@@ -162,6 +162,7 @@ def tier_metrics(run: Run, first: Run) -> Metrics:
             name: _errors(one for one in record.of(Forecast) if name in ("all", one.work.strategy))
             for name in ("all", *_STRATEGIES)
         },
+        "decode_only": decode_only(list(decode_steps(record, variant.engine.predictors[0].num_layers))),
         "gains": gains_of_run(record, first.record, variant.engine.predictors[0]),
         "simulated": {"seconds": simulated.makespan, "steps": step_counts(simulated.plans)},
         "simulation_error": seconds / simulated.makespan - 1,  # of output tokens per second

@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
+from nanoserve.cache_groups import most_tokens
 from nanoserve.config import ModelConfig
 from nanoserve.costs.predictor import Predictor
 from nanoserve.engine import Engine
@@ -73,6 +74,7 @@ class OpenEngine:
     layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
     capacities: tuple[LayoutCapacity, ...]  # one entry per layout
     predictors: tuple[Predictor, ...] = ()  # uncorrected, one per layout; empty where the policies need none
+    windows: tuple[int, ...] = (0,)  # of the model's cache groups
     workers: int = 0  # processes that compute and report their times; 0 if this process computes
     host_blocks: int = 0  # KV blocks in host memory
     host_link_bandwidth: float | None = None  # of one worker to or from host memory, bytes per second; None: unknown
@@ -122,6 +124,7 @@ class PolicyVariant:
             other_layouts=others,
             predictors=deepcopy(self.predictors) if simulated else self.predictors,
             feeds_tokens=not simulated and self.engine.executor.feeds_tokens,
+            windows=self.engine.windows,
         )
 
     def run(self, requests: Sequence[Request]) -> RunRecord:
@@ -136,7 +139,7 @@ def fitted(config: EngineConfig, model: ModelConfig, engines: Sequence[OpenEngin
     blocks = [capacity.num_blocks for engine in engines for capacity in engine.capacities]
     blocks += [engine.host_blocks for engine in engines if len(engine.layouts) > 1]
     longest = config.max_model_len or model.max_position_embeddings
-    return replace(config, max_model_len=min(longest, min(blocks) * config.block_size))
+    return replace(config, max_model_len=most_tokens(engines[0].windows, min(blocks), config.block_size, longest))
 
 
 def make_requests(

@@ -34,29 +34,29 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
     platform: Platform
     decodes: int
     """Decodes on the device: B in the paper."""
-    host_sequences: int
-    """Sequences in host memory: C in the paper."""
-    context: int
-    """Keys of each."""
-    processor: float | None = None
-    """Share of the CPUs' data sheet that attention reaches; None is the default."""
+    host_sequences: int  # sequences in host memory: C in the paper
+    context: int  # keys of each
+    processor: float | None = None  # share of the CPUs' data sheet that attention reaches; None is the default
 
     def run(self) -> "DecodeOutcome":
         """Alone, pipelined and overlapped."""
         costs = self.platform.costs(self.processor)
-        alone = self.decodes / costs.stage_seconds(costs.work([self.context] * self.decodes), 0)
+        device = costs.work([self.context] * self.decodes)
+        step = costs.stage_seconds(device, 0)
         overlapped, steps = self._overlapped(costs)
         predictor = CostPredictor(costs)
-        linear = predictor.linear_seconds(self.decodes)
         attention = predictor.attention_seconds(self.decodes * self.context)
+        # Unlike the predictor's, without what each row costs the engine: that is once in a step, as the head is.
+        linear = costs.layers_seconds(self.decodes, 0) / costs.num_layers
+        beside = step / costs.num_layers - linear - attention
         host = predictor.host_attention_seconds(self.host_sequences, self.host_sequences * self.context)
         ratio = self.host_sequences / host * attention / self.decodes
-        numbers = {"decodes": self.decodes, "host_sequences": self.host_sequences}
+        numbers = {"decodes": self.decodes, "host_sequences": self.host_sequences, "beside": beside}
         gain = overlap_gain_bound(linear, attention, speed_ratio=ratio, layers=costs.num_layers, **numbers)
         return DecodeOutcome(
-            pipelined=self._pipelined(costs) / alone,
+            pipelined=self._pipelined(costs) * step / self.decodes,
             pipelined_bound=pipelining_speedup_bound(linear, attention, speed_ratio=ratio, **numbers),
-            overlapped=overlapped / alone,
+            overlapped=overlapped * step / self.decodes,
             overlapped_bound=1 + gain,
             steps_per_token=steps,
             layers=costs.num_layers,

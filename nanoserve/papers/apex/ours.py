@@ -34,12 +34,9 @@ from nanoserve.papers.cases import Case, Outcome, Runs, over_seeds, throughput, 
 from nanoserve.papers.claims import Ours, claims
 from nanoserve.papers.framework import Finding, Run, Scale
 
-BELOW, ABOVE = 0.5, 1.2
-"""Rates of the fixed list, over what the device alone can serve."""
-_RATES = (0.5, 0.8, 1.0, 1.2)
-"""Figure 6's."""
-_LONGER = 2
-"""Times as many requests at the full size."""
+BELOW, ABOVE = 0.5, 1.2  # rates of the fixed list, over what the device alone can serve
+_RATES = (0.5, 0.8, 1.0, 1.2)  # figure 6's
+_LONGER = 2  # times as many requests at the full size
 
 Loads = Runs[tuple[HostBacklog, float | None, str]]
 """Runs by backlog, load (None for all at once) and label of the system: one case for each seed."""
@@ -111,8 +108,7 @@ def _loads(settings: Sequence[HostBacklog], rates: Sequence[float], scale: Scale
     return Runs(run, jobs)
 
 
-_LATENCIES = {T4: "osc:200", A10: "1000:200"}
-"""Lengths by platform."""
+_LATENCIES = {T4: "osc:200", A10: "1000:200"}  # lengths by platform
 
 
 def latency(scale: Scale, run: Run) -> Finding:

@@ -29,8 +29,7 @@ PAPERS_SHARE = 0.1
 NEO_KERNEL = System(label="NEO, its kernel", policy="neo")
 """With half of the others' share: in large batches APEX's kernel is "up to twice" as fast as NEO's (section 4.1)."""
 
-TOKEN_BUDGETS = (256, 1024)
-"""Tokens of a step: every system is tuned over these, in every backlog again."""
+TOKEN_BUDGETS = (256, 1024)  # tokens of a step: every system is tuned over these, in every backlog again
 
 OUTPUTS = (50, 200, 500, 1000)
 ALL_OUTPUTS = (50, 100, 200, 300, 500, 700, 1000)
@@ -70,8 +69,7 @@ class HostBacklog:
     requests: int
     processor: float | None = None
     """Share of the CPUs' data sheet that attention reaches; None is the default."""
-    systems: tuple[System, ...] = SYSTEMS
-    """Systems that are compared."""
+    systems: tuple[System, ...] = SYSTEMS  # systems that are compared
 
     def case(self, system: System, seed: int = 0) -> Case:
         """One system's. Requests that the device's memory cannot hold are left out, for all budgets alike."""

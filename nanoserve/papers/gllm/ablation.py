@@ -65,8 +65,7 @@ def ablation(scale: Scale, run: Run) -> Finding:
     return Finding(claims("gllm", ours), chart, table, _COLUMNS)
 
 
-_BUSY = 10.0
-"""Requests per second: two thirds of what the machine can do."""
+_BUSY = 10.0  # requests per second: two thirds of what the machine can do
 _MODERATE = f"{_BUSY:g} requests a second"
 _DEFAULTS = {"T": 8, "MinP": 32, "MaxP": 2048, "threshold": 0.05}
 _PARAMETERS = {"T": "iterations", "MinP": "min_prefill", "threshold": "threshold"}

@@ -14,8 +14,7 @@ from nanoserve.measures.charts import Chart, panel
 from nanoserve.papers.claims import claims
 from nanoserve.papers.framework import Finding, Run, Scale
 
-ROOT = Path(nanoserve.__file__).parent.parent
-"""Where the packages lie, installed or checked out."""
+ROOT = Path(nanoserve.__file__).parent.parent  # where the packages lie, installed or checked out
 PACKAGES = ("nanoserve", "triton_ops")
 LABORATORY = ("benchmarks", "commands", "costs", "measures", "papers", "simulator")
 """Rooms that measure, simulate, draw and print. The engine runs without them; the papers' systems count none of it."""
@@ -30,8 +29,7 @@ class Room(NamedTuple):
     files: int
     lines: int
     """All lines of these files."""
-    code: int
-    """Lines that are not blank, a comment or a docstring."""
+    code: int  # lines that are not blank, a comment or a docstring
 
 
 def sources() -> Iterator[Path]:

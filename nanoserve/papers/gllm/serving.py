@@ -40,10 +40,8 @@ from nanoserve.simulator.workload import length_tables
 SYSTEMS = (VLLM, SGLANG, GLLM)
 _FEWEST = 200
 """Requests of a run, at least."""
-_TURNING_SECONDS = 1.0
-"""A mean TTFT that says that requests with ShareGPT's prompts queue."""
-_PATIENCE = 5
-"""The paper does not state its SLOs: they are taken as this many times what a mean request takes alone."""
+_TURNING_SECONDS = 1.0  # a mean TTFT that says that requests with ShareGPT's prompts queue
+_PATIENCE = 5  # the paper does not state its SLOs: they are taken as this many times what a mean request takes alone
 _RATE = "request rate, req/s"
 
 
@@ -202,8 +200,7 @@ def _tuned_backlogs(budgets: Sequence[int], scale: Scale, run: Run) -> Runs[str]
     return Runs(run, {one.label: [case for case in best if case.system.label == one.label] for one in systems})
 
 
-Points = Sequence[tuple[float, float]]
-"""A metric against the rate."""
+Points = Sequence[tuple[float, float]]  # a metric against the rate
 
 
 def _by_seed(
@@ -236,8 +233,7 @@ def _slope(points: Points) -> float:
     return linear_regression(*zip(*points, strict=True)).slope
 
 
-_GOAL = 80.0
-"""Per cent of the requests."""
+_GOAL = 80.0  # per cent of the requests
 
 
 def slo_attainment(scale: Scale, run: Run) -> Finding:

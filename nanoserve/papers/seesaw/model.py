@@ -28,12 +28,9 @@ _PARTS = {"communication": "communication", "compute": "compute", "weights": "we
 class Parts(msgspec.Struct, frozen=True):
     """Seconds, by what they are spent on."""
 
-    weights: float
-    """Reading weights, where a product is bound by memory."""
-    compute: float
-    """Everything else that devices do themselves."""
-    communication: float
-    """All-reduces, and activations on their way to the next stage."""
+    weights: float  # reading weights, where a product is bound by memory
+    compute: float  # everything else that devices do themselves
+    communication: float  # all-reduces, and activations on their way to the next stage
 
     @property
     def total(self) -> float:

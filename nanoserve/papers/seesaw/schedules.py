@@ -18,8 +18,7 @@ from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.seesaw.search import seconds
 from nanoserve.papers.seesaw.settings import A10, RESHARDING, closed_batch
 
-_POOL_BYTES_PER_DEVICE = 10 * GIBI
-"""An eighth of the paper's; still 1.7 times what the devices hold beside the weights."""
+_POOL_BYTES_PER_DEVICE = 10 * GIBI  # an eighth of the paper's; still 1.7 times what the devices hold beside the weights
 _POLICIES = (RESHARDING.policy, FREQUENT, RARE)
 
 

@@ -54,10 +54,8 @@ def gains(runs: BestOfBoth, setting: Case) -> list[float]:
 class Shortlist(msgspec.Struct, frozen=True, kw_only=True):
     """A SimulationJob: the configurations worth simulating, the most promising first; the same search for everybody."""
 
-    setting: Case
-    """What is to be run, on all devices of its first layout."""
-    candidates: int
-    """Number of candidates of each kind, static and re-sharding."""
+    setting: Case  # what is to be run, on all devices of its first layout
+    candidates: int  # number of candidates of each kind, static and re-sharding
 
     def run(self) -> dict[str, tuple[Case, ...]]:
         """Estimate every layout, and every pair of layouts of equal data parallelism, with every token budget.

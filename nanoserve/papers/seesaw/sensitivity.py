@@ -134,8 +134,7 @@ _PAIR_STYLES = dict(zip(_PAIRS, ("k^-", "k^--"), strict=True))
 class BandwidthPoint:
     """Seconds at one bandwidth, by name of the configuration."""
 
-    factor: float
-    """The bandwidth, over that of PCIe."""
+    factor: float  # the bandwidth, over that of PCIe
     static: Mapping[str, float]
     pairs: Mapping[str, float]
 

@@ -7,10 +7,8 @@ from nanoserve.costs.counts import tensor_degrees
 from nanoserve.costs.hardware import GIBI
 from nanoserve.papers.cases import BLOCK_SIZE, Case, System
 
-LONGEST = 4096
-"""Tokens of a request, prompt and answer: what LLaMA2-70B can hold, and where the paper's figure 9 ends."""
-HOST_BYTES_PER_DEVICE = 80 * GIBI
-"""Section 6.1: the pool in which Seesaw keeps prompts."""
+LONGEST = 4096  # tokens of a request, prompt and answer: what LLaMA2-70B can hold, and where the paper's figure 9 ends
+HOST_BYTES_PER_DEVICE = 80 * GIBI  # section 6.1: the pool in which Seesaw keeps prompts
 _AS_VLLM = (("admission_reserve", False), ("virtual_engines", True))
 """Parameters of static configurations: no admission reserve, and each micro-batch has its share of the answers."""
 STATIC = System(label="vLLM", policy="sarathi", parameters=_AS_VLLM)

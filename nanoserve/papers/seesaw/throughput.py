@@ -13,8 +13,7 @@ from nanoserve.papers.framework import Finding, Run, Scale
 from nanoserve.papers.seesaw.search import RESHARDING_KIND, STATIC_KIND, BestOfBoth, compare, gains, seconds
 from nanoserve.papers.seesaw.settings import A10, L4, NVLINK, PCIE, closed_batch
 
-MODELS = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))
-"""Models and the devices of each (section 6.2)."""
+MODELS = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))  # models and the devices of each (section 6.2)
 WORKLOADS = (("arxiv", 250, 500), ("sharegpt-gllm", 1000, 2000))
 """Lengths, and requests at the reduced and at the paper's size (section 6.1)."""
 COLUMNS = columns(

@@ -22,8 +22,9 @@ from nanoserve.models.decoder import DecoderLayer
 from nanoserve.models.packed import PackedShape, pack_layers
 from triton_ops.cpu import CannotBuild, Shelf
 
-LayerPart = Literal["layer", "pre_attention", "post_attention"]
-"""What is compiled: a whole layer with its paged attention, or one of the two pieces around attention."""
+LayerPart = Literal["layer", "pre_attention", "post_attention", "between_sums"]
+"""What is compiled: a whole layer with its paged attention, one of the two pieces around attention, or what is between
+the sums over a group in the second one."""
 _EXAMPLE_ROWS, _EXAMPLE_TOKENS, _EXAMPLE_BLOCKS = 3, 6, 5
 
 
@@ -50,8 +51,17 @@ def layer_kind(part: LayerPart, config: ModelConfig, index: int, packed: tuple[P
         vocab_size=1,
         num_layers=1,
         max_position_embeddings=1,
-        rope=RopeConfig(rotary_dim=config.rope.rotary_dim, interleaved=config.rope.interleaved),
+        rope=replace(
+            RopeConfig(rotary_dim=config.rope.rotary_dim, interleaved=config.rope.interleaved),
+            query_growth=1.0 if config.rope.query_growth else 0.0,
+        ),
+        ropes=(),
+        embedding_scale=1.0,
+        logit_scale=1.0,
+        logit_soft_cap=0.0,
         sliding_windows=(config.sliding_window(index),) if part == "layer" else (),
+        kv_sources=(),
+        groups=None,
         moe=moe,
         tie_word_embeddings=False,
         dtype="",
@@ -70,7 +80,7 @@ def step_arguments(
     """The tensors that the part "layer" takes, for the layer of that index."""
     assert isinstance(attention, PagedAttention), "layers are compiled with a paged cache"
     caches = attention.key_caches[index], attention.value_caches[index]
-    return (hidden, cos, sin, *caches, *attention.batch.tensors)
+    return (hidden, cos, sin, *caches, *attention.batch_of(index).tensors)
 
 
 class _PartModule(nn.Module):
@@ -85,7 +95,10 @@ class _PartModule(nn.Module):
         if self.part == "pre_attention":
             return self.layer.pre_attention(*tensors)
         if self.part == "post_attention":
-            return (self.layer.post_attention(*tensors),)
+            attended, residual = tensors
+            return (self.layer.post_attention(attended, residual),)
+        if self.part == "between_sums":
+            return self.layer.between_sums(*tensors)
         hidden, cos, sin, key_cache, value_cache, *batch = tensors
         attention = PagedAttention(self.layer.config, [key_cache], [value_cache], AttentionBatch(*batch))
         return (self.layer(hidden, cos, sin, attention),)
@@ -154,19 +167,21 @@ def _examples(
     """
     config, tokens, rows = kind.config, _EXAMPLE_TOKENS, _EXAMPLE_ROWS
     hidden = torch.zeros(tokens, config.hidden_size, dtype=dtype)
-    angles = torch.zeros(tokens, 1, config.rope.rotary_dim // 2, dtype=dtype)
+    angles = torch.zeros(tokens, 2 if config.rope.query_growth else 1, config.rope.rotary_dim // 2, dtype=dtype)
     any_length = {0: torch.export.Dim.DYNAMIC}
     if kind.part == "pre_attention":
         return (hidden, angles, angles.clone()), (any_length,) * 3
     if kind.part == "post_attention":
-        return (torch.zeros(tokens, config.num_heads * config.head_dim, dtype=dtype), hidden), (any_length,) * 2
+        return (torch.zeros(tokens, config.num_heads * config.value_dim, dtype=dtype), hidden), (any_length,) * 2
+    if kind.part == "between_sums":
+        return (hidden, hidden.clone()), (any_length,) * 2
     cache = torch.zeros(_EXAMPLE_BLOCKS, config.num_kv_heads, block_size, config.head_dim, dtype=dtype)
     tensors = (
         hidden,
         angles,
         angles.clone(),
         cache,
-        cache.clone(),
+        cache[..., : config.head_dim if config.mla is None else 0].clone(),
         torch.zeros(rows, 2, dtype=torch.int32),
         torch.zeros(rows + 1, dtype=torch.int32),
         torch.ones(rows, dtype=torch.int32),

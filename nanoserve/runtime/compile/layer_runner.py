@@ -11,8 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import FunctionType, MethodType
 
 import msgspec
 import torch
@@ -56,7 +58,7 @@ class LayerRunner:
 
     Steps use the pieces where attention is computed elsewhere, or not for all rows at once: part of the rows may attend
     on the CPU (APEX, Asynchronous Overlap), or two sub-batches take turns (NEO, Asymmetric Pipelining). Each piece
-    takes a batch of any size, its rows in any order.
+    takes a batch of any size, its rows in any order. On a CPU the ranks of a tensor-parallel group use pieces too.
 
     Made without arguments it runs everything eagerly. `ahead_of_time` loads the libraries that an earlier process
     compiled; `start` compiles the missing ones in the background, `poll` loads them between two steps, and `wait`
@@ -68,7 +70,8 @@ class LayerRunner:
     ) -> None:
         """compiled: what runs a part of each layer, other parts run eagerly; weights: each layer's parameters."""
         self.problem: str | None = None
-        """Why torch.compile gave up. All layers run eagerly from then on."""
+        """Why torch.compile gave up, the first time. Layers of that kind run eagerly from then on."""
+        self._failed = set[CompiledPart]()
         self._compiled = compiled or {}
         self._weights = weights
         found = dict.fromkeys(chain.from_iterable(self._compiled.values()))
@@ -84,6 +87,13 @@ class LayerRunner:
         if operators.problem is not None:
             return cls()
         parts = _PARTS if with_pieces else _PARTS[:1]
+        if decoder.shard.degree > 1:  # no library can add up over ranks
+            config = decoder.config
+            apart: dict[LayerPart, bool] = {
+                "pre_attention": not config.qk_norm_spans_heads,
+                "between_sums": config.norms != "shared",
+            }
+            parts = tuple(part for part, sums_nothing in apart.items() if sums_nothing)
         return cls._of_kinds(decoder, parts, lambda kind: LayerLibrary(kind, decoder, block_size, operators))
 
     @classmethod
@@ -133,6 +143,8 @@ class LayerRunner:
             outputs = self._run("layer", layer, step_arguments(layer.index, hidden, cos, sin, attention))
             if outputs is not None:
                 return outputs[0]
+        elif self._compiled:
+            return self.in_pieces(layer, hidden, cos, sin, attention)
         # After a failed torch.compile this writes the cache once more, with the same numbers.
         output: Tensor = layer(hidden, cos, sin, attention)
         return output
@@ -149,27 +161,38 @@ class LayerRunner:
         return query, key, value
 
     def post_attention(self, layer: DecoderLayer, attention_output: Tensor, residual: Tensor) -> Tensor:
-        """attention_output [T, num_heads * head_dim] and residual [T, hidden_size], T > 0 -> [T, hidden_size]."""
+        """attention_output [T, num_heads * value_dim] and residual [T, hidden_size], T > 0 -> [T, hidden_size]."""
         outputs = self._run("post_attention", layer, (attention_output, residual))
-        return layer.post_attention(attention_output, residual) if outputs is None else outputs[0]
+        if outputs is not None:
+            return outputs[0]
+        return layer.post_attention(attention_output, residual, partial(self._between_sums, layer))
+
+    def _between_sums(self, layer: DecoderLayer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self._run("between_sums", layer, (attended, residual))
+        if outputs is None:
+            return layer.between_sums(attended, residual)
+        fed, residual = outputs
+        return fed, residual
 
     def in_pieces(
         self, layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
     ) -> Tensor:
         """A LayerFunction that runs a layer piece by piece, with attention for all rows in between."""
         query, key, value = self.pre_attention(layer, hidden, cos, sin)
-        return self.post_attention(layer, attention(layer.index, query, key, value), hidden)
+        return self.post_attention(layer, layer.attend(attention, query, key, value), hidden)
 
     def _run(self, part: LayerPart, layer: DecoderLayer, tensors: tuple[Tensor, ...]) -> Sequence[Tensor] | None:
         """The compiled part's outputs; None where the caller is to run it eagerly."""
         compiled = self._compiled.get(part)
-        if compiled is None or self.problem is not None:
+        if compiled is None or (own := compiled[layer.index]) in self._failed:
             return None
         try:
-            return compiled[layer.index](tensors, self._weights[layer.index])
+            return own(tensors, self._weights[layer.index])
         except CannotBuild as reason:
-            self.problem = str(reason)
-            logging.getLogger("nanoserve").warning("nanoserve: %s: %s", LayerLibrary.without, reason)
+            self._failed.add(own)
+            if self.problem is None:
+                self.problem = str(reason)
+                logging.getLogger("nanoserve").warning("nanoserve: %s: %s", LayerLibrary.without, reason)
             return None
 
 
@@ -220,7 +243,10 @@ class _TorchCompiled:
     def __init__(self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]) -> None:
         with torch.device("meta"):  # weights are arguments: these are never used
             layer = DecoderLayer(kind.config, 0, decoder.group).to(decoder.dtype).requires_grad_(False).eval()
-        function = FunctionalLayer(layer, kind.part)
+        # torch compiles one code object at most 8 times, then gives up on it: each kind of layer has its own.
+        forward = FunctionalLayer.forward
+        own = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
+        function = MethodType(own, FunctionalLayer(layer, kind.part))
         self._function: Callable[..., tuple[Tensor, ...]] = torch.compile(function, fullgraph=True, backend=backend)
         self._has_run = False
 

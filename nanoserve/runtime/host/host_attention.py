@@ -66,8 +66,7 @@ class QkvTransfer:
         return result if self._copied is None else result.to(self._device, non_blocking=True)
 
 
-PATIENCE = 10.0
-"""Seconds that one layer's attention may take: about a hundred times what it takes."""
+PATIENCE = 10.0  # seconds that one layer's attention may take: about a hundred times what it takes
 SECOND_LOOK = 1.0
 """Seconds, at most, that it gets once it was found too slow: if the whole process was stopped, nothing hangs."""
 _LOOK_EVERY = 0.05
@@ -118,7 +117,7 @@ class HostTask:
 class HostAttentionThread:
     """A thread that attends for host sequences, one task after the other. Its methods are for the one thread that runs
     the device. It waits first for the CPU's operators, if they are being built. Raises UsageError if there are fewer
-    cores than threads, or they are not this process's.
+    cores than threads, if they are not this process's, or if the model has attention sinks.
 
     Args:
         keys, values: per layer of the decoder [num_host_blocks, num_kv_heads, block_size, head_dim], in host memory.
@@ -138,6 +137,10 @@ class HostAttentionThread:
         cores: Sequence[int] | None = None,
         patience: float = PATIENCE,
     ) -> None:
+        if config.attention_sinks:
+            raise UsageError(
+                f"{config.family}: attention in host memory knows no attention sinks; choose another policy"
+            )
         if cores is not None and threads > len(cores):
             raise UsageError(f"{threads} host threads cannot share {len(cores)} cores; choose {len(cores)} at most")
         cpu_operators().wait()  # they would be exchanged under the running thread
@@ -249,8 +252,9 @@ class HostAttentionThread:
             block_tables,
             query_starts,
             contexts,
-            scale=self._config.head_dim**-0.5,
+            scale=self._config.softmax_scale,
             sliding_window=self._config.sliding_window(task.layer),
+            soft_cap=self._config.attention_soft_cap,
         )
         now = time.monotonic()
         seconds = now - max(task.transfer.began, self._last_end)  # in the queue it costs nothing

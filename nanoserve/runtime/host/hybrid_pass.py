@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.models.attention import AttentionBatch, PagedAttention
-from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.decoder import Angles, Decoder, DecoderLayer
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_attention import HostAttentionLost, HostAttentionThread, HostTask
 from nanoserve.runtime.step.forward_pass import LayerComputed
@@ -40,21 +40,14 @@ class _Pending:
 class HostGroup:
     """Host sequences that began a token in the same plan and are at the same place: n rows."""
 
-    step: int
-    """The plan in which they began."""
-    rows: Sequence[Row]
-    """Their rows in that plan, of one token each."""
-    batch: AttentionBatch
-    """Where their keys and values are in host memory; its tensors are on the CPU."""
-    hidden: Tensor
-    """[n, hidden_size], what enters `layer`; while its attention is pending, that layer's residual."""
-    cos: Tensor
-    sin: Tensor
-    """Rotary tables of the rows' positions, [n, 1, rotary_dim / 2]."""
-    layer: int = 0
-    """The next one of this stage, counted from 0."""
-    pending: _Pending | None = None
-    """Its attention, once it is asked for."""
+    step: int  # the plan in which they began
+    rows: Sequence[Row]  # their rows in that plan, of one token each
+    batch: AttentionBatch  # where their keys and values are in host memory; its tensors are on the CPU
+    hidden: Tensor  # [n, hidden_size], what enters `layer`; while its attention is pending, that layer's residual
+    angles: Sequence[Angles]
+    """Those of the rows' positions, for each kind of rope."""
+    layer: int = 0  # the next one of this stage, counted from 0
+    pending: _Pending | None = None  # its attention, once it is asked for
 
     def pick(self, chosen: Sequence[int]) -> "HostGroup":
         """Some of its rows, by their places, as a group of their own."""
@@ -65,8 +58,7 @@ class HostGroup:
             rows=[self.rows[place] for place in chosen],
             batch=self.batch.pick(places),
             hidden=self.hidden[on_device],
-            cos=self.cos[on_device],
-            sin=self.sin[on_device],
+            angles=[(cos[on_device], sin[on_device]) for cos, sin in self.angles],
             layer=self.layer,
             pending=None if self.pending is None else self.pending.of(places),
         )
@@ -76,11 +68,9 @@ class HostGroup:
 class DeviceRows:
     """The T tokens of a step whose KV is on the device."""
 
-    hidden: Tensor
-    """[T, hidden_size], what enters the first layer of the stage."""
-    cos: Tensor
-    sin: Tensor
-    """Rotary tables of the tokens' positions, [T, 1, rotary_dim / 2]."""
+    hidden: Tensor  # [T, hidden_size], what enters the first layer of the stage
+    angles: Sequence[Angles]
+    """Those of the tokens' positions, for each kind of rope."""
     attention: PagedAttention
     computed: LayerComputed | None = None
     """Called after each layer in which they have written their keys and values; None if nothing waits for that."""
@@ -167,7 +157,7 @@ class HybridPass:
             if not groups and not candidates:
                 if device is not None:
                     assert hidden is not None
-                    hidden = self._run_layer(layer, hidden, device.cos, device.sin, device.attention)
+                    hidden = self._run_layer(layer, hidden, *device.angles[layer.rope], device.attention)
                     _mark(device, layer)
                 continue
             attended = self._first_half(layer, device, hidden, groups)
@@ -228,10 +218,10 @@ class HybridPass:
     ) -> Tensor | None:
         """Queries, keys and values of all rows; the groups' attention is handed to the CPU, then the device attends.
         Returns the attention of the device's rows, [T, num_heads * head_dim]."""
-        parts = [(group.hidden, group.cos, group.sin) for group in groups]
+        parts = [(group.hidden, *group.angles[layer.rope]) for group in groups]
         if device is not None:
             assert hidden is not None
-            parts.insert(0, (hidden, device.cos, device.sin))
+            parts.insert(0, (hidden, *device.angles[layer.rope]))
         if not parts:
             return None
         query, key, value = self._run_layer.pre_attention(layer, *(joined(part) for part in zip(*parts, strict=True)))
@@ -244,7 +234,7 @@ class HybridPass:
             self._mark.record()
         if device is None:
             return None
-        attended = device.attention(layer.index, query[own], key[own], value[own])
+        attended = layer.attend(device.attention, query[own], key[own], value[own])
         _mark(device, layer)
         return attended
 

@@ -28,10 +28,8 @@ from nanoserve.scheduler.plan import CohortProgress, HostWork, Row, StepPlan
 class Leaving(msgspec.Struct, frozen=True, array_like=True):
     """A group of host sequences that goes on to the next stage."""
 
-    step: int
-    """The plan in which they began their token."""
-    sequences: tuple[int, ...]
-    """In the order of their hidden states."""
+    step: int  # the plan in which they began their token
+    sequences: tuple[int, ...]  # in the order of their hidden states
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -45,8 +43,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     """Their hidden states follow those of the plan's rows on the device, one group after the other."""
     cohorts: tuple[CohortProgress, ...] = ()
     """Progress of the host sequences that are under way in this stage and in those before it."""
-    host_work: tuple[HostWork, ...] = ()
-    """Work that the CPU finished there since the last such plan."""
+    host_work: tuple[HostWork, ...] = ()  # work that the CPU finished there since the last such plan
 
     @property
     def num_rows(self) -> int:
@@ -64,26 +61,24 @@ class Beginning:
 
     def group(self, decoder: Decoder) -> HostGroup:
         """The sequences at the first layer of the first stage."""
-        hidden, cos, sin = decoder.enter(self.inputs.token_ids, self.inputs.positions)
-        return HostGroup(self.step, self.rows, self.inputs.batch, hidden, cos, sin)
+        hidden, angles = decoder.enter(self.inputs.token_ids, self.inputs.positions)
+        return HostGroup(self.step, self.rows, self.inputs.batch, hidden, angles)
 
     def arrive(self, decoder: Decoder, sequences: Sequence[int], hidden: Tensor) -> HostGroup:
         """Some of them at the first layer of a later stage, with hidden states [n, hidden_size]."""
         place_of = {row.sequence: place for place, row in enumerate(self.rows)}
         chosen = [place_of[sequence] for sequence in sequences]
-        hidden, cos, sin = decoder.enter(hidden, self.inputs.positions[chosen])
+        hidden, angles = decoder.enter(hidden, self.inputs.positions[chosen])
         batch = self.inputs.batch.pick(torch.tensor(chosen))
-        return HostGroup(self.step, [self.rows[place] for place in chosen], batch, hidden, cos, sin)
+        return HostGroup(self.step, [self.rows[place] for place in chosen], batch, hidden, angles)
 
 
 @dataclass(slots=True)
 class HybridStep(PreparedStep):
     """A prepared step in which host sequences take part."""
 
-    beginning: Sequence[Beginning | None] = ()
-    """The sequences that begin a token, by sub-batch; None for none."""
-    header: Header | None = None
-    """What came ahead of the hidden states; None in the first stage."""
+    beginning: Sequence[Beginning | None] = ()  # the sequences that begin a token, by sub-batch; None for none
+    header: Header | None = None  # what came ahead of the hidden states; None in the first stage
     groups: list[HostGroup] = field(default_factory=list)
     """Once the step is computed, the groups that have passed the last layer."""
 

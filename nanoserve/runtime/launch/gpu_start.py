@@ -23,7 +23,7 @@ from nanoserve.runtime.launch.memory import memory_errors, out_of_memory
 from nanoserve.runtime.launch.model_loading import compiler_errors
 from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample
 from nanoserve.runtime.step.answers import rows_per_chunk
-from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes
+from nanoserve.runtime.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes, graph_sizes
 from nanoserve.runtime.step.forward_pass import ForwardPass, StepInputs, make_caches
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.step.staging import Staging
@@ -48,8 +48,7 @@ class GpuFacts:
     compiled: bool
     warm_up_seconds: float
     """Seconds of the first step, which compiles or loads layers and kernels."""
-    step_memory: int
-    """Bytes that the largest step needs beside weights and KV cache."""
+    step_memory: int  # bytes that the largest step needs beside weights and KV cache
     graphs: int = 0
     graph_seconds: float = 0.0
     graph_memory: int = 0
@@ -75,7 +74,8 @@ class GpuStart:
         """Runs the layers from now on."""
         # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and uncaptured.
         captures = not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
-        self._buckets = bucket_sizes(config.max_num_seqs) if captures else ()
+        buckets = bucket_sizes(config.max_num_seqs) if captures else ()
+        self._sizes = graph_sizes(buckets, guesses=config.speculate is not None)
         self._warm_up_seconds = 0.0
         self._step_memory = 0
 
@@ -102,16 +102,17 @@ class GpuStart:
             self._step_memory = max(measured_memory(self._device, run) for run in runs)
         if progress is not None:
             progress(stage, 1, 1)
-        if not self._buckets:
+        if not self._sizes:
             return self._step_memory
+        captured = max(rows * width for rows, width in self._sizes)
         # The graphs keep the memory of the largest of their steps, whose activations grow with its tokens at most.
-        activations = -(-self._step_memory * min(self._buckets[-1], num_tokens) // num_tokens)
-        return self._step_memory + activations + CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._buckets)
+        activations = -(-self._step_memory * min(captured, num_tokens) // num_tokens)
+        return self._step_memory + activations + CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._sizes)
 
     def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuFacts:
         """Have the runner replay its decode steps from now on, unless all runs eagerly; RuntimeFailure without room."""
         free, began = torch.cuda.mem_get_info(self._device)[0], time.monotonic()
-        captured = len(self._buckets) if self._buckets and self._captured(runner, max_model_len, progress) else 0
+        captured = len(self._sizes) if self._sizes and self._captured(runner, max_model_len, progress) else 0
         return GpuFacts(
             compiled=self.layers.loaded,
             warm_up_seconds=self._warm_up_seconds,
@@ -124,10 +125,11 @@ class GpuStart:
     def _captured(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> bool:
         most_blocks = -(-max_model_len // self._config.block_size)
         advice = "lower --max-num-seqs or --kv-cache-memory, or choose --eager"
-        problem = f"capturing {len(self._buckets)} decode steps does not fit"
+        problem = f"capturing {len(self._sizes)} decode steps does not fit"
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
-            static = StaticInputs(most_rows=self._buckets[-1], most_blocks=most_blocks, device=self._device)
-            graphs = DecodeGraphs(runner.forward, static, self._buckets)
+            groups = len(runner.config.cache_groups.windows)
+            static = StaticInputs(self._sizes, most_blocks=most_blocks, device=self._device, groups=groups)
+            graphs = DecodeGraphs(runner.forward, static)
             try:
                 graphs.capture(CudaRecorder(self._device), progress)
             except RuntimeError as error:  # whatever cannot be captured can still be run
@@ -179,14 +181,16 @@ def _largest_inputs(decoder: Decoder, num_tokens: int, num_rows: int, block_size
     starts[1:] = lengths.cumsum(0)
     tables = torch.zeros(num_rows, -(-longest // block_size), dtype=torch.int32, device=device)
     slots = torch.full((num_tokens,), SKIPPED_SLOT, device=device)
-    entering = None
+    batch, entering = AttentionBatch(tables, starts, lengths, slots), None
     if not decoder.shard.is_first:
         entering = torch.zeros(num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
     return StepInputs(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.arange(num_tokens, device=device),
-        batch=AttentionBatch(tables, starts, lengths, slots),
+        batch=batch,
+        longest=longest,
         entering=entering,
+        more=(batch,) * (len(decoder.config.cache_groups.windows) - 1),
     )
 
 

@@ -4,24 +4,25 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from statistics import median
 
 import msgspec
 import torch
 
-from nanoserve import __version__
 from nanoserve.config import ModelConfig
 from nanoserve.costs.curves import MeasuredCurve
-from nanoserve.costs.layout_profile import LAYOUT_SCHEMA, LayoutProfile, read_layout_profile
+from nanoserve.costs.layout_profile import LayoutProfile
+from nanoserve.costs.profile import read_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.processes.files import replace_file
-from nanoserve.processes.threads import physical_cores, processor_name_and_flags
+from nanoserve.processes.threads import processor_name_and_flags
 from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
-from nanoserve.runtime.launch.start_profile import STAGE, profile_file, step_shape
+from nanoserve.runtime.launch.start_profile import kept_file, kept_or_measured, step_shape
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.scheduler.plan import Row, StepPlan
 
@@ -38,14 +39,30 @@ def measure_layouts(
     anew: bool = False,
 ) -> LayoutProfile:
     """What every layout of this many workers on the CPU takes: measured by workers of their own in about 10 seconds,
-    before anything else is loaded, or as an earlier call kept it in the user's cache, unless it is wanted `anew`.
+    before anything else is loaded, or as an earlier call kept it in the user's cache.
 
-    Nothing is kept under torchrun, whose link has no name, nor while layers or operators are not compiled yet, nor if
-    other programs disturbed. The config's layouts and policy do not matter. Raises UsageError for a GPU, and what
-    starting workers raises.
+    Nothing is kept if it is wanted `anew`, nor under torchrun, whose link has no name, nor while layers or operators
+    are not compiled yet, nor if other programs disturbed. The config's layouts and policy do not matter. Raises
+    UsageError for a GPU, and what starting workers raises.
     """
     if config.device != "cpu":
         raise UsageError(f"layouts are measured on the CPU, not on {config.device}: choose --device cpu")
+    config, model, path = _kept(resolved, config, devices)
+    measure = partial(_measured, resolved, config, model)
+    path = None if anew else path
+    return kept_or_measured(LayoutProfile, path, measure, progress, lambda found: found.built and found.steady)
+
+
+def kept_layouts(resolved: ResolvedModel, config: EngineConfig) -> LayoutProfile | None:
+    """What `measure_layouts` kept of as many workers; None if it did not."""
+    path = _kept(resolved, config, config.num_workers)[-1] if config.device == "cpu" else None
+    with suppress(UsageError):  # it is not there, or damaged
+        return None if path is None else read_profile(path, LayoutProfile)
+    return None
+
+
+def _kept(resolved: ResolvedModel, config: EngineConfig, devices: int) -> tuple[EngineConfig, ModelConfig, Path | None]:
+    """What is measured, with the settings that matter, and the file that keeps it; None where nothing is kept."""
     config = EngineConfig(
         dtype=config.dtype,
         quantization=config.quantization,
@@ -55,23 +72,11 @@ def measure_layouts(
         pipeline_parallel=devices,
     )
     model = read_config(resolved, config.quantization)
-    path, dtype = None, resolve_dtype(config.dtype, torch.device("cpu"), model.dtype)
-    if TorchrunProcess.from_environment() is None:
-        versions, (processor, _) = (LAYOUT_SCHEMA, __version__, str(torch.__version__)), processor_name_and_flags()
-        threads = physical_cores(), os.environ.get("OMP_NUM_THREADS")
-        uncompiled = config.eager, config.batch_invariant, config.block_size
-        path = profile_file(versions, processor, step_shape(model), str(dtype), devices, threads, uncompiled)
-    if path is not None and not anew:
-        with suppress(UsageError):  # it is not there, or damaged
-            return read_layout_profile(path)
-    tell = progress or (lambda *_: None)
-    tell(STAGE, 0, 1)
-    profile = _measured(resolved, config, model)
-    tell(STAGE, 1, 1)
-    if path is not None and profile.built and profile.steady:
-        with suppress(RuntimeFailure):  # the next start measures again
-            replace_file(path, msgspec.json.encode(profile))
-    return profile
+    if TorchrunProcess.from_environment() is not None:
+        return config, model, None
+    dtype = resolve_dtype(config.dtype, torch.device("cpu"), model.dtype)
+    machine = processor_name_and_flags()[0], os.environ.get("OMP_NUM_THREADS")
+    return config, model, kept_file(LayoutProfile, machine, step_shape(model), str(dtype), config)
 
 
 def _measured(resolved: ResolvedModel, config: EngineConfig, model: ModelConfig) -> LayoutProfile:
@@ -79,15 +84,8 @@ def _measured(resolved: ResolvedModel, config: EngineConfig, model: ModelConfig)
     from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied
     from nanoserve.runtime.workers.messages import Answered, FromWorker, Ready, RunPlan, WorkerStart
 
-    start = WorkerStart(
-        name=resolved.name,
-        model_directory=None if resolved.directory is None else str(resolved.directory),
-        tokenizer_directory=str(resolved.tokenizer_directory),
-        config=config,
-        measures=True,
-    )
     last = config.num_workers - 1
-    group = WorkerGroup(start, model, host_blocks=0)
+    group = WorkerGroup(WorkerStart(model=resolved, config=config, measures=True), model, host_blocks=0)
 
     def heard() -> Iterator[FromWorker]:
         while True:

@@ -12,13 +12,12 @@ from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.models.decoder import SINGLE_RANK, TensorParallelGroup
 from nanoserve.runtime.profiling.timers import Stopwatch
 from triton_ops import project
+from triton_ops.cpu import cpu_operators
 
-_LOOKS = 3
-"""Repeats of each measurement. The best counts, because other programs disturb for a moment."""
+_LOOKS = 3  # repeats of each measurement. The best counts, because other programs disturb for a moment
 _LOOK_SECONDS = 0.02
 """The least duration of a repeat: several time slices of the system's scheduler, where workers share cores."""
-_WEIGHT_BYTES = 2**26
-"""More than the caches near a core, or of a GPU, hold: weights come from memory in every step."""
+_WEIGHT_BYTES = 2**26  # more than the caches near a core, or of a GPU, hold: weights come from memory in every step
 _COPIED_BYTES = 2**25
 _PIECES = 8
 """Pieces that weights and copies are divided into. They take turns, so that a repeat can end after any of them."""
@@ -43,6 +42,8 @@ def measure_speeds(
 
     The call takes 128 MiB: 64 of weights in this dtype on the device, 64 for copies.
     """
+    if device.type == "cpu":  # steps will run with them
+        cpu_operators().load()
     together = _Together(device, group, workers)
     latency, bandwidth = _link(together) if workers > 1 else (0.0, math.inf)
     weight_bandwidth, flops, host_link = together.mean(*_products(together, dtype), _host_link(together))

@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 
+from nanoserve.cache_groups import most_blocks, most_tokens
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.processes.sizes import format_size
 
-CPU_SHARE = 0.25
-"""The cache's default share of free memory: the machine's owner is working on it too."""
+CPU_SHARE = 0.25  # the cache's default share of free memory: the machine's owner is working on it too
 CUDA_SHARE = 0.95
 """The cache's share of what a GPU has free beside steps: torch's allocator cannot use the last of it in one piece."""
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of all layers and heads for `block_size` tokens."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * block_size * dtype.itemsize
+    """Bytes of one block: keys and values of a cache group's layers and all heads for `block_size` tokens."""
+    return config.cache_groups.num_tensors * config.kv_numbers * block_size * dtype.itemsize
 
 
 def available_memory(device: torch.device | str) -> int:
@@ -66,19 +66,21 @@ def _room(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
         return None
 
 
-def choose_num_blocks(per_block: int, free: int, longest: int, config: EngineConfig) -> int:
+def choose_num_blocks(
+    per_block: int, free: int, longest: int, config: EngineConfig, windows: tuple[int, ...] = (0,)
+) -> int:
     """How many blocks of `per_block` bytes the KV cache gets out of `free` bytes; `longest` is the model's own limit in
-    tokens.
+    tokens, `windows` are those of its cache groups.
 
     Without ``--kv-cache-memory`` it is a share of what is free, but no more than ``--max-num-seqs`` requests of full
     length can use. Without ``--max-model-len``, such a cache may be smaller than the longest request: the caller lowers
-    the limit to ``blocks * block_size``. Raises UsageError if one request of full length does not fit, or more is asked
+    the limit to `most_tokens`. Raises UsageError if one request of full length does not fit, or more is asked
     for than is free.
     """
     length = config.max_model_len or longest
-    per_request = -(-length // config.block_size)
+    per_request = most_blocks(windows, length, config.block_size)
     if config.kv_cache_memory is not None:
-        return _explicit(config.kv_cache_memory, free, per_block, per_request, length, config.block_size)
+        return _explicit(config.kv_cache_memory, free, per_block, per_request, length, config.block_size, windows)
     affordable = int(free * (CPU_SHARE if config.device == "cpu" else CUDA_SHARE)) // per_block
     if config.max_model_len is not None:
         affordable = max(affordable, per_request)  # asked for by name: more than the usual share, if it is there
@@ -88,10 +90,13 @@ def choose_num_blocks(per_block: int, free: int, longest: int, config: EngineCon
             f"one request of {length} tokens needs {needed} of KV cache, but only {format_size(free)} of memory"
             " is free; lower --max-model-len or free some memory"
         )
-    return min(affordable, per_request * config.max_num_seqs)
+    most = most_blocks(windows, length, config.block_size, config.max_num_batched_tokens)
+    return min(affordable, most * config.max_num_seqs)
 
 
-def _explicit(asked: int, free: int, per_block: int, per_request: int, length: int, block_size: int) -> int:
+def _explicit(
+    asked: int, free: int, per_block: int, per_request: int, length: int, block_size: int, windows: tuple[int, ...]
+) -> int:
     if asked > free:
         raise UsageError(
             f"--kv-cache-memory {format_size(asked)} is more than the {format_size(free)} of memory that is free;"
@@ -99,9 +104,10 @@ def _explicit(asked: int, free: int, per_block: int, per_request: int, length: i
         )
     blocks = asked // per_block
     if blocks < per_request:
-        shorter = f" or lower --max-model-len to {blocks * block_size}" if blocks else ""
+        tokens = most_tokens(windows, blocks, block_size, length)
+        shorter = f" or lower --max-model-len to {tokens}" if tokens else ""
         raise UsageError(
-            f"--kv-cache-memory {format_size(asked)} holds {blocks * block_size} tokens, but one request may have"
+            f"--kv-cache-memory {format_size(asked)} holds {tokens} tokens, but one request may have"
             f" {length}; raise it to {format_size(per_request * per_block)}{shorter}"
         )
     return blocks

@@ -8,10 +8,12 @@ import logging
 import os
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import CalledProcessError
 from tempfile import TemporaryFile
+from typing import Any
 
 import torch
 
@@ -29,7 +31,7 @@ from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.sizes import format_size
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.runtime.launch.memory import memory_errors
-from triton_ops.gpu.configurations import OLDEST_GENERATION, ProgramShape, UnsupportedByGpu, attention_configuration
+from triton_ops.gpu.configurations import OLDEST_GENERATION, UnsupportedByGpu, attention_configuration, program_shape
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -86,7 +88,13 @@ def check_model(device: torch.device, config: ModelConfig, dtype: str, block_siz
     width = resolve_dtype(dtype, device, config.dtype).itemsize
     generation, _ = torch.cuda.get_device_capability(device)
     try:
-        attention_configuration(generation, width, ProgramShape(config.head_dim, block_size, config.group_size))
+        shape = program_shape(
+            head_dim=config.head_dim,
+            value_dim=config.value_dim,
+            block_size=block_size,
+            heads_per_kv_head=config.group_size,
+        )
+        attention_configuration(generation, width, shape)
     except UnsupportedByGpu as reason:
         raise UsageError(f"--device {device}: {reason}") from None
 
@@ -142,6 +150,25 @@ def read_config(resolved: ResolvedModel, quantization: str | None = None) -> Mod
     return ModelConfig.from_directory(resolved.directory).rounded(quantization)
 
 
+def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
+    """What asks that layers with windows keep all positions, as layers without do; None if nothing does, or none has a
+    window. What takes no cache groups yet runs like this: one table for all layers, with windows as masks."""
+    if not any(model.cache_groups.windows):
+        return None
+    asked = {
+        "attention in host memory": config.attends_on_host,
+        "--decode-parallel": config.decode_layout is not None,
+        f"--speculate {config.speculate}": config.speculate not in (None, "ngram"),
+        "--host-kv-memory with --pp": config.uses_host_memory and config.pipeline_parallel > 1,
+    }
+    return next((name for name, is_asked in asked.items() if is_asked), None)
+
+
+def with_cache_groups(model: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model with the cache groups that an engine like this uses."""
+    return model if keeps_all_positions(model, config) is None else model.in_one_group()
+
+
 def load_decoder(
     resolved: ResolvedModel,
     config: EngineConfig,
@@ -153,15 +180,16 @@ def load_decoder(
 ) -> tuple[Decoder, ModelConfig]:
     """The decoder with its weights, or a shard of it, and the config of the whole model. Raises ModelError if the model
     cannot be used; UsageError if a setting makes no sense for it; RuntimeFailure if the memory does not suffice."""
+    settings: dict[str, Any] = {"shard": shard, "group": group, "quantization": config.quantization}
     with _loading(resolved, config, device):
         if resolved.directory is None:
-            return make_dummy_model(
-                resolved.name, config.dtype, device, shard=shard, group=group, quantization=config.quantization
-            )
-        told = None if progress is None else partial(progress, "load")
-        return load_model(
-            resolved.directory, config.dtype, device, told, shard=shard, group=group, quantization=config.quantization
-        )
+            decoder, model = make_dummy_model(resolved.name, config.dtype, device, **settings)
+        else:
+            told = None if progress is None else partial(progress, "load")
+            decoder, model = load_model(resolved.directory, config.dtype, device, told, **settings)
+    if (used := with_cache_groups(model, config)) is not model:
+        decoder.config = replace(decoder.config, groups=used.cache_groups.of_layers(decoder.shard.layers))
+    return decoder, used
 
 
 def load_layouts(
@@ -175,7 +203,7 @@ def load_layouts(
 ) -> ReshardableWeights:
     """A worker's decoders under several layouts, the first of which is in place. The model is in a directory; a dummy
     is written to one first. Raises ModelError, UsageError, RuntimeFailure as `load_decoder`."""
-    model, directory = read_config(resolved, config.quantization), resolved.directory
+    model, directory = with_cache_groups(read_config(resolved, config.quantization), config), resolved.directory
     assert directory is not None, "weights that are read more than once are in files"
     told = None if progress is None else partial(progress, "load")
     with _loading(resolved, config, device):

@@ -35,8 +35,7 @@ from nanoserve.errors import RuntimeFailure, UsageError, first_line
 CONNECT_SECONDS = 60.0
 """How long reaching the first machine may take: torchrun's own processes have met before ours start."""
 
-_POLL_SECONDS = 0.1
-"""torch's own Store.wait ignores Ctrl-C, so keys are polled."""
+_POLL_SECONDS = 0.1  # torch's own Store.wait ignores Ctrl-C, so keys are polled
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -56,8 +55,7 @@ class TorchrunProcess:
     master_address: str
     master_port: int
     """Address of torchrun's key-value store, on the first machine."""
-    run: str
-    """Distinguishes this start of torchrun from others with the same store."""
+    run: str  # distinguishes this start of torchrun from others with the same store
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "TorchrunProcess | None":
@@ -182,8 +180,7 @@ class Presence(msgspec.Struct, frozen=True):
     model: str
     host: str
     """Names of the model and of the machine."""
-    problem: str | None = None
-    """Why the process cannot take part, in one line."""
+    problem: str | None = None  # why the process cannot take part, in one line
 
     @classmethod
     def here(cls, model: str, problem: str | None = None) -> Self:
@@ -259,12 +256,9 @@ class SharedKeys:
 class Addresses:
     """Where workers find the engine and each other."""
 
-    plans: str
-    """ZeroMQ address that the engine binds as ROUTER."""
-    reports: str
-    """ZeroMQ address that the engine binds as PULL."""
-    init_method: str
-    """Where the workers meet each other, for `open_store`."""
+    plans: str  # ZeroMQ address that the engine binds as ROUTER
+    reports: str  # ZeroMQ address that the engine binds as PULL
+    init_method: str  # where the workers meet each other, for `open_store`
 
 
 @dataclass(frozen=True, slots=True)

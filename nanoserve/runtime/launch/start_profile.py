@@ -4,11 +4,11 @@ import hashlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import median
 
 import msgspec
 import torch
@@ -16,34 +16,30 @@ import torch
 from nanoserve import __version__
 from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.costs.hardware import Device, MachineSpeeds
-from nanoserve.costs.profile import SCHEMA, Profile, calibrate, read_profile, write_profile
+from nanoserve.costs.profile import AnyProfile, Profile, calibrate, read_profile, write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.models.decoder import Decoder
 from nanoserve.models.hub import ProgressCallback
 from nanoserve.processes.threads import physical_cores, processor_name_and_flags
 from nanoserve.runtime.host.host_attention import HostAttentionLost
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.memory import memory_errors
 from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, open_probes, profile_of, take_rounds
-from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
-from nanoserve.runtime.profiling.timers import linear_pieces
+from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.model_runner import ModelRunner
 from triton_ops.cpu import CannotBuild, cache_directory, cpu_operators
 
 SIZES = ProfileSizes(
-    tokens=(1, 8, 64, 512),
+    tokens=(1, 3, 4, 8, 16, 64, 512),
     prompts=(16, 128, 1024),
     batches=(1, 8, 32),
     contexts=(16, 128, 1024),
-    rows=(1, 8, 32),
+    rows=(1, 3, 4, 8, 16, 32),
     copies=(2**16, 2**24),
     kv_bytes=2**28,
 )
 EFFORT = Effort(seconds=4.0, fewest_rounds=0, most_rounds=5, longest_sample=1.0, repeat_seconds=0.02)
 STAGE = "measuring this machine"
-_SCHEDULED_ROWS = (1, 32)
-_SCHEDULED_CONTEXT, _SCHEDULED_STEPS = 16, 10
 _MOSTLY = 0.8
 _LOG = logging.getLogger("nanoserve")
 
@@ -55,8 +51,7 @@ class ProfileSetting:
     device: str
     host: str
     """Names of the device and of the CPU beside it; the same name where the CPU is the device."""
-    model: ModelConfig
-    """The model's config, with fixed values in fields that do not change a step's time."""
+    model: ModelConfig  # the model's config, with fixed values in fields that do not change a step's time
     dtype: str
     threads: int | None
     """Threads of a device that is the CPU; None for a GPU."""
@@ -98,15 +93,20 @@ def step_shape(model: ModelConfig) -> ModelConfig:
 class StartingEngine:
     """An engine on one device of this process that has nothing to do yet, and nothing in its KV cache."""
 
-    runner: ModelRunner
-    processor: HostProcessor
+    stage: Stage
     config: EngineConfig
     model: ModelConfig
-    """The whole model, of which the runner may have only some layers."""
-    speeds: MachineSpeeds
-    """Speeds that the device reached."""
-    compiled: bool
-    """Whether its layers run compiled now."""
+    """The whole model, of which the stage may have only some layers."""
+    speeds: MachineSpeeds  # speeds that the device reached
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.stage.runner
+
+    @property
+    def processor(self) -> HostProcessor:
+        assert self.stage.processor is not None, "only policies that attend in host memory ask for a profile"
+        return self.stage.processor
 
     @cached_property
     def setting(self) -> ProfileSetting:
@@ -127,14 +127,14 @@ class StartingEngine:
         """What computes: the CPU's operators, and the layers as they run now."""
         return {
             "operators": "C++" if cpu_operators().loaded else "plain torch",
-            "layers": "compiled" if self.compiled else "eager",
+            "layers": "compiled" if self.stage.compiled else "eager",
         }
 
     def sizes(self) -> ProfileSizes:
         """The sizes at which it is measured. Raises UsageError if its steps are too small to be measured."""
         config, cached = self.config, len(self.runner.caches.keys[0]) * self.config.block_size
         context = min(config.max_model_len or self.model.max_position_embeddings, cached)
-        return SIZES.within(self.runner, config, rows=config.max_num_seqs, context=context)
+        return SIZES.within(self.runner, config, context=context)
 
 
 def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = None) -> Profile | None:
@@ -144,7 +144,7 @@ def hybrid_profile(engine: StartingEngine, progress: ProgressCallback | None = N
     profile, or one of another setting.
     """
     if engine.config.profile is not None:
-        profile = read_profile(path := Path(engine.config.profile))
+        profile = read_profile(path := Path(engine.config.profile), Profile)
         if (other := engine.setting.difference(profile)) is not None:
             raise UsageError(
                 f"{path} is a profile of {other}: leave --profile out, or make one with nanoserve"
@@ -165,21 +165,43 @@ def profile_at_start(engine: StartingEngine, progress: ProgressCallback | None =
     under everything it depends on, unless other programs used the processors meanwhile. Raises UsageError for an engine
     whose steps are too small; otherwise as `measure_shortly`.
     """
-    sizes = engine.sizes()
-    path = _cache_file(engine, sizes)
+    sizes, layers = engine.sizes(), engine.runner.config.num_layers
+    path = kept_file(Profile, engine.setting, sizes, engine.config.block_size, layers, *engine.code.values())
+    measure = partial(measure_shortly, engine, sizes)
+    return kept_or_measured(Profile, path, measure, progress, lambda found: found.about["undisturbed"] >= _MOSTLY)
+
+
+def kept_or_measured(
+    kind: type[AnyProfile],
+    path: Path | None,
+    measure: Callable[[], AnyProfile],
+    progress: ProgressCallback | None,
+    worth_keeping: Callable[[AnyProfile], bool],
+) -> AnyProfile:
+    """The profile that an earlier start kept in this file, or a new one."""
     if path is not None:
         with suppress(UsageError):  # it is not there, or damaged
-            kept = read_profile(path)
-            if engine.setting.difference(kept) is None:
-                return kept
+            return read_profile(path, kind)
     tell = progress or (lambda *_: None)
     tell(STAGE, 0, 1)
-    profile = measure_shortly(engine, sizes)
+    profile = measure()
     tell(STAGE, 1, 1)
-    if path is not None and profile.about["undisturbed"] >= _MOSTLY:
+    if path is not None and worth_keeping(profile):
         with suppress(RuntimeFailure):  # the next start measures again
             write_profile(profile, path)
     return profile
+
+
+def kept_file(kind: type[AnyProfile], *depends_on: object) -> Path | None:
+    """The file in the user's cache for a profile that depends on all this, on the cores and on versions; None, after a
+    warning, if no folder can be written."""
+    versions = kind.__struct_config__.tag, __version__, str(torch.__version__)
+    depending = msgspec.json.encode((versions, physical_cores(), depends_on), order="deterministic")
+    try:
+        return cache_directory(os.environ, "profiles") / f"{hashlib.sha256(depending).hexdigest()[:24]}.json"
+    except CannotBuild as reason:
+        _LOG.warning("nanoserve: this machine is measured at every start: %s", reason)
+        return None
 
 
 def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
@@ -200,7 +222,7 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         flops=speeds.flops,
     )
     profile = profile_of(
-        found | {"engine": _scheduling(runner.decoder)},
+        found,
         runner,
         engine.processor,
         block_size=engine.config.block_size,
@@ -222,32 +244,3 @@ def measure_shortly(engine: StartingEngine, sizes: ProfileSizes) -> Profile:
         host=msgspec.structs.replace(device, name=setting.host),
     ).undisturbed()
     return msgspec.structs.replace(profile, efficiency=calibrate(profile), model=engine.model)
-
-
-def _scheduling(decoder: Decoder) -> dict[tuple[int, ...], list[float]]:
-    """Seconds of scheduling a step between two passes through the layers, by rows: much of a small model's step."""
-    compute_piece = linear_pieces(decoder)
-
-    def compute() -> None:
-        for _ in decoder.layers:
-            compute_piece()
-
-    scheduled = partial(measure_scheduler, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)
-    return {(rows,): [median(map(sum, scheduled(rows)))] for rows in _SCHEDULED_ROWS}
-
-
-def _cache_file(engine: StartingEngine, sizes: ProfileSizes) -> Path | None:
-    versions, block_size = (SCHEMA, __version__, str(torch.__version__)), engine.config.block_size
-    measured = engine.runner.config.num_layers, *engine.code.values()
-    return profile_file(versions, engine.setting, sizes, block_size, physical_cores(), *measured)
-
-
-def profile_file(*depends_on: object) -> Path | None:
-    """The file in the user's cache for what was measured under all this; None, after a warning, if no folder can be
-    written."""
-    key = hashlib.sha256(msgspec.json.encode(depends_on, order="deterministic")).hexdigest()[:24]
-    try:
-        return cache_directory(os.environ, "profiles") / f"{key}.json"
-    except CannotBuild as reason:
-        _LOG.warning("nanoserve: this machine is measured at every start: %s", reason)
-        return None

@@ -16,6 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from nanoserve.cache_groups import most_blocks, most_tokens
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -44,7 +45,7 @@ class HostPool:
     """KV blocks of a whole model."""
 
     def __init__(self, blocks: Tensor, num_kv_heads: int) -> None:
-        # [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; for each layer, keys and values lie as in a
+        # [tensors of a cache group, 2, num_blocks, num_kv_heads, block_size, head_dim]; keys and values lie as in a
         # cache of the whole model (HND).
         self.blocks = blocks
         self._num_kv_heads = num_kv_heads
@@ -115,14 +116,23 @@ def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int =
     """
     if not config.uses_host_memory:
         return 0
+    if model.mla is not None:
+        option = (
+            "--policy"
+            if config.attends_on_host
+            else "--decode-parallel"
+            if config.decode_layout
+            else "--host-kv-memory"
+        )
+        raise UsageError(f"{option}: the KV cache of {model.family} is latents, which stay on the device; leave it out")
     block_size, engines, asked = config.block_size, config.data_parallel, config.host_kv_memory
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    per_block = kv_bytes_per_block(model, block_size, dtype)
+    per_block, windows = kv_bytes_per_block(model, block_size, dtype), model.cache_groups.windows
     memory = max(0, available_memory("cpu") - reserved)
     most = config.max_model_len or model.max_position_embeddings
     if asked is None:
         size = int(memory * HOST_SHARE) // engines
-        blocks = min(size // per_block, config.max_num_seqs * -(-most // block_size))
+        blocks = min(size // per_block, config.max_num_seqs * most_blocks(windows, most, block_size))
         told = f"a host pool of {format_size(size)}, {HOST_SHARE:.0%} of what is free,"
     else:
         size = asked // engines
@@ -134,11 +144,12 @@ def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int =
             )
     # With two layouts every sequence passes through a pool that was asked for.
     one = most if config.max_model_len or (asked is not None and config.decode_layout is not None) else None
-    if blocks < (needed := -(-(one or 1) // block_size)):
+    if blocks < (needed := most_blocks(windows, one or 1, block_size)):
         wanted = f"one sequence may have {one}" if one else f"blocks are of {block_size}"
-        shorter = f", or lower --max-model-len to {blocks * block_size}" if one and blocks else ""
+        tokens = most_tokens(windows, blocks, block_size, one or most)
+        shorter = f", or lower --max-model-len to {tokens}" if one and tokens else ""
         raise UsageError(
-            f"{told} holds {blocks * block_size} tokens of an engine, but {wanted}: set --host-kv-memory to"
+            f"{told} holds {tokens} tokens of an engine, but {wanted}: set --host-kv-memory to"
             f" {format_size(needed * per_block * engines)} at least{shorter}"
         )
     return blocks
@@ -148,7 +159,7 @@ _LOWER = "lower --host-kv-memory"
 
 
 def _shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    return config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim
+    return config.cache_groups.num_tensors, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim
 
 
 def _open_file(path: Path) -> int:

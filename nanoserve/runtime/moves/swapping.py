@@ -58,12 +58,19 @@ class BlockMover:
     """
 
     def __init__(
-        self, key_caches: Sequence[Tensor], value_caches: Sequence[Tensor], part: HostPart, device: torch.device
+        self,
+        key_caches: Sequence[Tensor],
+        value_caches: Sequence[Tensor],
+        part: HostPart,
+        device: torch.device,
+        last_layers: Sequence[int] | None = None,
     ) -> None:
+        """`last_layers`: of each tensor, the last layer that writes to it, if layers of several groups do."""
         layers, _, _, *block = part.blocks.shape
         if len(key_caches) != layers or any(list(keys.shape[1:]) != block for keys in (*key_caches, *value_caches)):
             raise ValueError(f"a part of {layers} layers and blocks of {block} does not fit the caches")
         self._writes = part.writes
+        self._last_layers = last_layers or range(layers)
         self._block_bytes = part.blocks[:, :, 0].nbytes
         self._device = device
         self._pool = block_arrays(part.blocks)
@@ -97,7 +104,7 @@ class BlockMover:
             return 0
         ready: Ready = [(slice(None), after)]
         if marks is not None:
-            ready = ((slice(layer, layer + 1), marks.wait(layer)) for layer in range(len(self._pool)))
+            ready = ((slice(place, place + 1), marks.wait(layer)) for place, layer in enumerate(self._last_layers))
         if self._device.type == "cuda":
             self._leaving.out(device_blocks, self._pool, host_blocks, ready)
         else:

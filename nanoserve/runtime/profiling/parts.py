@@ -1,7 +1,7 @@
 """Probes for all parts of a step, samples taken round by round, and curves made of them (as APEX's profiler)."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
-from nanoserve.costs.profile import SCHEMA, KvMemory, Profile
+from nanoserve.costs.profile import KvMemory, Profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
+from nanoserve.models.decoder import Decoder
 from nanoserve.runtime.host.host_processor import HostProcessor
+from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
 from nanoserve.runtime.profiling.timers import (
     HostAttentionTimer,
     KvRegions,
@@ -34,6 +36,7 @@ Sampled = Mapping[Point, Sequence[float]]
 Samples = dict[str, dict[Point, list[float]]]
 
 _MOST_REPEATS = 8
+_SCHEDULED_CONTEXT, _SCHEDULED_STEPS = 16, 10
 _SMALLEST = 1e-9  # a difference of two measured times is no less than this
 
 
@@ -48,42 +51,45 @@ class Effort:
     repeat_seconds: float = 0.0  # faster points are sampled a few times in a round, until this much time has passed
 
 
-def take_rounds(probes: Probes, announce: Callable[[str], None], effort: Effort) -> Samples:
+def take_rounds(
+    probes: Probes, announce: Callable[[str], None], effort: Effort, clock: Callable[[], float] = time.perf_counter
+) -> Samples:
     """Sample every point once a round, so that a busy moment spoils one sample of many points and no point as a whole.
-    The first call of each probe is a warm-up, which does not count unless there is no time for a second."""
+    The first call of each probe is a warm-up, which does not count unless there is no time for a second. Workers that
+    measure together agree on a ``clock``, and with it on what is sampled next."""
     announce("warming up ...")
-    began = time.perf_counter()
-    first = {name: _within_reason(points, effort.longest_sample) for name, points in probes.items()}
+    began = clock()
+    first = {name: _within_reason(points, effort.longest_sample, clock) for name, points in probes.items()}
     samples: Samples = {name: {point: [] for point in points} for name, points in first.items()}
     turns = [(name, point) for name, points in first.items() for point in points]
     for number in range(1, effort.most_rounds + 1):
-        passed = time.perf_counter() - began
+        passed = clock() - began
         left = max(effort.seconds - passed, (effort.fewest_rounds - number + 1) * passed / number)  # warm-up and rounds
         announce(f"measuring, round {number}, about {left:.0f} s left")
         for name, point in turns:
-            if number > effort.fewest_rounds and time.perf_counter() - began > effort.seconds:
+            if number > effort.fewest_rounds and clock() - began > effort.seconds:
                 break
-            samples[name][point] += _repeated(probes[name][point], effort.repeat_seconds)
+            samples[name][point] += _repeated(probes[name][point], effort.repeat_seconds, clock)
     return {
         name: {point: samples[name][point] or [seconds] for point, seconds in points.items()}
         for name, points in first.items()
     }
 
 
-def _repeated(probe: Probe, seconds: float) -> list[float]:
-    until, samples = time.perf_counter() + seconds, [probe()]
-    while len(samples) < _MOST_REPEATS and time.perf_counter() < until:
+def _repeated(probe: Probe, seconds: float, clock: Callable[[], float]) -> list[float]:
+    until, samples = clock() + seconds, [probe()]
+    while len(samples) < _MOST_REPEATS and clock() < until:
         samples.append(probe())
     return samples
 
 
-def _within_reason(points: Mapping[Point, Probe], longest: float) -> dict[Point, float]:
+def _within_reason(points: Mapping[Point, Probe], longest: float, clock: Callable[[], float]) -> dict[Point, float]:
     """Warm up. A curve ends at the first size that takes too long; its last line is extrapolated."""
     kept: dict[Point, float] = {}
     for point, probe in points.items():
-        began = time.perf_counter()
+        began = clock()
         kept[point] = probe()
-        if len(point) == 1 < len(kept) and time.perf_counter() - began > longest:
+        if len(point) == 1 < len(kept) and clock() - began > longest:
             break
     return kept
 
@@ -125,19 +131,19 @@ class ProfileSizes:
     copies: tuple[int, ...]  # bytes of copies between device and host memory
     kv_bytes: int  # bytes of keys and values that attention is timed over, on the device and in host memory each
 
-    def within(self, runner: ModelRunner, config: EngineConfig, *, rows: int, context: int) -> "ProfileSizes":
-        """The sizes that an engine with at most these rows in a step and this context reaches, with the KV cache of its
-        runner, and its largest batch within ``kv_bytes``. Raises UsageError if it does not allow two of each."""
+    def within(self, runner: ModelRunner, config: EngineConfig, *, context: int) -> "ProfileSizes":
+        """The sizes that an engine with this context reaches, with the KV cache of its runner, and its largest batch
+        within ``kv_bytes``. Raises UsageError if it does not allow two of each."""
         shape, blocks = runner.config, len(runner.caches.keys[0])
         step_tokens = min(config.max_num_batched_tokens, blocks * config.block_size)
-        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * runner.decoder.dtype.itemsize
+        token_bytes = shape.kv_numbers * runner.decoder.dtype.itemsize
         fitting = self.kv_bytes // (self.batches[-1] * token_bytes)
         return replace(
             self,
             tokens=_up_to(self.tokens, step_tokens),
             prompts=_up_to(self.prompts, min(context, step_tokens)),
             contexts=_up_to(self.contexts, max(2, min(context, fitting))),
-            rows=_up_to(self.rows, min(rows, blocks, step_tokens)),
+            rows=_up_to(self.rows, min(config.max_num_seqs, blocks, step_tokens)),
         )
 
 
@@ -149,38 +155,47 @@ def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
     return found if len(found) > 1 else (limit // 2, limit)
 
 
+def kv_regions(steps: StepTimer, sizes: ProfileSizes, device: torch.device) -> KvRegions:
+    """Keys and values with room for every attention that is timed at these sizes."""
+    decoder = steps.runner.decoder
+    largest = [(sizes.batches[-1], sizes.contexts[-1]), (1, sizes.prompts[-1])]
+    calls = [(rows, keys) for rows, _, keys in map(steps.attention_shape, sizes.tokens)]
+    options: dict[str, Any] = {"dtype": decoder.dtype, "device": device, "most_bytes": sizes.kv_bytes}
+    return KvRegions(decoder.config, [*largest, *calls], block_size=steps.block_size, **options)
+
+
+def device_probes(steps: StepTimer, sizes: ProfileSizes) -> dict[str, Mapping[Point, Probe]]:
+    """Probes for what a device does in a step; of the steps' runner only the KV cache's content changes."""
+    device = steps.runner.device
+    attention = partial(attention_seconds, steps.runner.config, kv_regions(steps, sizes, device))
+    return {
+        "layer": over(steps.layer_seconds, sizes.tokens),
+        "its attention": over(lambda tokens: attention(*steps.attention_shape(tokens)), sizes.tokens),
+        "decode_attention": over(lambda batch, context: attention(batch, 1, context), sizes.batches, sizes.contexts),
+        "prefill_attention": over(lambda tokens: attention(1, tokens, tokens), sizes.prompts),
+        "inputs": over(steps.inputs_seconds, sizes.rows),
+        "head": over(steps.head_seconds, sizes.rows),
+    }
+
+
 @contextmanager
 def open_probes(
     runner: ModelRunner, processor: HostProcessor, sizes: ProfileSizes, *, block_size: int
 ) -> Iterator[dict[str, Mapping[Point, Probe]]]:
-    """Probes for an idle runner, of which only the KV cache's content changes, and for attention in host memory."""
-    config, device = runner.config, runner.device
-    steps = StepTimer(runner, block_size=block_size)
-    cells, largest = (sizes.batches, sizes.contexts), (sizes.batches[-1], sizes.contexts[-1])
-    calls = [(rows, keys) for rows, _, keys in map(steps.attention_shape, sizes.tokens)]
-    regions = partial(
-        KvRegions,
-        config,
-        [largest, (1, sizes.prompts[-1]), *calls],
-        block_size=block_size,
-        dtype=runner.decoder.dtype,
-        most_bytes=sizes.kv_bytes,
+    """``device_probes`` for an idle runner, and probes for attention in host memory and for copies."""
+    steps, device, largest = (
+        StepTimer(runner, block_size=block_size),
+        runner.device,
+        (sizes.batches[-1], sizes.contexts[-1]),
     )
-    attention = partial(attention_seconds, config, regions(device=device))
     shares_memory = processor.confines_device
     keep_busy = linear_pieces(runner.decoder) if shares_memory else lambda: time.sleep(1e-4)
-    on_host = regions(device=torch.device("cpu"))
-    host = HostAttentionTimer(config, on_host, processor, device=device, keep_busy=keep_busy)
+    on_host = kv_regions(steps, sizes, torch.device("cpu"))
+    host = HostAttentionTimer(runner.config, on_host, processor, device=device, keep_busy=keep_busy)
     try:
-        probes: dict[str, Mapping[Point, Probe]] = {
-            "layer": _over(steps.layer_seconds, sizes.tokens),
-            "its attention": _over(lambda tokens: attention(*steps.attention_shape(tokens)), sizes.tokens),
-            "decode_attention": _over(lambda batch, context: attention(batch, 1, context), *cells),
-            "prefill_attention": _over(lambda tokens: attention(1, tokens, tokens), sizes.prompts),
-            "host_attention": _over(host.seconds, *cells),
-            "host_exchange": _over(lambda batch: host.seconds(batch, 1), sizes.batches),
-            "inputs": _over(steps.inputs_seconds, sizes.rows),
-            "head": _over(steps.head_seconds, sizes.rows),
+        probes = device_probes(steps, sizes) | {
+            "host_attention": over(host.seconds, sizes.batches, sizes.contexts),
+            "host_exchange": over(lambda batch: host.seconds(batch, 1), sizes.batches),
             "copy": {(size,): copy_probe(size, device) for size in sizes.copies},
         }
         if shares_memory:
@@ -196,12 +211,12 @@ def profile_of(
     found: Samples, runner: ModelRunner, processor: HostProcessor, *, block_size: int, settings: Any, **fields: Any
 ) -> Profile:
     """A profile without factors, from samples of these parts. Call it from the thread that computes."""
-    names = ("host_exchange", "prefill_attention", "copy", "inputs", "head", "engine")
+    names = ("host_exchange", "prefill_attention", "copy", "inputs", "head")
     curves: dict[str, Any] = {name: curve_of(found[name]) for name in names}
+    curves["engine"] = curve_of(_scheduling(runner.decoder, [rows for (rows,) in found["head"]]))
     curves |= {name: grid_of(found[name]) for name in ("decode_attention", "host_attention")}
     measured = {"host_threads": processor.threads, "rounds": len(next(iter(found["copy"].values())))}
     return Profile(
-        schema=SCHEMA,
         settings={**settings, **measured},
         model=runner.config,
         bits=8 * runner.decoder.dtype.itemsize,
@@ -213,6 +228,18 @@ def profile_of(
     )
 
 
+def _scheduling(decoder: Decoder, rows: Iterable[int]) -> Sampled:
+    """Seconds of scheduling a step between two passes through the layers: much of a small model's step."""
+    compute_piece = linear_pieces(decoder)
+
+    def compute() -> None:
+        for _ in decoder.layers:
+            compute_piece()
+
+    scheduled = partial(measure_scheduler, context=_SCHEDULED_CONTEXT, steps=_SCHEDULED_STEPS, compute=compute)
+    return {(number,): [*map(sum, scheduled(number))] for number in rows}
+
+
 def beside_host(found: Samples, most: float) -> float:
     """The factor by which the device slows down while the host attends; 1 if they do not share the CPU's memory. A
     factor above ``most``, threads of both over those of the device, comes from other programs."""
@@ -222,6 +249,6 @@ def beside_host(found: Samples, most: float) -> float:
     return min(max(1.0, _quartiles(beside)[0] / _quartiles(alone)[0]), most)
 
 
-def _over(sample: Callable[..., float], *axes: Sequence[int]) -> dict[Point, Probe]:
+def over(sample: Callable[..., float], *axes: Sequence[int]) -> dict[Point, Probe]:
     """The sample at every combination of sizes."""
     return {point: partial(sample, *point) for point in product(*axes)}

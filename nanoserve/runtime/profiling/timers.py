@@ -91,8 +91,9 @@ def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, querie
     """Seconds of one layer's attention on the device of the regions, with ``queries`` queries at the end of the
     ``keys`` keys of each row. Sliding windows are not applied."""
     (key_cache, value_cache), device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
+    value_cache = value_cache if config.mla is None else key_cache[..., : config.value_dim]
     tokens, dtype, watch = rows * queries, regions.blocks.dtype, Stopwatch(device)
-    out = torch.empty(tokens, config.num_heads * size, dtype=dtype, device=device)
+    out = torch.empty(tokens, config.num_heads * config.value_dim, dtype=dtype, device=device)
     query = torch.randn(tokens, config.num_heads, size, device=device).to(dtype)
     starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device)
     contexts = torch.full((rows,), keys, dtype=torch.int32, device=device)
@@ -182,7 +183,7 @@ class StepTimer:
     """Runs steps on an idle runner of the whole model, in blocks whose content does not matter."""
 
     def __init__(self, runner: ModelRunner, *, block_size: int) -> None:
-        self._runner, self._block_size = runner, block_size
+        self.runner, self.block_size = runner, block_size
         self._watch = Stopwatch(runner.device)
         self._generator = random.Random(0)
         self._begun: set[int] = set()
@@ -190,50 +191,55 @@ class StepTimer:
     def layer_seconds(self, tokens: int) -> float:
         """Seconds of a layer with the small attention of `attention_shape`, and a share of embedding and last norm."""
         seconds = self.pass_seconds(tokens)
-        return self.pass_seconds(tokens) if seconds * self._runner.config.num_layers < _BRIEF else seconds
+        return self.pass_seconds(tokens) if seconds * self.runner.config.num_layers < _BRIEF else seconds
 
     def pass_seconds(self, tokens: int) -> float:
         """The same in exactly one pass, as ranks that sum together need it."""
         _, longest, _ = self.attention_shape(tokens)
         sizes = [min(longest, tokens - first) for first in range(0, tokens, longest)]
-        return self._forward_seconds(sizes) / self._runner.config.num_layers
+        return self._forward_seconds(sizes) / self.runner.config.num_layers
 
     def attention_shape(self, tokens: int) -> tuple[int, int, int]:
         """(rows, queries, keys) in `layer_seconds`: few tokens are decodes of one key, more are prompts of a block."""
-        size = 1 if tokens <= min(_MOST_DECODES, len(self._runner.caches.keys[0])) else self._block_size
+        size = 1 if tokens <= min(_MOST_DECODES, len(self.runner.caches.keys[0])) else self.block_size
         return -(-tokens // size), size, size
 
     def inputs_seconds(self, rows: int) -> float:
         """Seconds before the layers of `rows` decodes, after a step that displaces their data from a CPU's caches."""
         plan = self._decode_plan(rows)
-        self._runner.compute(self._runner.prepare(plan))
-        return self._watch.seconds(lambda: self._runner.prepare(plan))
+        self.runner.compute(self.runner.prepare(plan))
+        return self._watch.seconds(lambda: self.runner.prepare(plan))
 
     def head_seconds(self, rows: int) -> float:
         """Seconds after the layers of `rows` decodes: logits, greedy sampling and fetching tokens."""
-        step = self._runner.prepare(self._decode_plan(rows))
-        hidden = self._runner.compute(step)
-        return self._watch.seconds(lambda: self._runner.sample(step, hidden).answers())
+        step = self.runner.prepare(self._decode_plan(rows))
+        hidden = self.runner.compute(step)
+        return self._watch.seconds(lambda: self.runner.sample(step, hidden).answers())
 
     def close(self) -> None:
-        self._runner.execute(StepPlan(0, end=tuple(self._begun)))
+        self.runner.execute(StepPlan(0, end=tuple(self._begun)))
 
     def _forward_seconds(self, sizes: Sequence[int]) -> float:
         """Seconds of the layers over prompts of these sizes, in a whole step, whose end displaces a CPU's caches."""
-        texts = [tuple(self._generator.randrange(self._runner.config.vocab_size) for _ in range(n)) for n in sizes]
-        rows = [Row(-1 - n, 0, text, sample=True, new_blocks=(n,)) for n, text in enumerate(texts)]
-        step = self._runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
+        texts = [tuple(self._generator.randrange(self.runner.config.vocab_size) for _ in range(n)) for n in sizes]
+        # One sampled row displaces as much as many, which may take longer than the layers.
+        rows = [Row(-1 - n, 0, text, sample=n == 0, new_blocks=self._column(n)) for n, text in enumerate(texts)]
+        step = self.runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
         began = self._watch.now()
-        hidden = self._runner.compute(step)
+        hidden = self.runner.compute(step)
         seconds = self._watch.now() - began
-        self._runner.sample(step, hidden).answers()
+        self.runner.sample(step, hidden).answers()
         return seconds
 
     def _decode_plan(self, rows: int) -> StepPlan:
         """A plan of decodes at the first position of sequences that have begun and have their block."""
-        first = [Row(-1 - n, 0, (0,), sample=True, new_blocks=(n,)) for n in range(rows)]
-        self._runner.prepare(StepPlan(0, begin=self._begin([(0,)] * rows), rows=tuple(first)))
+        first = [Row(-1 - n, 0, (0,), sample=True, new_blocks=self._column(n)) for n in range(rows)]
+        self.runner.prepare(StepPlan(0, begin=self._begin([(0,)] * rows), rows=tuple(first)))
         return StepPlan(0, rows=tuple(Row(-1 - n, 0, (0,), sample=True) for n in range(rows)))
+
+    def _column(self, block: int) -> tuple[int, ...]:
+        """One block for all cache groups: what is in it does not matter."""
+        return (block,) * len(self.runner.config.cache_groups.windows)
 
     def _begin(self, texts: Sequence[tuple[int, ...]]) -> tuple[Begin, ...]:
         """Begins for the timer's own sequences, numbered below 0. A second Begin replaces the first."""
@@ -246,14 +252,13 @@ def linear_pieces(decoder: Decoder) -> Callable[[], object]:
     """Work beside attention in host memory: each call computes the next layer's products for few rows."""
     with torch.inference_mode():
         hidden = torch.randn(_BUSY_ROWS, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
-        cos, sin = decoder.rotary(torch.arange(_BUSY_ROWS, device=decoder.device))
-        cos, sin = cos.to(decoder.dtype), sin.to(decoder.dtype)
+        angles = decoder.angles(torch.arange(_BUSY_ROWS, device=decoder.device), decoder.dtype)
     layers = cycle(cast(Sequence[DecoderLayer], decoder.layers))
 
     def compute() -> None:
         layer = next(layers)
         with torch.inference_mode():
-            query, _, _ = layer.pre_attention(hidden, cos, sin)
+            query, _, _ = layer.pre_attention(hidden, *angles[layer.rope])
             layer.post_attention(query.flatten(1), hidden)
 
     return compute

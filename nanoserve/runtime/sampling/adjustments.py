@@ -1,6 +1,7 @@
 """Logits that requests change before sampling: what a JSON schema allows, and bias, penalties and late end tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +62,16 @@ class SequenceGrammar:
             self._fail(error)
         else:
             self.complete = self._matcher.complete
+
+    def after(self, guesses: Sequence[int]) -> tuple["SequenceGrammar", int]:
+        """The state behind those of the guesses that the grammar allows, and how many they are; this one stays."""
+        if self.error is not None:
+            return self, 0
+        later = copy(self)
+        later._matcher = self._matcher.copy()
+        allowed = later._matcher.allowed_ahead(guesses)
+        later._matcher.consume(guesses[:allowed])
+        return later, allowed
 
     def _fail(self, error: NanoserveError) -> None:
         self.error = str(error)
@@ -130,6 +141,16 @@ class TokenAdjustments:
         self._entries["end"][list(map(place_of, ends))] = True
         self._entries["seen"][list(map(place_of, seen))] = True
         np.add.at(self._entries["count"], list(map(place_of, seen[begin.prompt_length :])), 1)
+
+    def after(self, tokens: Iterable[int]) -> "TokenAdjustments":
+        """A copy that has counted these tokens too."""
+        if not self._counts_tokens:
+            return self
+        later = copy(self)
+        later._place, later._entries = self._place.copy(), self._entries.copy()
+        for token in tokens:
+            later.append(token)
+        return later
 
     @property
     def entries(self) -> np.ndarray:

@@ -12,6 +12,7 @@ all tokens that tie with the last one; greedy takes the lowest id.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,12 +47,32 @@ class SamplingState:
         self.adjustments = TokenAdjustments(begin, vocab_size) if params.adjusts_logits else None
         self.grammar = grammar
 
+    @property
+    def takes_greediest(self) -> bool:
+        """Whether nothing but the largest logit matters; the same on every rank, whose states have no grammars."""
+        params = self.params
+        greedy = params.temperature == 0 and not params.adjusts_logits
+        return greedy and params.json_schema is None and params.logprobs is None
+
     def append(self, token: int) -> None:
         """Note a sampled token."""
         if self.adjustments is not None:
             self.adjustments.append(token)
         if self.grammar is not None:
             self.grammar.append(token)
+
+    def after(self, guesses: Sequence[int]) -> "SamplingState":
+        """The state once these tokens are sampled; this one stays. Where a grammar forbids a guess, the state is that
+        before it: what follows a token that cannot be sampled is never asked for."""
+        if not guesses or (self.adjustments is None and self.grammar is None):
+            return self
+        later = copy(self)
+        if self.grammar is not None:
+            later.grammar, allowed = self.grammar.after(guesses)
+            guesses = guesses[:allowed]
+        if self.adjustments is not None:
+            later.adjustments = self.adjustments.after(guesses)
+        return later
 
 
 @dataclass(frozen=True, slots=True)

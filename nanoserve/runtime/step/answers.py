@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import TokenLogprob
-from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, sample, top_tokens
+from nanoserve.runtime.sampling.sampler import Sampled, SamplingRows, SamplingState, sample, top_tokens
 from nanoserve.runtime.step.staging import DeviceToHostCopy, Staging
 from nanoserve.scheduler.plan import Answer, Row
 
@@ -94,25 +94,35 @@ class ScoredPrompt:
         return Answer(self.sequence, prompt_logprobs=tuple(logprobs))
 
 
+class SampledRow(NamedTuple):
+    """A row of a step that is sampled, behind its last known token and behind each of its guesses."""
+
+    sequence: int
+    state: SamplingState
+    guesses: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class SampledRows:
-    """The N rows of a step that are sampled, with their tokens once they are."""
+    """The rows of a step that are sampled at N positions together, with their tokens once they are."""
 
-    sequences: list[int]
-    states: list[SamplingState]
+    rows: list[SampledRow]
     last_tokens: Tensor
-    """int64 [N], the place of each row's last token in the step."""
+    """int64 [N], the place in the step of the token before each position."""
     settings: SamplingRows
     asked: list[tuple[int, int]]
-    """Places of rows that want log probabilities, each with how many of the likeliest tokens to name."""
+    """Positions, counted from 0 to N - 1, that want log probabilities, each with how many of the likeliest tokens to
+    name."""
     asked_places: Tensor | None
     """int64 [number of these], if there are any."""
+    greedy: bool
+    """Whether each position takes the token of the largest logit, and nobody needs the others."""
     tokens: Tensor | None = None
     """int64 [N], on the host; None before, and where another rank gathers the logits."""
     valid: Tensor | None = None
     """bool [N], on the host."""
     logprobs: LogprobColumns | None = None
-    """Log probabilities of the rows that want them, on the host."""
+    """Log probabilities of the positions that want them, on the host."""
 
     @classmethod
     def stage(
@@ -120,27 +130,49 @@ class SampledRows:
     ) -> "SampledRows | None":
         """Have what sampling needs moved to the device, for all rows of the step with their `row_ends` and states; None
         if no row is sampled."""
-        places = [place for place, row in enumerate(rows) if row.sample]
-        if not places:
+        sampled = list[SampledRow]()
+        states_there, positions, last_tokens = list[SamplingState](), list[int](), list[int]()
+        for row, state, end in zip(rows, states, ends.tolist(), strict=True):
+            if not row.sample:
+                continue
+            first = len(row.tokens) - row.guesses
+            guesses = row.tokens[first:]
+            sampled.append(SampledRow(row.sequence, state, guesses))
+            for count in range(row.guesses + 1):
+                states_there.append(state.after(guesses[:count]))
+                positions.append(row.start + first + count)
+                last_tokens.append(end - 1 - row.guesses + count)
+        if not sampled:
             return None
-        states = [states[place] for place in places]
-        asked = [(place, top) for place, state in enumerate(states) if (top := state.params.logprobs) is not None]
-        positions = [rows[place].start + len(rows[place].tokens) for place in places]
+        tops = [state.params.logprobs for state in states_there]
+        asked = [(place, top) for place, top in enumerate(tops) if top is not None]
         return cls(
-            sequences=[rows[place].sequence for place in places],
-            states=states,
-            last_tokens=staging.add(ends[places] - 1),
-            settings=SamplingRows.stage(states, positions, staging),
+            rows=sampled,
+            last_tokens=staging.add(np.array(last_tokens)),
+            settings=SamplingRows.stage(states_there, positions, staging),
             asked=asked,
             asked_places=staging.add(np.array([place for place, _ in asked])) if asked else None,
+            greedy=all(state.takes_greediest for state in states_there),
         )
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequence of each position."""
+        return [row.sequence for row in self.rows for _ in range(len(row.guesses) + 1)]
 
     def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> Tensor | None:
         """Sample from the logits of the step's hidden states; returns the tokens on the device."""
-        logits = decoder.compute_logits(hidden[self.last_tokens])
-        if not len(logits):  # they are gathered by another rank
+        hidden = hidden[self.last_tokens]
+        if self.greedy and decoder.shard.degree > 1:  # no rank needs the logits of the others
+            maxima, tokens = decoder.greediest(hidden)
+            sampled = Sampled(tokens, torch.isfinite(maxima))
+        else:
+            logits = decoder.compute_logits(hidden)
+            if not len(logits):  # another rank gathers them
+                return None
+            sampled = sample(logits, self.settings)
+        if not len(sampled.tokens):  # another rank samples
             return None
-        sampled = sample(logits, self.settings)
         if self.asked_places is not None:
             places, most = self.asked_places, max(top for _, top in self.asked)
             self.logprobs = LogprobColumns.of(logits[places], sampled.tokens[places], most).through(results.fetch)
@@ -151,18 +183,26 @@ class SampledRows:
         """One for each row; the states take note of the tokens."""
         if self.tokens is None or self.valid is None:
             return
-        logprobs: dict[int, tuple[TokenLogprob]] = {}
+        logprobs: dict[int, TokenLogprob] = {}
         if self.logprobs is not None:
             found = self.logprobs.rows([top for _, top in self.asked])
-            logprobs = {place: (logprob,) for (place, _), logprob in zip(self.asked, found, strict=True)}
-        columns = zip(self.sequences, self.states, self.tokens.tolist(), self.valid.tolist(), strict=True)
-        for place, (sequence, state, token, valid) in enumerate(columns):
-            if valid:
-                state.append(token)
-            grammar = state.grammar
-            error = None if grammar is None else grammar.error
-            if error is not None or not valid:
-                yield Answer(sequence, error=error or NOT_NUMBERS)
-                continue
-            complete = grammar is not None and grammar.complete
-            yield Answer(sequence, (token,), logprobs.get(place, ()), complete=complete)
+            logprobs = {place: logprob for (place, _), logprob in zip(self.asked, found, strict=True)}
+        first, tokens, valid = 0, self.tokens.tolist(), self.valid.tolist()
+        for row in self.rows:
+            grammar, taken, error = row.state.grammar, list[int](), None
+            for place, guess in enumerate((*row.guesses, None), start=first):
+                if valid[place]:
+                    row.state.append(tokens[place])
+                error = None if grammar is None else grammar.error
+                if error is not None or not valid[place]:
+                    break  # after the tokens before, it is the next step's
+                taken.append(tokens[place])
+                if taken[-1] != guess or (grammar is not None and grammar.complete):
+                    break
+            if taken:
+                known = [logprobs[place] for place in range(first, first + len(taken)) if place in logprobs]
+                complete = grammar is not None and grammar.complete
+                yield Answer(row.sequence, tuple(taken), tuple(known), complete=complete)
+            else:
+                yield Answer(row.sequence, error=error or NOT_NUMBERS)
+            first += len(row.guesses) + 1

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -26,10 +26,19 @@ class StepInputs:
     positions: Tensor
     """int64 [T]."""
     batch: AttentionBatch
+    longest: int
+    """Most tokens of a row."""
     entering: Tensor | None = None
     """[T, hidden_size], hidden states from the stage before; None in the first stage."""
     computed: LayerComputed | None = None
     """Called after each layer, while later ones are still computed; None if nothing waits for that."""
+    more: tuple[AttentionBatch, ...] = ()
+    """Where the rows are in the other cache groups, if the model has several; `batch` is for the first one."""
+
+    @property
+    def batches(self) -> tuple[AttentionBatch, ...]:
+        """Of all cache groups."""
+        return self.batch, *self.more
 
     @property
     def first(self) -> Tensor:
@@ -43,7 +52,9 @@ ForwardFunction = Callable[[StepInputs], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """Keys and values, one tensor per layer: [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """Keys and values: [num_blocks, num_kv_heads, block_size, head_dim]. There is one tensor for each layer of a cache
+    group. The groups share it: each has its own blocks. With one group that is one tensor per layer. Latents are keys;
+    their values have a width of 0."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
@@ -60,29 +71,91 @@ def make_caches(
 ) -> Caches:
     """A KV cache with any content: memory that is never touched costs no time. Its tensors are laid out one after
     another in the storage, uint8 on that device, which several caches may share in turn; None takes new memory."""
-    shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+    widths = (config.head_dim, config.head_dim if config.mla is None else 0)
+    shapes = [
+        (num_blocks, config.num_kv_heads, block_size, width) for width in widths
+    ] * config.cache_groups.num_tensors
     with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
         if storage is None:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for _ in range(2 * config.num_layers)]
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         else:
-            size = math.prod(shape) * dtype.itemsize
-            places = [storage[number * size : (number + 1) * size] for number in range(2 * config.num_layers)]
-            tensors = [place.view(dtype).view(shape) for place in places]
+            ends = accumulate(math.prod(shape) * dtype.itemsize for shape in shapes)
+            places = [storage[start:end] for start, end in pairwise((0, *ends))]
+            tensors = [place.view(dtype).view(shape) for place, shape in zip(places, shapes, strict=True)]
     return Caches(tensors[::2], tensors[1::2])
 
 
-class ForwardPass:
-    """A ForwardFunction: the decoder over its caches, each layer by `run_layer`."""
+class FeatureCache:
+    """What a head that guesses tokens reads of the decoder: a vector of each position, in the slot of its keys.
 
-    def __init__(self, decoder: Decoder, caches: Caches, run_layer: LayerFunction = DecoderLayer.__call__) -> None:
+    So features are found with a cached prefix, and what a wrong guess left is overwritten. Blocks that come back from
+    host memory come without theirs: what is there instead makes guesses worse, and no answer.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layers: Sequence[int],
+        fuse: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Vectors of this size: what `fuse` makes of the outputs of these layers side by side, [T, features] -> [T,
+        size]; without layers, of the final hidden states."""
+        self.layers, self.fuse = layers, fuse
+        with torch.inference_mode():
+            # The last block is for padding. What was never written must be numbers.
+            self._blocks = torch.zeros(num_blocks + 1, block_size, size, dtype=dtype, device=device)
+        self._vectors = self._blocks.view(-1, size)
+
+    def write(self, slots: Tensor, vectors: Tensor) -> None:
+        """Keep vectors [T, size] in slots int64 [T], some of which may be SKIPPED_SLOT."""
+        self._vectors.index_copy_(0, slots.where(slots >= 0, len(self._vectors) - 1), vectors)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """A copy of what is in slots int64 [T]: [T, size]."""
+        return self._vectors[slots]
+
+    def copy(self, blocks: Tensor) -> None:
+        """Copy whole blocks, int64 [copies, 2], sources and targets."""
+        self._blocks.index_copy_(0, blocks[:, 1], self._blocks[blocks[:, 0]])
+
+
+class ForwardPass:
+    """A ForwardFunction: the decoder over its caches, each layer by `run_layer`. With a feature cache it keeps what
+    that takes of it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: Caches,
+        run_layer: LayerFunction = DecoderLayer.__call__,
+        features: FeatureCache | None = None,
+    ) -> None:
         self._decoder = decoder
-        self._caches = caches
+        groups = decoder.config.cache_groups
+        self._keys = [caches.keys[place] for _, place in groups.places]
+        self._values = [caches.values[place] for _, place in groups.places]
+        self._groups = [group for group, _ in groups.places] if len(groups.windows) > 1 else []
         self._run_layer = run_layer
+        self._features = features
 
     def __call__(self, inputs: StepInputs) -> Tensor:
-        attention = PagedAttention(self._decoder.config, self._caches.keys, self._caches.values, inputs.batch)
+        batches = inputs.batches
+        of_layers = [batches[group] for group in self._groups] if self._groups else None
+        attention = PagedAttention(self._decoder.config, self._keys, self._values, inputs.batch, of_layers)
         run_layer = self._run_layer if inputs.computed is None else _marking(self._run_layer, inputs.computed)
+        kept = dict[int, Tensor]()
+        if self._features is not None and self._features.layers:
+            run_layer = _keeping(run_layer, self._features.layers, kept)
         hidden: Tensor = self._decoder(inputs.first, inputs.positions, attention, run_layer)
+        if self._features is not None:
+            layers = [kept[layer] for layer in self._features.layers]
+            found = self._features.fuse(torch.cat(layers, dim=-1) if layers else hidden)
+            self._features.write(inputs.batch.slot_mapping, found)
         return hidden
 
 
@@ -95,11 +168,22 @@ def _marking(run_layer: LayerFunction, computed: LayerComputed) -> LayerFunction
     return run
 
 
+def _keeping(run_layer: LayerFunction, layers: Sequence[int], kept: dict[int, Tensor]) -> LayerFunction:
+    def run(layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
+        output = run_layer(layer, hidden, cos, sin, attention)
+        if layer.index in layers:
+            kept[layer.index] = output
+        return output
+
+    return run
+
+
 # ---- from rows to tensors ------------------------------------------------------------------------------------
 
 
 class BlockTable:
-    """The blocks of one sequence in order of position, as an array that grows by doubling."""
+    """The blocks of one sequence in order of position, as an array that grows by doubling. Where the sequence has no
+    block, as a window has left it behind, stands some block: it is not read."""
 
     def __init__(self) -> None:
         self._blocks = np.zeros(16, np.int32)
@@ -109,12 +193,16 @@ class BlockTable:
         length = self._length + len(blocks)
         if length > len(self._blocks):
             self._blocks = np.concatenate((self._blocks, np.zeros(max(length, len(self._blocks)), np.int32)))
-        self._blocks[self._length : length] = blocks
+        self._blocks[self._length : length] = np.maximum(blocks, 0)
         self._length = length
 
     @property
     def blocks(self) -> np.ndarray:
         return self._blocks[: self._length]
+
+    def slot(self, position: int, block_size: int) -> int:
+        """Where in the cache that position is."""
+        return int(self._blocks[position // block_size]) * block_size + position % block_size
 
 
 def row_ends(rows: Sequence[Row]) -> np.ndarray:
@@ -125,8 +213,9 @@ def row_ends(rows: Sequence[Row]) -> np.ndarray:
 class InputBuilder:
     """Fills numpy buffers that are kept between steps."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, groups: int = 1) -> None:
+        """groups: cache groups, whose blocks take turns in a BlockTable."""
+        self.block_size, self.groups = block_size, groups
         self._token_columns = np.zeros((3, 256), np.int64)
         self._row_columns = np.zeros(256, np.int32)
 
@@ -150,18 +239,30 @@ class InputBuilder:
         query_starts[1:] = ends
         lengths = query_starts[1:] - query_starts[:-1]
         np.add(starts, lengths, out=contexts)
-        self._check_capacity(rows, contexts, num_blocks)
+        self._check_capacity(rows, contexts, num_blocks // self.groups)
         token_ids, positions, slots = self._token_buffers(num_tokens)
         token_ids[:] = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, num_tokens)
         block_tables[:] = 0
         block_tables[np.arange(width) < num_blocks[:, None]] = np.concatenate(blocks)
         row_of_token = np.repeat(np.arange(len(rows)), lengths)
         positions[:] = np.arange(num_tokens) - query_starts[row_of_token] + starts[row_of_token]
-        slots[:] = block_tables[row_of_token, positions // self.block_size]
+        tables_of = [block_tables]
+        if self.groups > 1:
+            tables_of = [np.ascontiguousarray(block_tables[:, group :: self.groups]) for group in range(self.groups)]
+        self._fill_slots(slots, tables_of[0], row_of_token, positions)
+        batch = AttentionBatch(*map(add_batch or add, (tables_of[0], query_starts, contexts, slots)))
+        more = list[AttentionBatch]()
+        for table in tables_of[1:]:
+            self._fill_slots(others := np.empty_like(slots), table, row_of_token, positions)
+            more.append(AttentionBatch(add(table), batch.query_starts, batch.context_lengths, add(others)))
+        return StepInputs(add(token_ids), add(positions), batch, int(lengths.max()), more=tuple(more))
+
+    def _fill_slots(
+        self, slots: np.ndarray, tables: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray
+    ) -> None:
+        slots[:] = tables[row_of_token, positions // self.block_size]
         slots *= self.block_size
         slots += positions % self.block_size
-        batch = AttentionBatch(*map(add_batch or add, (block_tables, query_starts, contexts, slots)))
-        return StepInputs(add(token_ids), add(positions), batch)
 
     def _check_capacity(self, rows: Sequence[Row], ends: np.ndarray, num_blocks: np.ndarray) -> None:
         short = np.flatnonzero(ends > num_blocks * self.block_size)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.runtime.drafting.drafter import DraftedSequence, Drafter, Drafting
 from nanoserve.runtime.sampling.adjustments import SequenceGrammar
 from nanoserve.runtime.sampling.sampler import SamplingState
 from nanoserve.runtime.step.answers import SampledRows, ScoredPrompt
@@ -36,18 +37,19 @@ from triton_ops import copy_blocks
 class SequenceRecord:
     """What the runner knows of one sequence from its Begin on."""
 
-    def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None) -> None:
+    def __init__(self, begin: Begin, vocab_size: int, grammar: SequenceGrammar | None, *, drafts: bool) -> None:
         self.prompt = np.array(begin.tokens[: begin.prompt_length], np.int64)
         self.params = begin.params
         self.num_known = len(begin.tokens)
         self.block_table = BlockTable()
         self.sampling = SamplingState(begin, vocab_size, grammar)
+        self.drafted = DraftedSequence(list(begin.tokens), self.block_table, self.sampling) if drafts else None
 
     def take(self, row: Row) -> None:
         """Note a row that is about to be computed. What it samples counts as known: the device will know it. Raises
-        RuntimeError for tokens that are neither of Begin nor sampled: guesses are not verified here."""
+        RuntimeError for tokens that are neither of Begin, nor sampled, nor guesses."""
         end = row.start + len(row.tokens)
-        if end > self.num_known:
+        if end - row.guesses > self.num_known:
             raise RuntimeError(f"sequence {row.sequence}: a row goes beyond its {self.num_known} known tokens")
         if row.new_blocks:
             self.block_table.extend(row.new_blocks)
@@ -71,6 +73,12 @@ class PreparedStep:
     sampled: SampledRows | None = None
     launch_seconds: float = 0.0
     """How long the host took to prepare the step and to issue its work."""
+    drafting: Drafting | None = None
+    """None where nothing guesses."""
+    drafted: dict[int, tuple[Row, DraftedSequence]] = field(default_factory=dict)
+    """The sampled rows by sequence, for a drafter."""
+    draft_seconds: float = 0.0
+    """How long guessing took, once there are answers."""
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +93,10 @@ class PreparedStep:
             for answer in self.sampled.answers():
                 earlier = answers.get(answer.sequence)
                 answers[answer.sequence] = _joined(earlier, answer) if earlier else answer
-        return tuple(answers.values())
+        found = tuple(answers.values())
+        if self.drafting is not None:
+            found, self.draft_seconds = self.drafting.follow(found, self.drafted)
+        return found
 
 
 def _joined(prompt: Answer, sampled: Answer) -> Answer:
@@ -98,8 +109,8 @@ def _joined(prompt: Answer, sampled: Answer) -> Answer:
 class ModelRunner:
     """Executes plans in order; `run_layer` runs the decoder's layers, `grammars` compiles JSON schemas.
 
-    Its KV cache is in the decoder's dtype, and in `storage` if that is given, as `make_caches` has it. Raises torch's
-    errors when memory runs out.
+    Its KV cache is in the decoder's dtype, and in `storage` if that is given, as `make_caches` has it. A `drafter`
+    guesses what follows its answers. Raises torch's errors when memory runs out.
     """
 
     def __init__(
@@ -112,16 +123,19 @@ class ModelRunner:
         run_layer: LayerFunction = DecoderLayer.__call__,
         grammars: GrammarCompiler | None = None,
         storage: Tensor | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
+        self.drafting = None if drafter is None else Drafting(drafter)
+        self.features = None if drafter is None else drafter.features
         self.decoder, self.device = decoder, device
         self.config = config = decoder.config
         self.caches = make_caches(
             config, num_blocks=num_blocks, block_size=block_size, dtype=decoder.dtype, device=device, storage=storage
         )
         # Computes the rows of a step; DecodeGraphs may take its place.
-        self.forward: ForwardFunction = ForwardPass(decoder, self.caches, run_layer)
+        self.forward: ForwardFunction = ForwardPass(decoder, self.caches, run_layer, self.features)
         self._grammars = grammars
-        self._inputs = cycle((InputBuilder(block_size), InputBuilder(block_size)))
+        self._inputs = cycle([InputBuilder(block_size, len(config.cache_groups.windows)) for _ in range(2)])
         self._staging = Staging(device)
         self._records: dict[int, SequenceRecord] = {}
         # The sequences that the last plan with rows sampled, and their tokens on the device, int64.
@@ -184,7 +198,8 @@ class ModelRunner:
         for sequence in plan.end:
             self._records.pop(sequence, None)
         for begin in plan.begin:
-            self._records[begin.sequence] = SequenceRecord(begin, self.config.vocab_size, self._grammar(begin))
+            drafts, vocab_size = self.drafting is not None, self.config.vocab_size
+            self._records[begin.sequence] = SequenceRecord(begin, vocab_size, self._grammar(begin), drafts=drafts)
 
     def _stage_copies(self, copies: Sequence[Copy]) -> Tensor | None:
         return self._staging.add(np.array([(copy.source, copy.target) for copy in copies])) if copies else None
@@ -195,6 +210,9 @@ class ModelRunner:
         ends, tables = row_ends(rows), [record.block_table for record in records]
         step.inputs = next(self._inputs).build(rows, ends, tables, self._staging.add)
         step.fed = self._stage_fed(rows, ends)
+        if self.drafting is not None:
+            pairs, step.drafting = zip(rows, records, strict=True), self.drafting
+            step.drafted = {row.sequence: (row, one.drafted) for row, one in pairs if row.sample and one.drafted}
         if self.decoder.is_last:
             step.prompts = self._stage_prompts(rows, ends, records)
         return [record.sampling for record in records], ends
@@ -237,6 +255,8 @@ class ModelRunner:
         if step.copies is not None:
             for key_cache, value_cache in zip(self.caches.keys, self.caches.values, strict=True):
                 copy_blocks(key_cache, value_cache, step.copies)
+            if self.features is not None:
+                self.features.copy(step.copies)
         inputs = step.inputs
         if inputs is not None:
             inputs.entering = entering

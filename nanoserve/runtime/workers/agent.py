@@ -4,7 +4,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import zmq
@@ -77,25 +77,21 @@ class WorkerAgent:
             if self._over(number):
                 return
             time.sleep(_POLL_SECONDS)
-        start = msgspec.json.decode(self.keys.get(handed_out), type=WorkerStart)
+        start = WorkerStart.read(self.keys.get(handed_out))
         directory = choose_directory()
         child = start_worker(self.process.local_rank, threads_of_each(self.process.local_world_size), directory)
         try:
             make_directory(directory)
-            here = msgspec.structs.replace(
-                start,
-                local_rank=self.process.local_rank,
-                # A model without a directory may have been given one: all workers share this machine's memory then.
-                model_directory=start.model_directory if resolved.directory is None else str(resolved.directory),
-                tokenizer_directory=str(resolved.tokenizer_directory),
-            )
+            # A model without a directory may have been given one: all workers share this machine's memory then.
+            model = replace(resolved, directory=resolved.directory or start.model.directory)
+            here = msgspec.structs.replace(start, local_rank=self.process.local_rank, model=model)
             self._keep_worker(number, child, here)
         finally:
             end_children([child], directory)
 
     def _keep_worker(self, number: int, child: TiedChild, start: WorkerStart) -> None:
         """Have it work; if it dies, tell the engine, which then calls the next meeting."""
-        child.tell(msgspec.json.encode(start))
+        child.tell(start.line())
         pulses = [child.pulse]
         while not self._over(number):
             readable, _, _ = select.select(pulses, [], [], _POLL_SECONDS)

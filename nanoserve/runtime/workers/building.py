@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.hardware import MachineSpeeds
-from nanoserve.engine_config import EngineConfig
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder, DecoderLayer, RMSNorm
 from nanoserve.models.resharding import ReshardableWeights
@@ -19,11 +17,19 @@ from nanoserve.models.shards import shards_of_layouts
 from nanoserve.processes.sizes import format_size
 from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.compile.layer_runner import LayerRunner
+from nanoserve.runtime.drafting.drafter import Drafter
 from nanoserve.runtime.host.host_processor import HostProcessor, default_host_threads
+from nanoserve.runtime.launch.drafters import load_drafter
 from nanoserve.runtime.launch.gpu_start import GpuStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
-from nanoserve.runtime.launch.model_loading import load_decoder, load_layouts, read_config, usable_device
+from nanoserve.runtime.launch.model_loading import (
+    load_decoder,
+    load_layouts,
+    read_config,
+    usable_device,
+    with_cache_groups,
+)
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
@@ -44,19 +50,21 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     if start.host_pool is not None:
         check_within_reach(Path(start.host_pool[0]))
     processor = _set_apart(start, device) if config.attends_on_host else None
-    model = read_config(start.resolved, config.quantization)
+    model = with_cache_groups(read_config(start.model, config.quantization), config)
     everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
     decoders, weights = _load(start, model, endpoint, everyone, device)
+    drafting = load_drafter(config, start.model, decoders[0]) if decoders[0].shard.answers else None
     gpus = [GpuStart(decoder, config, device) for decoder in decoders] if device.type == "cuda" else []
     longest = config.max_model_len or model.max_position_embeddings
-    block_bytes = tuple(kv_bytes_per_block(one.config, config.block_size, one.dtype) for one in decoders)
+    beside = 0 if drafting is None else drafting.block_bytes
+    block_bytes = tuple(kv_bytes_per_block(one.config, config.block_size, one.dtype) + beside for one in decoders)
     reserved = max((gpu.measure(longest, None) for gpu in gpus), default=0)
     if gpus and start.host_pool is not None:
         reserved += sum(map(staging_memory, block_bytes))
     speeds = None
     if not start.again and (
-        start.host_pool is not None or config.pipeline_parallel > 1
-    ):  # policies ask how long swaps and steps take
+        start.host_pool is not None or config.pipeline_parallel > 1 or config.speculate is not None
+    ):  # policies and guessing ask how long swaps and steps take
         speeds = measure_speeds(device, decoders[0].dtype, everyone, config.num_workers)
     del everyone  # who holds a group cannot leave it
     loaded = Loaded(
@@ -70,21 +78,23 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     allocate = endpoint.hear()
     assert isinstance(allocate, Allocate), "nothing else can be said to a worker without a cache"
     # The KV cache of each layout is laid out in the same storage.
-    size = max(blocks * each for blocks, each in zip(allocate.num_blocks, block_bytes, strict=True))
+    size = max(blocks * (each - beside) for blocks, each in zip(allocate.num_blocks, block_bytes, strict=True))
     problem = f"a KV cache of {format_size(size)} does not fit"
     with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8, device=device)
     layers: list[LayerRunner | None] = [gpu.layers for gpu in gpus]
     layers = layers or [compiled_layers(decoder, config) for decoder in decoders]
-    layouts = _make_layouts(start, model, decoders, layers, allocate.num_blocks, storage, processor)
+    if drafting is not None and drafting.layers is not None and layers[0] is not None:
+        layers[0].libraries += drafting.layers.libraries
+    drafter = None if drafting is None else drafting.build(allocate.num_blocks[0])
+    layouts = _make_layouts(start, model, decoders, layers, allocate.num_blocks, storage, processor, drafter)
     for layout in layouts:
         layout.activations.connect()
     profile = None
     if start.profiles and start.rank == 0:
-        assert processor is not None and speeds is not None, "only policies that attend in host memory ask for it"
-        measured = starting_engine(
-            layouts[0].stage, storage=storage, processor=processor, config=config, model=model, speeds=speeds
-        )
+        assert speeds is not None, "only policies that attend in host memory ask for it"
+        whole = as_whole_stage(layouts[0].stage, storage, config.block_size)
+        measured = StartingEngine(stage=whole, config=config, model=model, speeds=speeds)
         profile = hybrid_profile(measured, lambda *progress: endpoint.report(Loading(start.rank, *progress)))
     while True:
         worker = Worker(start, endpoint, layouts, weights)
@@ -137,7 +147,7 @@ def _load(
     config = start.config
     shards = [of_layout[start.rank] for of_layout in shards_of_layouts(model, config)]
     groups = [everyone.split(shard) for shard in shards]  # all of them now: a change of layout makes none
-    arguments = start.resolved, config, device, lambda *progress: endpoint.report(Loading(start.rank, *progress))
+    arguments = start.model, config, device, lambda *progress: endpoint.report(Loading(start.rank, *progress))
     if len(shards) == 1:
         return [load_decoder(*arguments, shard=shards[0], group=groups[0])[0]], None
     weights = load_layouts(*arguments, shards=shards, groups=groups)
@@ -154,6 +164,7 @@ def _make_layouts(
     num_blocks: Sequence[int],
     storage: Tensor,
     processor: HostProcessor | None,
+    drafter: Drafter | None,
 ) -> list[WorkerLayout]:
     """Parts that are made once for each layout, so that a change of layout makes nothing."""
     config, pool = start.config, None
@@ -172,8 +183,9 @@ def _make_layouts(
             part=None if pool is None else pool.part(decoder.shard),
             processor=processor,
             batch_invariant=config.batch_invariant,
-            grammars=GrammarCompiler(Path(start.tokenizer_directory), decoder.config.vocab_size),
+            grammars=GrammarCompiler(start.model.tokenizer_directory, decoder.config.vocab_size),
             storage=storage,
+            drafter=drafter,
         )
         activations = Activations(
             decoder.shard,
@@ -193,27 +205,17 @@ def part_of(cores: Sequence[tuple[int, ...]], number: int, workers: int) -> Sequ
     return cores[number * len(cores) // workers : (number + 1) * len(cores) // workers]
 
 
-def starting_engine(
-    stage: Stage,
-    *,
-    storage: Tensor,
-    processor: HostProcessor,
-    config: EngineConfig,
-    model: ModelConfig,
-    speeds: MachineSpeeds,
-) -> StartingEngine:
-    """The first stage of the whole `model` as an engine that can be measured, over the storage of the stage's cache."""
+def as_whole_stage(stage: Stage, storage: Tensor, block_size: int) -> Stage:
+    """A first stage that can be measured as if its layers were a model, over the storage of its own cache."""
     runner = ModelRunner(
         as_whole_model(stage.runner.decoder),
         num_blocks=len(stage.runner.caches.keys[0]),
-        block_size=config.block_size,
+        block_size=block_size,
         device=stage.runner.device,
         run_layer=stage.layers or DecoderLayer.__call__,
         storage=storage,
     )
-    return StartingEngine(
-        runner=runner, processor=processor, config=config, model=model, speeds=speeds, compiled=stage.compiled
-    )
+    return Stage(runner, layers=stage.layers, processor=stage.processor)
 
 
 def as_whole_model(stage: Decoder) -> Decoder:

@@ -25,8 +25,7 @@ from nanoserve.runtime.workers.links import Links
 _CPU = torch.device("cpu")
 _UNSENT = 2
 """Sends that may be on their way: the one before need not have left when the next step is computed."""
-_Sent = list[tuple[dist.Work, Tensor]]
-"""What was sent together: its tensors must stay until they have left."""
+_Sent = list[tuple[dist.Work, Tensor]]  # what was sent together: its tensors must stay until they have left
 
 
 @dataclass(frozen=True, slots=True)

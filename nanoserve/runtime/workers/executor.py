@@ -19,6 +19,7 @@ from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageEr
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.record.times import Times
 from nanoserve.runtime.launch.memory import choose_num_blocks
+from nanoserve.runtime.launch.model_loading import with_cache_groups
 from nanoserve.runtime.workers.group import WATCH_SECONDS, WorkerGroup, WorkersDied
 from nanoserve.runtime.workers.messages import (
     Allocate,
@@ -84,12 +85,11 @@ class WorkersExecutor:
         self.profile: Profile | None = None  # what the first worker has found out
         self.deaths = 0  # how often the workers died and were started again
         self.layers = RemoteLayers([self])
-        self._config, self._model, self._host_blocks = config, model, host_blocks
+        self._config, self._model, self._host_blocks = config, with_cache_groups(model, config), host_blocks
+        self.windows = self._model.cache_groups.windows  # of the cache groups
         self._progress = progress
         self._start = WorkerStart(
-            name=resolved.name,
-            model_directory=None if resolved.directory is None else str(resolved.directory),
-            tokenizer_directory=str(resolved.tokenizer_directory),
+            model=resolved,
             config=config,
             local_rank=engine * config.num_workers,  # each engine takes the GPUs behind those of the one before
             coupled=metadata == "coupled",
@@ -294,9 +294,11 @@ class WorkersExecutor:
         if not self.capacities:
             workers = list(self._loaded.values())
             self.speeds = workers[0].speeds  # which are the same in all of them
-            longest = self._model.max_position_embeddings
+            longest, windows = self._model.max_position_embeddings, self.windows
             self.capacities = tuple(
-                LayoutCapacity(common_num_blocks(workers, self._config, longest, number), layout.pipeline_parallel)
+                LayoutCapacity(
+                    common_num_blocks(workers, self._config, longest, number, windows), layout.pipeline_parallel
+                )
                 for number, layout in enumerate(self._config.layouts)
             )
         self._open_group().send(Allocate(tuple(capacity.num_blocks for capacity in self.capacities)))
@@ -343,8 +345,11 @@ class WorkersExecutor:
         return self._group
 
 
-def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: int, layout: int = 0) -> int:
-    """Blocks of the KV cache in the parallel layout of that number; `longest` is the model's own limit, in tokens.
+def common_num_blocks(
+    workers: Sequence[Loaded], config: EngineConfig, longest: int, layout: int = 0, windows: tuple[int, ...] = (0,)
+) -> int:
+    """Blocks of the KV cache in the parallel layout of that number; `longest` is the model's own limit, in tokens,
+    `windows` are those of its cache groups.
 
     Workers on the CPUs of one machine share its memory; GPUs have their own. Raises UsageError if a request of full
     length does not fit, or more is asked for than is free.
@@ -359,7 +364,7 @@ def common_num_blocks(workers: Sequence[Loaded], config: EngineConfig, longest: 
     together = min(free[memory] * total // per_block[memory] for memory in free)
     if config.device == "cpu":  # the engines beside this one load at the same time, and take as much
         together //= config.data_parallel
-    return choose_num_blocks(total, together, longest, config)
+    return choose_num_blocks(total, together, longest, config, windows)
 
 
 def start_workers(

@@ -1,6 +1,7 @@
 """One life of all workers: met with each other, spoken to, watched. When one dies, the others may be in the next."""
 
 import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -53,19 +54,15 @@ class SharedFiles:
             os.close(descriptor)
 
 
-SILENCE_SECONDS = 10.0
-"""Twenty missed heartbeats: the worker is stopped."""
-_QUIET_SECONDS = 2.0
-"""Four missed heartbeats: perhaps it is stopped."""
-_LOADING_SILENCE_SECONDS = 120.0
-"""Importing torch can hold the interpreter for a while."""
+SILENCE_SECONDS = 10.0  # twenty missed heartbeats: the worker is stopped
+_QUIET_SECONDS = 2.0  # four missed heartbeats: perhaps it is stopped
+_LOADING_SILENCE_SECONDS = 120.0  # importing torch can hold the interpreter for a while
 WATCH_SECONDS = 1.0
 _LINGER_MILLISECONDS = 1000
 """How long the last words to workers may take to leave."""
 _REJOIN_SECONDS = 10.0
 """A worker that has not left a group by then computes, or waits, for too long: loading it anew is the surer way."""
-_FIRST_DEATH_SECONDS = 0.5
-"""A worker that fails because another has died may be heard of first."""
+_FIRST_DEATH_SECONDS = 0.5  # a worker that fails because another has died may be heard of first
 
 
 class WorkersDied(Exception):
@@ -97,7 +94,7 @@ class WorkerGroup:
         self._plans = self._context.socket(zmq.ROUTER)
         self._reports = self._context.socket(zmq.PULL)
         self._poller = zmq.Poller()
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=str)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
         self._beat_at: dict[int, float] = {}
         self._began = self._looked_at = time.monotonic()
@@ -111,8 +108,8 @@ class WorkerGroup:
 
     def _start(self, start: WorkerStart, model: ModelConfig, host_blocks: int, before: "WorkerGroup | None") -> None:
         config = start.config
-        engine = start.local_rank // config.num_workers
-        rendezvous = self._rendezvous = Rendezvous.open(config.num_workers, start.name, engine, config.data_parallel)
+        engines = start.local_rank // config.num_workers, config.data_parallel
+        rendezvous = self._rendezvous = Rendezvous.open(config.num_workers, start.model.name, *engines)
         threads = threads_of_each(rendezvous.workers_here)
         if before is not None:
             self._children, before._children = before._children, {}
@@ -153,11 +150,11 @@ class WorkerGroup:
             if before is not None and rank in self._called:
                 before.send(Rejoin(starts[rank]), [rank])
             else:
-                child.tell(msgspec.json.encode(starts[rank]))
+                child.tell(starts[rank].line())
         if before is not None:
             before.end()
         for rank in set(range(config.num_workers)).difference(rendezvous.spawned):
-            rendezvous.hand_out(rank, msgspec.json.encode(starts[rank]))
+            rendezvous.hand_out(rank, starts[rank].line())
 
     def _share(self, start: WorkerStart, model: ModelConfig, host_blocks: int, directory: Path) -> WorkerStart:
         """Put into memory what all workers use: the blocks of the host tier, and weights that are in no files, where
@@ -171,11 +168,11 @@ class WorkerGroup:
                     path, model, num_blocks=host_blocks, block_size=config.block_size, dtype=dtype, create=True
                 )
                 start = replace(start, host_pool=(str(path), host_blocks))
-            if len(config.layouts) > 1 and start.model_directory is None:
+            if len(config.layouts) > 1 and start.model.directory is None:
                 saved, free = directory / "model", available_memory("cpu")
                 saved.mkdir()
-                save_dummy_checkpoint(start.name, dtype, saved, make_file=self._shared.make, free=free)
-                start = replace(start, model_directory=str(saved))
+                save_dummy_checkpoint(start.model.name, dtype, saved, make_file=self._shared.make, free=free)
+                start = replace(start, model=dataclasses.replace(start.model, directory=saved))
         except OSError as error:
             raise RuntimeFailure(f"workers cannot share memory: {error.strerror or error}") from error
         return start

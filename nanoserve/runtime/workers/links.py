@@ -20,8 +20,7 @@ from nanoserve.runtime.launch.rendezvous import CONNECT_SECONDS
 _KEY_BYTES, _RANK_BYTES = 16, 4
 _STRANGER_SECONDS = 1.0
 """How long somebody who connects may take to say who it is."""
-_SILENCE_SECONDS = 1800.0
-"""As long as torch.distributed waits: a machine that vanishes closes nothing."""
+_SILENCE_SECONDS = 1800.0  # as long as torch.distributed waits: a machine that vanishes closes nothing
 
 
 class Links:

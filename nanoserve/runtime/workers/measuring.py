@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import product
 from typing import NoReturn
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision, tensor_degrees
-from nanoserve.costs.layout_profile import LAYOUT_SCHEMA, DegreeTimes, LayoutProfile
+from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.models.decoder import DecoderLayer
 from nanoserve.models.dtypes import resolve_dtype
@@ -19,8 +18,20 @@ from nanoserve.models.shards import Shard
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.model_loading import load_decoder, read_config, usable_device
-from nanoserve.runtime.profiling.parts import Point, Samples, curve_of, difference_of, grid_of
-from nanoserve.runtime.profiling.timers import KvRegions, StepTimer, attention_seconds
+from nanoserve.runtime.profiling.parts import (
+    Effort,
+    Point,
+    Probe,
+    ProfileSizes,
+    Samples,
+    curve_of,
+    device_probes,
+    difference_of,
+    grid_of,
+    over,
+    take_rounds,
+)
+from nanoserve.runtime.profiling.timers import StepTimer
 from nanoserve.runtime.stage import compiled_layers
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.workers.distributed import RankGroup, join_workers
@@ -29,48 +40,46 @@ from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.scheduler.plan import Answer, StepResult
 from triton_ops.cpu import cpu_operators
 
-_TOKENS = (1, 4, 16, 64, 256)
-_PROMPTS = (16, 128, 256, 512, 1024)
-_BATCHES, _CONTEXTS = (1, 8, 32), (16, 128, 512)
-_ROWS = (1, 8, 32)
+_SIZES = ProfileSizes(
+    tokens=(1, 3, 4, 8, 16, 64, 256),
+    prompts=(16, 128, 256, 512, 1024),
+    batches=(1, 8, 32),
+    contexts=(16, 128, 512),
+    rows=(1, 3, 4, 8, 32),
+    copies=(),
+    kv_bytes=2**27,
+)
+_EFFORT = Effort(seconds=10.0, fewest_rounds=1, most_rounds=100, longest_sample=1.0)
 _SENT = (2**12, 2**16, 2**20)
-_MOST_BYTES = 2**29  # of a shard's layers; more would be read no slower
-_KV_BYTES = 2**27
-_SECONDS = 4.0  # for all rounds at all degrees; one round is taken in any case
-_LONGEST = 0.4  # seconds of a sample: if a size takes longer, larger ones are extrapolated
-
-_Probes = Mapping[str, Mapping[Point, Callable[[], float | None]]]  # a worker that only takes part answers None
+_MOST_BYTES = 2**28  # of a shard's layers; more would be read no slower
 
 
 def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     """Meet the other workers, measure with them, report, and from then on answer plans at once, for the time that a
     message takes. Raises NanoserveError as `work` does."""
     config, devices = start.config, start.config.num_workers
-    device, model = usable_device(config.device), read_config(start.resolved, config.quantization)
+    device, model = usable_device(config.device), read_config(start.model, config.quantization)
     everyone = join_workers(start.rank, devices, start.init_method, device)
-    cpu_operators().load()
     dtype = resolve_dtype(config.dtype, device, model.dtype)
     degrees = [degree for degree in tensor_degrees(model) if devices % degree == 0]
     memory = available_memory(device) / 2 / devices
-    speeds, sent = measure_speeds(device, dtype, everyone, devices), None
+    speeds = measure_speeds(device, dtype, everyone, devices)
+    probes, built = dict[str, Mapping[Point, Probe]](), cpu_operators().loaded
     if devices > 1:
-        sends: _Probes = {"send": {(size,): partial(_send_seconds, start.rank, devices, size) for size in _SENT}}
-        sent = curve_of(_take(sends, 0.2)["send"]).undisturbed().rising()
-    probes, built = dict[str, Mapping[Point, Callable[[], float | None]]](), cpu_operators().loaded
+        probes["send"] = over(_together(partial(_send_seconds, start.rank, devices)), _SENT)
     for degree in degrees:  # in turn, so that a busy moment spoils one round of all
         found, compiled = _degree_probes(start, model, degree, everyone)
         probes |= {f"T{degree} {name}": points for name, points in found.items()}
         built = built and compiled
-    samples = _take(probes, _SECONDS)
+    samples = take_rounds(probes, lambda _: None, _EFFORT, lambda: _mean(time.perf_counter()))
     profile = LayoutProfile(
-        schema=LAYOUT_SCHEMA,
         devices=devices,
         bits=8 * dtype.itemsize,
         memory_bytes=memory,
         speeds=speeds,
-        send=sent,
+        send=curve_of(samples["send"]).undisturbed().rising() if devices > 1 else None,
         step=curve_of(samples["T1 inputs"]).undisturbed().rising(),
-        degrees={degree: _degree_times(samples, degree) for degree in degrees},
+        degrees={degree: _degree_times(samples, f"T{degree}") for degree in degrees},
         built=built,
     )
     endpoint.report(Ready(start.rank, layouts=profile))
@@ -80,38 +89,30 @@ def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
             endpoint.report(Answered(StepResult(message.plan.step, answers)))
 
 
-def _degree_probes(start: WorkerStart, model: ModelConfig, degree: int, everyone: RankGroup) -> tuple[_Probes, bool]:
+def _degree_probes(
+    start: WorkerStart, model: ModelConfig, degree: int, everyone: RankGroup
+) -> tuple[Mapping[str, Mapping[Point, Probe]], bool]:
     """Probes of a shard of this degree, and whether its layers run compiled, if ever they do."""
     config, devices, device = start.config, start.config.num_workers, usable_device(start.config.device)
     shard = Shard(_some_layers(model, config, degree), rank=start.rank % degree, degree=degree)
     place = Shard(shard.layers, start.rank // degree, devices // degree, shard.rank, degree)
-    decoder, _ = load_decoder(start.resolved, config, device, None, shard=shard, group=everyone.split(place))
+    decoder, _ = load_decoder(start.model, config, device, None, shard=shard, group=everyone.split(place))
     layers, size = compiled_layers(decoder.eval(), config), config.block_size
     run_layer = layers or DecoderLayer.__call__
-    blocks = max(_TOKENS[-1] // size, max(_ROWS))
+    blocks = max(_SIZES.tokens[-1] // size, *_SIZES.rows)
     runner = ModelRunner(decoder, num_blocks=blocks, block_size=size, device=device, run_layer=run_layer)
     steps = StepTimer(runner, block_size=size)
-    cells = [*product(_BATCHES, _CONTEXTS), (1, _PROMPTS[-1]), (blocks, size)]
-    regions = KvRegions(
-        decoder.config, cells, block_size=size, dtype=decoder.dtype, device=device, most_bytes=_KV_BYTES
-    )
-    attend = partial(attention_seconds, decoder.config, regions)
 
     def lone_seconds(tokens: int) -> float | None:
         return steps.pass_seconds(tokens) if place.is_first else None
 
-    return (
-        {
-            "layer": {(tokens,): partial(steps.pass_seconds, tokens) for tokens in _TOKENS},
-            "lone": {(tokens,): partial(lone_seconds, tokens) for tokens in (_TOKENS if place.num_stages > 1 else ())},
-            "its attention": {(tokens,): partial(attend, *steps.attention_shape(tokens)) for tokens in _TOKENS},
-            "decode attention": {cell: partial(attend, cell[0], 1, cell[1]) for cell in product(_BATCHES, _CONTEXTS)},
-            "prefill attention": {(tokens,): partial(attend, 1, tokens, tokens) for tokens in _PROMPTS},
-            "inputs": {(rows,): partial(steps.inputs_seconds, rows) for rows in _ROWS},
-            "head": {(rows,): partial(steps.head_seconds, rows) for rows in _ROWS},
-        },
-        layers is None or layers.loaded,
-    )
+    probes = device_probes(steps, _SIZES) | {"layer": over(steps.pass_seconds, _SIZES.tokens)}
+    if degree > 1:  # the inputs are those of one rank
+        del probes["inputs"]
+    together = {name: {point: _together(probe) for point, probe in points.items()} for name, points in probes.items()}
+    if place.num_stages > 1:
+        together["lone"] = over(_together(lone_seconds), _SIZES.tokens)
+    return together, layers is None or layers.loaded
 
 
 def _some_layers(model: ModelConfig, config: EngineConfig, degree: int) -> range:
@@ -122,15 +123,14 @@ def _some_layers(model: ModelConfig, config: EngineConfig, degree: int) -> range
     return range(max(1, min(model.num_layers * degree // config.num_workers, most)))
 
 
-def _degree_times(samples: Samples, degree: int) -> DegreeTimes:
-    samples = {name.removeprefix(f"T{degree} "): points for name, points in samples.items()}
-    attention = samples["its attention"]
+def _degree_times(samples: Samples, degree: str) -> DegreeTimes:
+    attention, lone = samples[f"{degree} its attention"], samples.get(f"{degree} lone")
     return DegreeTimes(
-        layer=difference_of(samples["layer"], attention).undisturbed().rising(),
-        lone=difference_of(samples["lone"], attention).undisturbed().rising() if samples["lone"] else None,
-        decode_attention=grid_of(samples["decode attention"]).undisturbed().rising(),
-        prefill_attention=curve_of(samples["prefill attention"]).undisturbed().rising(),
-        head=curve_of(samples["head"]).undisturbed().rising(),
+        layer=difference_of(samples[f"{degree} layer"], attention).undisturbed().rising(),
+        lone=None if lone is None else difference_of(lone, attention).undisturbed().rising(),
+        decode_attention=grid_of(samples[f"{degree} decode_attention"]).undisturbed().rising(),
+        prefill_attention=curve_of(samples[f"{degree} prefill_attention"]).undisturbed().rising(),
+        head=curve_of(samples[f"{degree} head"]).undisturbed().rising(),
     )
 
 
@@ -149,30 +149,18 @@ def _send_seconds(rank: int, devices: int, size: int) -> float | None:
     return (time.perf_counter() - began) / 2
 
 
-def _take(probes: _Probes, seconds: float) -> Samples:
-    """Sample every point in rounds, the first of which warms up. All workers begin each sample together and take the
-    mean over those that computed, so that all agree about how long to go on."""
-    began = time.perf_counter()
-    samples: Samples = {}
-    for name, points in probes.items():
-        samples[name] = {}
-        for point, probe in points.items():
-            if _mean(probe()) > _LONGEST and len(point) == 1 < len(samples[name]):
-                break
-            samples[name][point] = []
-    warm_up = _mean(time.perf_counter() - began)
-    until, passed = warm_up + seconds, warm_up
-    while passed < until or not passed > warm_up:
-        for name, taken in samples.items():
-            for point, found in taken.items():
-                _mean(0.0)  # meet
-                found.append(_mean(probes[name][point]()))
-        passed = _mean(time.perf_counter() - began)
-    return samples
+def _together(probe: Callable[..., float | None]) -> Callable[..., float]:
+    """Samples that all workers begin at the same time. Each gets the mean over those that computed."""
+
+    def sample(*sizes: int) -> float:
+        _mean(0.0)  # meet
+        return _mean(probe(*sizes))
+
+    return sample
 
 
 def _mean(seconds: float | None) -> float:
-    """The mean over the workers that have a number: the same in all."""
+    """The mean over the workers that have a number: the same in all, so that they agree about how long to go on."""
     found = torch.tensor([seconds or 0.0, seconds is not None], dtype=torch.float64)
     dist.all_reduce(found)
     return float(found[0] / found[1])

@@ -16,12 +16,10 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to a worker: as one line of JSON on the stdin of one that the engine starts."""
+    """The first message to a worker: as one line of JSON, in which a path is a string, on the stdin of one that the
+    engine starts."""
 
-    name: str
-    model_directory: str | None
-    tokenizer_directory: str
-    """Where the model is, as in `ResolvedModel`."""
+    model: ResolvedModel  # where this machine has it
     config: EngineConfig
     rank: int = 0
     local_rank: int = 0
@@ -29,30 +27,30 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
     plans: str = ""
     reports: str = ""
     """ZeroMQ addresses of the engine: plans come from the first, reports go to the second."""
-    engine_key: str = ""
-    """Public key of the engine behind these addresses."""
-    init_method: str = ""
-    """Where the workers meet, as `Addresses` has it."""
-    layout: int = 0
-    """Number of the parallel layout to begin in."""
+    engine_key: str = ""  # public key of the engine behind these addresses
+    init_method: str = ""  # where the workers meet, as `Addresses` has it
+    layout: int = 0  # number of the parallel layout to begin in
     host_pool: tuple[str, int] | None = None
     """File in memory with the blocks of the host tier, and how many; None without that tier."""
-    coupled: bool = False
-    """Plans come from the stage before, with the hidden states, and not ahead of them."""
-    observe_times: bool = False
-    """Whether to report what was done when."""
+    coupled: bool = False  # plans come from the stage before, with the hidden states, and not ahead of them
+    observe_times: bool = False  # whether to report what was done when
     profiles: bool = False
     """Whether the first worker is to find out what policies that attend in host memory predict by."""
     again: bool = False
     """Whether workers ran before: what they measured together is known, and others may not measure any more."""
-    measures: bool = False
-    """Whether it is to measure layouts with the other workers, and nothing else."""
+    measures: bool = False  # whether it is to measure layouts with the other workers, and nothing else
 
-    @property
-    def resolved(self) -> ResolvedModel:
-        """The model, where this machine has it."""
-        directory = None if self.model_directory is None else Path(self.model_directory)
-        return ResolvedModel(self.name, directory, Path(self.tokenizer_directory))
+    @classmethod
+    def read(cls, line: bytes) -> Self:
+        return msgspec.json.decode(line, type=cls, dec_hook=_read_path)
+
+    def line(self) -> bytes:
+        return msgspec.json.encode(self, enc_hook=str)
+
+
+def _read_path(kind: type[Path], text: str) -> Path:
+    """What a decoder does with a path."""
+    return kind(text)
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
@@ -91,6 +89,11 @@ class ForgetHost(msgspec.Struct, frozen=True, tag=True):
 ToWorker = Allocate | Rejoin | Prepare | RunPlan | Follow | ForgetHost
 
 
+def worker_decoder() -> "msgspec.msgpack.Decoder[ToWorker]":
+    """Reads what a worker is told; each thread has its own."""
+    return msgspec.msgpack.Decoder(ToWorker, dec_hook=_read_path)
+
+
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """The first message of a worker."""
 
@@ -112,10 +115,8 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     rank: int
     memory: str
     """What it takes its KV cache from, the same text for workers that take it from the same."""
-    block_bytes: tuple[int, ...]
-    """Size of its part of one KV block, by layout."""
-    free_bytes: int
-    """What is free of that memory, beside what steps need."""
+    block_bytes: tuple[int, ...]  # size of its part of one KV block, by layout
+    free_bytes: int  # what is free of that memory, beside what steps need
     speeds: MachineSpeeds | None = None
     """What it reaches while the others do the same; None where no policy decides by them."""
 
@@ -126,8 +127,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     rank: int
     profile: Profile | None = None
     """What policies that attend in host memory predict by, if that was asked for and could be measured."""
-    layouts: LayoutProfile | None = None
-    """What was measured of layouts, the same by all workers, if that was asked for."""
+    layouts: LayoutProfile | None = None  # what was measured of layouts, the same by all workers, if that was asked for
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):

@@ -13,7 +13,7 @@ import zmq
 
 from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog, TiedChild
-from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerFailed, WorkerStart
+from nanoserve.runtime.workers.messages import FromWorker, Hello, ToWorker, WorkerFailed, WorkerStart, worker_decoder
 
 _PROGRAM = "from nanoserve.runtime.workers.process import main; main()"
 _SWITCH_SECONDS = 0.0002
@@ -25,7 +25,7 @@ def main() -> None:
     """Entry point of a worker: the first line of stdin is its WorkerStart. It works for the engine until its process is
     ended, or cannot go on."""
     watchdog = ParentWatchdog.of_this_process()
-    start = msgspec.json.decode(watchdog.read_line(), type=WorkerStart)
+    start = WorkerStart.read(watchdog.read_line())
     watchdog.start()
     os.environ["TMPDIR"] = str(watchdog.directory)  # leftovers of a killed compiler are removed with it
     # Both import torch.
@@ -58,7 +58,7 @@ class WorkerEndpoint:
 
     def __init__(self, start: WorkerStart) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._decoder = worker_decoder()
         self._reporting = threading.Lock()
         self._connect(start)
 

@@ -34,14 +34,14 @@ from nanoserve.runtime.workers.messages import (
     ToWorker,
     WorkerFailed,
     WorkerStart,
+    worker_decoder,
 )
 from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
 
 THREAD_NAME = "prefetch"
 
-_STEPS = 2
-"""The step that is computed, and the one prepared ahead of it."""
+_STEPS = 2  # the step that is computed, and the one prepared ahead of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class PrefetchThread:
         return arrived.start
 
     def _receive(self) -> None:
-        decoder = msgspec.msgpack.Decoder(ToWorker)
+        decoder = worker_decoder()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # a setting of each thread
         try:
@@ -128,8 +128,7 @@ class PrefetchThread:
             self._arrived.put(error)
 
 
-_BUILDING_SECONDS = 0.5
-"""How often to look, with nothing else to do, whether something has been built."""
+_BUILDING_SECONDS = 0.5  # how often to look, with nothing else to do, whether something has been built
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +263,14 @@ class Worker:
         computed = time.monotonic()
         if not shard.answers:
             return computed, None
-        header, seconds = header or Header(), computed - turn.received
+        header, seconds = header or Header(), computed - turn.received - step.draft_seconds
         return computed, StepResult(
-            step.plan.step, answers, seconds=seconds, cohorts=header.cohorts, host_work=header.host_work
+            step.plan.step,
+            answers,
+            seconds=seconds,
+            cohorts=header.cohorts,
+            host_work=header.host_work,
+            draft_seconds=step.draft_seconds,
         )
 
     def _take_coupled(self, plan: StepPlan) -> None:

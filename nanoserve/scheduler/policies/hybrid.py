@@ -97,8 +97,9 @@ class HybridByPrediction(HybridPolicy):
         sizes = [cohort.sequences for cohort in load.cohorts] + [ready]
         # Each cohort is in the linear part of one layer a step.
         alone = step.linear_seconds(step.rows)
-        seconds = step.step_seconds + sum(step.linear_seconds(step.rows + size) - alone for size in sizes)
-        seconds *= predictor.slowdown("overlap")
+        joining = sum(step.linear_seconds(step.rows + size) - alone for size in sizes)
         tokens = sum(sizes) / (predictor.num_layers + 1)
+        seconds = joining + step.whole_seconds(step.tlin_pref + step.tgatt_pref, round(tokens))
+        seconds *= predictor.slowdown("overlap")
         beside = replace(plan, strategy="overlap", host_decodes=(begin, 0)) if tokens else plan
         return beside, seconds, tokens

@@ -210,12 +210,14 @@ class DeviceStep:
     def token_seconds(self) -> float:
         return self.decode_only_seconds / max(1, self.decodes)
 
-    def whole_seconds(self, layer_seconds: float) -> float:
-        return self.predictor.num_layers * layer_seconds + self._overhead
+    def whole_seconds(self, layer_seconds: float, host: int = 0) -> float:
+        """A step's seconds from those of a layer; with a large vocabulary, the head of ``host`` more rows counts."""
+        beside = self.predictor.step_overhead_seconds(self.decodes + host) if host else self._overhead
+        return self.predictor.num_layers * layer_seconds + beside
 
     @cached_property
     def _overhead(self) -> float:
-        return self.predictor.step_overhead_seconds()
+        return self.predictor.step_overhead_seconds(max(1, self.decodes))
 
     def linear_seconds(self, rows: int) -> float:
         return self.predictor.linear_seconds(rows) if rows else 0.0  # without rows the weights are not read
@@ -232,5 +234,6 @@ class DeviceStep:
         second = self.hidden(self.tlin_pref + self.tgatt_pref, most) if self.rows else 0
         tlin_second = self.linear_seconds(second)
         first = self.hidden(tlin_second, most - second) if second else 0
-        seconds = self.whole_seconds(self.linear_seconds(self.rows + first) + self.tgatt_pref + tlin_second)
+        layer = self.linear_seconds(self.rows + first) + self.tgatt_pref + tlin_second
+        seconds = self.whole_seconds(layer, first + second)
         return (first, second), seconds * self.predictor.slowdown("asymmetric")

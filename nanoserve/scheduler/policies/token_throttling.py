@@ -4,12 +4,9 @@ WP is ``load.waiting_tokens``, RD ``load.running_decodes``, P ``load.pipeline_de
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from nanoserve.scheduler.load import Decision, Load, Policy, parameter
-
-if TYPE_CHECKING:
-    from nanoserve.costs.predictor import Predictor
 
 _BY_WAITING = "equation 3: #WP / #T"
 _BY_FREE = "equation 3: MaxP (KVfree - KVthresh) / (1 - KVthresh)"
@@ -130,13 +127,7 @@ class AdaptiveThrottling(_Throttling):
         """Prompt tokens beside so many decodes, with ``room`` for F tokens."""
         if (predictor := load.predictor) is None or predictor.overlaps:
             return min(self.fill - decodes, room // self.iterations)
-        tokens = max(0, min(load.waiting_tokens, room))
-
-        def seconds(steps: int) -> float:
-            """Until all are through the stages, but for a factor that does not depend on `steps`."""
-            return (steps + load.pipeline_depth - 1) * _step_seconds(predictor, -(-tokens // steps))
-
-        return -(-tokens // min(range(1, self.iterations + 1), key=seconds)) - decodes
+        return load.chunk(max(0, min(load.waiting_tokens, room)), range(1, self.iterations + 1)) - decodes
 
     def _decodes(self, load: Load) -> int:
         """D, or 0 where fewer are ready: then they wait for the others of their step."""
@@ -145,15 +136,9 @@ class AdaptiveThrottling(_Throttling):
 
         def cycle(steps: int) -> float:
             rows, keys = -(-load.running_decodes // steps), load.context_tokens // steps
-            return max(1.0, steps * predictor.slowest_share) * _step_seconds(predictor, rows, keys)
+            return max(1.0, steps * predictor.slowest_share) * load.step_seconds(rows, keys)
 
         cycles = {steps: cycle(steps) for steps in range(1, load.pipeline_depth + 1)}
         most = max(steps for steps, seconds in cycles.items() if seconds <= _AS_GOOD * min(cycles.values()))
         share = -(-load.running_decodes // most)
         return load.decode_share if most == load.pipeline_depth else share * (load.ready_decodes >= share)
-
-
-def _step_seconds(predictor: "Predictor", tokens: int, keys: int = 0) -> float:
-    """A step of all stages, with decodes that read so many keys."""
-    layer = predictor.linear_seconds(tokens) + predictor.attention_seconds(keys)
-    return predictor.num_layers * layer + predictor.step_overhead_seconds(tokens if keys else 1)

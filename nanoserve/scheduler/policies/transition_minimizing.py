@@ -9,14 +9,17 @@ from typing import ClassVar
 from nanoserve.scheduler.load import Decision, Load, Policy
 
 _PREFILL, _DECODE = 0, 1
+_MORE_STEPS = 8
+"""Most steps beyond the fewest that the budget allows in which prompts go through a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransitionMinimizing(Policy):
     """Seesaw, section 4.2: the layout changes only when the pool is full or empty.
 
-    * PREFILL, in cp: chunks of prompts up to the budget. Each finished prompt is parked in the pool, so device memory
-      does not bound the phase. When the pool cannot hold the next prompt, or none is left, the layout changes to cd.
+    * PREFILL, in cp: chunks of prompts up to the budget; ours: of a size that fills the pipeline (`Load.chunk`). Each
+      finished prompt is parked in the pool, so device memory does not bound the phase. When the pool cannot hold the
+      next prompt, or none is left, the layout changes to cd.
     * DECODE, in cd: sequences come in from the pool as the device has room. Every step decodes RD / PP of those on the
       device (section 5.1). When the pool is empty and a prompt waits, the layout changes back to cp.
 
@@ -58,7 +61,7 @@ class TransitionMinimizing(Policy):
             return Decision(0, 0, layout=_DECODE, bound="section 4.2: the pool is full, or no prompt is left")
         # Where no further prompt fits, finish the partly computed one and begin no other.
         unfinished = min(load.first_waiting_tokens, self.token_budget) if load.ready_prefills else 0
-        tokens = self.token_budget if next_fits else unfinished
+        tokens = self._chunk(load, room) if next_fits else unfinished
         return Decision(
             tokens,
             load.decode_share,
@@ -76,6 +79,14 @@ class TransitionMinimizing(Policy):
         back, bound = load.fitting_host, "section 5.1: #RD / PP decodes"
         return Decision(0, load.decode_share, swap_in=back, preempt_to_host=True, layout=_DECODE, bound=bound)
 
+    def _chunk(self, load: Load, room: int) -> int:
+        """Prompt tokens of a step, of those that so many blocks have room for."""
+        if load.predictor is None or load.pipeline_depth == 1:
+            return self.token_budget
+        tokens = min(load.waiting_tokens, room * load.block_size)
+        fewest = -(-tokens // self.token_budget)
+        return load.chunk(tokens, range(fewest, fewest + _MORE_STEPS))
+
     def _pool_room(self, load: Load) -> int:
         return load.host_free_blocks
 
@@ -87,9 +98,7 @@ class TransitionMinimizing(Policy):
         def round_seconds(times: float) -> float:
             """One token for each of ``times`` as many decodes: PP micro-batches through L / PP layers each."""
             share = times / load.pipeline_depth
-            linear = predictor.linear_seconds(round(load.running_decodes * share))
-            attention = predictor.attention_seconds(round(load.context_tokens * share))
-            return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds()
+            return load.step_seconds(round(load.running_decodes * share), round(load.context_tokens * share))
 
         tokens = max(1, load.context_tokens)
         # All B pass through the pool, the present decodes included, so the pool must hold them.

@@ -2,7 +2,14 @@
 
 import pytest
 
-from nanoserve.benchmarks.policies.gains import DecodeStep, decode_steps, device_slowness, gains, host_rate
+from nanoserve.benchmarks.policies.gains import (
+    DecodeStep,
+    decode_only,
+    decode_steps,
+    device_slowness,
+    gains,
+    host_rate,
+)
 from nanoserve.benchmarks.policies.metrics import step_counts
 from nanoserve.costs.work import Strategy
 from nanoserve.record.events import Arrived, Collected, Gained
@@ -81,7 +88,7 @@ def test_a_pass_through_layers_is_a_part_of_a_token() -> None:
 
 
 PREDICTOR = LinearPredictor(num_layers=LAYERS, linear=0.5, key=0.125, overhead=0.75)
-"""A layer of a step with 2 keys takes 0.5 + 0.25 of its overhead, and 0.25 of attention: a second."""
+"""A layer of a step with 2 keys takes 0.5, 0.25 of its overhead, and 0.25 of attention: a second."""
 
 
 def _step(strategy: Strategy, seconds: float, host_tokens: float, host_sequences: int = 4) -> DecodeStep:
@@ -110,11 +117,20 @@ def test_gains_are_worked_by_hand() -> None:
         "bound": 0.5,
         "reached": pytest.approx(0.1786 / 0.5, rel=1e-3),
     }
-    # NC / NG = 0.5 * 0.5 / 2; (1 + 2 Tlin / Tgatt) = 7; (1 + 0.875) * 2 / 3.5 - 1
+    # NC / NG = 0.5 * 0.5 / 2; (1 + 2 Tlin / Tgatt) = 5; (1 + 0.625) * 2 / 3 - 1: the overhead is there once
     asymmetric = found["asymmetric"]
     assert asymmetric is not None
     assert asymmetric["gain"] == pytest.approx(2 * 6 / 9 - 1)
-    assert asymmetric["bound"] == pytest.approx(1.875 * 2 / 3.5 - 1)
+    assert asymmetric["bound"] == pytest.approx(1.625 * 2 / 3 - 1)
+
+
+def test_decode_only_figures_are_means_over_time() -> None:
+    steps = [_step("device", 3.0, 0.0, host_sequences=0), _step("overlap", 6.0, 0.5), _step("asymmetric", 1.0, 2.0)]
+    assert decode_only(steps) == {
+        "tokens_per_s": pytest.approx((2 + 2.5 + 4) / 10),
+        "residents": pytest.approx((0 * 3 + 2 * 6 + 2 * 1) / 10),
+    }
+    assert decode_only([]) is None
 
 
 def test_there_is_nothing_to_hold_without_work_of_the_cpu() -> None:

@@ -33,7 +33,8 @@ def _measured_by_name(name: str, output: int = 9) -> tuple[RunRecord, Metrics]:
 
 
 def test_who_takes_part() -> None:
-    assert list(variants(simulated_pair())) == ["sarathi, P2", "throttling, P2", "sarathi, T2", *RESHARDING]
+    alone = ["sarathi, P2", "throttling, P2", "adaptive, P2", "sarathi, T2"]
+    assert list(variants(simulated_pair())) == [*alone, *RESHARDING]
 
 
 @pytest.mark.parametrize("name", RESHARDING)
@@ -61,7 +62,7 @@ def test_few_transitions_are_what_it_minimizes() -> None:
     assert transitions[0] > transitions[1] >= transitions[2] >= 3
 
 
-@pytest.mark.parametrize("name", ["sarathi, P2", "throttling, P2", "sarathi, T2", *RESHARDING])
+@pytest.mark.parametrize("name", ["sarathi, P2", "throttling, P2", "adaptive, P2", "sarathi, T2", *RESHARDING])
 def test_the_simulator_makes_the_same_of_a_simulated_run(name: str) -> None:
     run, figures = _measured_by_name(name)
     compared = figures["simulated"]
@@ -88,7 +89,7 @@ def test_answers_of_one_token_never_reach_the_second_layout() -> None:
 
 def test_each_way_of_resharding_is_held_against_all_before_it() -> None:
     held = resharding_pairs(list(variants(simulated_pair()).values()))
-    assert len(held) == 3 + 4 + 5
+    assert len(held) == 4 + 5 + 6
     assert held[0] == ("prefill-prioritizing over sarathi, P2", "prefill-prioritizing, P2 -> T2", "sarathi, P2")
 
 

@@ -154,7 +154,7 @@ def test_everything_at_once_reshard(bench: Run, closed: list[Any], tmp_path: Pat
     assert sorted(closed) == ["P2 -> T2 2", "own workers 1", "own workers 1"]
     found = json.loads(report.read_text())
     assert found["complete"]
-    alone = ["sarathi, P2", "throttling, P2", "sarathi, T2"]
+    alone = ["sarathi, P2", "throttling, P2", "adaptive, P2", "sarathi, T2"]
     alone += [f"{name}, own workers" for name in alone]
     assert [row["variant"] for row in found["summary"]] == [*alone, *RESHARDING]
     first = found["rows"][0]["round"]["variants"]
@@ -177,7 +177,7 @@ def test_everything_at_once_reshard(bench: Run, closed: list[Any], tmp_path: Pat
     [
         ("hybrid", 2, (*SMALL, "--policy", "sarathi,overlap:cohorts=2", "--lengths", "13+9"), 1, "overlap:cohorts=2"),
         ("pipeline", 1, ("--policy", "sarathi", "--requests", 2), ["pp=2"], "sarathi, pp=2"),
-        ("reshard", 6, ("--requests", 4, "--lengths", "13+9"), ["P2 -> T2 2"], "transition-minimizing, P2 -> T2"),
+        ("reshard", 7, ("--requests", 4, "--lengths", "13+9"), ["P2 -> T2 2"], "transition-minimizing, P2 -> T2"),
     ],
 )
 def test_an_interrupt_shows_what_was_measured(
@@ -255,7 +255,7 @@ def test_what_was_promised_and_does_not_hold_is_said(bench: Run, monkeypatch: py
         ("pipeline", ("--device", "cuda"), "this command measures CPUs"),
         ("pipeline", ("--lengths", "9000+1"), "every request of 9000+1 is longer than the context of 1600 tokens"),
         ("pipeline", ("--record", "/none/trace.json"), "cannot write /none/trace.json"),
-        ("reshard", ("--policy", "sarathi"), "--policy: this command compares those that it names; leave it out"),
+        ("reshard", ("--policy", "sarathi,nothing"), "unknown policy 'nothing'; choose one of prefill-first, "),
         (
             "reshard",
             ("--prefill-parallel", "d2p2", "--decode-parallel", "d2t2"),

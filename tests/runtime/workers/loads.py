@@ -15,6 +15,7 @@ from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceUpdate, TokenLogprob
+from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
@@ -200,7 +201,7 @@ class Reference:
         self.requests = requests(config.vocab_size, schemas=schemas)
         executor = local_executor(
             decoder,
-            num_blocks=ROOMY_BLOCKS,
+            num_blocks=ROOMY_BLOCKS * len(config.cache_groups.windows),
             block_size=BLOCK_SIZE,
             grammars=GrammarCompiler(resolved.tokenizer_directory, config.vocab_size),
         )
@@ -281,10 +282,14 @@ def _arrivals(zoo: list[Request], seed: int) -> list[Arrival]:
 
 def _engine(executor: Executor, case: Case, vocab_size: int, seen: Seen) -> Engine:
     """An engine with a scheduler of its own; the executor may have had others before."""
-    capacities = executor.capacities if isinstance(executor, WorkersExecutor) else ()
+    if isinstance(executor, WorkersExecutor):
+        capacities, windows = executor.capacities, executor.windows
+    else:
+        assert isinstance(executor, LocalExecutor)
+        capacities, windows = (), executor.runner.config.cache_groups.windows
     scheduler = WatchedScheduler(
         _policy(case),
-        num_blocks=case.num_blocks,
+        num_blocks=case.num_blocks * len(windows),
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=case.max_num_seqs,
@@ -293,6 +298,7 @@ def _engine(executor: Executor, case: Case, vocab_size: int, seen: Seen) -> Engi
         host_blocks=case.host_blocks,
         predictors=[LinearPredictor()] * len(capacities) if case.host_blocks else (),
         other_layouts=[replace(capacity, num_blocks=case.num_blocks) for capacity in capacities[1:]],
+        windows=windows,
         seen=seen,
     )
     return WatchedEngine(scheduler, executor, vocab_size=vocab_size, seen=seen)
@@ -347,5 +353,5 @@ def start_workers(
         metadata=metadata,
         observe_times=host_blocks > 0,
     )
-    assert workers.capacities[0].num_blocks >= ROOMY_BLOCKS
+    assert workers.capacities[0].num_blocks >= ROOMY_BLOCKS * len(workers.windows)
     return workers

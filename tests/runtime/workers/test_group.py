@@ -34,7 +34,7 @@ from nanoserve.runtime.workers.messages import *
 from nanoserve.runtime.workers.process import WorkerEndpoint
 
 watchdog = ParentWatchdog.of_this_process()
-start = msgspec.json.decode(watchdog.read_line(), type=WorkerStart)
+start = WorkerStart.read(watchdog.read_line())
 watchdog.start()
 endpoint = WorkerEndpoint(start)
 endpoint.report(Loaded(start.rank, "memory", (1000,), 10**9))

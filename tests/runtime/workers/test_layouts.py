@@ -74,12 +74,12 @@ def test_coupled_plans_through_more_processes(layout: dict[str, int], tmp_path: 
     [
         ({"pipeline_parallel": 2}, True),
         ({"pipeline_parallel": 2, "eager": True}, False),
-        ({"tensor_parallel": 2}, False),
+        ({"tensor_parallel": 2}, True),
     ],
     ids=str,
 )
 def test_what_is_prepared_answers_the_same(storyteller: LLM, layout: dict[str, int], *, compiled: bool) -> None:
-    """While layers are compiled, if they have not been before, and then. Ranks of one stage run eagerly on CPUs."""
+    """While layers are compiled, if they have not been before, and then."""
     if not cpu_operators().wait():
         pytest.skip(f"nothing can be built: {cpu_operators().problem}")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -20,7 +20,7 @@ from nanoserve.runtime.launch.memory import kv_bytes_per_block
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.profiling.parts import Effort
 from nanoserve.runtime.stage import Stage
-from nanoserve.runtime.workers.building import as_whole_model, starting_engine
+from nanoserve.runtime.workers.building import as_whole_model, as_whole_stage
 from tests.runtime.small_model import small_config
 from triton_ops.cpu import cpu_operators
 
@@ -64,11 +64,10 @@ def engine_of(decoder: Decoder, processor: HostProcessor, model: ModelConfig, **
     size = NUM_BLOCKS * kv_bytes_per_block(decoder.config, BLOCK_SIZE, decoder.dtype)
     with torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8)
-    stage = Stage.build(decoder, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, device=CPU, storage=storage)
-    engine = starting_engine(
-        stage,
-        storage=storage,
-        processor=processor,
+    sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
+    stage = Stage.build(decoder, **sizes, device=CPU, storage=storage, processor=processor)
+    engine = StartingEngine(
+        stage=as_whole_stage(stage, storage, BLOCK_SIZE),
         config=EngineConfig(policy="hybrid", pipeline_parallel=2, block_size=BLOCK_SIZE, **settings),
         model=model,
         speeds=SPEEDS,

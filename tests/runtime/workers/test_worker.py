@@ -165,7 +165,7 @@ class LayeredRunner(FullDevice):
         self.left_in_time: list[bool] = []
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
-        inputs = StepInputs(torch.zeros(1), torch.zeros(1), batch=None)  # type: ignore[arg-type]
+        inputs = StepInputs(torch.zeros(1), torch.zeros(1), batch=None, longest=1)  # type: ignore[arg-type]
         return PreparedStep(plan, DeviceToHostCopy(CPU), inputs=inputs)
 
     def compute(self, step: PreparedStep, entering: object) -> None:

@@ -2,21 +2,27 @@
 
 Both walk over a row's keys in tiles with the online softmax (Milakov and Gimelshein 2018, "Online normalizer
 calculation for softmax"; Dao et al. 2022, "FlashAttention", algorithm 1), in float32 and in powers of two. Both put
-the query heads that share a key-value head (a group) into the rows of one tile, so that a tile of keys is read once for
-all of them. Single tokens read far more than they compute: their keys are split over programs, whose results a third
-program weighs and adds up ("Flash-Decoding", Dao et al. 2023). Longer rows compute far more than they read: their tiles
-are tall enough for the matrix units, and keys that every query of a tile sees are attended without masks.
+query heads that share a key-value head (a group) into the rows of one tile, so that a tile of keys is read once for
+all of them; where more heads share it than a tile takes, they are GROUPS groups. Single tokens read far more than they
+compute: their keys are split over programs, whose results a third program weighs and adds up ("Flash-Decoding", Dao et
+al. 2023). Longer rows compute far more than they read: their tiles are tall enough for the matrix units, and keys that
+every query of a tile sees are attended without masks.
 
 Least times: of single tokens, the bytes of the keys and values they see over the bandwidth of memory; of longer rows,
 4 * num_heads * head_dim operations for each pair of a query and a key it sees, over the peak of matrix products.
 
 Tensors are those of `triton_ops.paged_attention`, strides count elements, every last dimension is contiguous, and keys
-and values have the same strides. A head_dim that is no power of two is padded to one with masks. Tiles of keys are
-whole blocks.
+and values have the same strides. HEAD_DIM is the values' width; one that is no power of two is padded to one with
+masks. Keys are as wide, or wider by TAIL_DIM: then the values are the keys' first columns, and read once. Tiles of keys
+are whole blocks. Without CAPPED, `scale` brings a product of query and key to powers of two, and `soft_cap` is not
+read. With it, a score in powers of two is soft_cap * tanh(x), and `scale` makes 2 ** (product * scale) = exp(2x). Sinks
+are read where HAS_SINKS says so.
 """
 
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -49,13 +55,17 @@ def _attend(
     tiles_begin,
     tiles_end,
     scale,
+    soft_cap,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
     KEYS_PER_TILE: tl.constexpr,
     SLIDES: tl.constexpr,
+    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Attend `query` [rows, PADDED_HEAD_DIM] over the tiles of keys from `tiles_begin` to `tiles_end`.
+    """Attend `query`, [rows, PADDED_HEAD_DIM] and [rows, TAIL_DIM], over the tiles of keys from `tiles_begin` to
+    `tiles_end`.
 
     `state` is what the tiles before have come to: the weighted values [rows, PADDED_HEAD_DIM], the highest score and
     the sum of weights [rows], and the blocks of the first tile's keys, which are always read one tile ahead so that no
@@ -66,28 +76,40 @@ def _attend(
     accumulated, highest, total, blocks = state
     key_cache, value_cache, table, block_stride, token_stride = cache
     positions, used_begin, used_end, sliding_window = sight
-    padded_head_dim: tl.constexpr = query.shape[1]
+    query_head, query_tail = query
+    padded_head_dim: tl.constexpr = query_head.shape[1]
     in_tile = tl.arange(0, KEYS_PER_TILE)
     in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + tl.arange(0, padded_head_dim)[None, :]
+    tail_in_block = (in_tile % BLOCK_SIZE)[:, None] * token_stride + HEAD_DIM
+    factor = 1.0 if CAPPED else scale
     for begin in tl.range(tiles_begin, tiles_end, KEYS_PER_TILE):
         keys = begin + in_tile
         next_blocks = _load_blocks(table, keys + KEYS_PER_TILE, used_end, BLOCK_SIZE)
         offsets = blocks.to(tl.int64)[:, None] * block_stride + in_block
         used = (keys >= used_begin) & (keys < used_end)
         key = _load_keys_or_values(key_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+        scores = tl.dot(query_head, tl.trans(key), input_precision="ieee")
+        if TAIL_DIM:
+            tail_offsets = blocks.to(tl.int64)[:, None] * block_stride + tail_in_block
+            tail_offsets += tl.arange(0, TAIL_DIM)[None, :]
+            key_tail = _load_keys_or_values(key_cache, tail_offsets, used, TAIL_DIM, TAIL_DIM, MASKED)
+            scores = tl.dot(query_tail, tl.trans(key_tail), scores, input_precision="ieee")
+        if CAPPED:
+            scores = soft_cap - 2.0 * soft_cap / (tl.exp2(scores * scale) + 1.0)
         if MASKED:
             seen = keys[None, :] <= positions[:, None]
             if SLIDES:
                 seen &= keys[None, :] > positions[:, None] - sliding_window
             scores = tl.where(seen, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+        new_highest = tl.maximum(highest, tl.max(scores, 1) * factor)
         # A row that has seen no key yet has no highest score: any finite number keeps its weights at zero.
         reference = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
-        weights = tl.exp2(scores * scale - reference[:, None])
+        weights = tl.exp2(scores * factor - reference[:, None])
         kept = tl.exp2(highest - reference)
         total = total * kept + tl.sum(weights, 1)
-        value = _load_keys_or_values(value_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED)
+        value = key
+        if not TAIL_DIM:
+            value = _load_keys_or_values(value_cache, offsets, used, HEAD_DIM, padded_head_dim, MASKED)
         accumulated = tl.dot(weights.to(value.dtype), value, accumulated * kept[:, None], input_precision="ieee")
         highest, blocks = new_highest, next_blocks
     return accumulated, highest, total, blocks
@@ -98,18 +120,36 @@ def _first_state(
     table,
     begin,
     end,
+    sinks,
+    has_sink,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
     KEYS_PER_TILE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
-    """Nothing attended yet; the tiles will begin at key `begin`, and the last key used is the one before `end`."""
+    """Nothing attended yet but the sinks, pointers [ROWS], of the rows that have one; the tiles will begin at key
+    `begin`, and the last key used is the one before `end`."""
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    if HAS_SINKS:
+        highest = tl.load(sinks, mask=has_sink, other=float("-inf")) * LOG2_E
     return (
         tl.zeros([ROWS, PADDED_HEAD_DIM], tl.float32),
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
+        highest,
+        tl.where(highest > float("-inf"), 1.0, 0.0),
         _load_blocks(table, begin + tl.arange(0, KEYS_PER_TILE), end, BLOCK_SIZE),
     )
+
+
+@triton.jit
+def _load_query(rows, used, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr, TAIL_DIM: tl.constexpr):
+    """Of the query heads that begin at `rows` [rows, 1], the columns that meet the keys' first ones, and the others."""
+    dims = tl.arange(0, PADDED_HEAD_DIM)[None, :]
+    head = tl.load(rows + dims, mask=used[:, None] & (dims < HEAD_DIM), other=0.0)
+    tail = head
+    if TAIL_DIM:
+        tail = tl.load(rows + HEAD_DIM + tl.arange(0, TAIL_DIM)[None, :], mask=used[:, None], other=0.0)
+    return head, tail
 
 
 @triton.jit
@@ -120,7 +160,7 @@ def _weight_or_one(total):
 
 @triton.jit(
     do_not_specialize=["sliding_window", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths", "sinks"],
 )
 def attend_single_tokens(
     out,
@@ -132,7 +172,9 @@ def attend_single_tokens(
     block_tables,
     query_starts,
     context_lengths,
+    sinks,
     scale,
+    soft_cap,
     sliding_window,
     out_stride,
     query_token_stride,
@@ -144,21 +186,24 @@ def attend_single_tokens(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     KEYS_PER_TILE: tl.constexpr,
     KEYS_PER_SPLIT: tl.constexpr,
     SLIDES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Rows with one query: its heads of one group over a share of its keys. Grid: (kv_heads, splits, rows).
+    """Rows with one query: its heads of one group over a share of its keys. Grid: (groups, splits, rows).
 
     With SPLITS fills split_results [rows, num_heads, splits, HEAD_DIM] (not where a split has no keys) and
     split_weights [rows, num_heads, splits], the logarithm of what each weighs; else fills `out`. A row's keys are
     shared out evenly, but no split has fewer than KEYS_PER_SPLIT, a multiple of KEYS_PER_TILE, unless it is the last.
-    `scale` is in powers of two.
     """
-    kv_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(1)
     token = tl.load(query_starts + row)
     context = tl.load(context_lengths + row)
@@ -173,25 +218,39 @@ def attend_single_tokens(
 
     in_group = tl.arange(0, TILE_ROWS)
     dims = tl.arange(0, PADDED_HEAD_DIM)
-    heads = kv_head * GROUP + in_group
+    heads = group * GROUP + in_group
     results = row.to(tl.int64) * tl.num_programs(0) * GROUP * num_splits + heads * num_splits + split
     real = (in_group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    first_row = query + token.to(tl.int64) * query_token_stride + kv_head * GROUP * query_head_stride
-    query_rows = first_row + in_group[:, None] * query_head_stride + dims[None, :]
+    query_rows = query + token.to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride
     table = block_tables + row.to(tl.int64) * table_stride
-    of_head = kv_head * kv_head_stride
+    of_head = group // GROUPS * kv_head_stride
+    has_sink = (in_group < GROUP) & (split == 0) & (begin < end)  # a sink counts once
     accumulated, highest, total, _ = _attend(
-        _first_state(table, begin, end, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE),
-        tl.load(query_rows, mask=real, other=0.0),
+        _first_state(
+            table,
+            begin,
+            end,
+            sinks + heads,
+            has_sink,
+            BLOCK_SIZE,
+            TILE_ROWS,
+            PADDED_HEAD_DIM,
+            KEYS_PER_TILE,
+            HAS_SINKS,
+        ),
+        _load_query(query_rows, in_group < GROUP, HEAD_DIM, PADDED_HEAD_DIM, TAIL_DIM),
         (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride),
         (tl.full([TILE_ROWS], context - 1, tl.int32), first_seen, end, sliding_window),
         begin,
         end,
         scale,
+        soft_cap,
         BLOCK_SIZE,
         HEAD_DIM,
+        TAIL_DIM,
         KEYS_PER_TILE,
         SLIDES,
+        CAPPED,
         True,
     )
     total = _weight_or_one(total)
@@ -254,8 +313,8 @@ def _row_of_tile(query_starts, num_rows, tile, QUERIES_PER_TILE: tl.constexpr, S
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_kv_heads", "sliding_window", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths"],
+    do_not_specialize=["num_rows", "num_groups", "sliding_window", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "query_starts", "context_lengths", "sinks"],
 )
 def attend_longer_rows(
     out,
@@ -265,9 +324,11 @@ def attend_longer_rows(
     block_tables,
     query_starts,
     context_lengths,
+    sinks,
     num_rows,
-    num_kv_heads,
+    num_groups,
     scale,
+    soft_cap,
     sliding_window,
     out_stride,
     query_token_stride,
@@ -279,20 +340,23 @@ def attend_longer_rows(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_HEAD_DIM: tl.constexpr,
+    TAIL_DIM: tl.constexpr,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     KEYS_PER_TILE: tl.constexpr,
     SLIDES: tl.constexpr,
+    CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Rows with more than one query: a tile of TILE_ROWS // GROUP queries in all heads of one group.
 
-    Grid: (tiles * num_kv_heads), tiles being at least num_tokens // (TILE_ROWS // GROUP) + num_rows. `scale` is in
-    powers of two.
+    Grid: (tiles * num_groups), tiles being at least num_tokens // (TILE_ROWS // GROUP) + num_rows.
     """
     queries_per_tile: tl.constexpr = TILE_ROWS // GROUP
-    kv_head = tl.program_id(0) % num_kv_heads
+    group = tl.program_id(0) % num_groups
     # The last tiles of a row see the most keys: they go first, so that the short ones fill the gaps at the end.
-    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_kv_heads
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_groups
     row = _row_of_tile(query_starts, num_rows, tile, queries_per_tile, 128)
     start = tl.load(query_starts + row)
     length = tl.load(query_starts + row + 1) - start
@@ -316,24 +380,70 @@ def attend_longer_rows(
         slid = tl.minimum(slid, whole)
 
     real = (tile_rows < num_queries * GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-    token, head = (start + first_query).to(tl.int64), kv_head * GROUP
+    token, head = (start + first_query).to(tl.int64), group * GROUP
     in_query = (tile_rows // GROUP)[:, None] * query_token_stride + (tile_rows % GROUP)[:, None] * query_head_stride
     first_row = query + token * query_token_stride + head * query_head_stride
-    tile_query = tl.load(first_row + in_query + dims[None, :], mask=real, other=0.0)
+    is_query = tile_rows < num_queries * GROUP
+    tile_query = _load_query(first_row + in_query, is_query, HEAD_DIM, PADDED_HEAD_DIM, TAIL_DIM)
     table = block_tables + row.to(tl.int64) * table_stride
-    of_head = kv_head * kv_head_stride
+    of_head = group // GROUPS * kv_head_stride
     cache = (key_cache + of_head, value_cache + of_head, table, block_stride, token_stride)
     sight = (first_position + tile_rows // GROUP, first_seen, end, sliding_window)
-    state = _first_state(table, begin, end, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE)
+    sinks += head + tile_rows % GROUP
+    state = _first_state(
+        table, begin, end, sinks, is_query, BLOCK_SIZE, TILE_ROWS, PADDED_HEAD_DIM, KEYS_PER_TILE, HAS_SINKS
+    )
     if SLIDES:
         state = _attend(
-            state, tile_query, cache, sight, begin, slid, scale, BLOCK_SIZE, HEAD_DIM, KEYS_PER_TILE, SLIDES, True
+            state,
+            tile_query,
+            cache,
+            sight,
+            begin,
+            slid,
+            scale,
+            soft_cap,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            TAIL_DIM,
+            KEYS_PER_TILE,
+            SLIDES,
+            CAPPED,
+            True,
         )
     state = _attend(
-        state, tile_query, cache, sight, slid, whole, scale, BLOCK_SIZE, HEAD_DIM, KEYS_PER_TILE, SLIDES, False
+        state,
+        tile_query,
+        cache,
+        sight,
+        slid,
+        whole,
+        scale,
+        soft_cap,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        TAIL_DIM,
+        KEYS_PER_TILE,
+        SLIDES,
+        CAPPED,
+        False,
     )
     accumulated, _, total, _ = _attend(
-        state, tile_query, cache, sight, whole, end, scale, BLOCK_SIZE, HEAD_DIM, KEYS_PER_TILE, SLIDES, True
+        state,
+        tile_query,
+        cache,
+        sight,
+        whole,
+        end,
+        scale,
+        soft_cap,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        TAIL_DIM,
+        KEYS_PER_TILE,
+        SLIDES,
+        CAPPED,
+        True,
     )
     in_out = (tile_rows // GROUP)[:, None] * out_stride + (tile_rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
     attended = (accumulated / _weight_or_one(total)[:, None]).to(out.dtype.element_ty)

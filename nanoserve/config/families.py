@@ -1,0 +1,574 @@
+"""How the config.json of each family is read into a ModelConfig. No torch here.
+
+A family is a row of `_FAMILIES`: values that its config.json may leave out, and fields that all its models share.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+from nanoserve.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig, RopeKind, SamplingDefaults
+from nanoserve.errors import ModelError
+from nanoserve.quantization import Quantization
+
+_MAX_LAYERS = 10_000  # more than any real model, few enough to be refused before memory runs out
+_MAX_INTEGER = 2**31 - 1
+_MAX_NUMBER = 1e30
+_LEAST_ROPE_NUMBER = 1e-6
+_PLAIN_ROPE = RopeConfig(0)
+_ROPE_KINDS = tuple(kind for kind in get_args(RopeKind) if kind != "none")
+_NULLABLE = ("q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+"""Keys whose explicit null switches off what the family has by default."""
+_WINDOWS = {"sliding_attention": True, "full_attention": False}
+"""The kinds of layers that are known, and whether they have a window."""
+_ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+class _Family(NamedTuple):
+    """What a model_type means beyond its config.json."""
+
+    defaults: Mapping[str, Any] = {}
+    """Values that Hugging Face assumes for keys which a checkpoint may leave out."""
+    fields: Mapping[str, Any] = {}
+    """Fields of ModelConfig that all its models have."""
+    biased: tuple[str, ...] = ("qkv_bias", "output_bias")
+    """The fields that its attention_bias sets."""
+    windows: Literal["none", "all", "switched", "listed"] = "none"
+    """Which layers have windows: all, those that layer_types lists, or those only if use_sliding_window is true."""
+    full_every: int = 0
+    """Without layer_types, every which layer has no window; 0: all have one."""
+    ropes_differ: bool = False
+    """Whether layers with a window and those without have their own rope."""
+    interleaved: bool = False
+    """As in RopeConfig."""
+
+
+_GLM_DEFAULTS: Mapping[str, Any] = {
+    "rms_norm_eps": 1.5625e-7,
+    "max_position_embeddings": 131072,
+    "head_dim": 128,
+    "attention_bias": True,
+}
+_MISTRAL_DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 131072, "sliding_window": 4096}
+_QWEN_DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 32768, "sliding_window": 4096}
+_QWEN2 = _Family(_QWEN_DEFAULTS, {"qkv_bias": True}, biased=(), windows="switched")
+_QWEN3 = _Family({**_QWEN_DEFAULTS, "head_dim": 128}, {"qk_norm": True}, windows="switched")
+_GEMMA2 = _Family(
+    {
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    {"norm": "rms_plus_one", "norms": "around", "activation": "gelu_tanh"},
+    windows="listed",
+    full_every=2,
+)
+_GEMMA3 = _Family(
+    {
+        **_GEMMA2.defaults,
+        "max_position_embeddings": 131072,
+        "final_logit_softcapping": 0.0,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+    {**_GEMMA2.fields, "qk_norm": True},
+    windows="listed",
+    full_every=6,
+    ropes_differ=True,
+)
+
+_DEEPSEEK = _Family({"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}, interleaved=True)
+"""Latent attention, and experts in groups beside shared ones. Its checkpoints say nearly everything."""
+
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family({"max_position_embeddings": 2048}),
+    "mistral": _Family(_MISTRAL_DEFAULTS, biased=(), windows="all"),
+    "ministral": _Family(_MISTRAL_DEFAULTS, biased=(), windows="listed"),
+    "ministral3": _Family(
+        {
+            "rms_norm_eps": 1e-5,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rope_theta": 1e6,
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        biased=(),
+        windows="all",
+    ),
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "glm": _Family(_GLM_DEFAULTS, biased=("qkv_bias",), interleaved=True),
+    "glm4": _Family(_GLM_DEFAULTS, {"norms": "around"}, biased=("qkv_bias",), interleaved=True),
+    "mixtral": _Family(
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6}, biased=(), windows="all"
+    ),
+    "qwen3_moe": _Family(_QWEN_DEFAULTS, {"qk_norm": True}, windows="switched"),
+    "gpt_oss": _Family(
+        {
+            "rms_norm_eps": 1e-5,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        {"attention_sinks": True},
+        windows="listed",
+        full_every=2,
+    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _DEEPSEEK),
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
+    "olmo3": _Family(
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096, "rope_theta": 5e5},
+        {"norms": "after", "qk_norm": True, "qk_norm_spans_heads": True},
+        windows="listed",
+        full_every=4,
+        ropes_differ=True,
+    ),
+    "smollm3": _Family(
+        {"max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+        windows="switched",
+    ),
+    "cohere2": _Family(
+        {"max_position_embeddings": 8192, "sliding_window": 4096, "logit_scale": 0.0625, "tie_word_embeddings": True},
+        {"norm": "layer", "norms": "shared"},
+        windows="listed",
+        full_every=4,
+        interleaved=True,
+    ),
+}
+
+# The older GLM checkpoints (`chatglm`) are `glm` under other names: their key -> the key of `glm`.
+_CHATGLM_KEYS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "multi_query_group_num": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "intermediate_size",
+    "layernorm_epsilon": "rms_norm_eps",
+    "seq_length": "max_position_embeddings",
+    "padded_vocab_size": "vocab_size",
+    "add_qkv_bias": "attention_bias",
+}
+
+
+def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, source: str) -> ModelConfig:
+    """`ModelConfig.from_hf`."""
+    values, family = _normalize(config, source)
+    fields, known = _Fields(values, source), _FAMILIES[family]
+    generation = _Fields(generation_config or {}, str(Path(source).with_name("generation_config.json")))
+    num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
+    mla = _mla(fields) if known is _DEEPSEEK else None
+    num_heads, num_kv_heads, head_dim = _heads(fields, mla)
+    windows = _sliding_windows(fields, family, num_layers, stated="sliding_window" in config)
+    rope_dim = head_dim if mla is None else mla.qk_rope_head_dim
+    rope, ropes = _ropes(fields, family, rope_dim, windows, num_layers)
+    hidden_size = fields.positive("hidden_size")
+    shared: dict[str, Any] = {**known.fields}
+    shared |= dict.fromkeys(known.biased, fields.flag("attention_bias", default=False))
+    if family in ("llama", "smollm3"):
+        shared["mlp_bias"] = fields.flag("mlp_bias", default=False)
+    return ModelConfig(
+        family=family,
+        vocab_size=fields.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.positive("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=fields.positive("max_position_embeddings"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, least=0.0),
+        rope=rope,
+        ropes=ropes,
+        attention_scale=_attention_scale(fields) if mla is None else _latent_scale(mla, rope),
+        attention_soft_cap=fields.number("attn_logit_softcapping", 0.0, least=0.0) if family == "gemma2" else 0.0,
+        embedding_scale=hidden_size**0.5 if family.startswith("gemma") else 1.0,
+        logit_scale=fields.number("logit_scale", 1.0),
+        logit_soft_cap=fields.number("final_logit_softcapping", 0.0, least=0.0),
+        sliding_windows=windows,
+        mla=mla,
+        moe=_moe(fields, family, num_layers),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
+        bos_token_id=next(iter(generation.integers("bos_token_id") or fields.integers("bos_token_id")), None),
+        eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
+        sampling_defaults=_sampling_defaults(generation),
+        tensor_names=next((name for name in ("chatglm", "gguf") if fields.get("tensor_names") == name), None),
+        quantization=_quantization(fields, mla),
+        **shared,
+    )
+
+
+def _attention_scale(fields: "_Fields") -> float | None:
+    """Gemma scales scores as if heads had another size."""
+    as_if = fields.number("query_pre_attn_scalar", 0.0, least=0.0)
+    return as_if**-0.5 if as_if else None
+
+
+def _mla(fields: "_Fields") -> MlaConfig:
+    query_rank = 0 if fields.get("q_lora_rank") is None else fields.positive("q_lora_rank")
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return MlaConfig(query_rank, *map(fields.positive, names))
+
+
+def _latent_scale(mla: MlaConfig, rope: RopeConfig) -> float:
+    """That of heads before they are absorbed; a stretched context sharpens scores by YaRN's magnitude, squared."""
+    stretched = rope.kind != "default" and rope.factor > 1
+    magnitude = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1 if stretched else 1.0
+    return magnitude**2 / math.sqrt(mla.query_size(1))
+
+
+def _heads(fields: "_Fields", mla: MlaConfig | None) -> tuple[int, int, int]:
+    """Query heads, key-value heads and the size of a head, which must fit each other."""
+    hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    if mla is not None:
+        return num_heads, 1, mla.kv_lora_rank + mla.qk_rope_head_dim
+    num_kv_heads = fields.positive("num_key_value_heads", num_heads)
+    heads = f"num_attention_heads {num_heads}"
+    if num_heads % num_kv_heads:
+        raise ModelError(f"{fields.source}: {heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    if fields.get("head_dim") is None and hidden_size % num_heads:
+        raise ModelError(f"{fields.source}: hidden_size {hidden_size} is not a multiple of {heads}")
+    return num_heads, num_kv_heads, fields.positive("head_dim", hidden_size // num_heads)
+
+
+class _Fields:
+    """Typed access to a JSON object; every complaint names the file and the key."""
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self.source = source
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Its value, or the default where it is missing or null."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def _fail(self, key: str, wanted: str) -> ModelError:
+        return ModelError(f"{self.source}: {key} must be {wanted}, found {self.values.get(key)!r}")
+
+    def positive(self, key: str, default: int | None = None, *, most: int = _MAX_INTEGER) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self._fail(key, "a positive integer")
+        if value > most:
+            raise self._fail(key, f"at most {most}")
+        return value
+
+    def number(self, key: str, default: float, *, least: float = -_MAX_NUMBER) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_NUMBER:
+            raise self._fail(key, "a number")
+        if value < least:
+            raise self._fail(key, f"at least {least:g}")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key, 0.0)
+
+    def positive_numbers(self, key: str, *, count: int) -> tuple[float, ...]:
+        value = self.get(key, [])
+        if not isinstance(value, list) or len(value) not in (0, count):
+            raise self._fail(key, f"a list of {count} numbers")
+        return tuple(_Fields({key: one}, self.source).number(key, 1.0, least=_LEAST_ROPE_NUMBER) for one in value)
+
+    def whole(self, key: str) -> int | None:
+        value = self.optional_number(key)
+        if value is not None and not value.is_integer():
+            raise self._fail(key, "a whole number")
+        return None if value is None else int(value)
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self._fail(key, "true or false")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        value = self.get(key, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise self._fail(key, "an integer from 0 on or a list of them")
+        return tuple(ids)
+
+
+def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], str]:
+    """Fill in the family's defaults and translate `chatglm` keys: (values, family)."""
+    model_type = config.get("model_type")
+    architectures = config.get("architectures") or []
+    is_chatglm = model_type == "chatglm"
+    family = "glm" if is_chatglm else model_type
+    named = ", ".join(str(name) for name in architectures) if isinstance(architectures, list) else ""
+    if not isinstance(family, str) or family not in _FAMILIES:
+        supported = ", ".join((*_FAMILIES, "chatglm"))
+        raise ModelError(
+            f"{source}: architecture {named or 'unnamed'} (model_type {model_type!r}) is not supported;"
+            f" supported model types: {supported}"
+        )
+    if named and not is_chatglm and "ForCausalLM" not in named:
+        raise ModelError(f"{source}: {named} is not a text generation model (...ForCausalLM)")
+    known = _FAMILIES[family]
+    values = {**known.defaults, **{key: value for key, value in config.items() if value is not None}}
+    values |= {key: config[key] for key in _NULLABLE if key in config}
+    if is_chatglm:
+        _translate_chatglm(values, config, source)
+        values["tensor_names"] = "chatglm"
+    if "layer_norm_eps" in values:
+        values["rms_norm_eps"] = values["layer_norm_eps"]
+    found = values.get("hidden_activation", values.get("hidden_act", "silu"))
+    accepted = ("gelu_pytorch_tanh",) if known.fields.get("activation") == "gelu_tanh" else ("silu", "swish")
+    if found not in accepted:
+        raise ModelError(f"{source}: hidden_act {found!r} is not supported; only {accepted[0]} is")
+    if values.get("use_bidirectional_attention"):
+        raise ModelError(
+            f"{source}: use_bidirectional_attention is not supported: a text is written from left to right"
+        )
+    return values, family
+
+
+def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source: str) -> None:
+    values.update({new: config[old] for old, new in _CHATGLM_KEYS.items() if config.get(old) is not None})
+    if not config.get("multi_query_attention", True):
+        values["num_key_value_heads"] = config.get("num_attention_heads")
+    if config.get("add_bias_linear") or not config.get("rmsnorm", True):
+        raise ModelError(f"{source}: this chatglm variant (add_bias_linear or layer norm) is not supported")
+    values["rope_theta"] = 10000.0 * _Fields(config, source).number("rope_ratio", 1.0)
+
+
+def _ropes(
+    fields: _Fields, family: str, head_dim: int, windows: tuple[int, ...], num_layers: int
+) -> tuple[RopeConfig, tuple[RopeConfig, ...]]:
+    """How most layers rotate, and how each does, where they differ."""
+    if _FAMILIES[family].ropes_differ:
+        full = _rope(fields, family, head_dim, "full_attention")
+        sliding = _rope(fields, family, head_dim, "sliding_attention")
+        return full, tuple(sliding if window else full for window in windows or (0,) * num_layers)
+    rope = _rope(fields, family, head_dim)
+    rotated: list[int] = [1] * num_layers
+    if family == "cohere2":
+        rotated = list(windows) or [0] * num_layers
+    elif family == "smollm3":
+        rotated = _rotated_layers(fields, num_layers)
+    still = RopeConfig(rope.rotary_dim, kind="none", interleaved=rope.interleaved)
+    return rope, () if all(rotated) else tuple(rope if turns else still for turns in rotated)
+
+
+def _rotated_layers(fields: _Fields, num_layers: int) -> list[int]:
+    """For each layer of SmolLM3, whether it rotates: `no_rope_layers` has a 0 for one that does not."""
+    interval = fields.positive("no_rope_layer_interval")
+    rotated = fields.get("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(num_layers)])
+    if not isinstance(rotated, list) or len(rotated) != num_layers or not all(one in (0, 1) for one in rotated):
+        raise ModelError(f"{fields.source}: no_rope_layers must have a 0 or a 1 for each of {num_layers} layers")
+    return rotated
+
+
+def _rope_section(fields: _Fields, kind: str | None) -> dict[str, Any]:
+    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before), over the rest of config.json;
+    those for one kind of layers, where each has its own."""
+    merged = dict(fields.values)
+    for key in ("rope_scaling", "rope_parameters"):
+        section = fields.get(key)
+        if section is not None and not isinstance(section, dict):
+            raise ModelError(f"{fields.source}: {key} must be an object, found {section!r}")
+        if kind is not None and section is not None and any(isinstance(one, dict) for one in section.values()):
+            section = section.get(kind)
+            if not isinstance(section, dict):
+                raise ModelError(f"{fields.source}: {key} must have an object for {kind}")
+        elif kind == "sliding_attention":  # before transformers 5, only layers without a window were stretched
+            merged["rope_theta"] = fields.get("rope_local_base_freq", merged.get("rope_theta"))
+            section = None
+        merged.update(section or {})
+    return merged
+
+
+def _rope(fields: _Fields, family: str, head_dim: int, layer_kind: str | None = None) -> RopeConfig:
+    """How layers rotate, or those of one kind."""
+    merged = _rope_section(fields, layer_kind)
+    rope = _Fields(merged, fields.source)
+    kind: Any = merged.get("rope_type") or merged.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise ModelError(f"{fields.source}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}")
+    is_glm = family in ("glm", "glm4")
+    # Other families rotate whole heads, whatever the key says.
+    rotary_dim = int(head_dim * (rope.number("partial_rotary_factor", 0.5) if is_glm else 1.0))
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"{fields.source}: head_dim {head_dim} gives an impossible rotary size of {rotary_dim}")
+    max_position = rope.positive("max_position_embeddings")
+    original = rope.positive("original_max_position_embeddings", max_position)
+    # Only YaRN may leave its factor to be inferred from the two lengths.
+    if kind not in ("default", "yarn") and rope.get("factor") is None:
+        raise ModelError(f"{fields.source}: the rope factor is missing, without which rope type {kind} means nothing")
+    factor = 1.0 if kind == "default" else rope.number("factor", max_position / original)
+    theta = rope.number("rope_theta", 10000.0)
+    if min(factor, theta) < _LEAST_ROPE_NUMBER:
+        raise ModelError(f"{fields.source}: rope factor and rope_theta must be positive, found {factor} and {theta}")
+    rope_config = RopeConfig(
+        rotary_dim=rotary_dim,
+        theta=theta,
+        kind=kind,
+        interleaved=_FAMILIES[family].interleaved and rope.flag("rope_interleave", default=True),
+        factor=factor,
+        original_max_position_embeddings=original,
+        truncate=rope.flag("truncate", default=True),
+        attention_factor=rope.optional_number("attention_factor"),
+        frequency_factors=rope.positive_numbers("frequency_factors", count=rotary_dim // 2),
+        query_growth=rope.number("llama_4_scaling_beta", 0.0) if family == "ministral3" else 0.0,
+        **{name: rope.number(name, getattr(_PLAIN_ROPE, name)) for name in _ROPE_NUMBERS},
+    )
+    # The rules that blend kept and stretched frequencies need two different borders between them.
+    if kind == "llama3" and not 0 < rope_config.low_freq_factor < rope_config.high_freq_factor:
+        raise ModelError(f"{fields.source}: rope type llama3 needs 0 < low_freq_factor < high_freq_factor")
+    if kind == "yarn" and not (0 < rope_config.beta_slow < rope_config.beta_fast and theta > 1):
+        raise ModelError(f"{fields.source}: rope type yarn needs 0 < beta_slow < beta_fast and rope_theta above 1")
+    return rope_config
+
+
+def _sliding_windows(fields: _Fields, family: str, num_layers: int, *, stated: bool) -> tuple[int, ...]:
+    """Each layer's window; empty if there are none. `stated`: whether config.json names their size."""
+    known, types = _FAMILIES[family], _layer_types(fields, num_layers)
+    if known.windows == "none" or fields.get("sliding_window") is None:
+        return ()
+    if known.windows == "switched" and not fields.flag("use_sliding_window", default=False):
+        return ()
+    window, context = fields.positive("sliding_window"), fields.positive("max_position_embeddings")
+    if stated and window > context:
+        raise ModelError(f"{fields.source}: sliding_window {window} is beyond max_position_embeddings {context}")
+    if known.windows == "all" or family == "qwen3_moe":
+        return (window,) * num_layers
+    if types is None and family in ("qwen2", "qwen3"):
+        first_sliding = int(fields.number("max_window_layers", 28))
+        types = [layer >= first_sliding for layer in range(num_layers)]
+    elif types is None and family == "smollm3":
+        types = [not turns for turns in _rotated_layers(fields, num_layers)]
+    elif types is None:
+        every = known.full_every and fields.positive("sliding_window_pattern", known.full_every)
+        types = [not every or (layer + 1) % every != 0 for layer in range(num_layers)]
+    return tuple(window if slides else 0 for slides in types)
+
+
+def _layer_types(fields: _Fields, num_layers: int) -> list[bool] | None:
+    """For each layer, whether `layer_types` gives it a window; None if it is not there."""
+    layer_types = fields.get("layer_types")
+    if layer_types is None:
+        return None
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers:
+        found = len(layer_types) if isinstance(layer_types, list) else repr(layer_types)
+        raise ModelError(
+            f"{fields.source}: layer_types must name a kind for each of {num_layers} layers, found {found}"
+        )
+    for kind in layer_types:
+        if not isinstance(kind, str) or kind not in _WINDOWS:
+            raise ModelError(f"{fields.source}: layer_types names {kind!r:.40}; known are {' and '.join(_WINDOWS)}")
+    return [_WINDOWS[kind] for kind in layer_types]
+
+
+def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
+    if family == "mixtral":
+        moe = MoeConfig(
+            num_experts=fields.positive("num_local_experts", 8),
+            experts_per_token=fields.positive("num_experts_per_tok", 2),
+            intermediate_size=fields.positive("intermediate_size"),
+            normalize_weights=True,
+            sparse_layers=frozenset(range(num_layers)),
+        )
+    elif family == "gpt_oss":
+        if (fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)) != (7.0, 1.702):
+            raise ModelError(f"{fields.source}: gpt-oss with another swiglu_limit or swiglu_alpha is not supported")
+        moe = MoeConfig(
+            num_experts=fields.positive("num_local_experts", fields.positive("num_experts", 128)),
+            experts_per_token=fields.positive("num_experts_per_tok", 4),
+            intermediate_size=fields.positive("intermediate_size"),
+            normalize_weights=True,
+            sparse_layers=frozenset(range(num_layers)),
+            style="gpt_oss",
+        )
+    elif _FAMILIES[family] is _DEEPSEEK:
+        moe = _deepseek_experts(fields, family, num_layers)
+    elif family == "qwen3_moe":
+        step, dense = fields.positive("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
+        sparse = (layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+        moe = MoeConfig(
+            num_experts=fields.positive("num_experts", fields.positive("num_local_experts", 128)),
+            experts_per_token=fields.positive("num_experts_per_tok", 8),
+            intermediate_size=fields.positive("moe_intermediate_size", 768),
+            normalize_weights=fields.flag("norm_topk_prob", default=False),
+            sparse_layers=frozenset(sparse),
+        )
+    else:
+        return None
+    if moe.experts_per_token > moe.num_experts:
+        raise ModelError(
+            f"{fields.source}: num_experts_per_tok is {moe.experts_per_token}, more than the {moe.num_experts} experts"
+        )
+    return moe
+
+
+def _deepseek_experts(fields: _Fields, family: str, num_layers: int) -> MoeConfig:
+    """Those of DeepSeek and of models built like it: shared experts, and experts in groups."""
+    num_experts, inner = fields.positive("n_routed_experts"), fields.positive("moe_intermediate_size")
+    groups, chosen = fields.positive("n_group", 1), fields.positive("topk_group", 1)
+    if family == "deepseek_v2" and fields.get("topk_method", "greedy") == "greedy":
+        groups = chosen = 1
+    if num_experts % groups or not chosen <= groups:
+        raise ModelError(
+            f"{fields.source}: {num_experts} experts cannot be in {groups} groups, {chosen} of them chosen"
+        )
+    dense = int(fields.number("first_k_dense_replace", 0.0, least=0.0))
+    kinds = fields.get("mlp_layer_types", ["dense"] * dense + ["sparse"] * (num_layers - dense))
+    if not isinstance(kinds, list) or len(kinds) < num_layers or not {"dense", "sparse"}.issuperset(map(str, kinds)):
+        raise ModelError(f"{fields.source}: mlp_layer_types must have dense or sparse for each of {num_layers} layers")
+    is_v2 = family == "deepseek_v2"  # transformers leaves its weights as they are, whatever norm_topk_prob says
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=fields.positive("num_experts_per_tok"),
+        intermediate_size=inner,
+        normalize_weights=not is_v2 and fields.flag("norm_topk_prob", default=True),
+        sparse_layers=frozenset(layer for layer, kind in enumerate(kinds[:num_layers]) if kind == "sparse"),
+        shared_size=inner * int(fields.number("n_shared_experts", 0.0, least=0.0)),
+        scores="softmax" if is_v2 else "sigmoid",
+        num_groups=groups,
+        groups_per_token=chosen,
+        weight_scale=fields.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _quantization(fields: _Fields, mla: MlaConfig | None) -> Quantization | None:
+    section = fields.get("quantization_config") or fields.get("compression_config")
+    if section is None:
+        return None
+    if mla is not None:
+        raise ModelError(
+            f"{fields.source}: quantized weights of latent attention are not supported; take a 16-bit model"
+        )
+    if not isinstance(section, dict):
+        raise ModelError(f"{fields.source}: quantization_config must be an object, found {section!r:.80}")
+    return Quantization.from_hf(section, fields.source)
+
+
+def _sampling_defaults(generation: _Fields) -> SamplingDefaults:
+    """What generation_config.json recommends; without do_sample, temperature, top_p and top_k are not meant."""
+    penalty = generation.optional_number("repetition_penalty")
+    if not generation.flag("do_sample", default=False):
+        return SamplingDefaults(repetition_penalty=penalty)
+    temperature, top_p, min_p = map(generation.optional_number, ("temperature", "top_p", "min_p"))
+    return SamplingDefaults(temperature, top_p, generation.whole("top_k"), min_p, penalty)

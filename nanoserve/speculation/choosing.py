@@ -1,0 +1,98 @@
+"""How many guesses the rows of a step check: as many as give most tokens per second, by its predicted time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from nanoserve.costs.predictor import Predictor
+from nanoserve.costs.work import StepWork
+
+COUNTS = (0, 1, 2, 3, 5, 7)
+"""Guesses that a row may have."""
+_LEAST_GAIN = 1.02
+"""Guessing has to be predicted so much faster: a prediction may be a little wrong, and plain steps are sure."""
+_FALLEN = 0.8
+"""Where so much of the best rate is left, more guesses are not tried: each step of a device's time is paid by then."""
+_FADING = 0.9
+"""Share of a sequence's record that counts at its next verification: about the last ten do."""
+_PRIOR_TRIALS = 2.0
+"""Guesses that the record of all sequences counts as, in that of a new one."""
+_HIGHEST = 0.98
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """A running mean of how often a guess is right, given that those before it are."""
+
+    accepted: float
+    tried: float
+    fading: float = _FADING
+
+    def learn(self, guesses: int, accepted: int) -> None:
+        """A row of so many guesses was verified. What follows its first wrong guess tells nothing."""
+        self.accepted = self.fading * self.accepted + accepted
+        self.tried = self.fading * self.tried + min(accepted + 1, guesses)
+
+    def rate(self, prior: float) -> float:
+        """α, between 0 and 0.98."""
+        return min(_HIGHEST, (self.accepted + _PRIOR_TRIALS * prior) / (self.tried + _PRIOR_TRIALS))
+
+
+def expected_tokens(rate: float, guesses: int) -> float:
+    """Tokens that a row answers, E = (1 - α^(k+1)) / (1 - α) (Leviathan et al. 2023, equation 1)."""
+    return guesses + 1.0 if rate >= 1 else (1 - rate ** (guesses + 1)) / (1 - rate)
+
+
+def choose_counts(
+    rates: Sequence[float], limits: Sequence[int], seconds: Callable[[int, int], float], budget: int
+) -> list[int]:
+    """The number of guesses of each row, from COUNTS, that maximises ΣE(α, k) / seconds(Σk, largest k), where the step
+    has at most ``budget`` guesses; all 0 if guessing is not predicted to gain 2 %.
+
+    Of all ways to spend n guesses the best takes the likeliest ones, as each row's next guess is likelier to be right
+    than the one after it. So only the number is searched.
+    """
+    pieces = sorted(
+        (
+            (-(expected_tokens(rate, more) - expected_tokens(rate, fewer)) / (more - fewer), row, fewer, more)
+            for row, (rate, limit) in enumerate(zip(rates, limits, strict=True))
+            for fewer, more in pairwise(COUNTS)
+            if more <= limit
+        ),
+    )
+    tokens, guesses, largest = float(len(rates)), 0, 0
+    best, taken = _LEAST_GAIN * tokens / seconds(0, 0), 0
+    for number, (likelihood, _, fewer, more) in enumerate(pieces, start=1):
+        guesses, largest = guesses + more - fewer, max(largest, more)
+        tokens -= likelihood * (more - fewer)
+        if guesses > budget:
+            break
+        if number in _TRIED or number == len(pieces):
+            rate = tokens / seconds(guesses, largest)
+            if rate > best:
+                best, taken = rate, number
+            elif rate < _FALLEN * best:
+                break
+    counts = [0] * len(rates)
+    for _, row, _, more in pieces[:taken]:
+        counts[row] = more
+    return counts
+
+
+_TRIED = frozenset(accumulate(range(4000), lambda number, _: number + 1 + number // 8, initial=1))
+"""How many pieces are tried: all up to 8, then about an eighth more each time, to save time on the CPU."""
+
+
+def step_seconds(predictor: Predictor, work: StepWork) -> Callable[[int], float]:
+    """The predicted time of a step with so many guesses more. Guesses read the keys that their row reads anyway."""
+    chunks = [
+        predictor.prefill_attention_seconds(start + length) - predictor.prefill_attention_seconds(start)
+        for start, length in work.chunks
+    ]
+    attention = predictor.attention_seconds(work.decode_context) + sum(chunks)
+
+    def seconds(guesses: int) -> float:
+        linear = predictor.linear_seconds(work.tokens + guesses)
+        return predictor.num_layers * (linear + attention) + predictor.step_overhead_seconds(work.sampled + guesses)
+
+    return seconds

@@ -1,0 +1,295 @@
+"""Guesses on the scheduler's floor: whatever is guessed, every request gets the tokens of plain decoding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoserve.costs.work import StepWork
+from nanoserve.engine import Engine
+from nanoserve.request import Request, SamplingParams, Status
+from nanoserve.request import Sequence as Sequence_
+from nanoserve.scheduler import Decision, Load, Policy, make_policy
+from nanoserve.scheduler.plan import Begin, Row, work_of
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.speculation.choosing import COUNTS, Acceptance, choose_counts, expected_tokens
+from nanoserve.speculation.ngram import NgramIndex
+from nanoserve.speculation.speculator import Speculator
+from tests.fakes.dying_executor import DyingExecutor
+from tests.fakes.linear_predictor import LinearPredictor
+from tests.fakes.memory_checking_executor import Drafter, MemoryCheckingExecutor, next_token
+from tests.scheduler.lives import WINDOWS, check_outputs, live, lives
+
+
+def knows(prefix: Sequence[int], begin: Begin, count: int) -> list[int]:
+    """Always right."""
+    tokens = list(prefix)
+    for _ in range(count):
+        tokens.append(next_token(tokens, begin))
+    return tokens[len(prefix) :]
+
+
+def errs(prefix: Sequence[int], begin: Begin, count: int) -> list[int]:
+    """Always wrong."""
+    return [(token + 1) % 50 for token in knows(prefix, begin, count)]
+
+
+def sometimes(prefix: Sequence[int], begin: Begin, count: int) -> list[int]:
+    """Right for a while, and sometimes with fewer guesses than were asked for."""
+    right = sum(prefix) % 4
+    return (knows(prefix, begin, count)[:right] + [1] * count)[: max(0, count - sum(prefix) % 2)]
+
+
+DRAFTERS: dict[str, Drafter | None] = {"knows": knows, "errs": errs, "sometimes": sometimes, "ngram": None}
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "throttling", "adaptive"])
+@pytest.mark.parametrize("name", DRAFTERS)
+@settings(max_examples=40, deadline=None)
+@given(
+    life=lives(WINDOWS),
+    predictors=st.sampled_from([(), (LinearPredictor(),)]),
+    host_blocks=st.sampled_from([0, 0, 3, 9]),
+    deaths=st.sampled_from([(), (), (9,), (5, 6, 30)]),
+)
+def test_guesses_change_no_answer(
+    policy: str, name: str, life: dict, predictors: tuple, host_blocks: int, deaths: tuple[int, ...]
+) -> None:
+    """Beside preemption by swaps, too, and where workers die."""
+    drafter, depth = DRAFTERS[name], life["depth"]
+    speculator = Speculator(
+        looks_up=drafter is None, token_budget=life["token_budget"] + 8, feeds_tokens=life["feeds_tokens"]
+    )
+    executor = DyingExecutor(
+        life["num_blocks"],
+        life["block_size"],
+        depth=depth,
+        feeds_tokens=life["feeds_tokens"],
+        host_blocks=host_blocks,
+        deaths=deaths,
+        windows=life["windows"],
+        drafter=drafter or (lambda prefix, begin, count: ()),
+    )
+    scheduler = Scheduler(
+        make_policy(policy, life["token_budget"], swaps=host_blocks > 0),
+        num_blocks=life["num_blocks"],
+        block_size=life["block_size"],
+        max_model_len=life["max_model_len"],
+        max_num_seqs=life["max_num_seqs"],
+        prefix_caching=life["prefix_caching"],
+        pipeline_depth=depth,
+        host_blocks=host_blocks,
+        feeds_tokens=life["feeds_tokens"],
+        predictors=predictors,
+        speculator=speculator,
+        windows=life["windows"],
+    )
+    engine = Engine(scheduler, executor, vocab_size=50)
+    outputs, reasons = live(engine, life["arrivals"])
+
+    check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons)
+    assert scheduler.pool.free_blocks == life["num_blocks"]
+    assert scheduler.host_pool.free_blocks == host_blocks
+    assert not speculator._records
+    if name == "knows":
+        assert sum(speculator.counts.accepted) == speculator.counts.guesses
+    if name == "errs":
+        assert sum(speculator.counts.accepted) == 0
+
+
+def test_a_row_with_guesses_is_one_decode_that_samples_every_position() -> None:
+    rows = [Row(1, 9, (4, 5, 6), True, guesses=2), Row(2, 7, (4,), True), Row(3, 0, (1, 2), False)]
+    assert work_of(rows) == StepWork(decodes=2, decode_context=12 + 8, chunks=((0, 2),), sampled=4, guesses=2)
+    assert work_of(rows).tokens == 6
+
+
+def test_a_match_of_three_tokens_is_continued_and_what_repeats_goes_on() -> None:
+    index = NgramIndex()
+    assert index.guess([1, 2, 3, 4, 5, 1, 2], 4) == ()
+    assert index.guess([1, 2, 3, 4, 5, 1, 2, 3], 4) == (4, 5, 1, 2)
+    assert index.guess([1, 2, 3, 4, 5, 1, 2, 3, 9], 4) == ()
+    assert index.guess([1, 2, 3, 4, 5, 1, 2, 3, 9, 1, 2, 3], 2) == (9, 1)  # the latest one counts
+    assert NgramIndex().guess([7, 7, 7, 7], 5) == (7, 7, 7, 7, 7)
+
+
+def test_expected_tokens_are_those_of_the_lecture_and_of_the_paper() -> None:
+    assert expected_tokens(0.8, 4) == pytest.approx(sum(0.8**count for count in range(5)))
+    assert (expected_tokens(0.0, 7), expected_tokens(1.0, 7)) == (1.0, 8.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rates=st.lists(st.sampled_from([0.0, 0.3, 0.6, 0.9]), min_size=1, max_size=3),
+    most=st.sampled_from([0, 1, 3, 7]),
+    slope=st.sampled_from([0.0, 0.05, 0.2, 1.0]),
+    each=st.sampled_from([0.0, 0.1]),
+    budget=st.sampled_from([1, 4, 100]),
+)
+def test_no_other_counts_are_predicted_faster(
+    rates: list[float], most: int, slope: float, each: float, budget: int
+) -> None:
+    def seconds(guesses: int, longest: int) -> float:
+        return 1.0 + slope * guesses + each * longest
+
+    def tokens_per_second(counts: Sequence[int]) -> float:
+        expected = sum(expected_tokens(rate, count) for rate, count in zip(rates, counts, strict=True))
+        return expected / seconds(sum(counts), max(counts))
+
+    chosen = choose_counts(rates, [most] * len(rates), seconds, budget)
+    assert sum(chosen) <= budget
+    assert max(chosen) <= most
+    if each == 0.0 and budget == 100:  # else the likeliest guesses first is a good way, and perhaps not the best
+        allowed = [count for count in COUNTS if count <= most]
+        best = max(map(tokens_per_second, product(allowed, repeat=len(rates))))
+        assert tokens_per_second(chosen) >= best / 1.02 - 1e-9
+
+
+def test_what_follows_the_first_wrong_guess_tells_nothing() -> None:
+    acceptance = Acceptance(0.0, 0.0)
+    acceptance.learn(7, 0)
+    assert (acceptance.accepted, acceptance.tried) == (0, 1)
+    acceptance.learn(3, 3)
+    assert (acceptance.accepted, acceptance.tried) == (3, 3.9)
+    assert acceptance.rate(0.5) == pytest.approx(4 / 5.9)
+
+
+def test_a_guess_of_a_sequence_that_is_never_right_is_tried_more_and_more_seldom() -> None:
+    speculator = Speculator(looks_up=False, token_budget=64)
+    predictor = LinearPredictor(row=0.9)
+    sequence = Sequence_(1, Request("r", (1,), SamplingParams(max_tokens=5000), seed=0), 0, [1, 2], max_length=5001)
+    sequence.status = Status.DECODE
+    tried = []
+    for step in range(1500):
+        sequence.computed = len(sequence.tokens)
+        ((guesses, draft),) = speculator.choose([sequence], lambda: StepWork.of([9]), predictor)
+        tried += [step] if guesses else []
+        speculator.learn(sequence, len(guesses), 1, draft, (9,) * draft)
+        sequence.tokens.append(2)
+    gaps = [later - earlier for earlier, later in pairwise(tried)]
+    assert gaps[-1] > 250
+    assert len(tried) < 20
+
+
+def test_a_drafter_that_answers_nothing_is_asked_more_and_more_seldom() -> None:
+    speculator = Speculator(looks_up=False, token_budget=64)
+    sequence = Sequence_(1, Request("r", (1,), SamplingParams(max_tokens=5000), seed=0), 0, [1, 2], max_length=5001)
+    sequence.status = Status.DECODE
+    asked = []
+    for step in range(1500):
+        sequence.computed = len(sequence.tokens)
+        ((_, draft),) = speculator.choose([sequence], lambda: StepWork.of([9]), LinearPredictor(row=0.1))
+        asked += [step] if draft else []
+        assert sequence.guessing == bool(draft)  # else it could be fed
+        speculator.learn(sequence, 0, 1, draft, ())
+        sequence.tokens.append(2)
+    assert asked[-1] - asked[-2] > 250
+    assert len(asked) < 30
+
+
+def _decoding(**settings: object) -> tuple[Scheduler, Speculator, MemoryCheckingExecutor]:
+    """Blocks of 2 tokens; a drafter that is always wrong, unless the settings name another."""
+    speculator = Speculator(looks_up=False, token_budget=64)
+    executor = MemoryCheckingExecutor(16, 2, drafter=settings.pop("drafter", errs))
+    scheduler = Scheduler(
+        settings.pop("policy", make_policy("sarathi", 64)),
+        num_blocks=16,
+        block_size=2,
+        max_model_len=30,
+        speculator=speculator,
+        **settings,
+    )
+    return scheduler, speculator, executor
+
+
+def test_a_rejection_moves_nothing_but_the_count_of_computed_tokens() -> None:
+    scheduler, speculator, executor = _decoding()
+    engine = Engine(scheduler, executor, vocab_size=50)
+    engine.add(Request("r", (1, 2, 3), SamplingParams(temperature=0, max_tokens=25, ignore_eos=True), seed=0))
+    engine.step()
+    (sequence,) = scheduler.running
+    for _ in range(3):
+        known, blocks, chain = list(sequence.tokens), list(sequence.block_table), list(sequence.chain)
+        engine.step()
+        row = executor.plans[-1].rows[0]
+        assert (row.guesses, row.start) == (7, len(known) - 1)
+        assert sequence.tokens[:-1] == known  # one token more, as of a row without guesses
+        assert sequence.computed == len(known)
+        assert sequence.block_table[: len(blocks)] == blocks
+        assert sequence.chain[: len(chain)] == chain
+        assert len(sequence.chain) == len(known) // 2
+    assert sum(speculator.counts.accepted) == 0
+
+
+def test_a_guess_that_was_wrong_is_never_found_in_the_prefix_cache() -> None:
+    scheduler, _, executor = _decoding(prefix_caching=True)
+    engine = Engine(scheduler, executor, vocab_size=50)
+    prompt, params = (1, 2, 3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    engine.add(Request("r", prompt, params, seed=0))
+    guessed = []
+    while engine.has_work:
+        engine.step()
+        guessed += [row for row in executor.plans[-1].rows if row.guesses]
+    wrong = max(guessed, key=lambda row: row.guesses)
+    begin = Begin(0, prompt, 3, 0, 0, params)
+    known = list(prompt) + knows(prompt, begin, wrong.start + 1 - len(prompt))
+    engine.add(Request("s", (*known, *wrong.tokens[1:], 5), params, seed=0))
+    engine.step()
+    assert executor.plans[-1].begin[0].sequence != 0
+    assert executor.plans[-1].rows[0].start == len(known) // 2 * 2  # the blocks of known tokens, and no other
+
+
+@dataclass
+class Setting(Policy):
+    """Wants as many guesses as it is told."""
+
+    guesses: int
+
+    def decide(self, load: Load) -> Decision:
+        return Decision(prefill_tokens=64, decodes=64, guesses=self.guesses)
+
+
+@pytest.mark.parametrize(("wanted", "most"), [(0, 0), (1, 1), (4, 4), (50, 7), (-1, 0)])
+def test_a_policy_may_set_how_many_guesses_there_are(wanted: int, most: int) -> None:
+    scheduler, speculator, executor = _decoding(policy=Setting(wanted), predictors=(LinearPredictor(row=9.0),))
+    engine = Engine(scheduler, executor, vocab_size=50)
+    engine.add(Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), seed=0))
+    while engine.has_work:
+        engine.step()
+    guesses = [plan.rows[0].guesses for plan in executor.plans if plan.rows and plan.rows[0].start >= 2]
+    assert max(guesses) == most
+    assert all(each == most for each in guesses[:5])
+    assert speculator.counts.rows == sum(map(bool, guesses))
+
+
+def test_guesses_are_drafted_beside_those_that_are_checked() -> None:
+    """A row of 7 guesses asks for the next 7: one that checked its draft would have none behind it otherwise."""
+    scheduler, _, executor = _decoding(drafter=knows)
+    engine = Engine(scheduler, executor, vocab_size=50)
+    engine.add(Request("r", (1, 2), SamplingParams(temperature=0, max_tokens=25, ignore_eos=True), seed=0))
+    while engine.has_work:
+        engine.step()
+    assert [plan.rows[0].guesses for plan in executor.plans if plan.rows] == [0, 7, 7, 7]
+
+
+def test_throttling_counts_sequences_however_many_guesses_they_have() -> None:
+    """D of Token Throttling, gLLM's equation 4: the running sequences over the stages."""
+    rows = {}
+    for name, drafter in (("plain", lambda prefix, begin, count: ()), ("guessing", knows)):
+        speculator = Speculator(looks_up=False, token_budget=64)
+        executor = MemoryCheckingExecutor(64, 2, depth=2, drafter=drafter)
+        policy = make_policy("throttling", 64)
+        scheduler = Scheduler(
+            policy, num_blocks=64, block_size=2, max_model_len=30, pipeline_depth=2, speculator=speculator
+        )
+        engine = Engine(scheduler, executor, vocab_size=50)
+        for number in range(6):
+            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+            engine.add(Request(f"r{number}", (1, number), params, seed=0))
+        while engine.has_work:
+            engine.step()
+        rows[name] = {plan.decodes for plan in executor.plans if plan.rows and not plan.prompt_tokens}
+        assert bool(speculator.counts.guesses) == (name == "guessing")
+    assert max(rows["guessing"]) == max(rows["plain"])
