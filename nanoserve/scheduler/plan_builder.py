@@ -91,7 +91,10 @@ class PlanBuilder:
         if not rows:
             return
         sequences = [sequence for *_, sequence in rows]
-        chosen = speculator.choose(sequences, lambda: work_of(self.rows), self.load.predictor, self.decision.guesses)
+        load, wanted = self.load, self.decision.guesses
+        chosen = speculator.choose(
+            sequences, lambda: work_of(self.rows), load.predictor, wanted, in_flight=load.steps_in_flight
+        )
         pool, size, groups = self._blocks.pool, self._block_size, self._groups
         for (place, row, sequence), (guesses, draft) in zip(rows, chosen, strict=True):
             if not (guesses or draft):

@@ -44,10 +44,13 @@ def expected_tokens(rate: float, guesses: int) -> float:
 
 
 def choose_counts(
-    rates: Sequence[float], limits: Sequence[int], seconds: Callable[[int, int], float], budget: int
+    rates: Sequence[float], limits: Sequence[int], seconds: Callable[[int, int], float], budget: int, prompt_tokens: int
 ) -> list[int]:
-    """The number of guesses of each row, from COUNTS, that maximises ΣE(α, k) / seconds(Σk, largest k), where the step
-    has at most ``budget`` guesses; all 0 if guessing is not predicted to gain 2 %.
+    """The number of guesses of each row, from COUNTS, that maximises (ΣE(α, k) + prompt tokens) / seconds(Σk, largest
+    k), where the step has at most ``budget`` guesses; all 0 if guessing is not predicted to gain 2 %.
+
+    A prompt's tokens are as good as an answer's: else guesses would seem to pay wherever a prompt makes a step long,
+    though each of them delays it.
 
     Of all ways to spend n guesses the best takes the likeliest ones, as each row's next guess is likelier to be right
     than the one after it. So only the number is searched.
@@ -60,7 +63,7 @@ def choose_counts(
             if more <= limit
         ),
     )
-    tokens, guesses, largest = float(len(rates)), 0, 0
+    tokens, guesses, largest = float(len(rates) + prompt_tokens), 0, 0
     best, taken = _LEAST_GAIN * tokens / seconds(0, 0), 0
     for number, (likelihood, _, fewer, more) in enumerate(pieces, start=1):
         guesses, largest = guesses + more - fewer, max(largest, more)

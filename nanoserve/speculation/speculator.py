@@ -71,9 +71,11 @@ class Speculator:
         work: Callable[[], StepWork],
         predictor: Predictor | None,
         wanted: int | None = None,
+        in_flight: int = 0,
     ) -> list[tuple[tuple[int, ...], int]]:
         """For each sequence that a plan samples, its guesses, and how many tokens to draft after the answer. ``work``
-        is the plan without guesses. There are as many as are ``wanted``, or without a predictor as many as possible."""
+        is the plan without guesses, beside so many others ``in_flight``. There are as many as are ``wanted``, or
+        without a predictor as many as possible."""
         records = [self._record(one) for one in sequences]
         if wanted is not None:
             predictor = None
@@ -84,11 +86,11 @@ class Speculator:
             self._find(sequence, record, min(left, most) if sequence.status is _DECODE else 0)
             for sequence, record, left in zip(sequences, records, room, strict=True)
         ]
-        counts = self._counts(sequences, records, list(map(len, found)), work, predictor, 0.0)
+        counts = self._counts(sequences, records, list(map(len, found)), work, predictor, in_flight, drafting=False)
         drafts = [0] * len(records)
         if not self._looks_up:
             limits = [min(left - count, most) for left, count in zip(room, counts, strict=True)]
-            drafts = self._counts(sequences, records, limits, work, predictor, self._draft_seconds)
+            drafts = self._counts(sequences, records, limits, work, predictor, in_flight, drafting=True)
             self._undrafted = 0 if any(drafts) else self._undrafted + 1
         chosen = list[tuple[tuple[int, ...], int]]()
         for sequence, guesses, count, draft in zip(sequences, found, counts, drafts, strict=True):
@@ -114,25 +116,37 @@ class Speculator:
         limits: SequenceOf[int],
         make_work: Callable[[], StepWork],
         predictor: Predictor | None,
-        draft_seconds: float | None,
+        in_flight: int,
+        *,
+        drafting: bool,
     ) -> list[int]:
-        """How many guesses each has, of at most its limit; one where it is time to try again."""
+        """How many guesses each has, of at most its limit, or how many are drafted for the next step; one where it is
+        time to try again."""
         if max(limits) <= 0:
             return [0] * len(limits)
         if predictor is None:
             return [max(0, limit) for limit in limits]
-        if self._pause:
+        if self._pause and (drafting or self._looks_up):
             counts, self._pause = [0] * len(limits), self._pause - 1
         else:
             work = make_work()
             step, prior = step_seconds(predictor, work), self._all.rate(0.0)
-            each = _FIRST_DRAFT_SHARE * step(0) if draft_seconds is None else draft_seconds
+            each = 0.0 if self._looks_up else self._draft_seconds or _FIRST_DRAFT_SHARE * step(0)
+            share, micro_batches, longest = predictor.slowest_share, in_flight + 1, max(limits)
+
+            def seconds(guesses: int, most: int) -> float:
+                """Until the rows are next: through all stages, or as often through one as there are micro-batches. What
+                was drafted is checked at the pace at which it is drafted."""
+                time, behind = step(guesses), (most if drafting else longest) * each
+                return max(time + behind, micro_batches * (share * time + behind))
+
             rates = [record.acceptance.rate(prior) for record in records]
-            budget = self._token_budget - work.tokens
-            counts = choose_counts(rates, limits, lambda guesses, most: step(guesses) + most * each, budget)
-            self._pause = 0 if any(counts) else _RECONSIDERED
+            budget, prompts = self._token_budget - work.tokens, work.tokens - work.decodes
+            counts = choose_counts(rates, limits, seconds, budget, prompts)
+            if (drafting or self._looks_up) and not any(counts):
+                self._pause = _RECONSIDERED
         # To draft for one row takes as long as for many: those that are due wait for each other.
-        if not (draft_seconds == 0.0 or any(counts) or self._undrafted >= _PROBE):
+        if drafting and not any(counts) and self._undrafted < _PROBE:
             return counts
         return [
             count or int(limit > 0 and len(sequence.tokens) - record.tried >= record.wait)

@@ -127,18 +127,19 @@ def test_expected_tokens_are_those_of_the_lecture_and_of_the_paper() -> None:
     slope=st.sampled_from([0.0, 0.05, 0.2, 1.0]),
     each=st.sampled_from([0.0, 0.1]),
     budget=st.sampled_from([1, 4, 100]),
+    prompts=st.sampled_from([0, 0, 5, 50]),
 )
 def test_no_other_counts_are_predicted_faster(
-    rates: list[float], most: int, slope: float, each: float, budget: int
+    rates: list[float], most: int, slope: float, each: float, budget: int, prompts: int
 ) -> None:
     def seconds(guesses: int, longest: int) -> float:
         return 1.0 + slope * guesses + each * longest
 
     def tokens_per_second(counts: Sequence[int]) -> float:
         expected = sum(expected_tokens(rate, count) for rate, count in zip(rates, counts, strict=True))
-        return expected / seconds(sum(counts), max(counts))
+        return (expected + prompts) / seconds(sum(counts), max(counts))
 
-    chosen = choose_counts(rates, [most] * len(rates), seconds, budget)
+    chosen = choose_counts(rates, [most] * len(rates), seconds, budget, prompts)
     assert sum(chosen) <= budget
     assert max(chosen) <= most
     if each == 0.0 and budget == 100:  # else the likeliest guesses first is a good way, and perhaps not the best
