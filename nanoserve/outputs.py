@@ -3,10 +3,8 @@ times. It runs beside the engine (LLM) or in another process (a server), never i
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from functools import lru_cache
 from typing import Protocol
 
-from nanoserve.errors import UsageError
 from nanoserve.request import (
     CompletionOutput,
     FinishReason,
@@ -17,6 +15,7 @@ from nanoserve.request import (
     SequenceUpdate,
     TokenLogprob,
 )
+from nanoserve.text.reasoning import length_of_partial_tag
 
 MAX_DELTAS = 64  # deltas of a sample that may wait for their reader. Later updates are merged into the last one
 
@@ -84,40 +83,15 @@ class Detokenizer:
         return [token for token in token_ids if token not in skipped and token < vocab_size]
 
 
-class _Pattern:
-    """One stop string, matched character by character (Knuth, Morris and Pratt), so time is linear in the text."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        # fallback[n]: length of the longest proper prefix of text that also ends text[:n].
-        self.fallback = [0, 0]
-        for character in text[1:]:
-            self.fallback.append(self.advance(self.fallback[-1], character))
-
-    def advance(self, matched: int, character: str) -> int:
-        """Length of the match after `character`, if `matched` characters matched before it."""
-        while matched and self.text[matched] != character:
-            matched = self.fallback[matched]
-        return matched + (self.text[matched] == character)
-
-
-@lru_cache(maxsize=32)  # all prompts and samples of a request share them
-def _patterns(stops: tuple[str, ...]) -> tuple[_Pattern, ...]:
-    return tuple(_Pattern(stop) for stop in dict.fromkeys(stops))
-
-
 class StopStrings:
     """Passes text on until a stop string appears, without it; holds back an end that may be the beginning of one.
 
-    The first one to be complete wins; if several are complete at once, the one that began first wins.
+    The first one to be complete wins; if several are complete at once, the one that began first wins. There may be no
+    stop strings, but no empty ones, which SamplingParams refuses.
     """
 
     def __init__(self, stops: SequenceOf[str]) -> None:
-        """`stops` may be empty. Raises UsageError for an empty stop string."""
-        if any(not stop for stop in stops):
-            raise UsageError("a stop string must not be empty")
-        self._patterns = _patterns(tuple(stops))
-        self._matched = [0] * len(self._patterns)
+        self._stops = stops
         self._held = ""
         self._stopped: str | None = None
 
@@ -125,31 +99,19 @@ class StopStrings:
         """(text that is safe to show, the stop string that was met or None). After a match all text is dropped."""
         if self._stopped is not None:
             return "", self._stopped
-        if not self._patterns:
-            return text, None
-        for position, character in enumerate(text, start=len(self._held) + 1):
-            found = self._advance(character)
-            if found is not None:
-                safe = (self._held + text)[: position - len(found)]
-                self._held, self._stopped = "", found
-                return safe, found
         known = self._held + text
-        cut = len(known) - max(self._matched)
+        ends = {stop: known.index(stop) + len(stop) for stop in self._stops if stop in known}
+        if ends:
+            self._held, self._stopped = "", min(ends, key=lambda stop: (ends[stop], -len(stop)))
+            return known[: ends[self._stopped] - len(self._stopped)], self._stopped
+        cut = len(known) - max((length_of_partial_tag(known, stop) for stop in self._stops), default=0)
         self._held = known[cut:]
         return known[:cut], None
 
     def flush(self) -> str:
         """The text that was held back, at the end of the output: it was no stop string after all."""
         held, self._held = self._held, ""
-        self._matched = [0] * len(self._patterns)
         return held
-
-    def _advance(self, character: str) -> str | None:
-        """Feed one character to every pattern; the longest that is complete, if any."""
-        matched = [one.advance(length, character) for one, length in zip(self._patterns, self._matched, strict=True)]
-        self._matched = matched
-        complete = (one.text for one, length in zip(self._patterns, matched, strict=True) if length == len(one.text))
-        return max(complete, key=len, default=None)
 
 
 class _Sample:

@@ -1,8 +1,6 @@
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.errors import UsageError
 from nanoserve.outputs import StopStrings
 from tests.text.building import PATIENT
 
@@ -72,8 +70,3 @@ def test_without_stop_strings_everything_passes():
     matcher = StopStrings([])
     assert matcher.push("abc") == ("abc", None)
     assert matcher.flush() == ""
-
-
-def test_an_empty_stop_string_is_refused():
-    with pytest.raises(UsageError, match="empty"):
-        StopStrings(["a", ""])
