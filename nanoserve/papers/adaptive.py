@@ -5,6 +5,7 @@ that out. Figure "list" is the comparison; figure "parts" switches the two ideas
 where memory is short.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 from typing import NamedTuple
@@ -65,11 +66,7 @@ _SEED_OF_CAPACITY = 1000
 """The most that throttling serves is found with other requests than those that are compared."""
 
 
-_TPOT, _TTFT = mean_of("tpot_ms"), mean_of("ttft_ms")
-
-
-def _preemptions(outcome: Outcome) -> float:
-    return outcome.result.preemptions
+_TPOT, _TTFT, _PREEMPTIONS = mean_of("tpot_ms"), mean_of("ttft_ms"), operator.attrgetter("result.preemptions")
 
 
 Place = tuple[ListEntry, str]  # an entry of the list, and the label of a system
@@ -96,23 +93,15 @@ class Comparisons(Runs[Place]):
         spreads = {name: self.over_throttling(place, metric) for name, metric in metrics.items()}
         row |= spreads | {f"{name}_text": found.text("{:.3f}") for name, found in spreads.items()}
         for name, key in (("preemptions", place), ("throttling_preemptions", base)):
-            found = self.spread(key, _preemptions)
+            found = self.spread(key, _PREEMPTIONS)
             row |= {name: found, f"{name}_text": found.text("{:.0f}")}
         row["throttling_tokens_per_second"] = self.spread(base, throughput)
         row["throttling_tpot_ms"] = self.spread(base, _TPOT)
         return row
 
-    def by_seed(self, places: Sequence[Place], metric: Metric) -> list[list[tuple[float, float]]]:
-        """For each seed a metric in all these places, with that of throttling."""
-        pairs = (
-            zip(self.values(one, metric), self.values((one[0], THROTTLING.label), metric), strict=True)
-            for one in places
-        )
-        return [list(seed) for seed in zip(*pairs, strict=True)]
-
-    def ratios_by_seed(self, places: Sequence[Place], metric: Metric) -> list[list[float]]:
+    def ratios_by_seed(self, places: Sequence[Place], metric: Metric) -> Iterable[tuple[float, ...]]:
         """For each seed, the ratio to throttling in each of these places."""
-        return [[mine / theirs for mine, theirs in seed] for seed in self.by_seed(places, metric)]
+        return zip(*(self.ratios(one, (one[0], THROTTLING.label), metric) for one in places), strict=True)
 
     def mean_ratio(self, places: Sequence[Place], metric: Metric) -> Spread:
         """The geometric mean of each seed's ratios."""
@@ -163,14 +152,16 @@ def _list(scale: Scale, run: Run) -> Finding:
     found = compare(SETTINGS, [ADAPTIVE], scale.pick(_REQUESTS, _REQUESTS_OF_FULL), scale, run)
     every = found.places
     short = [one for one in every if one[0].pool < 1 and one[0].load > 1]
+    preempted = (
+        map(sum, zip(*(found.values((one[0], system.label), _PREEMPTIONS) for one in every), strict=True))
+        for system in (ADAPTIVE, THROTTLING)
+    )
     ours = {
         "list throughput": found.mean_ratio(every, throughput),
         "list worst throughput": Spread.of(map(min, found.ratios_by_seed(every, throughput))),
         "list TPOT": found.mean_ratio(every, _TPOT),
         "list worst TPOT": Spread.of(map(max, found.ratios_by_seed(every, _TPOT))),
-        "list preemptions": Spread.of(
-            sum(mine - theirs for mine, theirs in seed) for seed in found.by_seed(every, _preemptions)
-        ),
+        "list preemptions": Spread.of(map(operator.sub, *preempted)),
         "list short of memory": found.mean_ratio(short, throughput),
         "list TTFT": found.mean_ratio(every, _TTFT),
     }
@@ -183,7 +174,7 @@ def _parts(scale: Scale, run: Run) -> Finding:
     whole = [one for one in found.places if one[1] == ADAPTIVE.label]
     ours = {
         "parts throughput": found.mean_ratio(whole, throughput),
-        "parts preemptions": found.over_throttling(whole[-1], _preemptions),
+        "parts preemptions": found.over_throttling(whole[-1], _PREEMPTIONS),
     }
     shown = [*columns(("", "policy")), *_COLUMNS]
     return Finding(claims("adaptive", ours), None, [*map(found.row, found.places)], shown)

@@ -264,7 +264,8 @@ class Kept(NamedTuple):
 
 
 def _kept(model: str) -> Kept:
-    shape, layer = load_shape(model), _token_bytes(model) / load_shape(model).num_layers
+    shape = load_shape(model)
+    layer = ModelCounts(shape).kv_bytes_per_token(0) / shape.num_layers
     windows = _OLDER_MISTRAL if model == "mistral-7b" else shape.sliding_windows or (0,) * shape.num_layers
     sizes = [layer * sum(min(length, window or length) for window in windows) for length in LENGTHS]
     if not any(windows):
@@ -311,10 +312,6 @@ def kv(scale: Scale, run: Run) -> Finding:
         (".1f", (f"smaller by, at {LONG // 1024}k", "over")),
     )
     return Finding(claims("lecture", ours), Chart("Keys and values of a sequence", [lines]), rows, shown)
-
-
-def _token_bytes(model: str) -> float:
-    return ModelCounts(load_shape(model)).kv_bytes_per_token(0)
 
 
 _STORED_BITS = {"int8": 8.25, "int4": 4.25}  # a 16-bit scale is shared by 64 weights

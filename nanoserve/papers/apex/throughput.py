@@ -114,6 +114,7 @@ def _rows(runs: Backlogs) -> list[dict[str, object]]:
             "platform": setting.platform.name,
             "lengths": setting.lengths,
             "system": label,
+            "share": setting.processor,
             "budget": runs.cases[setting, label][0].system.token_budget,
             "throughput": runs.mean((setting, label), throughput),
             "over_device": runs.ratio((setting, label), (setting, DEVICE.label), throughput).mean,
@@ -155,19 +156,9 @@ def processors(scale: Scale, run: Run) -> Finding:
         for share in _SHARES
     ]
     runs = backlogs(settings, scale.first_seed, run)
-    rows = [
-        {
-            "platform": setting.platform.name,
-            "system": label,
-            "share": setting.processor,
-            "budget": several[0].system.token_budget,
-            "throughput": runs.mean((setting, label), throughput),
-            "over_device": runs.ratio((setting, label), (setting, DEVICE.label), throughput).mean,
-            "over_neo": runs.ratio((setting, label), (setting, NEO.label), throughput).mean,
-            "processor": 100 * runs.outcomes((setting, label))[0].result.processor_share,
-        }
-        for (setting, label), several in runs.cases.items()
-    ]
+    rows = _rows(runs)
+    for row, (setting, label) in zip(rows, runs.cases, strict=True):
+        row["over_neo"] = runs.ratio((setting, label), (setting, NEO.label), throughput).mean
     shown = columns(
         ("", "platform"),
         ("<", "system"),

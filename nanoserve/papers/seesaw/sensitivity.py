@@ -158,7 +158,10 @@ def _points(scale: Scale, run: Run) -> list[BandwidthPoint]:
     setting = closed_batch("codellama-34b", A10, 8, "arxiv", scale.pick(250, 500), seed=scale.seeds[0])
     factors = scale.pick((0.1, 0.3, 1.0, 5.0, 50.0), (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0))
     settings = [replace(setting, all_reduce_scale=factor) for factor in factors]
-    layouts = {_paper_name(layout): layout.name for layout in fitting_layouts(settings[0])}
+    layouts = {
+        f"d{layout.data_parallel}t{layout.tensor_parallel}p{layout.pipeline_parallel}": layout.name
+        for layout in fitting_layouts(settings[0])
+    }
     grid = _grid(settings, [*layouts.values(), *_PAIRS.values()], run)
     points = []
     for factor, row in zip(factors, grid, strict=True):
@@ -166,10 +169,6 @@ def _points(scale: Scale, run: Run) -> list[BandwidthPoint]:
         pairs = dict(zip(_PAIRS, row[len(layouts) :], strict=True))
         points.append(BandwidthPoint(factor=factor, static=static, pairs=pairs))
     return points
-
-
-def _paper_name(layout: ParallelLayout) -> str:
-    return f"d{layout.data_parallel}t{layout.tensor_parallel}p{layout.pipeline_parallel}"
 
 
 def bandwidth(scale: Scale, run: Run) -> Finding:
