@@ -57,7 +57,7 @@ FLOORS: dict[str, set[str]] = {
     },
     "text": {"errors", "processes"},
     "grammar": {"errors", "processes", "text"},
-    "outputs": {"errors", "request"},
+    "outputs": {"errors", "request", "text"},
     "models": {
         *("errors", "processes", "config", "checkpoint_names", "quantization", "engine_config", "costs", "triton_ops"),
     },
