@@ -49,11 +49,15 @@ class EngineRun:
 
 class EngineDriver:
     """Issues requests to an engine all at once and waits for the last token. Prefixes are never shared between runs:
-    each run has its own cache salt. ``on_step`` is called for each step."""
+    each run has its own cache salt. ``on_step`` is called for each step; ``windows`` are the model's."""
 
-    def __init__(self, engine: Engine | Dispatcher, on_step: Callable[[StepWork], None] = lambda _: None) -> None:
-        self._engine = engine
-        self._on_step = on_step
+    def __init__(
+        self,
+        engine: Engine | Dispatcher,
+        on_step: Callable[[StepWork], None] = lambda _: None,
+        windows: Sequence[int] = (),
+    ) -> None:
+        self._engine, self._on_step, self._windows = engine, on_step, windows
         self._finished: list[tuple[StepWork, float]] = []  # plans that ended, and their durations
         for each in engine.engines if isinstance(engine, Dispatcher) else (engine,):
             each.recorder.add(partial(self._observe, {}))
@@ -62,7 +66,7 @@ class EngineDriver:
     def _observe(self, in_flight: dict[int, StepWork], event: Event) -> None:
         """Take in an event of one engine, of whose plans those are in flight."""
         if isinstance(event, Planned):
-            in_flight[event.plan.step] = step_work(event.plan)
+            in_flight[event.plan.step] = step_work(event.plan, self._windows)
         for result in event.results if isinstance(event, Collected) else ():
             if result.step is not None:
                 self._finished.append((in_flight.pop(result.step), result.seconds))

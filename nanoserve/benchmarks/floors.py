@@ -3,21 +3,26 @@
 Counted are each used weight and the keys and values of the whole context, read once, and the products; the rest is not.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision
-from nanoserve.costs.work import Chunk, StepWork, chunk_keys, chunk_pairs
+from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.scheduler.plan import StepPlan, work_of
 
 STEP_KINDS = ("decode", "prefill", "mixed")
 
 
-def step_work(plan: StepPlan) -> StepWork:
-    """A plan's rows, summed up. A row of no tokens finishes what an earlier one began; it counts as an empty chunk."""
+def step_work(plan: StepPlan, windows: Sequence[int] = ()) -> StepWork:
+    """A plan's rows, summed up for a model with these ``windows``. A row of no tokens finishes what an earlier one
+    began; it counts as an empty chunk."""
 
     def sum_up(contexts: list[int], chunks: list[Chunk], sampled: int) -> StepWork:
-        return StepWork(decodes=len(contexts), decode_context=sum(contexts), chunks=tuple(chunks), sampled=sampled)
+        decodes = StepWork.of(contexts, sampled=sampled, windows=windows)
+        return replace(decodes, chunks=tuple(chunks))
 
     return work_of(plan.rows, sum_up)
 
@@ -51,20 +56,17 @@ class ModelCost:
 
     def __init__(self, config: ModelConfig, number_bytes: int) -> None:
         self._counts = ModelCounts(config, precision=Precision.of(8 * number_bytes))
+        self.windows = self._counts.windows
 
     def step_bytes(self, work: StepWork) -> float:
         counts = self._counts
         embeddings = counts.embedding(work.tokens).weight_bytes
         weights = sum(operator.weight_bytes for operator in counts.products(work, 0))
-        keys = work.decode_context + sum(chunk_keys(*chunk) for chunk in work.chunks)
-        return weights + embeddings + counts.kv_bytes_per_token(0) * keys
+        return weights + embeddings + sum(operator.kv_bytes for operator in counts.attention(work, 0))
 
     def step_operations(self, work: StepWork) -> float:
         """Floating point operations of the matrix products."""
-        counts = self._counts
-        pairs = work.decode_context + sum(chunk_pairs(*chunk) for chunk in work.chunks)
-        attention = counts.layer_flops_per_pair * counts.layers(0) * pairs
-        return sum(operator.flops for operator in counts.products(work, 0)) + attention
+        return sum(one.flops for one in (*self._counts.products(work, 0), *self._counts.attention(work, 0)))
 
     def floor_seconds(self, work: StepWork, limits: Limits) -> float:
         return limits.seconds(self.step_bytes(work), self.step_operations(work))

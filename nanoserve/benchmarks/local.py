@@ -42,12 +42,15 @@ class LocalBench:
         self._done, self._expected, self._told = 0, 0, 0.0
         self.facts, *_ = [settle(each, announce) for each in llms]
         dtype = DTYPES[self.facts["dtype"]]
-        self._drivers = {"compiled" if one.compiled else "eager": EngineDriver(one.driven, self._count) for one in llms}
+        self._cost, self._foreign = ModelCost(llm.config, dtype.itemsize), ForeignLoad()
+        self._drivers = {
+            "compiled" if one.compiled else "eager": EngineDriver(one.driven, self._count, self._cost.windows)
+            for one in llms
+        }
         if len(self._drivers) < len(llms):
             reason = "layers cannot be compiled on this machine"
             raise RuntimeFailure(f"{reason}, so there is nothing to compare eager ones with")
         self.facts["layers"] = " and ".join(self._drivers)
-        self._cost, self._foreign = ModelCost(llm.config, dtype.itemsize), ForeignLoad()
         self._probe = self._limits = None
         if probes:
             announce(f"{STAGE} ...")

@@ -148,6 +148,7 @@ def predict_and_run(
             work.draw(),
             num_blocks=profile.memory.kv_blocks(config.block_size),
             block_size=config.block_size,
+            windows=profile.model.cache_groups.windows,
             max_num_seqs=config.max_num_seqs,
         )
         return _figures(found.seconds, found.ttft_ms, found.tpot_ms)

@@ -11,7 +11,7 @@ from nanoserve.commands.bench_options import ResultOptions
 from nanoserve.commands.engine_options import MODEL_PANEL, quantization_option
 from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine
-from nanoserve.costs.analysis import BLOCK_SIZE, Analysis, BatchRow, OperatorRow
+from nanoserve.costs.analysis import Analysis, BatchRow, OperatorRow
 from nanoserve.costs.hardware import GIBI, GIGA
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Note, Panel, draw
@@ -124,7 +124,7 @@ def run(options: AnalyzeOptions) -> None:
 
 def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> None:
     costs, device = analysis.costs, analysis.costs.machine.device
-    weight_bytes, tokens = costs.counts.stage_weight_bytes, analysis.blocks * BLOCK_SIZE
+    weight_bytes = costs.counts.stage_weight_bytes
     fullest = max(range(costs.num_stages), key=weight_bytes)
     left = costs.memory.kv_bytes(fullest) / GIBI
     print(title)
@@ -134,7 +134,7 @@ def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> Non
     )
     print(
         f"each device: {weight_bytes(fullest) / GIBI:.1f} GiB of weights, {left:.1f} GiB for keys and values:"
-        f" {tokens:,} tokens, {analysis.largest_batch:,} sequences of"
+        f" {analysis.kv_tokens:,} tokens, {analysis.largest_batch:,} sequences of"
         f" {analysis.input_tokens:,} + {analysis.output_tokens:,}"
     )
     for phase, operators in phases.items():

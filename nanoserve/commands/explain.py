@@ -116,7 +116,7 @@ def _simulated(options: ExplainOptions) -> Explanation:
     policies = parse_policies(options.policy or "throttling", options.max_num_batched_tokens)
     simulated, size, most = options.simulated(), options.block_size, options.max_num_seqs
     hardware = SimulatedHardware.of(simulated, options.max_num_batched_tokens)
-    what = hardware.layouts, hardware.kv_blocks, hardware.host_blocks, hardware.predictors
+    what = hardware.layouts, hardware.kv_blocks, hardware.host_blocks, hardware.predictors, hardware.windows
     runs = [
         explained_simulation(name, policy, options.workload(), *what, block_size=size, max_num_seqs=most)
         for name, policy in policies.items()

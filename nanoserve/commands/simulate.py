@@ -189,6 +189,7 @@ class SimulatedHardware(NamedTuple):
     predictors: Sequence[Predictor]
     kv_blocks: Sequence[int]  # on the devices of each layout
     host_blocks: int
+    windows: tuple[int, ...]  # of the cache groups, whose blocks these are
     facts: Mapping[str, Any] = {}  # what a report says of it where the options do not
 
     @classmethod
@@ -202,7 +203,8 @@ class SimulatedHardware(NamedTuple):
         flags = f"--pp {options.pp} --tp {options.tp}"
         name = flags if len(costs) == 1 else " -> ".join(one.layout.name for one in costs)
         blocks = [_kv_blocks(options, each, step_tokens) for each in costs]
-        return cls(name, costs, layout_predictors(costs), blocks, _host_blocks(options, costs[0]))
+        host_blocks, windows = _host_blocks(options, costs[0]), shape.cache_groups.windows
+        return cls(name, costs, layout_predictors(costs), blocks, host_blocks, windows)
 
     @classmethod
     def _measured(cls, options: HardwareOptions, path: Path) -> "SimulatedHardware":
@@ -216,7 +218,8 @@ class SimulatedHardware(NamedTuple):
         blocks = _countable(options.num_blocks or times.memory.kv_blocks(options.block_size))
         host_blocks = _host_blocks(options, profile.step_costs())
         facts = {"model": profile.settings["model"], "hardware": profile.device.name, "stages": 1, "tensor_parallel": 1}
-        return cls("as measured", [times], [MeasuredPredictor(profile)], [blocks], host_blocks, facts)
+        predictors, windows = [MeasuredPredictor(profile)], profile.model.cache_groups.windows
+        return cls("as measured", [times], predictors, [blocks], host_blocks, windows, facts)
 
 
 def _kv_blocks(options: HardwareOptions, costs: StepCosts, step_tokens: int) -> int:
@@ -319,6 +322,7 @@ def run(options: SimulateOptions) -> None:
                 hardware.layouts[0],
                 num_blocks=hardware.kv_blocks[0],
                 block_size=options.block_size,
+                windows=hardware.windows,
                 max_num_seqs=options.max_num_seqs,
                 runtime=_RUNTIMES[options.metadata],
                 slo=slo,

@@ -5,13 +5,16 @@ from typing import Literal
 
 import msgspec
 
+from nanoserve.cache_groups import most_blocks
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.costs.work import StepWork
 
 Bound = Literal["compute", "memory", "link", "overhead"]
 
 BLOCK_SIZE = 16
-_ORDER = ("embedding", "qkv", "attention", "output", "router", "experts", "gate_up", "down", "head")
+_ATTENTION = ("qkv", "query_up", "latent_up", "attention", "output")
+_EXPERTS = ("router", "experts", "shared_gate_up", "shared_down")
+_ORDER = ("embedding", *_ATTENTION, *_EXPERTS, "gate_up", "down", "head")
 
 
 class OperatorRow(msgspec.Struct, frozen=True):
@@ -43,23 +46,22 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class Analysis:
     """A model on a machine, for requests of one length. Raises DoesNotFit if weights leave no room for keys and values.
-    Decoding is looked at in the middle of the answer, but memory must hold whole sequences."""
+    Decoding is looked at in the middle of the answer, but memory must hold whole sequences, of which ``slides`` says
+    that windows leave positions behind."""
 
-    def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int) -> None:
+    def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int, *, slides: bool = True) -> None:
         self.costs, self.input_tokens, self.output_tokens = costs, input_tokens, output_tokens
         self.context = input_tokens + (output_tokens + 1) // 2
         self.blocks = costs.memory.kv_blocks(BLOCK_SIZE)
-        counts, tokens = costs.counts, input_tokens + output_tokens
-        self.blocks_per_sequence = max(
-            counts.sequence_kv_bytes(tokens, BLOCK_SIZE, stage) / (BLOCK_SIZE * counts.kv_bytes_per_token(stage))
-            for stage in range(len(counts.stages))
-        )
-        """Where windows leave less, as many blocks of all layers take the same memory."""
+        windows = costs.counts.groups.windows
+        self.kv_tokens = self.blocks // len(windows) * BLOCK_SIZE  # that windows have not left behind
+        kept = windows if slides else (0,) * len(windows)
+        self.blocks_per_sequence = most_blocks(kept, input_tokens + output_tokens, BLOCK_SIZE)
 
     @property
     def largest_batch(self) -> int:
         """Whole sequences that the KV cache can hold."""
-        return int(self.blocks / self.blocks_per_sequence)
+        return self.blocks // self.blocks_per_sequence
 
     def default_batches(self) -> list[int]:
         """Powers of two up to the limit, the limit itself, and the power beyond it."""

@@ -139,6 +139,8 @@ class ModelCounts:
         stages = self.layout.pipeline_parallel
         layers = stage_layers(model, stages, pipeline_split, asked=f"{stages} pipeline stages")
         self.stages = tuple(dict(Counter(_layer_kinds(model, stage))) for stage in layers)
+        self.groups = model.cache_groups
+        self._parts = [self.groups.of_layers(stage) for stage in layers]
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
         bits, number_bytes = matrix_bits(model, None), self.precision.other_bytes
@@ -205,16 +207,12 @@ class ModelCounts:
         return layers + self._table.bytes * (stage == 0) + self.head.bytes * has_head
 
     def kv_bytes_per_token(self, stage: int) -> float:
-        return self.layers(stage) * self.layer_kv_bytes
+        """In all layers, as long as no window has left the token behind."""
+        return len(set(self._parts[stage].places)) * self.layer_kv_bytes
 
-    def sequence_kv_bytes(self, tokens: int, block_size: int, stage: int) -> float:
-        """Bytes of a sequence in blocks of so many tokens. A layer with a window keeps the blocks that a query sees."""
-
-        def kept(window: int) -> int:
-            blocks = -(-tokens // block_size)
-            return block_size * (min(blocks, -(-(window - 1) // block_size) + 1) if window else blocks)
-
-        return self.layer_kv_bytes * sum(layers * kept(kind.window) for kind, layers in self.stages[stage].items())
+    def block_bytes(self, block_size: int, stage: int) -> float:
+        """Bytes of a block, which holds the keys and values of one cache group's layers."""
+        return block_size * self._parts[stage].num_tensors * self.layer_kv_bytes
 
     @property
     def layer_kv_bytes(self) -> float:

@@ -39,9 +39,10 @@ class DeviceMemory:
         return usable - self._counts.stage_weight_bytes(stage)
 
     def kv_blocks(self, block_size: int, step_tokens: int = 0) -> int:
-        """Blocks that every stage can hold: all share one block table. Raises DoesNotFit if not one fits."""
+        """Blocks of the cache groups that every stage can hold: all share one block table. Raises DoesNotFit if not one
+        fits."""
         blocks = min(
-            int(self.kv_bytes(stage, step_tokens) // (block_size * self._counts.kv_bytes_per_token(stage)))
+            int(self.kv_bytes(stage, step_tokens) // self._counts.block_bytes(block_size, stage))
             for stage in range(len(self._counts.stages))
         )
         if blocks < 1 and step_tokens:
@@ -54,9 +55,9 @@ class DeviceMemory:
         return blocks
 
     def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
-        """Blocks with all layers and all heads."""
+        """Blocks of whole cache groups, with all heads."""
         model = self._counts.model
-        per_token = model.num_layers * model.kv_numbers * self._counts.precision.kv_bytes
+        per_token = model.cache_groups.num_tensors * model.kv_numbers * self._counts.precision.kv_bytes
         return int(host_bytes // (block_size * per_token))
 
     def _refusal(self) -> str:
@@ -220,8 +221,7 @@ class StepCosts:
         if processor is None:
             raise UsageError(f"{self.machine.name} names no processor for attention on the host")
         model, share = self.counts.model, 1.0 if processor.measured else self.efficiency.processor
-        kv_bytes = 2 * model.num_kv_heads * model.head_dim * self.counts.precision.kv_bytes
-        moving = context * kv_bytes / processor.memory_bandwidth
+        moving = context * model.kv_numbers * self.counts.precision.kv_bytes / processor.memory_bandwidth
         computing = context * 4.0 * model.num_heads * model.head_dim / processor.flops
         return max(moving, computing) / share
 

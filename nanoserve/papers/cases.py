@@ -132,6 +132,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             Workload(arrivals, self.shapes()),
             num_blocks=blocks[0],
             block_size=BLOCK_SIZE,
+            windows=first.counts.groups.windows,
             max_num_seqs=self.max_num_seqs,
             runtime=_RUNTIMES[system.runtime],
             observers=(window, clock),

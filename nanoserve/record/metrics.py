@@ -102,7 +102,7 @@ class LayoutTime(NamedTuple):
 class StepMetrics(StepObserver):
     """Steps of a simulated run as they enter the pipeline, and what happens beside them."""
 
-    def __init__(self, block_size: int, layouts: int = 1) -> None:
+    def __init__(self, block_size: int, layouts: int = 1, groups: int = 1) -> None:
         self.tokens = Sketch()  # tokens of each step
         self.counts = Series[tuple[int, int, int]]()  # number, decodes and prompt tokens of a step, over time
         self.occupancy, self.host_occupancy = Occupancy(), Occupancy()  # shares of KV blocks in use
@@ -110,7 +110,7 @@ class StepMetrics(StepObserver):
         self.swapped_tokens: Counter[str] = Counter()  # what the blocks moved in each direction hold
         self.transitions = 0  # changes of the layout, from the reload's begin to its end
         self.transition_seconds = self.processor_seconds = 0.0  # in which the CPU attended
-        self._block_size = block_size
+        self._block_size, self._groups = block_size, groups
         self._idle_seconds = self._last_end = 0.0  # time in which nothing was in flight, because there was no request
         self._times = [LayoutTime(0.0, 0.0)] * layouts
         self._layout = 0
@@ -128,7 +128,7 @@ class StepMetrics(StepObserver):
     def on_beside(self, planned: Planned, times: Beside) -> None:
         if isinstance(times, SwapTimes):
             blocks = next(swap.device_blocks for swap in planned.plan.swaps if swap.swap == times.swap)
-            self.swapped_tokens[times.direction] += len(blocks) * self._block_size
+            self.swapped_tokens[times.direction] += len(blocks) // self._groups * self._block_size
             self._keep_busy(planned.time, times.ended)
             self._look_at_host(planned)
         elif isinstance(times, ReshardTimes):

@@ -91,15 +91,17 @@ class SimulatedExecutor:
       (Seesaw, section 4.1); the slowest stage counts. It is answered as the end of its plan.
     * Host rows advance by cohorts or in asymmetric steps: see host_attention.py.
 
-    The first layout is current in the beginning; swaps and transitions want MovingTimes, host rows TieredTimes.
-    ``max_in_flight`` defaults to the stages of the deepest layout, ``answer``, which makes the tokens of a plan, to a
-    DummyModel. A ``drafter`` guesses in the last stage, behind each step whose rows ask for it.
+    The first layout is current in the beginning; swaps and transitions want MovingTimes, host rows TieredTimes. A block
+    is one of ``groups`` that hold the same positions. ``max_in_flight`` defaults to the stages of the deepest layout,
+    ``answer``, which makes the tokens of a plan, to a DummyModel. A ``drafter`` guesses in the last stage, behind each
+    step whose rows ask for it.
     """
 
     def __init__(
         self,
         *layouts: StepTimes,
         block_size: int = 16,
+        groups: int = 1,
         runtime: Runtime = DECOUPLED,
         max_in_flight: int | None = None,
         answer: Callable[[StepPlan], tuple[Answer, ...]] | None = None,
@@ -112,7 +114,7 @@ class SimulatedExecutor:
         self.host_tokens = 0  # sampled so far for sequences in host memory
         self.due = 0.0  # time of the next result; now, if the engine has not answered the last one
         self._layouts = layouts
-        self._block_size = block_size
+        self._block_size, self._groups = block_size, groups
         self._answer = answer or DummyModel(drafter)
         self._draft_cost = 0.0 if drafter is None else drafter.cost
         self._told: list[Times] = []
@@ -224,7 +226,7 @@ class SimulatedExecutor:
 
     def _swap(self, swap: Swap, source: Passage) -> None:
         """Move it while what it reads is computed: not before that begins, nor to an end before it ends."""
-        tokens = len(swap.device_blocks) * self._block_size
+        tokens = len(swap.device_blocks) // self._groups * self._block_size
         seconds = max(self._times.swap_seconds(tokens, stage) for stage in range(self._times.num_stages))
         start, end = self._move(swap.direction, seconds, source.start)
         end = max(end, source.end)

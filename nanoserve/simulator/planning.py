@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import permutations, product
 from typing import NamedTuple
 
+from nanoserve.cache_groups import most_tokens
 from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
@@ -121,7 +122,7 @@ class Candidate:
             first, second = layout_predictors(self.layouts)
             prompts = max(prompts, first.swap_seconds(share.input_tokens))
             answers = max(answers, second.swap_seconds(share.input_tokens))
-            cycles = -(-share.input_tokens // (self.host_blocks * BLOCK_SIZE))
+            cycles = -(-share.input_tokens // _whole_tokens(self.layouts[0], self.host_blocks))
             changing = cycles * first.transition_seconds(1) + (cycles - 1) * second.transition_seconds(0)
         return {"prompts": prompts, "answers": answers, "changes of layout": changing}
 
@@ -164,6 +165,7 @@ class Candidate:
             self.work.share(self.replicas).workload(),
             num_blocks=self.kv_blocks[0],
             block_size=BLOCK_SIZE,
+            windows=self.layouts[0].counts.groups.windows,
             max_num_seqs=max_num_seqs,
             host_blocks=self.host_blocks,
             other_layouts=[*zip(self.layouts[1:], self.kv_blocks[1:], strict=True)],
@@ -173,7 +175,8 @@ class Candidate:
     @cached_property
     def _analyses(self) -> list[Analysis]:
         inputs, outputs = self.work.input_tokens / len(self.work.shapes), self.work.mean_output
-        return [Analysis(costs, max(1, round(inputs)), max(1, round(outputs))) for costs in self.layouts]
+        lengths = max(1, round(inputs)), max(1, round(outputs))
+        return [Analysis(costs, *lengths, slides=not self.is_pair) for costs in self.layouts]
 
     def _answers_seconds(self, work: PlannedWork) -> float:
         decoding, requests = self._analyses[-1], len(work.shapes)
@@ -270,12 +273,15 @@ def _candidate(costs: StepCosts, replicas: int, work: PlannedWork, limits: Cache
     blocks = costs.memory.kv_blocks(BLOCK_SIZE, step_tokens)
     if limits.device_bytes is not None:
         blocks = min(blocks, costs.memory.host_kv_blocks(limits.device_bytes, BLOCK_SIZE))
-    if work.longest > blocks * BLOCK_SIZE:
-        raise DoesNotFit(
-            f"its KV cache holds {blocks * BLOCK_SIZE:,} tokens,"
-            f" {work.longest - blocks * BLOCK_SIZE:,} fewer than the longest request"
-        )
+    if work.longest > (tokens := most_tokens(costs.counts.groups.windows, blocks, BLOCK_SIZE, work.longest)):
+        missing = f"{work.longest - tokens:,} fewer than the longest request"
+        raise DoesNotFit(f"its KV cache holds {tokens:,} tokens, {missing}")
     return Candidate((costs,), (blocks,), 0, replicas, work)
+
+
+def _whole_tokens(costs: StepCosts, blocks: int) -> int:
+    """Tokens in these blocks, if no window leaves any behind: so it is with two layouts."""
+    return blocks // len(costs.counts.groups.windows) * BLOCK_SIZE
 
 
 def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candidate:
@@ -290,10 +296,12 @@ def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candid
     if limits.host_bytes is not None:
         room = min(room, limits.host_bytes / prompts.replicas)
     blocks = costs.memory.host_kv_blocks(max(0.0, room), BLOCK_SIZE)
-    if prompts.work.longest > blocks * BLOCK_SIZE:
+    if prompts.work.longest > (tokens := _whole_tokens(costs, blocks)):
         raise DoesNotFit(
             f"{share / GIBI:.0f} GiB of host memory hold the weights ({weights / GIBI:.0f} GiB)"
-            f" and {blocks * BLOCK_SIZE:,} tokens of KV cache, less than the longest request"
+            f" and {tokens:,} tokens of KV cache, less than the longest request"
         )
     layouts, kv_blocks = prompts.layouts + answers.layouts, prompts.kv_blocks + answers.kv_blocks
+    if prompts.work.longest > (tokens := _whole_tokens(costs, min(kv_blocks))):
+        raise DoesNotFit(f"with two layouts windows keep all: a KV cache holds {tokens:,} tokens, too few")
     return Candidate(layouts, kv_blocks, blocks, prompts.replicas, prompts.work)

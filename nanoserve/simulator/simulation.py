@@ -1,9 +1,11 @@
 """simulate: Scheduler, Engine and policy as they are, on a SimulatedExecutor, measured as they run."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
+from nanoserve.cache_groups import most_tokens
 from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import PolicyFailed, UsageError
 from nanoserve.measures.metrics import Slo
@@ -30,6 +32,7 @@ def simulate(
     *,
     num_blocks: int,
     block_size: int = 16,
+    windows: tuple[int, ...] = (0,),
     max_num_seqs: int = 2048,
     runtime: Runtime = DECOUPLED,
     observers: Sequence[Observer] = (),
@@ -49,6 +52,7 @@ def simulate(
         times: of stages, links and the host; each stage allows one micro-batch in flight.
         requests: of a Workload, in order of arrival; they are taken as their time comes.
         num_blocks, block_size: KV blocks, of which all stages share one table, and tokens per block.
+        windows: of the cache groups, one block each; all positions stay beside host memory and with several layouts.
         max_num_seqs: sequences that hold blocks at a time.
         observers: are shown all events; of a fleet, those of its first engine.
         request_observers: are shown every request when it has ended.
@@ -65,19 +69,22 @@ def simulate(
     check_replicas(replicas)
     within = SloMeter(slo or Slo())
     # A sequence may take all blocks in every layout; the KV of its last token is never written.
-    longest = min([num_blocks, *(blocks for _, blocks in other_layouts)]) * block_size + 1
+    groups = len(windows)
+    windows = (0,) * groups if host_blocks or other_layouts else windows
+    longest = most_tokens(windows, min([num_blocks, *(blocks for _, blocks in other_layouts)]), block_size, sys.maxsize)
     make_scheduler = partial(
         Scheduler,
         policy,
         num_blocks=num_blocks,
         block_size=block_size,
-        max_model_len=longest,
+        max_model_len=longest + 1,
         max_num_seqs=max_num_seqs,
         prefix_caching=False,
         pipeline_depth=times.num_stages,
         host_blocks=host_blocks,
         other_layouts=[LayoutCapacity(blocks, other.num_stages) for other, blocks in other_layouts],
         predictors=predictors,
+        windows=windows,
     )
     if (host_blocks or other_layouts) and drafter is not None:
         raise UsageError("guesses are simulated in one layout, and without host memory: leave one of them out")
@@ -85,13 +92,13 @@ def simulate(
         raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
     layouts, fleet = [times, *(other for other, _ in other_layouts)], []
     for _ in range(replicas):
-        steps = StepMetrics(block_size, 1 + len(other_layouts))
-        executor = SimulatedExecutor(*layouts, block_size=block_size, runtime=runtime, drafter=drafter)
+        steps = StepMetrics(block_size, 1 + len(other_layouts), groups)
+        executor = SimulatedExecutor(*layouts, block_size=block_size, groups=groups, runtime=runtime, drafter=drafter)
         speculator = None if drafter is None else Speculator(looks_up=False, token_budget=_MOST_TOKENS)
         scheduler = make_scheduler(speculator=speculator)
         fleet.append(Replica(scheduler, executor, steps, LatencyMetrics((within, *request_observers))))
     fleet[0].engine.recorder.add(*observers)
-    drive_fleet(fleet, make_router(router), _fitting(requests, longest), is_over)
+    drive_fleet(fleet, make_router(router), _fitting(requests, longest + 1), is_over)
     if failures := [each.scheduler.policy_failure for each in fleet if each.scheduler.policy_failure]:
         raise PolicyFailed(failures[0])
     if not any(replica.scheduler.steps for replica in fleet):

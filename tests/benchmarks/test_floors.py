@@ -1,6 +1,7 @@
 """The floor of a step against counts of the real decoder's parameters."""
 
 import pytest
+from msgspec.structs import replace
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, step_kind, step_work
 from nanoserve.costs.work import StepWork
@@ -43,6 +44,21 @@ def test_a_decode_reads_every_matrix_once(name: str) -> None:
     assert ModelCost(config, 2).step_bytes(step) == 2 * (matrices + head + keys_and_values + config.hidden_size)
     attention = 4 * config.num_layers * config.num_heads * config.head_dim * 100
     assert ModelCost(config, 2).step_operations(step) == 2 * (matrices + head) + attention
+
+
+def test_windows_bound_what_a_step_reads_and_computes() -> None:
+    """Gemma 3 1B: 4 layers see all, 22 the last 512. A decode at 1000, and a chunk of 3 tokens that begins at 700."""
+    rows = (
+        Row(sequence=0, start=999, tokens=(1,), sample=True),
+        Row(sequence=1, start=700, tokens=(1, 2, 3), sample=False),
+    )
+    cost = ModelCost(dummy_config("gemma-3-1b"), 2)
+    work, nothing_seen = step_work(StepPlan(step=0, rows=rows), cost.windows), StepWork(decodes=4, sampled=1)
+    nothing_seen = replace(nothing_seen, windowed_decode_context=(0,))
+    read = cost.step_bytes(work) - cost.step_bytes(nothing_seen)
+    assert read == 2 * 2 * 256 * (4 * (1000 + 703) + 22 * (512 + 511 + 3))
+    computed = cost.step_operations(work) - cost.step_operations(nothing_seen)
+    assert computed == 4 * 4 * 256 * (4 * (1000 + 701 + 702 + 703) + 22 * 4 * 512)
 
 
 def test_experts_are_read_as_far_as_tokens_reach_them() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.commands.main import main
-from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 
 Run = Callable[..., tuple[int, str, str]]
@@ -31,6 +31,28 @@ def analyze(capsys: pytest.CaptureFixture[str]) -> Run:
 
 def analysis_of(model: str, machine: str, **degrees: int) -> Analysis:
     return Analysis(StepCosts(load_shape(model), load_machine(machine), ParallelLayout(**degrees)), 1000, 200)
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2-lite", "gemma-3-27b", "gpt-oss-20b"])
+def test_a_step_of_every_kind_of_model_is_in_its_rows(model: str) -> None:
+    analysis = Analysis(
+        StepCosts(load_shape(model), load_machine("h200"), ParallelLayout(tensor_parallel=8), Precision.of(8)),
+        1000,
+        200,
+    )
+    for work in (analysis.prefill_work(), analysis.decode_work(50)):
+        rows = analysis.operator_rows("any", work)
+        assert sum(row.seconds for row in rows) == pytest.approx(analysis.costs.step_seconds(work))
+
+
+@pytest.mark.parametrize(("model", "full", "windowed"), [("gemma-3-27b", 1, 6 * 66), ("gpt-oss-20b", 1, 10)])
+@pytest.mark.parametrize("tokens", [2048, 32768])
+def test_how_many_sequences_fit_by_hand(model: str, full: int, windowed: int, tokens: int) -> None:
+    """Blocks of full groups grow, those of windows do not: 1024 positions lie in 66 blocks at most, 128 in 10."""
+    costs = StepCosts(load_shape(model), load_machine("h200"))
+    analysis = Analysis(costs, tokens - 16, 16)
+    blocks = costs.memory.kv_bytes(0) // costs.counts.block_bytes(BLOCK_SIZE, 0)
+    assert analysis.largest_batch == blocks // (full * tokens // BLOCK_SIZE + windowed)
 
 
 def test_the_parts_of_a_step_make_the_whole() -> None:
@@ -63,8 +85,8 @@ def test_windows_leave_room_for_more_sequences() -> None:
     """5.3 times as many of 32k for Gemma 3 27B, whose five layers of six keep 1024 tokens."""
     costs = StepCosts(load_shape("gemma-3-27b"), load_machine("h200"))
     analysis = Analysis(costs, 32768 - 16, 16)
-    full = analysis.blocks // (32768 // BLOCK_SIZE)
-    assert analysis.largest_batch == pytest.approx(5.3 * full, rel=0.2)
+    full = analysis.kv_tokens / 32768
+    assert analysis.largest_batch == pytest.approx(5.3 * full, rel=0.15)
 
 
 def test_throughput_grows_and_latency_too() -> None:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -156,6 +157,46 @@ def test_a_step_that_is_to_tell_of_its_layers_is_not_replayed(decoder: Decoder, 
     check_pool(pool, runner)
     results_of(executor, StepPlan(2, rows=(Row(1, len(PROMPT), token, True),)))
     assert recorder.replayed == [1], "any other step of one token is"
+    executor.close()
+
+
+def test_a_prompt_of_a_grouped_model_leaves_when_the_last_layer_of_a_tensor_is_done() -> None:
+    """Two groups of two layers share two tensors: one leaves behind layer 1, the other behind layer 3, and both without
+    the block that lies behind the window."""
+    config = replace(small_config(), num_layers=4, sliding_windows=(0, 3, 0, 3))
+    assert config.cache_groups.places == ((0, 0), (1, 0), (0, 1), (1, 1))
+    decoder = small_decoder(config).requires_grad_(False)
+    pool = HostPool.of_one_process(config, num_blocks=BLOCKS, block_size=BLOCK_SIZE, dtype=torch.float32)
+    pool.blocks.fill_(-2.0)
+    table, leaving, here = (6, 1, 4, 0, 3, 7), [6, 4, 0, 3, 7], [0, 7, 3, 2, 5]
+    parking, left = False, list[tuple[bool, bool]]()
+
+    def run_layer(layer: DecoderLayer, *arguments: Any) -> Tensor:
+        if parking and layer.index == 2:
+            wait_until(lambda: torch.equal(pool.blocks[0, 1, here], executor.runner.caches.values[0][leaving]))
+        if parking:
+            left.append((bool((pool.blocks[0] != -2.0).any()), bool((pool.blocks[1] != -2.0).any())))
+        output: Tensor = layer(*arguments)
+        return output
+
+    executor = executor_of(decoder, pool, layers=LayersRunBy(run_layer))
+    with torch.inference_mode():
+        for cache in (*executor.runner.caches.keys, *executor.runner.caches.values):
+            cache.fill_(5.0)  # a number, so that what no token is in can be compared
+    results_of(executor, StepPlan(0, begin=begin(), rows=(Row(1, 0, PROMPT[:FINAL_CHUNK], False, table[:4]),)))
+    last = Row(1, FINAL_CHUNK, PROMPT[FINAL_CHUNK:], True, table[4:])
+    parked = Swap(5, 1, "out", tuple(leaving), tuple(here), after_row=True)
+    parking = True
+    answers = [
+        one for result in results_of(executor, StepPlan(1, rows=(last,), swaps=(parked,))) for one in result.answers
+    ]
+    assert [list(answer.tokens) for answer in answers] == [dense_greedy(decoder, PROMPT, 1)]
+    assert left == [(False, False), (False, False), (True, False), (True, False)]
+    caches = executor.runner.caches
+    for tensor in range(2):
+        assert torch.equal(pool.blocks[tensor, 0, here], caches.keys[tensor][leaving]), tensor
+        assert torch.equal(pool.blocks[tensor, 1, here], caches.values[tensor][leaving]), tensor
+    assert (pool.blocks[:, :, [1, 4, 6]] == -2.0).all()
     executor.close()
 
 

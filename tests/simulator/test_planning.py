@@ -52,6 +52,24 @@ def test_a_replica_gets_its_share_and_its_own_blocks() -> None:
     assert found["D4"].simulate(make_policy("sarathi", 512), 64).requests == 10
 
 
+def test_windows_count_in_limits_estimates_and_simulations() -> None:
+    """Gemma 3 27B on two H100: keeping all, one device holds 43,000 tokens, no prompt of 100,000."""
+    work = PlannedWork((RequestShape(100_000, 20),) * 4)
+    found = candidates("gemma-3-27b", "h100", 2, work)
+    assert {"D2", "T2", "P2"} <= set(found)
+    assert found["D2"].simulate(make_policy("sarathi", 2048), 64).requests == 2
+    with pytest.raises(UsageError, match="fewer than the longest request"):
+        find_candidates(costs_of("gemma-3-27b", "h100"), 1, PlannedWork((RequestShape(400_000, 20),)))
+
+
+def test_two_layouts_keep_what_windows_leave_behind() -> None:
+    """So a prompt that fits into each layout alone does not fit into the two."""
+    work = PlannedWork((RequestShape(16_000, 20),) * 4)
+    found = find_candidates(costs_of("gemma-3-1b", "seesaw-a10"), 2, work, limits=CacheLimits(device_bytes=2**27))
+    assert {"P2", "T1P2", "D2"} & {one.name for one in found.fitting}
+    assert [one for one in found.left_out if "->" in one.name and "windows keep all" in one.reason]
+
+
 def test_caches_keep_to_limits_and_numbers_have_their_bits() -> None:
     model, machine = load_shape("qwen3-8b"), load_machine("seesaw-a10")
     limits = CacheLimits(device_bytes=2**30, host_bytes=2**31)

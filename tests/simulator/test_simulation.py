@@ -39,6 +39,31 @@ def test_one_request_alone() -> None:
     assert result.steps == 5
 
 
+def test_windows_leave_room_for_more_sequences() -> None:
+    """800 tokens take 50 blocks of 16 in a full group and at most 10 in one with a window of 128, or 17 while 256 more
+    are computed. So 300 blocks hold five sequences (after four, 300 - 4 * 60 are fewer than 50 + 17, until some end
+    earlier), and three that keep all positions."""
+
+    def most_decoding(windows: tuple[int, ...]) -> int:
+        workload = Workload(burst(), fixed_lengths(700, 100), limit=8)
+        result = _run("sarathi", LinearTimes(), workload, num_blocks=300, windows=windows)
+        assert (result.requests, result.output_tokens) == (8, 800)
+        return max(decodes for _, _, decodes, _ in result.tokens_series)
+
+    assert most_decoding((0, 0)) == 3
+    assert most_decoding((0, 128)) in (4, 5)
+
+
+def test_a_request_that_only_fits_behind_windows_is_simulated() -> None:
+    def run(windows: tuple[int, ...]) -> SimulationResult:
+        workload = Workload(burst(), fixed_lengths(5000, 10), limit=1)
+        return _run("sarathi", LinearTimes(), workload, num_blocks=350, windows=windows)
+
+    assert run((0, 128)).requests == 1
+    with pytest.raises(UsageError, match="takes 5010 tokens, but all KV blocks together hold 2801"):
+        run((0, 0))
+
+
 def test_one_sequence_leaves_a_pipeline_mostly_empty() -> None:
     times = LinearTimes(num_stages=4, step=0.25)
     result = _run("throttling", times, Workload(burst(), fixed_lengths(10, 9), limit=1))

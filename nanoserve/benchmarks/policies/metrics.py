@@ -70,7 +70,7 @@ def stage_metrics(run: Run, first: Run, *, cost: ModelCost, limits: Limits) -> M
     """Latencies, micro-batches, and where the time of a pipeline's stages went; the floor is that of ``cost`` and
     ``limits``. Raises ValueError if a replay of the run makes other plans."""
     record = run.record
-    steps, engine = [step_work(plan) for plan in record.plans], engine_seconds(record)
+    steps, engine = [step_work(plan, cost.windows) for plan in record.plans], engine_seconds(record)
     tokens, latencies = [step.tokens for step in steps], request_distributions(record.timings)
     gaps = latencies["itl_ms"]
     return {

@@ -55,7 +55,8 @@ def rerun(
 ) -> RunRecord:
     """Simulate a run's requests, which come from time 0 on, in these times; only their lengths matter."""
     scheduler = make_scheduler()
-    executor = SimulatedExecutor(*layouts, block_size=scheduler.pool.block_size, answer=_answers)
+    pool = scheduler.pool
+    executor = SimulatedExecutor(*layouts, block_size=pool.block_size, groups=pool.groups, answer=_answers)
     again = RunRecord(executor.max_in_flight)
     engine = Engine(scheduler, executor, vocab_size=vocab_size)
     engine.recorder.add(again)
