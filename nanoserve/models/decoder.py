@@ -486,8 +486,8 @@ class Decoder(nn.Module):
     def greediest(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden [N, hidden_size] -> the largest logit, float32 [N], and the lowest token that has it, int64 [N], in
         the last stage. As `compute_logits`, but each rank sends two numbers a row; the others get [0]."""
-        first = self.shard.rank * self.lm_head.out_features
         logits = self.lm_head(hidden).float()
+        first = self.shard.rank * logits.shape[1]
         logits[:, max(0, self.config.vocab_size - first) :] = -torch.inf
         maxima, tokens = logits.max(dim=1)
         both = self.group.gather(torch.stack((maxima.double(), tokens.double() + first), dim=1))
