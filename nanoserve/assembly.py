@@ -21,7 +21,6 @@ from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.engine_config import AUTO, EngineConfig
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.draft_heads import is_eagle3
@@ -33,10 +32,10 @@ from nanoserve.record.trace import RunTrace
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.drafters import HEADS, load_drafter
-from nanoserve.runtime.launch.gpu_start import GpuFacts, GpuStart
+from nanoserve.runtime.launch.drafters import HEADS
+from nanoserve.runtime.launch.gpu_start import DeviceStart, GpuFacts
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
-from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
+from nanoserve.runtime.launch.memory import choose_num_blocks, kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import (
     keeps_all_positions,
     load_decoder,
@@ -46,9 +45,7 @@ from nanoserve.runtime.launch.model_loading import (
 )
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.local import LocalExecutor
-from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
-from nanoserve.runtime.stage import Stage, compiled_layers
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -176,31 +173,18 @@ def _build_here(
     _make_policy(config)  # an impossible policy is refused before anything is loaded
     device = usable_device(config.device)
     decoder, model = load_decoder(resolved, config, device, progress)
-    gpu = GpuStart(decoder, config, device) if device.type == "cuda" else None
-    drafting = load_drafter(config, resolved, decoder)
-    beside = 0 if drafting is None else drafting.block_bytes
-    num_blocks = _choose_num_blocks(decoder, model, config, gpu, progress, beside)
+    start = DeviceStart(resolved, config, [decoder], device)
+    gpu = start.gpus[0] if start.gpus else None
+    longest, windows = model.max_position_embeddings, model.cache_groups.windows
+    num_blocks = choose_num_blocks(start.block_bytes[0], start.free_bytes(progress), longest, config, windows)
     host_pool = _host_pool(decoder, model, config, num_blocks)
     speeds = measure_speeds(device, decoder.dtype) if host_pool is not None or config.speculate is not None else None
     max_model_len = _longest(config, model, num_blocks)
     operators = cpu_operators() if gpu is None else None
     # Before anything is compiled for a number of threads.
     processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
-    layers = compiled_layers(decoder, config) if gpu is None else None
-    if layers is not None and drafting is not None and drafting.layers is not None:
-        layers.libraries += drafting.layers.libraries  # which are built and loaded with the model's own
-    stage = Stage.build(
-        decoder,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        device=device,
-        layers=layers if gpu is None else gpu.layers,
-        part=None if host_pool is None else host_pool.part(decoder.shard),
-        processor=processor,
-        batch_invariant=config.batch_invariant,
-        grammars=GrammarCompiler(resolved.tokenizer_directory, model.vocab_size),
-        drafter=None if drafting is None else drafting.build(num_blocks),
-    )
+    layers = start.layers[0] if gpu is None else None
+    (stage,) = start.stages([num_blocks], host_pool, processor)
     executor = LocalExecutor(stage, feeds_tokens=gpu is not None and not config.eager)
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
     if processor is None or speeds is None:
@@ -280,24 +264,6 @@ def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_b
     return HostPool.of_one_process(model, num_blocks=host_blocks, block_size=config.block_size, dtype=decoder.dtype)
 
 
-def _choose_num_blocks(
-    decoder: Decoder,
-    model: ModelConfig,
-    config: EngineConfig,
-    gpu: GpuStart | None,
-    progress: ProgressCallback | None,
-    beside: int,
-) -> int:
-    """`beside`: what a drafter's cache takes with each block."""
-    longest = model.max_position_embeddings
-    block_bytes = kv_bytes_per_block(model, config.block_size, decoder.dtype) + beside
-    reserved = 0 if gpu is None else gpu.measure(config.max_model_len or longest, progress)
-    if gpu is not None and config.uses_host_memory:
-        reserved += staging_memory(block_bytes)
-    free = max(0, available_memory(decoder.device) - reserved)
-    return choose_num_blocks(block_bytes, free, longest, config, model.cache_groups.windows)
-
-
 def _longest(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
     """Tokens of the longest sequence that is asked for, or allowed by the model, and fits."""
     longest = config.max_model_len or model.max_position_embeddings
@@ -315,6 +281,8 @@ def _make_scheduler(
     feeds_tokens: bool = False,
 ) -> Scheduler:
     first, *others = capacities
+    budget, looks_up = config.max_num_batched_tokens, config.speculate == "ngram"
+    speculator = Speculator(looks_up=looks_up, token_budget=budget, feeds_tokens=feeds_tokens)
     return Scheduler(
         _make_policy(config, host_blocks),
         num_blocks=first.num_blocks,
@@ -327,14 +295,9 @@ def _make_scheduler(
         other_layouts=others,
         predictors=predictors,
         feeds_tokens=feeds_tokens,
-        speculator=None if config.speculate is None else _make_speculator(config, feeds_tokens=feeds_tokens),
+        speculator=None if config.speculate is None else speculator,
         windows=model.cache_groups.windows,
     )
-
-
-def _make_speculator(config: EngineConfig, *, feeds_tokens: bool) -> Speculator:
-    budget = config.max_num_batched_tokens
-    return Speculator(looks_up=config.speculate == "ngram", token_budget=budget, feeds_tokens=feeds_tokens)
 
 
 def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:

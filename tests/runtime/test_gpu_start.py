@@ -88,7 +88,7 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
     monkeypatch.setattr(
         assembly, "load_decoder", lambda resolved, config, device, progress: load(resolved, config, CPU, None)
     )
-    monkeypatch.setattr(assembly, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU))
+    monkeypatch.setattr(gpu_start, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU))
     monkeypatch.setattr(Stage, "build", lambda decoder, device, **options: build_stage(decoder, device=CPU, **options))
     prompts = ["Once upon a time", "The cat", "One day, a boy named Tim went to"]
     params = [

@@ -10,19 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from nanoserve.config import ModelConfig
-from nanoserve.grammar.compiler import GrammarCompiler
+from nanoserve.engine_config import EngineConfig
 from nanoserve.models.decoder import Decoder, DecoderLayer, RMSNorm
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.processes.sizes import format_size
 from nanoserve.processes.threads import cores_in_use
-from nanoserve.runtime.compile.layer_runner import LayerRunner
-from nanoserve.runtime.drafting.drafter import Drafter
 from nanoserve.runtime.host.host_processor import HostProcessor, default_host_threads
-from nanoserve.runtime.launch.drafters import load_drafter
-from nanoserve.runtime.launch.gpu_start import GpuStart
+from nanoserve.runtime.launch.gpu_start import DeviceStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
-from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors
+from nanoserve.runtime.launch.memory import memory_errors
 from nanoserve.runtime.launch.model_loading import (
     load_decoder,
     load_layouts,
@@ -31,9 +28,8 @@ from nanoserve.runtime.launch.model_loading import (
     with_cache_groups,
 )
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
-from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
-from nanoserve.runtime.stage import Stage, compiled_layers
+from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.workers.distributed import Activations, RankGroup, join_workers, leave_workers
 from nanoserve.runtime.workers.messages import Allocate, Hello, Loaded, Loading, Ready, WorkerStart
@@ -53,14 +49,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     model = with_cache_groups(read_config(start.model, config.quantization), config)
     everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
     decoders, weights = _load(start, model, endpoint, everyone, device)
-    drafting = load_drafter(config, start.model, decoders[0]) if decoders[0].shard.answers else None
-    gpus = [GpuStart(decoder, config, device) for decoder in decoders] if device.type == "cuda" else []
-    longest = config.max_model_len or model.max_position_embeddings
-    beside = 0 if drafting is None else drafting.block_bytes
-    block_bytes = tuple(kv_bytes_per_block(one.config, config.block_size, one.dtype) + beside for one in decoders)
-    reserved = max((gpu.measure(longest, None) for gpu in gpus), default=0)
-    if gpus and start.host_pool is not None:
-        reserved += sum(map(staging_memory, block_bytes))
+    device_start = DeviceStart(start.model, config, decoders, device)
     speeds = None
     if not start.again and (
         start.host_pool is not None or config.pipeline_parallel > 1 or config.speculate is not None
@@ -70,24 +59,25 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     loaded = Loaded(
         start.rank,
         memory=f"{socket.gethostname()} {device}",
-        block_bytes=block_bytes,
-        free_bytes=max(0, available_memory(device) - reserved),
+        block_bytes=device_start.block_bytes,
+        free_bytes=device_start.free_bytes(),
         speeds=speeds,
     )
     endpoint.report(loaded)
     allocate = endpoint.hear()
     assert isinstance(allocate, Allocate), "nothing else can be said to a worker without a cache"
     # The KV cache of each layout is laid out in the same storage.
-    size = max(blocks * (each - beside) for blocks, each in zip(allocate.num_blocks, block_bytes, strict=True))
+    sizes = zip(allocate.num_blocks, device_start.block_bytes, strict=True)
+    size = max(blocks * (each - device_start.drafter_bytes) for blocks, each in sizes)
     problem = f"a KV cache of {format_size(size)} does not fit"
     with memory_errors(device, problem, "lower --kv-cache-memory"), torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8, device=device)
-    layers: list[LayerRunner | None] = [gpu.layers for gpu in gpus]
-    layers = layers or [compiled_layers(decoder, config) for decoder in decoders]
-    if drafting is not None and drafting.layers is not None and layers[0] is not None:
-        layers[0].libraries += drafting.layers.libraries
-    drafter = None if drafting is None else drafting.build(allocate.num_blocks[0])
-    layouts = _make_layouts(start, model, decoders, layers, allocate.num_blocks, storage, processor, drafter)
+    pool = None
+    if start.host_pool is not None:
+        (path, blocks), dtype = start.host_pool, decoders[0].dtype
+        pool = HostPool.open(Path(path), model, num_blocks=blocks, block_size=config.block_size, dtype=dtype)
+    stages = device_start.stages(allocate.num_blocks, pool, processor, storage)
+    layouts = [_worker_layout(stage, config) for stage in stages]
     for layout in layouts:
         layout.activations.connect()
     profile = None
@@ -156,46 +146,16 @@ def _load(
     return weights.decoders, weights
 
 
-def _make_layouts(
-    start: WorkerStart,
-    model: ModelConfig,
-    decoders: Sequence[Decoder],
-    layers: Sequence[LayerRunner | None],
-    num_blocks: Sequence[int],
-    storage: Tensor,
-    processor: HostProcessor | None,
-    drafter: Drafter | None,
-) -> list[WorkerLayout]:
-    """Parts that are made once for each layout, so that a change of layout makes nothing."""
-    config, pool = start.config, None
-    if start.host_pool is not None:
-        path, blocks = start.host_pool
-        dtype = decoders[0].dtype
-        pool = HostPool.open(Path(path), model, num_blocks=blocks, block_size=config.block_size, dtype=dtype)
-    layouts = list[WorkerLayout]()
-    for decoder, run_layer, blocks in zip(decoders, layers, num_blocks, strict=True):
-        stage = Stage.build(
-            decoder,
-            num_blocks=blocks,
-            block_size=config.block_size,
-            device=storage.device,
-            layers=run_layer,
-            part=None if pool is None else pool.part(decoder.shard),
-            processor=processor,
-            batch_invariant=config.batch_invariant,
-            grammars=GrammarCompiler(start.model.tokenizer_directory, decoder.config.vocab_size),
-            storage=storage,
-            drafter=drafter,
-        )
-        activations = Activations(
-            decoder.shard,
-            hidden_size=decoder.config.hidden_size,
-            num_tokens=config.max_num_batched_tokens,
-            dtype=decoder.dtype,
-            device=storage.device,
-        )
-        layouts.append(WorkerLayout(decoder.shard, stage, activations))
-    return layouts
+def _worker_layout(stage: Stage, config: EngineConfig) -> WorkerLayout:
+    decoder = stage.runner.decoder
+    activations = Activations(
+        decoder.shard,
+        hidden_size=decoder.config.hidden_size,
+        num_tokens=config.max_num_batched_tokens,
+        dtype=decoder.dtype,
+        device=stage.runner.device,
+    )
+    return WorkerLayout(decoder.shard, stage, activations)
 
 
 def part_of(cores: Sequence[tuple[int, ...]], number: int, workers: int) -> Sequence[tuple[int, ...]]:
