@@ -16,7 +16,8 @@ from nanoserve.costs.predictor import layout_predictors
 from nanoserve.measures.metrics import Distribution, Slo, Spread
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.framework import Outcomes, Run
-from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow, StepSample
+from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow
+from nanoserve.record.window import WindowStep
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies import POLICIES, make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate
@@ -160,7 +161,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     result: SimulationResult  # the whole run, its start and its end included
     window: Steady | None  # the steady state between them, if it was asked for
-    log: list[StepSample]  # steps from the steady state's beginning on
+    log: list[WindowStep]  # steps from the steady state's beginning on
     latency_per_token: float  # seconds; mean over requests of the whole latency over the output tokens (APEX, figure 6)
     breakdown: Breakdown  # where the time of the first replica went
     phases: tuple[tuple[float, float, int], ...]

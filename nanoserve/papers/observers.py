@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 from statistics import fmean, pstdev
-from typing import NamedTuple
 
 import msgspec
 
 from nanoserve.record.events import Planned, StepObserver
 from nanoserve.record.times import Beside, ReshardTimes, StageTimes
+from nanoserve.record.window import WindowStep
 from nanoserve.scheduler.plan import StepPlan
 
 
@@ -25,15 +25,6 @@ class Steady(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens and decodes of a micro-batch, on average."""
 
 
-class StepSample(NamedTuple):
-    """One step: when it was planned, its tokens, and its passage through each stage."""
-
-    time: float
-    prefill_tokens: int
-    decodes: int
-    passages: tuple[tuple[float, float], ...]
-
-
 class SteadyWindow(StepObserver):
     """Measures between two moments of progress, so that a run's start and its end do not dilute the metrics.
 
@@ -44,7 +35,7 @@ class SteadyWindow(StepObserver):
     """
 
     def __init__(self, requests: int, shares: tuple[float, float] | None, logged_steps: int) -> None:
-        self.samples: list[StepSample] = []
+        self.samples: list[WindowStep] = []
         self._shares, self._logged_steps = shares, logged_steps
         self._first, self._last = (math.ceil(requests * share) for share in shares or (0.0, 0.0))
         self._prompts: dict[int, int] = {}
@@ -64,8 +55,7 @@ class SteadyWindow(StepObserver):
             self._count(planned)
             self._newest = (gained, stages)
         if (self.samples or self._is_open) and len(self.samples) < self._logged_steps:
-            spans = tuple((times.started, times.computed) for times in stages)
-            self.samples.append(StepSample(planned.time, planned.plan.prompt_tokens, planned.plan.decodes, spans))
+            self.samples.append(WindowStep.of(planned, stages))
 
     @property
     def is_over(self) -> bool:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from nanoserve.measures.charts import ChartCurve, Gantt, GanttSpan, Panel
 from nanoserve.record.events import Planned, StepObserver
@@ -18,6 +18,13 @@ class WindowStep(NamedTuple):
     decodes: int
     prompt_tokens: int
     spans: tuple[tuple[float, float], ...]
+    time: float  # when it was planned
+
+    @classmethod
+    def of(cls, planned: Planned, stages: Sequence[StageTimes], began: float = 0.0) -> Self:
+        """With times from that moment on."""
+        plan, spans = planned.plan, tuple([(times.started - began, times.computed - began) for times in stages])
+        return cls(plan.step, plan.decodes, plan.prompt_tokens, spans, planned.time - began)
 
 
 class StepWindow(StepObserver):
@@ -48,9 +55,7 @@ class StepWindow(StepObserver):
                 self._next_begin = 2 * now
             shown = not self._is_full(self._windows[-1])
         if shown:
-            plan = planned.plan
-            spans = tuple([(times.started - self._began, times.computed - self._began) for times in stages])
-            self._windows[-1].append(WindowStep(plan.step, plan.decodes, plan.prompt_tokens, spans))
+            self._windows[-1].append(WindowStep.of(planned, stages, self._began))
 
     def _is_full(self, window: Sequence[WindowStep]) -> bool:
         return len(window) == self._length

@@ -51,8 +51,8 @@ def test_a_prompt_that_is_computed_again_counts_once() -> None:
 def test_single_steps_are_kept_from_the_windows_beginning() -> None:
     outcome = _case(steady=(0.5, 0.9), logged_steps=7).run()
     assert len(outcome.log) == 7
-    assert all(sample.prefill_tokens + sample.decodes == 64 for sample in outcome.log)
-    assert all(len(sample.passages) == 2 for sample in outcome.log)
+    assert all(sample.prompt_tokens + sample.decodes == 64 for sample in outcome.log)
+    assert all(len(sample.spans) == 2 for sample in outcome.log)
     assert outcome.log[0].time > 0
 
 

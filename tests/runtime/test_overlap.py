@@ -11,7 +11,7 @@ from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate, TokenLogprob
-from nanoserve.runtime.step.model_runner import ModelRunner
+from nanoserve.runtime.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
@@ -35,6 +35,11 @@ def make_runner(decoder: Decoder, device: str = "cpu") -> ModelRunner:
     return ModelRunner(decoder, num_blocks=24, block_size=BLOCK_SIZE, device=torch.device(device))
 
 
+def launch(runner: ModelRunner, plan: StepPlan) -> PreparedStep:
+    step = runner.prepare(plan)
+    return runner.sample(step, runner.compute(step))
+
+
 # -------------------------------------------------------------------------------------------------- plans by hand
 
 
@@ -43,9 +48,9 @@ def test_fed_rows_take_the_tokens_of_the_plan_before_whatever_its_order() -> Non
     runner = make_runner(decoder)
     prompts = (Row(1, 0, PROMPT, True, (0, 1)), Row(2, 0, OTHER, True, (2, 3)), Row(3, 0, OTHER[:3], False, (4,)))
     steps = [
-        runner.launch(StepPlan(0, begin=(begin(1, PROMPT), begin(2, OTHER), begin(3, OTHER)), rows=prompts)),
-        runner.launch(StepPlan(1, rows=(Row(3, 3, OTHER[3:], True, (5,)), fed(2, 6), fed(1, 5)))),
-        runner.launch(StepPlan(2, rows=(fed(1, 6), fed(3, 6)))),
+        launch(runner, StepPlan(0, begin=(begin(1, PROMPT), begin(2, OTHER), begin(3, OTHER)), rows=prompts)),
+        launch(runner, StepPlan(1, rows=(Row(3, 3, OTHER[3:], True, (5,)), fed(2, 6), fed(1, 5)))),
+        launch(runner, StepPlan(2, rows=(fed(1, 6), fed(3, 6)))),
     ]
     answers = [{answer.sequence: answer.tokens for answer in step.answers()} for step in steps]
     for sequence, prompt, places in ((1, PROMPT, (0, 1, 2)), (2, OTHER, (0, 1)), (3, OTHER, (1, 2))):
@@ -71,8 +76,8 @@ def test_what_follows_a_token_that_is_none_harms_no_other() -> None:
     runner = make_runner(decoder)
     bad = (1, 60, 2)
     rows = (Row(1, 0, bad, True, (3,)), Row(2, 0, PROMPT, True, (5, 6)))
-    first = runner.launch(StepPlan(0, begin=(begin(1, bad, logprobs=2), begin(2, PROMPT)), rows=rows))
-    second = runner.launch(StepPlan(1, rows=(fed(1, 3), fed(2, 5))))
+    first = launch(runner, StepPlan(0, begin=(begin(1, bad, logprobs=2), begin(2, PROMPT)), rows=rows))
+    second = launch(runner, StepPlan(1, rows=(fed(1, 3), fed(2, 5))))
     bad_answer, good_answer = first.answers()
     assert "not numbers" in str(bad_answer.error)
     thrown_away, next_answer = second.answers()
@@ -91,8 +96,8 @@ def test_launching_never_looks_at_what_the_device_computes() -> None:
     ]
     begins = tuple(begin(sequence, OTHER, **params) for sequence, params in enumerate(kinds))
     whole = tuple(Row(sequence, 0, OTHER, True, (2 * sequence, 2 * sequence + 1)) for sequence in range(4))
-    step = runner.launch(StepPlan(0, begin=begins, rows=whole, copies=(Copy(20, 21),)))
-    runner.launch(StepPlan(1, rows=(fed(1, 6), fed(0, 6), Row(2, 6, (9,), True))))
+    step = launch(runner, StepPlan(0, begin=begins, rows=whole, copies=(Copy(20, 21),)))
+    launch(runner, StepPlan(1, rows=(fed(1, 6), fed(0, 6), Row(2, 6, (9,), True))))
     with pytest.raises(RuntimeError, match="meta"):
         step.answers()
 

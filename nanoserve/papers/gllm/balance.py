@@ -23,7 +23,7 @@ from nanoserve.papers.gllm.systems import (
     deep_backlog,
     throughput,
 )
-from nanoserve.papers.observers import StepSample
+from nanoserve.record.window import WindowStep
 from nanoserve.simulator.workload import named_lengths
 
 _CAPS = (256, 1024, 4096)
@@ -70,9 +70,9 @@ def _balance(outcome: Outcome) -> dict[str, float]:
 
 
 def _batched_tokens(
-    title: str, x: str, places: Sequence[float], log: Sequence[StepSample], marks: tuple[float, ...] = ()
+    title: str, x: str, places: Sequence[float], log: Sequence[WindowStep], marks: tuple[float, ...] = ()
 ) -> Panel:
-    heights = {"prefill": [float(one.prefill_tokens) for one in log], "decode": [float(one.decodes) for one in log]}
+    heights = {"prefill": [float(one.prompt_tokens) for one in log], "decode": [float(one.decodes) for one in log]}
     return panel(title, x, "batched tokens", list(map(float, places)), heights, styles="-", marks=marks)
 
 
@@ -105,37 +105,37 @@ def utilization(scale: Scale, run: Run) -> Finding:
     return Finding(claims("gllm", ours), chart)
 
 
-def _phases(log: list[StepSample]) -> tuple[list[StepSample], list[StepSample]]:
+def _phases(log: list[WindowStep]) -> tuple[list[WindowStep], list[WindowStep]]:
     """Steps up to the last prompt, and those after it while decodes are many."""
-    last = max(number for number, one in enumerate(log) if one.prefill_tokens) + 1
+    last = max(number for number, one in enumerate(log) if one.prompt_tokens) + 1
     after = log[last:]
     most = max(one.decodes for one in after)
     count = next((number for number, one in enumerate(after) if one.decodes < _FEW * most and number > 8), len(after))
     return log[:last], after[:count]
 
 
-def _variation(phase: list[StepSample]) -> float:
-    tokens = [one.prefill_tokens + one.decodes for one in phase]
+def _variation(phase: list[WindowStep]) -> float:
+    tokens = [one.prompt_tokens + one.decodes for one in phase]
     return pstdev(tokens) / mean(tokens)
 
 
-def _busy(phase: list[StepSample]) -> float:
+def _busy(phase: list[WindowStep]) -> float:
     """Per cent of the time from the first to the last step, mean over stages."""
-    stages = range(len(phase[0].passages))
+    stages = range(len(phase[0].spans))
     spans = [
-        sum(end - start for start, end in (one.passages[stage] for one in phase[:-1]))
-        / (phase[-1].passages[stage][0] - phase[0].passages[stage][0])
+        sum(end - start for start, end in (one.spans[stage] for one in phase[:-1]))
+        / (phase[-1].spans[stage][0] - phase[0].spans[stage][0])
         for stage in stages
     ]
     return 100 * mean(spans)
 
 
-def _busy_over_time(log: list[StepSample]) -> list[float]:
+def _busy_over_time(log: list[WindowStep]) -> list[float]:
     """Per cent of each bucket of time in which stages compute, mean over stages."""
     buckets = [0.0] * (int(log[-1].time / _BUCKET) + 1)
-    stages = len(log[0].passages)
+    stages = len(log[0].spans)
     for one in log:
-        for start, stop in one.passages:
+        for start, stop in one.spans:
             for place in range(int(start / _BUCKET), min(int(stop / _BUCKET) + 1, len(buckets))):
                 within = min(stop, (place + 1) * _BUCKET) - max(start, place * _BUCKET)
                 buckets[place] += 100 * within / _BUCKET / stages

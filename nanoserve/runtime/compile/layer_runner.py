@@ -61,7 +61,7 @@ class LayerRunner:
     takes a batch of any size, its rows in any order. On a CPU the ranks of a tensor-parallel group use pieces too.
 
     Made without arguments it runs everything eagerly. `ahead_of_time` loads the libraries that an earlier process
-    compiled; `start` compiles the missing ones in the background, `poll` loads them between two steps, and `wait`
+    compiled; `start` compiles the missing ones in the background, a Stage loads them between two steps, and `wait`
     waits for them ahead of long or timed work. `torch_compile` needs none of these three.
     """
 
@@ -126,11 +126,6 @@ class LayerRunner:
         """Begin to compile the missing libraries; `waited` as in `BackgroundLibrary.start`."""
         for library in self.libraries:
             library.start(waited=waited)
-
-    def poll(self) -> None:
-        """Load the libraries that are ready. Between steps only."""
-        for library in self.libraries:
-            library.poll()
 
     def wait(self) -> None:
         for library in self.libraries:

@@ -117,13 +117,8 @@ def choose_host_blocks(model: ModelConfig, config: EngineConfig, reserved: int =
     if not config.uses_host_memory:
         return 0
     if model.mla is not None:
-        option = (
-            "--policy"
-            if config.attends_on_host
-            else "--decode-parallel"
-            if config.decode_layout
-            else "--host-kv-memory"
-        )
+        option = "--decode-parallel" if config.decode_layout else "--host-kv-memory"
+        option = "--policy" if config.attends_on_host else option
         raise UsageError(f"{option}: the KV cache of {model.family} is latents, which stay on the device; leave it out")
     block_size, engines, asked = config.block_size, config.data_parallel, config.host_kv_memory
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)

@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
+from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.scheduler.plan import Row
 
@@ -147,35 +148,23 @@ class ForwardPass:
         batches = inputs.batches
         of_layers = [batches[group] for group in self._groups] if self._groups else None
         attention = PagedAttention(self._decoder.config, self._keys, self._values, inputs.batch, of_layers)
-        run_layer = self._run_layer if inputs.computed is None else _marking(self._run_layer, inputs.computed)
-        kept = dict[int, Tensor]()
-        if self._features is not None and self._features.layers:
-            run_layer = _keeping(run_layer, self._features.layers, kept)
+        features, kept = self._features, dict[int, Tensor]()
+        layers = () if features is None else features.layers
+
+        def run_and_note(layer: DecoderLayer, *given: Any) -> Tensor:
+            output = self._run_layer(layer, *given)
+            if inputs.computed is not None:
+                inputs.computed(layer.index)
+            if layer.index in layers:
+                kept[layer.index] = output
+            return output
+
+        run_layer = run_and_note if layers or inputs.computed is not None else self._run_layer
         hidden: Tensor = self._decoder(inputs.first, inputs.positions, attention, run_layer)
-        if self._features is not None:
-            layers = [kept[layer] for layer in self._features.layers]
-            found = self._features.fuse(torch.cat(layers, dim=-1) if layers else hidden)
-            self._features.write(inputs.batch.slot_mapping, found)
+        if features is not None:
+            found = features.fuse(torch.cat([kept[layer] for layer in layers], dim=-1) if layers else hidden)
+            features.write(inputs.batch.slot_mapping, found)
         return hidden
-
-
-def _marking(run_layer: LayerFunction, computed: LayerComputed) -> LayerFunction:
-    def run(layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
-        output = run_layer(layer, hidden, cos, sin, attention)
-        computed(layer.index)
-        return output
-
-    return run
-
-
-def _keeping(run_layer: LayerFunction, layers: Sequence[int], kept: dict[int, Tensor]) -> LayerFunction:
-    def run(layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction) -> Tensor:
-        output = run_layer(layer, hidden, cos, sin, attention)
-        if layer.index in layers:
-            kept[layer.index] = output
-        return output
-
-    return run
 
 
 # ---- from rows to tensors ------------------------------------------------------------------------------------

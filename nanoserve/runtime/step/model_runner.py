@@ -146,13 +146,9 @@ class ModelRunner:
         self._records.clear()
 
     def execute(self, plan: StepPlan) -> tuple[Answer, ...]:
-        """Launch one plan and wait for its answers; raises as `prepare` does."""
-        return self.launch(plan).answers()
-
-    def launch(self, plan: StepPlan) -> PreparedStep:
-        """Hand one plan to the device without waiting for it; on the CPU it is done then. Raises as `prepare` does."""
+        """Run one plan and wait for its answers; raises as `prepare` does."""
         step = self.prepare(plan)
-        return self.sample(step, self.compute(step))
+        return self.sample(step, self.compute(step)).answers()
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan) -> PreparedStep:
