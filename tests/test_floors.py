@@ -40,7 +40,7 @@ FLOORS: dict[str, set[str]] = {
     "checkpoint_names": {"config"},
     "measures": {"errors", "processes"},
     "kv": {"errors", "request", "config", "cache_groups"},
-    "costs": {"errors", "processes", "layout", "quantization", "config", "checkpoint_names", "request"},
+    "costs": {"errors", "processes", "layout", "cache_groups", "quantization", "config", "checkpoint_names", "request"},
     "speculation": {"request", "costs"},
     "scheduler": {"errors", "processes", "request", "kv", "costs", "speculation"},
     "engine_config": {"errors", "processes", "layout", "quantization", "scheduler"},
@@ -49,7 +49,7 @@ FLOORS: dict[str, set[str]] = {
     "dispatcher": {"errors", "request", "record", "engine"},
     "simulator": {
         *("errors", "request", "config", "engine_config", "measures", "kv", "costs", "scheduler", "record", "engine"),
-        *("dispatcher", "speculation"),
+        *("dispatcher", "speculation", "cache_groups"),
     },
     "papers": {
         *("errors", "processes", "config", "measures", "costs", "scheduler", "record", "simulator", "benchmarks"),
