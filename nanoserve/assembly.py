@@ -35,7 +35,7 @@ from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.drafters import HEADS
 from nanoserve.runtime.launch.gpu_start import DeviceStart, GpuFacts
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
-from nanoserve.runtime.launch.memory import choose_num_blocks, kv_bytes_per_block
+from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import (
     keeps_all_positions,
     load_decoder,
@@ -175,8 +175,9 @@ def _build_here(
     decoder, model = load_decoder(resolved, config, device, progress)
     start = DeviceStart(resolved, config, [decoder], device)
     gpu = start.gpus[0] if start.gpus else None
-    longest, windows = model.max_position_embeddings, model.cache_groups.windows
-    num_blocks = choose_num_blocks(start.block_bytes[0], start.free_bytes(progress), longest, config, windows)
+    reserved, longest = start.reserved_bytes(progress), model.max_position_embeddings
+    free, windows = max(0, available_memory(decoder.device) - reserved), model.cache_groups.windows
+    num_blocks = choose_num_blocks(start.block_bytes[0], free, longest, config, windows)
     host_pool = _host_pool(decoder, model, config, num_blocks)
     speeds = measure_speeds(device, decoder.dtype) if host_pool is not None or config.speculate is not None else None
     max_model_len = _longest(config, model, num_blocks)

@@ -11,7 +11,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.sizes import format_size, parse_size
-from nanoserve.runtime.launch import gpu_start, memory
+from nanoserve.runtime.launch import memory
 from nanoserve.runtime.launch.gpu_start import DeviceStart
 from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block, out_of_memory
 from tests.runtime.small_model import small_config, small_decoder
@@ -35,14 +35,13 @@ def test_by_default_a_share_of_the_free_memory() -> None:
     assert choose(free=100 * BLOCK, device="cuda") == 95
 
 
-def test_what_steps_were_seen_to_need_is_kept_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_start, "available_memory", lambda device: 100 * BLOCK)
-
+def test_what_steps_were_seen_to_need_is_kept_free() -> None:
     def chosen(reserved: int, **settings: int) -> int:
         config = EngineConfig(device="cuda", block_size=4, max_num_seqs=4, **settings)
         start = DeviceStart(resolve_model(None), config, [small_decoder()], torch.device("cpu"))
         start.gpus.append(SimpleNamespace(measure=lambda longest, progress: reserved))  # type: ignore[arg-type]  # a fake
-        return choose_num_blocks(start.block_bytes[0], start.free_bytes(), 128, config)
+        free = max(0, 100 * BLOCK - start.reserved_bytes())
+        return choose_num_blocks(start.block_bytes[0], free, 128, config)
 
     assert chosen(60 * BLOCK) == 38
     with pytest.raises(

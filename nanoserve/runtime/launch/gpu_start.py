@@ -25,7 +25,7 @@ from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.launch.drafters import load_drafter
-from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block, memory_errors, out_of_memory
+from nanoserve.runtime.launch.memory import kv_bytes_per_block, memory_errors, out_of_memory
 from nanoserve.runtime.launch.model_loading import compiler_errors
 from nanoserve.runtime.moves.gpu_staging import staging_memory
 from nanoserve.runtime.moves.host_pool import HostPool
@@ -170,13 +170,13 @@ class DeviceStart:
         )
         """Size of a KV block by layout, with that."""
 
-    def free_bytes(self, progress: ProgressCallback | None = None) -> int:
-        """Memory for the KV cache: what is free beside the largest step, and beside what swaps are staged in."""
+    def reserved_bytes(self, progress: ProgressCallback | None = None) -> int:
+        """Memory that must stay free beside the KV cache: for the largest step, and for what swaps are staged in."""
         longest = self._config.max_model_len or self._decoders[0].config.max_position_embeddings
         reserved = max((gpu.measure(longest, progress) for gpu in self.gpus), default=0)
         if self.gpus and self._config.uses_host_memory:
             reserved += sum(map(staging_memory, self.block_bytes))
-        return max(0, available_memory(self._decoders[0].device) - reserved)
+        return reserved
 
     @cached_property
     def layers(self) -> list[LayerRunner | None]:

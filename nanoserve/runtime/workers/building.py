@@ -19,7 +19,7 @@ from nanoserve.processes.threads import cores_in_use
 from nanoserve.runtime.host.host_processor import HostProcessor, default_host_threads
 from nanoserve.runtime.launch.gpu_start import DeviceStart
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
-from nanoserve.runtime.launch.memory import memory_errors
+from nanoserve.runtime.launch.memory import available_memory, memory_errors
 from nanoserve.runtime.launch.model_loading import (
     load_decoder,
     load_layouts,
@@ -50,7 +50,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
     decoders, weights = _load(start, model, endpoint, everyone, device)
     device_start = DeviceStart(start.model, config, decoders, device)
-    speeds = None
+    reserved, speeds = device_start.reserved_bytes(), None
     if not start.again and (
         start.host_pool is not None or config.pipeline_parallel > 1 or config.speculate is not None
     ):  # policies and guessing ask how long swaps and steps take
@@ -60,7 +60,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
         start.rank,
         memory=f"{socket.gethostname()} {device}",
         block_bytes=device_start.block_bytes,
-        free_bytes=device_start.free_bytes(),
+        free_bytes=max(0, available_memory(device) - reserved),
         speeds=speeds,
     )
     endpoint.report(loaded)
