@@ -118,7 +118,8 @@ class CorrectedPredictor:
     """
 
     def __init__(self, base: Predictor) -> None:
-        self.num_layers, self.slowest_share, self.overlaps = base.num_layers, base.slowest_share, base.overlaps
+        self.num_layers, self.overlaps = base.num_layers, base.overlaps
+        self.slowest_share, self.lone_share = base.slowest_share, base.lone_share
         self._base = base
         self._filter = FactorFilter(_prior())
         self._sizes = {name: 16.0**part.smallest for name, part in _PARTS.items()}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from nanoserve.costs.layout_profile import LayoutCosts
 from nanoserve.costs.profile import Profile
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.costs.work import StepWork, Strategy
@@ -13,6 +14,7 @@ class Predictor(Protocol):
 
     num_layers: int  # of the model, whatever the number of stages
     slowest_share: float  # of a decode step's time, that of the slowest stage; 1 with one stage
+    lone_share: float  # of a decode step's time, what it takes while no other stage uses the memory
     overlaps: bool  # whether the device computes while it reads the weights; else each step pays for both
 
     def linear_seconds(self, tokens: int) -> float:
@@ -50,6 +52,8 @@ class CostPredictor:
         self.num_layers = costs.num_layers
         self._costs, self._layouts, self._layers = costs, layouts, costs.counts.layers(0)
         stages = [costs.stage_seconds(costs.work([1]), stage) for stage in range(costs.num_stages)]
+        lone = costs.lone_seconds if isinstance(costs, LayoutCosts) else costs.stage_seconds
+        self.lone_share = sum(lone(costs.work([1]), stage) for stage in range(costs.num_stages)) / sum(stages)
         self.slowest_share, self.overlaps = max(stages) / sum(stages), costs.machine.device.overlaps
 
     def linear_seconds(self, tokens: int) -> float:
@@ -99,7 +103,7 @@ class MeasuredPredictor:
 
     def __init__(self, profile: Profile) -> None:
         self.num_layers, self.profile = profile.model.num_layers, profile  # the profile as it was measured
-        self.slowest_share, self.overlaps = 1.0, True
+        self.slowest_share, self.lone_share, self.overlaps = 1.0, 1.0, True
         self._profile = profile = profile.rising()
         self._attention = profile.decode_attention.over_keys().rising()
         self._ends = (profile.inputs, profile.head, profile.engine)

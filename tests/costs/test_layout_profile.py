@@ -8,6 +8,7 @@ import pytest
 from nanoserve.costs import ParallelLayout, load_shape
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile
+from nanoserve.costs.predictor import CostPredictor
 from nanoserve.costs.profile import read_profile, write_profile
 from nanoserve.costs.work import StepWork
 from nanoserve.errors import UsageError
@@ -78,9 +79,11 @@ def test_a_stage_has_the_memory_for_itself_while_no_other_computes() -> None:
     costs = layout_profile().costs(MODEL, P2)
     work = costs.work([500])
     assert costs.lone_seconds(work, 0) == pytest.approx(costs.stage_seconds(work, 0) / 2)
+    assert CostPredictor(costs).lone_share == pytest.approx(0.5)
     whole = msgspec.structs.replace(degree_times(0.005), lone=None)
     alone = msgspec.structs.replace(layout_profile(), degrees={2: whole}).costs(MODEL, T2)
     assert alone.lone_seconds(work, 0) == alone.stage_seconds(work, 0)
+    assert CostPredictor(alone).lone_share == 1.0
 
 
 def test_times_that_others_disturbed_are_not_steady() -> None:

@@ -35,6 +35,10 @@ class DistortedPredictor:
         return self.true.slowest_share
 
     @property
+    def lone_share(self) -> float:
+        return self.true.lone_share
+
+    @property
     def overlaps(self) -> bool:
         return self.true.overlaps
 

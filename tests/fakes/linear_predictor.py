@@ -22,6 +22,7 @@ class LinearPredictor:
         swap_token: seconds per token moved.
         transition: seconds.
         slowest_share: of a step, that of the slowest stage.
+        lone_share: of a step, what it takes while no other stage computes.
         overlaps: whether weights are read beside computing.
     """
 
@@ -37,6 +38,7 @@ class LinearPredictor:
     swap_token: float = 0.0
     transition: float = 0.0
     slowest_share: float = 1.0
+    lone_share: float = 1.0
     overlaps: bool = False
 
     def linear_seconds(self, tokens: int) -> float:

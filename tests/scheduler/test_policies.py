@@ -160,23 +160,26 @@ def test_adaptive_throttling_computes_what_waits_in_the_predicted_number_of_step
 
 
 @pytest.mark.parametrize(
-    ("slowest", "row", "ready", "decodes"),
-    [  # 40 decodes, P = 4. Between two tokens: max(1, m slowest) t(40 / m)
-        (0.25, 0.0, 10, 10),  # as many micro-batches as stages cost nothing: gLLM's equation 4
-        (0.25, 0.0, 6, 6),
-        (0.3, 0.0, 40, 14),  # 1.2 * 100 for four; three come round in 100
-        (0.3, 0.0, 13, 0),  # they wait for the fourteenth
-        (0.3, 1.0, 40, 14),  # 140, 120, 114 and 132
-        (0.3, 3.0, 40, 14),  # 220, 160, 142 and 156
-        (0.3, 9.0, 40, 10),  # bound by operations: 226 and 228, which is as good
-        (1.0, 0.0, 39, 0),  # stages that share one processor: 100, 200, 300 and 400
-        (1.0, 0.0, 40, 40),
+    ("slowest", "row", "lone", "ready", "decodes"),
+    [  # 40 decodes, P = 4. Between two tokens: max(1, m slowest) (lone + (1 - lone) (m - 1) / 3) t(40 / m)
+        (0.25, 0.0, 1.0, 10, 10),  # as many micro-batches as stages cost nothing: gLLM's equation 4
+        (0.25, 0.0, 1.0, 6, 6),
+        (0.3, 0.0, 1.0, 40, 14),  # 1.2 * 100 for four; three come round in 100
+        (0.3, 0.0, 1.0, 13, 0),  # they wait for the fourteenth
+        (0.3, 1.0, 1.0, 40, 14),  # 140, 120, 114 and 132
+        (0.3, 3.0, 1.0, 40, 14),  # 220, 160, 142 and 156
+        (0.3, 9.0, 1.0, 40, 10),  # bound by operations: 226 and 228, which is as good
+        (0.3, 0.0, 0.7, 40, 40),  # a stage alone has the memory for itself: 70, 80, 90 and 120 ...
+        (0.3, 1.0, 0.7, 40, 20),  # ... 98, 96, 103 and 132 ...
+        (0.3, 3.0, 0.7, 40, 14),  # ... 154, 128, 127 and 156
+        (1.0, 0.0, 1.0, 39, 0),  # stages that share one processor: 100, 200, 300 and 400
+        (1.0, 0.0, 1.0, 40, 40),
     ],
 )
 def test_adaptive_throttling_gathers_decodes_where_micro_batches_pay_the_weights_again(
-    slowest: float, row: float, ready: int, decodes: int
+    slowest: float, row: float, lone: float, ready: int, decodes: int
 ) -> None:
-    predictor = LinearPredictor(num_layers=1, linear=100.0, row=row, key=0.0, slowest_share=slowest)
+    predictor = LinearPredictor(num_layers=1, linear=100.0, row=row, key=0.0, slowest_share=slowest, lone_share=lone)
     load = replace(FREE, waiting_tokens=0, running_decodes=40, ready_decodes=ready, pipeline_depth=4)
     load = replace(load, predictor=predictor)
     assert AdaptiveThrottling().decide(load).decodes == decodes

@@ -73,6 +73,7 @@ class Times:
     moving: float
     num_layers: int = 2
     slowest_share: float = 0.5
+    lone_share: float = 1.0
     overlaps: bool = False
 
     def linear_seconds(self, tokens: int) -> float:

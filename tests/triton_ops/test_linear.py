@@ -12,7 +12,7 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 5, 8, 13, 31, 48, 49, 80, 96, 100])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 20, 21, 48, 49, 80, 96, 100])
 @pytest.mark.parametrize(("depth", "columns"), [(64, 96), (200, 70), (7, 1), (513, 33), (544, 101)])
 def test_it_is_the_product(dtype: torch.dtype, rows: int, depth: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows)
@@ -34,9 +34,9 @@ def test_few_rows_do_not_depend_on_one_another(
     if implementation == "plain":
         pytest.skip("torch's product promises nothing")
     torch_goes_first = dtype == torch.bfloat16 and "bf16" in processor()
-    rows, weight = torch.randn(48, depth).to(dtype), torch.randn(columns, depth).to(dtype)
+    rows, weight = torch.randn(20, depth).to(dtype), torch.randn(columns, depth).to(dtype)
     alone = torch.cat([linear(row[None], weight) for row in rows])
-    for count in (2, 3, 4) if torch_goes_first else (2, 3, 4, 5, 7, 8, 9, 16, 31, 48):
+    for count in (2, 3, 4) if torch_goes_first else (2, 3, 4, 5, 7, 8, 9, 16, 20):
         assert torch.equal(linear(rows[:count], weight), alone[:count]), count
 
 

@@ -12,11 +12,12 @@
 
 namespace nanoserve {
 
-// Inputs and rows of weights whose sums stay in registers together.
+// Inputs and rows of weights whose sums stay in registers together. Beyond kFewRows inputs a product that needs no sum
+// over lanes is faster: of wide lanes sooner.
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int64_t kInputsAtOnce = 6, kWeightsAtOnce = 4;
+constexpr int64_t kInputsAtOnce = 6, kWeightsAtOnce = 4, kFewRows = 20;
 #else
-constexpr int64_t kInputsAtOnce = 4, kWeightsAtOnce = 3;
+constexpr int64_t kInputsAtOnce = 4, kWeightsAtOnce = 3, kFewRows = 48;
 #endif
 constexpr int64_t kWeightsOfOneInput = 4;
 // 16-bit numbers of a cache line: the step of the innermost loop.
@@ -32,10 +33,10 @@ constexpr int64_t kPanelDepth = 256;
 constexpr int64_t kPanelStride = kPanelDepth + 16;
 // Numbers between those that are multiplied and those that are fetched meanwhile.
 constexpr int64_t kFetchedAhead = 512;
-// Beyond this many inputs a product that needs no sum over lanes is faster; on a processor that multiplies in 16 bits
-// itself, torch's.
-constexpr int64_t kFewRows = 48;
-constexpr int64_t kFewRowsBesideTorch = 4;
+// On a processor that multiplies in 16 bits itself, torch's product is faster beyond the inputs that one pass takes, and
+// one of tiles sooner.
+constexpr int64_t kFewRowsBesideTorch = kInputsAtOnce;
+constexpr int64_t kFewRowsBesideTiles = 4;
 // What is multiplied with more inputs at a time: rows of weights, and their columns.
 constexpr int64_t kTransposedRows = 64;
 constexpr int64_t kTransposedDepth = 128;
@@ -270,10 +271,10 @@ inline at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, cons
       "linear: input [M, K] and weight [N, K] are needed, not ", input.sizes(), " and ", weight.sizes());
   const bool same = input.scalar_type() == type && (!bias || bias->scalar_type() == type);
   const bool halves = type == at::kBFloat16 || type == at::kHalf;
-  const int64_t most = multiplies_in(type) ? kFewRowsBesideTorch : kFewRows;
-  const bool few = input.size(0) <= most || batch_invariant;
   const bool any = input.numel() > 0 && weight.numel() > 0;
-  const bool tiled = !few && suits_tiles(input, weight);
+  const int64_t most = multiplies_in(type) ? kFewRowsBesideTorch : kFewRows;
+  const bool tiled = !batch_invariant && input.size(0) > kFewRowsBesideTiles && suits_tiles(input, weight);
+  const bool few = !tiled && (input.size(0) <= most || batch_invariant);
   if (!same || !halves || !any || !weight.is_contiguous() || (!few && !tiled && multiplies_in(type)))
     return at::linear(input, weight, bias);
   const at::Tensor rows = input.contiguous(), added = bias ? bias->contiguous() : at::Tensor();

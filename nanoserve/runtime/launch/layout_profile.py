@@ -28,6 +28,7 @@ from nanoserve.scheduler.plan import Row, StepPlan
 
 _CONTEXT, _STEPS = 16, 10  # of the scheduler that is timed
 _MESSAGES = 10
+_SETTINGS = ("dtype", "quantization", "block_size", "eager", "batch_invariant")  # that steps depend on
 
 
 def measure_layouts(
@@ -63,14 +64,8 @@ def kept_layouts(resolved: ResolvedModel, config: EngineConfig) -> LayoutProfile
 
 def _kept(resolved: ResolvedModel, config: EngineConfig, devices: int) -> tuple[EngineConfig, ModelConfig, Path | None]:
     """What is measured, with the settings that matter, and the file that keeps it; None where nothing is kept."""
-    config = EngineConfig(
-        dtype=config.dtype,
-        quantization=config.quantization,
-        block_size=config.block_size,
-        eager=config.eager,
-        batch_invariant=config.batch_invariant,
-        pipeline_parallel=devices,
-    )
+    settings = {name: getattr(config, name) for name in _SETTINGS}
+    config = EngineConfig(**settings, pipeline_parallel=devices)
     model = read_config(resolved, config.quantization)
     if TorchrunProcess.from_environment() is not None:
         return config, model, None

@@ -102,16 +102,12 @@ def _degree_probes(
     blocks = max(_SIZES.tokens[-1] // size, *_SIZES.rows)
     runner = ModelRunner(decoder, num_blocks=blocks, block_size=size, device=device, run_layer=run_layer)
     steps = StepTimer(runner, block_size=size)
-
-    def lone_seconds(tokens: int) -> float | None:
-        return steps.pass_seconds(tokens) if place.is_first else None
-
     probes = device_probes(steps, _SIZES) | {"layer": over(steps.pass_seconds, _SIZES.tokens)}
     if degree > 1:  # the inputs are those of one rank
         del probes["inputs"]
     together = {name: {point: _together(probe) for point, probe in points.items()} for name, points in probes.items()}
     if place.num_stages > 1:
-        together["lone"] = over(_together(lone_seconds), _SIZES.tokens)
+        together["lone"] = over(_together(steps.pass_seconds if place.is_first else lambda _: None), _SIZES.tokens)
     return together, layers is None or layers.loaded
 
 

@@ -94,8 +94,9 @@ class AdaptiveThrottling(_Throttling):
     * A CPU's core does not compute while it waits for the weights: each step pays them in full. There a predictor of
       step times t says in how many steps the prompt tokens that wait and have room are through the P stages soonest,
       and, while no prompt waits, how many micro-batches of decodes M are best: more overlap better, but each pays the
-      weights again, and the slowest stage, a share q of t, sets the pace. A decode that is ready before the others of
-      its micro-batch waits for them.
+      weights again, the slowest stage, a share q of t, sets the pace, and a stage that computes alone, which has the
+      memory for itself, takes a share l of t. A decode that is ready before the others of its micro-batch waits for
+      them.
 
     With F the tokens that the blocks above R hold, and D the decodes of the step::
 
@@ -106,7 +107,8 @@ class AdaptiveThrottling(_Throttling):
     and where the weights are paid in full::
 
         C - D instead of min(fill - D, F / T), C = min(WP, F) / k, k from 1 to T, for which (k + P - 1) t(C) is least
-        D = RD / M, M from 1 to P, for which max(1, M q) t(D) is least;  M = P where a prompt waits
+        D = RD / M, M from 1 to P, for which max(1, M q) (l + (1 - l) (M - 1) / (P - 1)) t(D) is least;
+        M = P where a prompt waits
     """
 
     fill: int = parameter(128, at_least=0)
@@ -136,7 +138,9 @@ class AdaptiveThrottling(_Throttling):
 
         def cycle(steps: int) -> float:
             rows, keys = -(-load.running_decodes // steps), load.context_tokens // steps
-            return max(1.0, steps * predictor.slowest_share) * load.step_seconds(rows, keys)
+            beside = (steps - 1) / max(1, load.pipeline_depth - 1)  # of the other stages, those that compute meanwhile
+            shared = predictor.lone_share + beside * (1.0 - predictor.lone_share)
+            return max(1.0, steps * predictor.slowest_share) * shared * load.step_seconds(rows, keys)
 
         cycles = {steps: cycle(steps) for steps in range(1, load.pipeline_depth + 1)}
         most = max(steps for steps, seconds in cycles.items() if seconds <= _AS_GOOD * min(cycles.values()))
