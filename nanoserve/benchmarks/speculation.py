@@ -42,7 +42,7 @@ class Scripted(Speculator):
         self._rate, self._answers, self._vocab_size = rate, answers, vocab_size
         self._random = random.Random(0)
 
-    def _find(self, sequence: RunningSequence, record: object, most: int) -> tuple[int, ...]:
+    def _look_up(self, sequence: RunningSequence, record: object, most: int) -> tuple[int, ...]:
         begin = sequence.output_length
         known = self._answers[sequence.request.prompt][begin : begin + max(0, most)]
         return tuple((token + (self._random.random() >= self._rate)) % self._vocab_size for token in known)
@@ -91,14 +91,18 @@ class SpeculationBench:
         return until_enough_count(one_round, wanted)
 
     def _prompts(self, workload: str, case: BatchCase) -> list[tuple[int, ...]]:
-        """Random tokens, or texts by the model itself: stories, or, for edits, beginnings of stories in a loop and what
-        greedy decoding has come to, of which those are taken whose answers repeat most."""
+        """Random tokens, or texts by the model itself: beginnings of answers in its chat format, or, for edits,
+        beginnings of stories in a loop and what greedy decoding has come to, of which those are taken whose answers
+        repeat most."""
         llm, size, length = self._plain, case.batch, case.input_tokens
         if workload not in ("edits", "stories"):
             return random_prompts([length] * size, llm.config.vocab_size, size)
         params = replace(llm.default_sampling_params(), ignore_eos=True, max_tokens=length)
         seeds = range(2 * size + 14)
-        outputs = llm.generate(["Once upon a time" for _ in seeds], [replace(params, seed=seed) for seed in seeds])
+        asked: str | list[int] = "Once upon a time"
+        if workload == "stories" and llm.tokenizer.has_chat_template:
+            asked = llm.tokenizer.encode_chat([{"role": "user", "content": "Tell me a story."}])
+        outputs = llm.generate([asked for _ in seeds], [replace(params, seed=seed) for seed in seeds])
         stories = [(one.prompt_token_ids + one.outputs[0].token_ids)[:length] for one in outputs]
         if workload == "stories":
             return stories[:size]

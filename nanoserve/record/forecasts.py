@@ -49,12 +49,13 @@ class Forecasts:
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, CorrectedPredictor | None]] = {}
         self._newest: CorrectedPredictor | None = None  # predictor of the newest plan
+        self._corrections: Mapping[str, float] = {}
         self._plans, self._host_results, self._on_measured = _lessons(), _lessons(), on_measured
 
     @property
     def corrections(self) -> Mapping[str, float]:
-        """Current correction factors; empty without a learning predictor."""
-        return {} if self._newest is None else self._newest.corrections
+        """Current correction factors, as of the last step that was learned from; empty without a learning predictor."""
+        return self._corrections
 
     def of(self, step: int) -> Forecast | None:
         """The forecast of a plan in flight; None if it was not predicted."""
@@ -91,6 +92,7 @@ class Forecasts:
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
         if predictor is not None:
             predictor.observe(work, result.seconds)
+            self._corrections = predictor.corrections
         self._on_measured(replace(forecast, work=work, measured=result.seconds))
 
     def on_reset(self) -> None:

@@ -83,6 +83,9 @@ class PlanBuilder:
     def add_guesses(self, speculator: Speculator) -> None:
         """Add guesses to the rows that are sampled, and ask for the next ones, where blocks are free for them. Each
         sequence that runs keeps a free block to grow into: no guess ever costs another sequence its blocks."""
+        load, wanted = self.load, self.decision.guesses
+        if speculator.rests() and wanted is None:
+            return
         rows = [
             (place, row, sequence)
             for place, row in enumerate(self.rows)
@@ -91,9 +94,13 @@ class PlanBuilder:
         if not rows:
             return
         sequences = [sequence for *_, sequence in rows]
-        load, wanted = self.load, self.decision.guesses
         chosen = speculator.choose(
-            sequences, lambda: work_of(self.rows), load.predictor, wanted, in_flight=load.steps_in_flight
+            sequences,
+            lambda: work_of(self.rows),
+            load.predictor,
+            wanted,
+            in_flight=load.steps_in_flight,
+            prompt_tokens=self._prompt_tokens,
         )
         pool, size, groups = self._blocks.pool, self._block_size, self._groups
         for (place, row, sequence), (guesses, draft) in zip(rows, chosen, strict=True):

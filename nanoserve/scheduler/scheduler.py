@@ -316,7 +316,7 @@ class Scheduler:
                     sequence.computed -= row.guesses - max(0, len(answer.tokens) - 1) if row.guesses else 0
                 if sequence.finish_reason is None:  # else it was ended while in flight
                     updates.append(self._take_tokens(sequence, answer, now))
-                if speculator is not None:
+                if speculator is not None and (row.guesses or row.draft or self.feeds_tokens):
                     speculator.learn(sequence, row.guesses, len(answer.tokens), row.draft, answer.draft)
                 answered(sequence)
                 if any_on_host:
@@ -331,7 +331,7 @@ class Scheduler:
         if result.step is not None:
             plan = self.plans_in_flight.pop(result.step)
             self._end_plan(plan)
-            if speculator is not None:
+            if speculator is not None and result.draft_seconds:
                 speculator.learn_time(max((row.draft for row in plan.rows), default=0), result.draft_seconds)
         if result.host_lost is not None:
             # Host rows in flight, of asymmetric plans too, will not be answered; their plans end all the same.

@@ -46,8 +46,8 @@ class SimulatedDrafter:
 
 
 class DummyModel:
-    """Answers dummy tokens, and ends each sequence after ``seed`` of them: the scheduler cannot know the length. How
-    many guesses it accepts is drawn as the ``drafter`` says."""
+    """Answers dummy tokens, and ends each sequence after ``seed`` of them: the scheduler cannot know the length. Which
+    guesses are right is drawn as the ``drafter`` says; the others are END_TOKEN."""
 
     def __init__(self, drafter: SimulatedDrafter | None = None) -> None:
         self._last: dict[int, int] = {}
@@ -74,10 +74,12 @@ class DummyModel:
 
     def _guessed(self, row: Row, last: int) -> Answer:
         first, rates = row.start + len(row.tokens) - row.guesses, self._rates
-        right = (self._random.random() < rates[min(place, len(rates) - 1)] for place in range(row.guesses))
-        end = first + sum(takewhile(bool, right))  # its last token's position
+        guesses = row.tokens[len(row.tokens) - row.guesses :]
+        end = first + sum(1 for _ in takewhile(DUMMY_TOKEN.__eq__, guesses))  # its last token's position
         tokens = _DUMMY * (end - first + 1) if end < last else _DUMMY * (last - first) + _END
-        return Answer(row.sequence, tokens, draft=_DUMMY * row.draft)
+        drawn = (self._random.random() < rates[min(place, len(rates) - 1)] for place in range(row.draft))
+        right = sum(takewhile(bool, drawn))
+        return Answer(row.sequence, tokens, draft=_DUMMY * right + _END * (row.draft - right))
 
 
 class SimulatedExecutor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from nanoserve.costs.predictor import Predictor
@@ -11,8 +12,6 @@ COUNTS = (0, 1, 2, 3, 5, 7)
 """Guesses that a row may have."""
 _LEAST_GAIN = 1.02
 """Guessing has to be predicted so much faster: a prediction may be a little wrong, and plain steps are sure."""
-_FALLEN = 0.8
-"""Where so much of the best rate is left, more guesses are not tried: each step of a device's time is paid by then."""
 _FADING = 0.9
 """Share of a sequence's record that counts at its next verification: about the last ten do."""
 _PRIOR_TRIALS = 2.0
@@ -43,6 +42,15 @@ def expected_tokens(rate: float, guesses: int) -> float:
     return guesses + 1.0 if rate >= 1 else (1 - rate ** (guesses + 1)) / (1 - rate)
 
 
+@lru_cache(maxsize=128)
+def _pieces(percent: int) -> tuple[tuple[float, int, int], ...]:
+    """From each of COUNTS to the next: how likely a guess is right then, negative, and both; for α in percent."""
+    return tuple(
+        ((expected_tokens(percent / 100, fewer) - expected_tokens(percent / 100, more)) / (more - fewer), fewer, more)
+        for fewer, more in pairwise(COUNTS)
+    )
+
+
 def choose_counts(
     rates: Sequence[float], limits: Sequence[int], seconds: Callable[[int, int], float], budget: int, prompt_tokens: int
 ) -> list[int]:
@@ -55,14 +63,14 @@ def choose_counts(
     Of all ways to spend n guesses the best takes the likeliest ones, as each row's next guess is likelier to be right
     than the one after it. So only the number is searched.
     """
-    pieces = sorted(
-        (
-            (-(expected_tokens(rate, more) - expected_tokens(rate, fewer)) / (more - fewer), row, fewer, more)
-            for row, (rate, limit) in enumerate(zip(rates, limits, strict=True))
-            for fewer, more in pairwise(COUNTS)
-            if more <= limit
-        ),
-    )
+    pieces = [
+        (likelihood, row, fewer, more)
+        for row, (rate, limit) in enumerate(zip(rates, limits, strict=True))
+        if limit > 0
+        for likelihood, fewer, more in _pieces(round(100 * rate))
+        if more <= limit
+    ]
+    pieces.sort()
     tokens, guesses, largest = float(len(rates) + prompt_tokens), 0, 0
     best, taken = _LEAST_GAIN * tokens / seconds(0, 0), 0
     for number, (likelihood, _, fewer, more) in enumerate(pieces, start=1):
@@ -74,8 +82,6 @@ def choose_counts(
             rate = tokens / seconds(guesses, largest)
             if rate > best:
                 best, taken = rate, number
-            elif rate < _FALLEN * best:
-                break
     counts = [0] * len(rates)
     for _, row, _, more in pieces[:taken]:
         counts[row] = more

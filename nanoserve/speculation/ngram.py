@@ -1,7 +1,6 @@
 """Prompt lookup (Saxena 2023): the guess is what followed the latest tokens when they last came."""
 
 from collections.abc import Sequence
-from itertools import islice
 
 LEAST_MATCH = 3
 """Tokens that must have come before; shorter matches are mostly chance."""
@@ -29,7 +28,7 @@ class NgramIndex:
         found = after.get(run) if len(tokens) > LEAST_MATCH else None
         if found is None:
             return ()
-        guesses = list(islice(tokens, found, found + most))
+        guesses = [*tokens[found : found + most]]
         period = len(tokens) - found
         while len(guesses) < most:
             guesses.append(guesses[-period])

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import compress
 
 import msgspec
 
@@ -16,9 +18,12 @@ _DECODE = Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _FIRST = Acceptance(accepted=2.4, tried=4.0, fading=0.99)
 """The record of all sequences before anything is verified: α is high, so that guessing is tried."""
 _PROBE, _RAREST_PROBE = 16, 256
-"""Tokens without a guess until a sequence checks one, and the most of them: each probe that fails doubles the wait."""
+"""Plans until a drafter is asked though that is not predicted to pay, and the most of them: each draft of which nothing
+was right doubles the wait."""
 _RECONSIDERED = 8
-"""Steps for which the choice of no guesses is kept: little that it hangs on changes, and it takes time to make."""
+"""Plans for which the choice of no guesses is kept, at most: little that it hangs on changes, and it takes time."""
+_TIMES_KEPT = 32
+"""Choices for which predicted times are kept while as many rows decode: contexts grow slowly."""
 _NOTHING: tuple[tuple[int, ...], int] = ((), 0)
 _FIRST_DRAFT_SHARE = 0.1
 """The time to draft a token over that of the step, until it is measured."""
@@ -29,12 +34,14 @@ class _Record:
     """What is known of guesses for one sequence."""
 
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0.0, 0.0))
-    draft: tuple[int, ...] = ()
-    """What the executor's drafter guessed last."""
+    guesses: tuple[int, ...] = ()
+    length: int = 0
+    """What was last guessed to follow so many tokens. It is compared with what did, whether a step checked it or
+    not."""
     index: NgramIndex = field(default_factory=NgramIndex)
-    tried: int = 0
-    """How many tokens there were when a guess was last verified, or the sequence was first seen."""
+    seen: int = 0
     wait: int = _PROBE
+    """How many tokens there were when it was last considered, and how many more are fed before it is again."""
 
 
 class GuessCounts(msgspec.Struct, array_like=True):
@@ -63,7 +70,16 @@ class Speculator:
         self._records: dict[int, _Record] = {}
         self._all = Acceptance(_FIRST.accepted, _FIRST.tried, _FIRST.fading)
         self._draft_seconds: float | None = None  # of one token of each row
-        self._pause = self._undrafted = 0  # steps until guesses are considered again, and since any were drafted
+        self._plans = self._rests_until = 0
+        self._asked = set[int]()  # sequences with drafts under way or not considered yet
+        self._next_probe = self._probe_wait = _PROBE
+        self._step: Callable[[int], float] = float
+        self._step_of, self._step_age = (0, 0), 0
+
+    def rests(self) -> bool:
+        """Whether nothing is guessed for the next plan, as nothing was for one that was like it."""
+        self._plans += 1
+        return self._plans < self._rests_until and not (self._asked or self._feeds_tokens)
 
     def choose(
         self,
@@ -71,87 +87,117 @@ class Speculator:
         work: Callable[[], StepWork],
         predictor: Predictor | None,
         wanted: int | None = None,
+        *,
         in_flight: int = 0,
+        prompt_tokens: int = 0,
     ) -> list[tuple[tuple[int, ...], int]]:
         """For each sequence that a plan samples, its guesses, and how many tokens to draft after the answer. ``work``
-        is the plan without guesses, beside so many others ``in_flight``. There are as many as are ``wanted``, or
-        without a predictor as many as possible."""
-        records = [self._record(one) for one in sequences]
+        is the plan without guesses, with so many ``prompt_tokens``, beside so many others ``in_flight``. There are as
+        many as are ``wanted``, or without a predictor as many as possible."""
         if wanted is not None:
             predictor = None
         most = COUNTS[-1] if wanted is None else min(wanted, COUNTS[-1])
-        # The last token of an answer is sampled, never guessed; and a prompt's row has no guesses.
-        room = [one.max_length - len(one.tokens) - 1 for one in sequences]
-        found = [
-            self._find(sequence, record, min(left, most) if sequence.status is _DECODE else 0)
-            for sequence, record, left in zip(sequences, records, room, strict=True)
-        ]
-        counts = self._counts(sequences, records, list(map(len, found)), work, predictor, in_flight, drafting=False)
-        drafts = [0] * len(records)
+        records, room, found = list[_Record](), list[int](), list[tuple[int, ...]]()
+        for sequence in sequences:
+            record = self._records.get(sequence.sequence_id)
+            if record is None:
+                record = self._records[sequence.sequence_id] = _Record()
+            # The last token of an answer is sampled, never guessed; and a prompt's row has no guesses.
+            left = sequence.max_length - len(sequence.tokens) - 1
+            limit = min(left, most) if sequence.status is _DECODE else 0
+            self._asked.discard(sequence.sequence_id)
+            records.append(record)
+            room.append(left)
+            record.seen = len(sequence.tokens)
+            found.append(self._find(sequence, record, limit) if limit > 0 else ())
+        seconds = None
+        if predictor is not None and (any(found) or not self._looks_up):
+            seconds = self._seconds(work, predictor, (len(sequences), prompt_tokens), in_flight + 1)
+        counts = drafts = [0] * len(records)
+        if any(found):
+            counts = self._counts(records, list(map(len, found)), seconds, prompt_tokens, drafted=True)
         if not self._looks_up:
-            limits = [min(left - count, most) for left, count in zip(room, counts, strict=True)]
-            drafts = self._counts(sequences, records, limits, work, predictor, in_flight, drafting=True)
-            self._undrafted = 0 if any(drafts) else self._undrafted + 1
-        chosen = list[tuple[tuple[int, ...], int]]()
-        for sequence, guesses, count, draft in zip(sequences, found, counts, drafts, strict=True):
-            sequence.guessing = bool(count or draft)
-            chosen.append((guesses[:count], draft) if sequence.guessing else _NOTHING)
-        return chosen
-
-    def _record(self, sequence: Sequence) -> _Record:
-        record = self._records.get(sequence.sequence_id)
-        if record is None:
-            record = self._records[sequence.sequence_id] = _Record(tried=len(sequence.tokens))
-        return record
+            limits = [max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)]
+            drafts = self._counts(records, limits, seconds, prompt_tokens, drafted=False)
+            self._ask(sequences, records, limits, drafts)
+        if not (any(counts) or any(drafts)):
+            pause = len(records) // 2 if self._looks_up and not any(found) else _RECONSIDERED
+            self._rests_until = self._plans + 1 + min(pause, _RECONSIDERED)
+        if self._feeds_tokens:
+            for sequence, record, count, draft in zip(sequences, records, counts, drafts, strict=True):
+                sequence.guessing = bool(count or draft)
+                record.wait = _PROBE if sequence.guessing else min(2 * record.wait, _RAREST_PROBE)
+        return [(one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)]
 
     def _find(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
-        if most <= 0:
-            return ()
-        return record.index.guess(sequence.tokens, most) if self._looks_up else record.draft[:most]
+        """At most so many guesses."""
+        if self._looks_up or record.length != len(sequence.tokens):
+            self._compare(sequence, record)
+        if self._looks_up:
+            record.guesses, record.length = self._look_up(sequence, record, most), len(sequence.tokens)
+        return record.guesses[:most]
+
+    def _look_up(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
+        return record.index.guess(sequence.tokens, most)
+
+    def _compare(self, sequence: Sequence, record: _Record) -> None:
+        """Learn from what has followed the guesses for a sequence."""
+        guesses, record.guesses = record.guesses, ()
+        if following := sequence.tokens[record.length : record.length + len(guesses)]:
+            pairs = enumerate(zip(guesses, following, strict=False))
+            right = next((place for place, (guess, token) in pairs if guess != token), len(following))
+            self._take_note(record, len(following), right)
+
+    def _take_note(self, record: _Record, guesses: int, right: int) -> None:
+        self._probe_wait = _PROBE if right else min(2 * self._probe_wait, _RAREST_PROBE)
+        for acceptance in (record.acceptance, self._all):
+            acceptance.learn(guesses, right)
+
+    def _seconds(
+        self, make_work: Callable[[], StepWork], predictor: Predictor, key: tuple[int, int], micro_batches: int
+    ) -> Callable[[int, int], float]:
+        """How long it takes until the rows of a plan are next, with so many guesses and seconds of drafting: through
+        all stages, or as often through one as there are micro-batches."""
+        if key != self._step_of or not self._step_age:
+            self._step, self._step_of, self._step_age = cache(step_seconds(predictor, make_work())), key, _TIMES_KEPT
+        self._step_age -= 1
+        step, share = self._step, predictor.slowest_share
+        each = 0.0 if self._looks_up else self._draft_seconds or _FIRST_DRAFT_SHARE * step(0)
+
+        def seconds(guesses: int, drafted: int) -> float:
+            time, drafting = step(guesses), drafted * each
+            return max(time + drafting, micro_batches * (share * time + drafting))
+
+        return seconds
 
     def _counts(
         self,
-        sequences: SequenceOf[Sequence],
         records: SequenceOf[_Record],
-        limits: SequenceOf[int],
-        make_work: Callable[[], StepWork],
-        predictor: Predictor | None,
-        in_flight: int,
+        limits: list[int],
+        seconds: Callable[[int, int], float] | None,
+        prompt_tokens: int,
         *,
-        drafting: bool,
+        drafted: bool,
     ) -> list[int]:
-        """How many guesses each has, of at most its limit, or how many are drafted for the next step; one where it is
-        time to try again."""
-        if max(limits) <= 0:
-            return [0] * len(limits)
-        if predictor is None:
-            return [max(0, limit) for limit in limits]
-        if self._pause and (drafting or self._looks_up):
-            counts, self._pause = [0] * len(limits), self._pause - 1
-        else:
-            work = make_work()
-            step, prior = step_seconds(predictor, work), self._all.rate(0.0)
-            each = 0.0 if self._looks_up else self._draft_seconds or _FIRST_DRAFT_SHARE * step(0)
-            share, micro_batches, longest = predictor.slowest_share, in_flight + 1, max(limits)
+        """How many guesses each has, of at most its limit. Those that are ``drafted`` are checked at the pace at which
+        they were; else their number decides."""
+        if seconds is None:
+            return limits
+        prior, budget, longest = self._all.rate(0.0), self._token_budget - prompt_tokens - len(limits), max(limits)
+        rates = [record.acceptance.rate(prior) for record in records]
+        if drafted:
+            return choose_counts(rates, limits, lambda guesses, _: seconds(guesses, longest), budget, prompt_tokens)
+        return choose_counts(rates, limits, seconds, budget, prompt_tokens)
 
-            def seconds(guesses: int, most: int) -> float:
-                """Until the rows are next: through all stages, or as often through one as there are micro-batches. What
-                was drafted is checked at the pace at which it is drafted."""
-                time, behind = step(guesses), (most if drafting else longest) * each
-                return max(time + behind, micro_batches * (share * time + behind))
-
-            rates = [record.acceptance.rate(prior) for record in records]
-            budget, prompts = self._token_budget - work.tokens, work.tokens - work.decodes
-            counts = choose_counts(rates, limits, seconds, budget, prompts)
-            if (drafting or self._looks_up) and not any(counts):
-                self._pause = _RECONSIDERED
-        # To draft for one row takes as long as for many: those that are due wait for each other.
-        if drafting and not any(counts) and self._undrafted < _PROBE:
-            return counts
-        return [
-            count or int(limit > 0 and len(sequence.tokens) - record.tried >= record.wait)
-            for count, limit, record, sequence in zip(counts, limits, records, sequences, strict=True)
-        ]
+    def _ask(
+        self, sequences: SequenceOf[Sequence], records: list[_Record], limits: list[int], drafts: list[int]
+    ) -> None:
+        """Note who is asked for drafts: now and then one sequence, where none would be."""
+        if not any(drafts) and self._plans >= self._next_probe and any(limits):
+            drafts[min(compress(range(len(limits)), limits), key=lambda place: records[place].length)] = 1
+        if any(drafts):
+            self._next_probe = self._plans + self._probe_wait
+            self._asked.update(one.sequence_id for one, draft in zip(sequences, drafts, strict=True) if draft)
 
     def learn(self, sequence: Sequence, guesses: int, answered: int, asked: int, draft: tuple[int, ...]) -> None:
         """A row with so many guesses was answered with so many tokens, which the sequence has by now, and with a draft
@@ -159,22 +205,18 @@ class Speculator:
         record = self._records.get(sequence.sequence_id)
         if record is None:
             return
-        record.draft, length = draft, len(sequence.tokens)
         if guesses and answered:
-            accepted = answered - 1
-            record.tried = length
-            record.wait = _PROBE if accepted else min(2 * record.wait, _RAREST_PROBE)
             self.counts.rows += 1
             self.counts.guesses += guesses
-            for place in range(accepted):
+            for place in range(answered - 1):
                 self.counts.accepted[place] += 1
-            for acceptance in (record.acceptance, self._all):
-                acceptance.learn(guesses, accepted)
-        if asked and not draft:  # as good as a wrong guess
-            record.tried, record.wait = length, min(2 * record.wait, _RAREST_PROBE)
-            for acceptance in (record.acceptance, self._all):
-                acceptance.learn(1, 0)
-        if self._feeds_tokens and length - record.tried >= record.wait:
+        length = len(sequence.tokens)
+        if asked:
+            self._compare(sequence, record)
+            record.guesses, record.length = draft, length
+            if not draft:  # as good as a wrong guess
+                self._take_note(record, 1, 0)
+        if self._feeds_tokens and not sequence.guessing and length - record.seen >= record.wait:
             sequence.guessing = not self._looks_up or bool(record.index.guess(sequence.tokens, 1))
 
     def learn_time(self, longest: int, seconds: float) -> None:
@@ -186,3 +228,4 @@ class Speculator:
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended."""
         self._records.pop(sequence_id, None)
+        self._asked.discard(sequence_id)

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -157,37 +158,59 @@ def test_what_follows_the_first_wrong_guess_tells_nothing() -> None:
     assert acceptance.rate(0.5) == pytest.approx(4 / 5.9)
 
 
-def test_a_guess_of_a_sequence_that_is_never_right_is_tried_more_and_more_seldom() -> None:
-    speculator = Speculator(looks_up=False, token_budget=64)
-    predictor = LinearPredictor(row=0.9)
-    sequence = Sequence_(1, Request("r", (1,), SamplingParams(max_tokens=5000), seed=0), 0, [1, 2], max_length=5001)
+def _alone(*, looks_up: bool, tokens: Sequence[int] = (1, 2)) -> tuple[Speculator, Sequence_]:
+    request = Request("r", (1,), SamplingParams(max_tokens=5000), seed=0)
+    sequence = Sequence_(1, request, 0, [*tokens], max_length=5001)
     sequence.status = Status.DECODE
-    tried = []
-    for step in range(1500):
-        sequence.computed = len(sequence.tokens)
-        ((guesses, draft),) = speculator.choose([sequence], lambda: StepWork.of([9]), predictor)
-        tried += [step] if guesses else []
-        speculator.learn(sequence, len(guesses), 1, draft, (9,) * draft)
-        sequence.tokens.append(2)
-    gaps = [later - earlier for earlier, later in pairwise(tried)]
-    assert gaps[-1] > 250
-    assert len(tried) < 20
+    return Speculator(looks_up=looks_up, token_budget=64), sequence
 
 
-def test_a_drafter_that_answers_nothing_is_asked_more_and_more_seldom() -> None:
-    speculator = Speculator(looks_up=False, token_budget=64)
-    sequence = Sequence_(1, Request("r", (1,), SamplingParams(max_tokens=5000), seed=0), 0, [1, 2], max_length=5001)
-    sequence.status = Status.DECODE
+def _plan(speculator: Speculator, sequence: Sequence_, row: float) -> tuple[tuple[int, ...], int]:
+    if speculator.rests():
+        return (), 0
+    work = StepWork.of([len(sequence.tokens)])
+    ((guesses, draft),) = speculator.choose([sequence], lambda: work, LinearPredictor(row=row))
+    return guesses, draft
+
+
+@pytest.mark.parametrize("draft", [(), (9,) * 7])
+def test_a_drafter_that_is_never_right_is_asked_more_and_more_seldom(draft: tuple[int, ...]) -> None:
+    """Nor one that answers nothing."""
+    speculator, sequence = _alone(looks_up=False)
     asked = []
-    for step in range(1500):
-        sequence.computed = len(sequence.tokens)
-        ((_, draft),) = speculator.choose([sequence], lambda: StepWork.of([9]), LinearPredictor(row=0.1))
-        asked += [step] if draft else []
-        assert sequence.guessing == bool(draft)  # else it could be fed
-        speculator.learn(sequence, 0, 1, draft, ())
+    for step in range(2500):
+        guesses, count = _plan(speculator, sequence, row=0.1)
+        asked += [step] if count else []
         sequence.tokens.append(2)
+        speculator.learn(sequence, len(guesses), 1, count, draft[:count])
     assert asked[-1] - asked[-2] > 250
-    assert len(asked) < 30
+    assert len(asked) < 50
+
+
+def test_what_was_guessed_is_compared_with_what_follows_though_no_step_checks_it() -> None:
+    """Words of four tokens come back: what is guessed is wrong at first and no longer checked, then right."""
+    speculator, sequence = _alone(looks_up=True)
+    random, checked = Random(0), []
+    for step in range(400):
+        guesses, _ = _plan(speculator, sequence, row=0.5)
+        checked += [step] if guesses else []
+        period = 10 if step > 200 else 0
+        word = [3, 4, 5, random.randrange(6, 2**20)]
+        sequence.tokens.append(sequence.tokens[-period] if period else word[step % 4])
+        speculator.learn(sequence, len(guesses), 1, 0, ())
+    assert not [step for step in checked if 60 < step < 200]
+    assert len([step for step in checked if step > 240]) > 150
+
+
+def test_nothing_is_considered_for_plans_like_one_that_nothing_was_chosen_for() -> None:
+    speculator, sequence = _alone(looks_up=True, tokens=range(50))
+    considered = 0
+    for _ in range(90):
+        if not speculator.rests():
+            considered += 1
+            speculator.choose([sequence] * 16, lambda: StepWork.of([9] * 16), LinearPredictor())
+        sequence.tokens.append(len(sequence.tokens))
+    assert considered == 10
 
 
 def _decoding(**settings: object) -> tuple[Scheduler, Speculator, MemoryCheckingExecutor]:

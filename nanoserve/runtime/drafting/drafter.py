@@ -52,7 +52,8 @@ class Drafting:
         self, answers: tuple[Answer, ...], rows: Mapping[int, tuple[Row, DraftedSequence]]
     ) -> tuple[tuple[Answer, ...], float]:
         """The answers with the drafts that their rows ask for, and the seconds that this took. `rows` are the sampled
-        ones by sequence. Once the drafter has raised an error, which is told, nothing is guessed."""
+        ones by sequence. A draft ends before what a grammar forbids. Once the drafter has raised an error, which is
+        told, nothing is guessed."""
         asked = list[tuple[int, DraftedSequence, int]]()
         for place, answer in enumerate(answers):
             if answer.sequence not in rows or not answer.tokens:
@@ -71,8 +72,10 @@ class Drafting:
         except Exception as error:  # of any kind: decoding goes on without it
             self.failed, drafts = True, []
             logging.getLogger("nanoserve").warning("nanoserve: nothing is guessed any more: %s", first_line(error))
-        for (place, *_), draft in zip(asked, drafts, strict=False):
-            drafted[place] = replace(answers[place], draft=tuple(draft))
+        for (place, sequence, _), draft in zip(asked, drafts, strict=False):
+            grammar = sequence.sampling.grammar
+            possible = len(draft) if grammar is None else grammar.after(draft)[1]
+            drafted[place] = replace(answers[place], draft=tuple(draft[:possible]))
         return tuple(drafted), time.monotonic() - began
 
 
