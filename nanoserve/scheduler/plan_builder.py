@@ -94,14 +94,8 @@ class PlanBuilder:
         if not rows:
             return
         sequences = [sequence for *_, sequence in rows]
-        chosen = speculator.choose(
-            sequences,
-            lambda: work_of(self.rows),
-            load.predictor,
-            wanted,
-            in_flight=load.steps_in_flight,
-            prompt_tokens=self._prompt_tokens,
-        )
+        beside = load.steps_in_flight, self._prompt_tokens
+        chosen = speculator.choose(sequences, lambda: work_of(self.rows), load.predictor, wanted, *beside)
         pool, size, groups = self._blocks.pool, self._block_size, self._groups
         for (place, row, sequence), (guesses, draft) in zip(rows, chosen, strict=True):
             if not (guesses or draft):

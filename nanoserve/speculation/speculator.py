@@ -24,7 +24,6 @@ _RECONSIDERED = 8
 """Plans for which the choice of no guesses is kept, at most: little that it hangs on changes, and it takes time."""
 _TIMES_KEPT = 32
 """Choices for which predicted times are kept while as many rows decode: contexts grow slowly."""
-_NOTHING: tuple[tuple[int, ...], int] = ((), 0)
 _FIRST_DRAFT_SHARE = 0.1
 """The time to draft a token over that of the step, until it is measured."""
 
@@ -87,7 +86,6 @@ class Speculator:
         work: Callable[[], StepWork],
         predictor: Predictor | None,
         wanted: int | None = None,
-        *,
         in_flight: int = 0,
         prompt_tokens: int = 0,
     ) -> list[tuple[tuple[int, ...], int]]:
@@ -115,12 +113,13 @@ class Speculator:
             seconds = self._seconds(work, predictor, (len(sequences), prompt_tokens), in_flight + 1)
         counts = drafts = [0] * len(records)
         if any(found):
-            counts = self._counts(records, list(map(len, found)), seconds, prompt_tokens, drafted=True)
+            limits = list(map(len, found))
+            counts = self._counts(records, limits, seconds, prompt_tokens, max(limits))
         if not self._looks_up:
             limits = [max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)]
-            drafts = self._counts(records, limits, seconds, prompt_tokens, drafted=False)
+            drafts = self._counts(records, limits, seconds, prompt_tokens)
             self._ask(sequences, records, limits, drafts)
-        if not (any(counts) or any(drafts)):
+        if not (prompt_tokens or any(counts) or any(drafts)):
             pause = len(records) // 2 if self._looks_up and not any(found) else _RECONSIDERED
             self._rests_until = self._plans + 1 + min(pause, _RECONSIDERED)
         if self._feeds_tokens:
@@ -176,18 +175,16 @@ class Speculator:
         limits: list[int],
         seconds: Callable[[int, int], float] | None,
         prompt_tokens: int,
-        *,
-        drafted: bool,
+        longest: int = 0,
     ) -> list[int]:
-        """How many guesses each has, of at most its limit. Those that are ``drafted`` are checked at the pace at which
-        they were; else their number decides."""
+        """How many guesses each has, of at most its limit. Drafts are checked at the pace at which the ``longest`` was
+        made."""
         if seconds is None:
             return limits
-        prior, budget, longest = self._all.rate(0.0), self._token_budget - prompt_tokens - len(limits), max(limits)
+        prior, budget = self._all.rate(0.0), self._token_budget - prompt_tokens - len(limits)
         rates = [record.acceptance.rate(prior) for record in records]
-        if drafted:
-            return choose_counts(rates, limits, lambda guesses, _: seconds(guesses, longest), budget, prompt_tokens)
-        return choose_counts(rates, limits, seconds, budget, prompt_tokens)
+        paced = seconds if not longest else lambda guesses, _: seconds(guesses, longest)
+        return choose_counts(rates, limits, paced, budget, prompt_tokens)
 
     def _ask(
         self, sequences: SequenceOf[Sequence], records: list[_Record], limits: list[int], drafts: list[int]

@@ -20,7 +20,7 @@ from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.draft_heads import Eagle3Head, EagleHead, MedusaHeads
 from nanoserve.models.hub import resolve_model
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.drafting.drafter import DraftedSequence, Drafter, plain_sampling
+from nanoserve.runtime.drafting.drafter import DraftedSequence, Drafter
 from nanoserve.runtime.launch.drafters import load_drafter
 from nanoserve.runtime.launch.memory import kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import load_decoder
@@ -89,7 +89,7 @@ class Watched:
         known = [tuple(one.tokens) for one in sequences]
         found = self.inner.draft(sequences, counts)
         assert all(len(draft) <= count for draft, count in zip(found, counts, strict=True))
-        states = [plain_sampling(one.sampling) for one in sequences]
+        states = [one.plain for one in sequences]
         self.noted += zip(known, states, found, strict=True)
         return [self._given(tokens, count) for tokens, count in zip(known, counts, strict=True)]
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.draft_heads import EagleHead
-from nanoserve.runtime.drafting.drafter import DraftedSequence, plain_sampling, sampled_tokens
+from nanoserve.runtime.drafting.drafter import DraftedSequence, sampled_tokens
 from nanoserve.runtime.sampling.sampler import SamplingRows
 from nanoserve.runtime.step.forward_pass import (
     BlockTable,
@@ -84,7 +84,7 @@ class DraftModel:
         inputs = self._inputs.build(rows, ends, tables, self._staging.add)
         last_tokens = self._staging.add(ends - 1)
         positions = [row.start + len(row.tokens) + self._shift for row in rows]
-        settings = SamplingRows.stage([plain_sampling(one.sampling) for one in sequences], positions, self._staging)
+        settings = SamplingRows.stage([one.plain for one in sequences], positions, self._staging)
         if self.features is None:
             self._staging.transfer()
             hidden = self._forward(inputs)[last_tokens]

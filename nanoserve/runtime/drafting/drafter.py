@@ -3,8 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -27,6 +26,11 @@ class DraftedSequence:
     sampling: SamplingState
     seen: int = 0
     """Positions that are in the drafter's own cache and right."""
+    plain: SamplingState = field(init=False)
+    """How a drafter samples."""
+
+    def __post_init__(self) -> None:
+        self.plain = self.sampling.plain()
 
 
 class Drafter(Protocol):
@@ -77,13 +81,6 @@ class Drafting:
             possible = len(draft) if grammar is None else grammar.after(draft)[1]
             drafted[place] = replace(answers[place], draft=tuple(draft[:possible]))
         return tuple(drafted), time.monotonic() - began
-
-
-def plain_sampling(state: SamplingState) -> SamplingState:
-    """How a drafter samples: with the noise that the model will be sampled with, without penalties and grammars."""
-    plain = copy(state)
-    plain.adjustments = plain.grammar = None
-    return plain
 
 
 def sampled_tokens(logits: Tensor, settings: SamplingRows) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nanoserve.models.draft_heads import MedusaHeads
-from nanoserve.runtime.drafting.drafter import DraftedSequence, plain_sampling, sampled_tokens
+from nanoserve.runtime.drafting.drafter import DraftedSequence, sampled_tokens
 from nanoserve.runtime.sampling.sampler import SamplingRows
 from nanoserve.runtime.step.forward_pass import FeatureCache
 from nanoserve.runtime.step.staging import Staging
@@ -24,7 +24,7 @@ class MedusaDrafter:
         # The hidden state that gave the last known token.
         slots = [one.block_table.slot(len(one.tokens) - 2, self._block_size) for one in sequences]
         places = self._staging.add(np.array(slots))
-        states = [plain_sampling(one.sampling) for one in sequences] * number
+        states = [one.plain for one in sequences] * number
         positions = [len(one.tokens) + ahead for ahead in range(number) for one in sequences]
         settings = SamplingRows.stage(states, positions, self._staging)
         self._staging.transfer()
