@@ -1,16 +1,19 @@
 """Cache groups: which layers share a block table, and how many blocks a sequence holds in all groups together.
 
-Layers of one kind see the same positions: all, or a window of the last W. Layers of a kind are dealt to groups of equal
-size. A block holds some positions of all layers of one group, so blocks of all groups have the same bytes and come from
-one pool: layer i of every group uses the same tensor i. This is how vLLM holds such models; the size of a group is
-ours. A third kind, with a state in place of keys and values, would be a kind here and have a pool of its own.
+Layers of one kind see the same positions, all or a window of the last W, and cache as many numbers of each. Layers of a
+kind are dealt to groups of equal size. A block holds some positions of all layers of one group, so blocks of all groups
+have the same bytes and come from one pool: layer i of every group uses the same tensor i. Where a layer of one kind
+caches half of what one of another does, its groups have twice as many, and two of them share each tensor. This is how
+vLLM holds layers that are alike; the size of a group, and sharing tensors, is ours. A third kind, with a state in place
+of keys and values, would be a kind here and have a pool of its own.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 
-MOST_GROUPS = 8
+MOST_GROUPS = 12
 """More groups than that would waste less memory, but the host fills a block table for each of them in every step."""
 
 
@@ -45,53 +48,88 @@ class CacheGroups:
     windows: tuple[int, ...]
     """Of each group: how many of the last positions its layers see; 0 means all."""
     places: tuple[tuple[int, int], ...]
-    """Of each layer: its group, and which of the group's tensors holds its keys and values."""
+    """Of each layer: its group, and its place there. See `tensor_of`."""
+    numbers: tuple[int, ...]
+    """Of each group: how many numbers each of its layers caches of a token."""
 
     @classmethod
     @lru_cache(maxsize=64)
-    def cut(cls, windows: tuple[int, ...], sources: tuple[int, ...], longest: int) -> "CacheGroups":
-        """Cut layers with these windows into groups. ``sources`` names for each layer the one whose keys and values it
-        reads; empty if each has its own. Sequences have at most ``longest`` tokens: wider windows show all.
+    def cut(
+        cls, windows: tuple[int, ...], sources: tuple[int, ...], longest: int, numbers: tuple[int, ...]
+    ) -> "CacheGroups":
+        """Cut layers with these windows, which cache these numbers of a token, into groups. ``sources`` names for each
+        layer the one whose keys and values it reads; empty if each has its own. Sequences have at most ``longest``
+        tokens: wider windows show all.
 
-        A group has as many layers as waste least in a sequence of that length, with at most MOST_GROUPS groups or, if
+        There are as many tensors as waste least in a sequence of that length, with at most MOST_GROUPS groups or, if
         there are more kinds, one for each. Layers are dealt in turn, so that stages of a pipeline get some of each.
         """
-        kinds: dict[int, list[int]] = {}
-        for layer, window in enumerate(windows):
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for layer, (window, number) in enumerate(zip(windows, numbers, strict=True)):
             if not sources or sources[layer] == layer:
-                kinds.setdefault(window if window < longest else 0, []).append(layer)
-        held = {window: min(window or longest, longest) for window in kinds}
+                kinds.setdefault((window if window < longest else 0, number), []).append(layer)
+        whole = lcm(*(number for _, number in kinds))
 
-        def padding(size: int) -> int:
-            return sum(-len(layers) % size * held[window] for window, layers in kinds.items())
+        def count(kind: tuple[int, int], tensors: int) -> int:
+            return -(-len(kinds[kind]) // (tensors * whole // kind[1]))
+
+        def padding(tensors: int) -> int:
+            room = {kind: count(kind, tensors) * tensors * whole - len(kinds[kind]) * kind[1] for kind in kinds}
+            return sum(numbers * (window or longest) for (window, _), numbers in room.items())
 
         most = max(len(kinds), MOST_GROUPS)
         sizes = range(max(map(len, kinds.values())), 0, -1)
-        few = [size for size in sizes if sum(-(-len(layers) // size) for layers in kinds.values()) <= most]
-        size = min(few, key=padding)
-        groups = list[int]()
+        tensors = min((size for size in sizes if sum(count(kind, size) for kind in kinds) <= most), key=padding)
+        groups = list[tuple[int, int]]()
         places = dict[int, tuple[int, int]]()
-        for window, layers in kinds.items():
-            count = -(-len(layers) // size)
-            places |= {layer: (len(groups) + turn % count, turn // count) for turn, layer in enumerate(layers)}
-            groups += [window] * count
-        owners = sources or range(len(windows))
-        return cls(tuple(groups), tuple(places[owner] for owner in owners))
+        for kind, layers in kinds.items():
+            own = count(kind, tensors)
+            places |= {layer: (len(groups) + turn % own, turn // own) for turn, layer in enumerate(layers)}
+            groups += [kind] * own
+        owners, (of_groups, sizes_of_groups) = sources or range(len(windows)), zip(*groups, strict=True)
+        return cls(of_groups, tuple(places[owner] for owner in owners), sizes_of_groups)
 
-    def of_layers(self, layers: range) -> "CacheGroups":
-        """The groups as a stage of a pipeline has them. A block table is the same in all stages, and a stage has only
-        its own layers' tensors."""
+    def of_layers(self, layers: range, numbers: tuple[int, ...]) -> "CacheGroups":
+        """The groups as a shard with these layers has them; ``numbers`` are those that every layer of the model caches
+        there. A block table is the same in all stages of a pipeline, and a stage has only its own layers' tensors."""
         kept, order = self.places[layers.start : layers.stop], dict[tuple[int, int], int]()
         for group, place in kept:
             order.setdefault((group, place), sum(one == group for one, _ in order))
-        return CacheGroups(self.windows, tuple((group, order[group, place]) for group, place in kept))
+        found = {self.places[layer][0]: numbers[layer] for layer in layers}
+        own = tuple(found.get(group, lcm(*found.values())) for group in range(len(self.windows)))
+        return CacheGroups(self.windows, tuple((group, order[group, place]) for group, place in kept), own)
+
+    @property
+    def tensor_numbers(self) -> int:
+        """Numbers of a token in each tensor of the cache."""
+        return lcm(*self.numbers)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Of each group: how many of its layers share a tensor."""
+        return tuple(self.tensor_numbers // number for number in self.numbers)
+
+    def tensor_of(self, layer: int) -> tuple[int, int]:
+        """Which tensor holds the layer's keys and values, and which of the equal parts of each block there."""
+        group, place = self.places[layer]
+        return divmod(place, self.shares[group])
 
     @property
     def num_tensors(self) -> int:
-        """Tensors of the cache: one for each layer of the largest group."""
-        return 1 + max(place for _, place in self.places)
+        """Tensors of the cache, as many as the largest group needs."""
+        return 1 + max(self.tensor_of(layer)[0] for layer in range(len(self.places)))
+
+    @property
+    def block_numbers(self) -> int:
+        """Numbers of a token in a block of any group."""
+        return self.num_tensors * self.tensor_numbers
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers of a token that all layers cache, as long as no window has left it behind."""
+        return sum(self.numbers[group] for group, _ in set(self.places))
 
     @property
     def padding(self) -> float:
         """The share of a block's memory, over all groups, that no layer uses."""
-        return 1 - len(set(self.places)) / (self.num_tensors * len(self.windows))
+        return 1 - self.token_numbers / (self.block_numbers * len(self.windows))

@@ -21,6 +21,10 @@ class LayerNames:
     key_norm: str = "self_attn.k_norm"
     router: str = "mlp.gate"
     sinks: str = "self_attn.sinks"
+    scale: str = "layer_scalar"
+    input_gate: str = "per_layer_input_gate"
+    input_up: str = "per_layer_projection"
+    input_norm: str = "post_per_layer_input_norm"
     latent_query_norm: str = "self_attn.q_a_layernorm"
     latent_query_up: str = "self_attn.q_b_proj"
     latent_norm: str = "self_attn.kv_a_layernorm"
@@ -42,6 +46,11 @@ class CheckpointNames:
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
+    layer_inputs: tuple[str, str, str] = (
+        "model.embed_tokens_per_layer.weight",
+        "model.per_layer_model_projection.weight",
+        "model.per_layer_projection_norm.weight",
+    )
 
 
 _AFTER = LayerNames(
@@ -103,6 +112,7 @@ _FAMILIES = {
     "gpt_oss": _GPT_OSS,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "gemma4_text": _GEMMA,
     "olmo3": CheckpointNames(layer=_AFTER),
 }
 

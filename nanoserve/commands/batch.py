@@ -279,11 +279,12 @@ def advice_for(
     import torch
 
     from nanoserve.models.dtypes import resolve_dtype
-    from nanoserve.runtime.launch.memory import available_memory
+    from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block
+    from nanoserve.runtime.launch.model_loading import with_cache_groups
 
     model, config, status = llm.config, llm.engine_config, llm.status
-    item_bytes = resolve_dtype(config.dtype, torch.device(config.device), model.dtype).itemsize
-    block = model.num_layers * model.kv_numbers * config.block_size * item_bytes
+    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
+    item_bytes, block = dtype.itemsize, kv_bytes_per_block(with_cache_groups(model, config), config.block_size, dtype)
     device_bytes, host_bytes = status.total_blocks * block / config.data_parallel, status.total_host_blocks * block
     precision, usable = Precision.of(8 * item_bytes), Efficiency().usable_memory
     # Memory is what the engines hold, and on CPUs also what is free: workers have taken all they can of a GPU's.

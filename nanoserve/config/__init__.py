@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nanoserve.cache_groups import CacheGroups
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.processes.files import read_json_object, read_optional_json_object
 from nanoserve.quantization import CPU_GROUP, Quantization, Rounding
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "none"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class RopeConfig:
     """Rotary position embedding: which frequencies, how stretched, how many dimensions of a head rotate.
 
     `kind` is the scaling rule: linear (position interpolation), llama3 (Llama 3.1's piecewise rule) or yarn
-    (arXiv 2309.00071); none turns by no angle (NoPE). `interleaved` rotates neighbouring pairs (GLM) instead of the two
-    halves of the head.
+    (arXiv 2309.00071); proportional turns only a share of the pairs, those of the highest frequencies; none turns by no
+    angle (NoPE). `interleaved` rotates neighbouring pairs (GLM) instead of the two halves of the head.
     """
 
     rotary_dim: int
@@ -41,6 +41,8 @@ class RopeConfig:
     query_growth: float = 0.0
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + floor(p / original_max_position_embeddings)),
     as in Llama 4; 0 leaves them."""
+    proportion: float = 1.0
+    """The share of the pairs that turns, if the kind is proportional."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,16 @@ class MlaConfig:
         return num_heads * (self.qk_nope_head_dim + self.v_head_dim)
 
 
+class LayerShape(NamedTuple):
+    """What a layer has in place of the fields of ModelConfig of these names, where layers differ."""
+
+    head_dim: int
+    num_kv_heads: int
+    intermediate_size: int
+    values_are_keys: bool
+    has_kv: bool
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """What generation_config.json recommends; None where it says nothing."""
@@ -123,8 +135,9 @@ class ModelConfig:
     """Whether the norms of queries and keys are over all heads together, not over each."""
     attention_norm: bool = True
     """Whether layers normalize what enters attention; those of EAGLE heads do not."""
-    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
-    """RMSNorm, the same with weights that are stored less 1 (Gemma), or LayerNorm without bias (Cohere)."""
+    norm: Literal["rms", "rms_plus_one", "rms_exact", "layer"] = "rms"
+    """RMSNorm, the same with weights that are stored less 1 (Gemma), or multiplied before rounding (Gemma 4), or
+    LayerNorm without bias (Cohere)."""
     norms: Literal["before", "around", "after", "shared"] = "before"
     """Where a layer has norms: before attention and feed-forward part, around both, after both, or one before both,
     which then are parallel: they read the same hidden states, and both results are added."""
@@ -139,6 +152,18 @@ class ModelConfig:
     kv_sources: tuple[int, ...] = ()
     """Per layer: the layer whose keys and values it attends to, itself or an earlier one that has its own; an empty
     tuple = each has its own."""
+    shapes: tuple[LayerShape, ...] = ()
+    """That of each layer, where they differ; empty: all are as the fields here say. See `of_layer`."""
+    values_are_keys: bool = False
+    """Whether one matrix makes both: values are keys without their norm and rotation."""
+    has_kv: bool = True
+    """Whether a layer makes keys and values; without, it attends to those of its kv_source."""
+    value_norm: bool = False
+    """Whether values are scaled to unit root mean square."""
+    layer_scale: bool = False
+    """Whether what a layer returns is multiplied by a number of its own."""
+    layer_input_size: int = 0
+    """Size of what each layer is told of every token, beside the hidden states; 0: nothing."""
     groups: CacheGroups | None = None
     """Those of the whole model, where this is a shard of it, or others than `CacheGroups.cut` makes."""
     attention_scale: float | None = None
@@ -156,8 +181,9 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = SamplingDefaults()
-    tensor_names: Literal["chatglm", "gguf"] | None = None
-    """Whose tensor names the checkpoint uses: those of the older GLM releases, of GGUF, or of transformers (None)."""
+    tensor_names: Literal["chatglm", "gguf", "multimodal"] | None = None
+    """Whose tensor names the checkpoint uses: those of the older GLM releases, of GGUF, or of transformers (None); or
+    the last beside those of other parts of the model, for images, say."""
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
@@ -167,6 +193,8 @@ class ModelConfig:
                 raise ModelError(f"{shares} has none before it")
             if self.sliding_window(source) != self.sliding_window(layer):
                 raise ModelError(f"{shares} has another window")
+            if self.shapes and self.shapes[source][:2] != self.shapes[layer][:2]:
+                raise ModelError(f"{shares} has other heads")
 
     @property
     def group_size(self) -> int:
@@ -183,6 +211,23 @@ class ModelConfig:
         """Numbers that a layer caches of a token: keys and values, or a latent, which is both."""
         return self.num_kv_heads * self.head_dim * (2 if self.mla is None else 1)
 
+    def layer_kv_numbers(self, degree: int = 1) -> tuple[int, ...]:
+        """Those of each layer on one of so many ranks; of a layer that shares them, those that it reads."""
+        each = ((one.num_kv_heads, one.head_dim) for one in self.shapes or (self,) * self.num_layers)
+        return tuple((2 if self.mla is None else 1) * max(1, heads // degree) * size for heads, size in each)
+
+    @property
+    def tensor_widths(self) -> tuple[int, int]:
+        """Widths of the tensors of a cache, which have num_kv_heads heads: those of keys and of values."""
+        width = self.cache_groups.tensor_numbers // self.num_kv_heads
+        return (width // 2, width // 2) if self.mla is None else (width, 0)
+
+    @property
+    def qkv_sizes(self) -> tuple[int, ...]:
+        """Rows of the matrices that make queries, keys and values, as far as a layer has them. Not of latents."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return (query, *(key,) * (2 - self.values_are_keys)) if self.has_kv else (query,)
+
     @property
     def output_size(self) -> int:
         """Columns of the output matrix: the values of all heads."""
@@ -196,6 +241,14 @@ class ModelConfig:
     def sliding_window(self, layer: int) -> int:
         """Positions a query of this layer sees, itself included; 0 means all."""
         return self.sliding_windows[layer] if self.sliding_windows else 0
+
+    def of_shape(self, shape: LayerShape | None) -> "ModelConfig":
+        """The model as if all layers had this shape; None leaves it."""
+        return self if shape is None else replace(self, shapes=(), **shape._asdict())
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The model as if all layers had the shape and the rope of this one."""
+        return replace(self.of_shape(self.shapes[layer]), rope=self.rope_of(layer)) if self.shapes else self
 
     def rope_of(self, layer: int) -> RopeConfig:
         """How this layer's queries and keys are rotated."""
@@ -212,11 +265,12 @@ class ModelConfig:
         if self.groups is not None:
             return self.groups
         windows = self.sliding_windows or (0,) * self.num_layers
-        return CacheGroups.cut(windows, self.kv_sources, self.max_position_embeddings)
+        return CacheGroups.cut(windows, self.kv_sources, self.max_position_embeddings, self.layer_kv_numbers())
 
     def in_one_group(self) -> "ModelConfig":
         """The model with all positions of all layers kept: windows only hide them."""
-        return replace(self, groups=CacheGroups.cut((0,) * self.num_layers, self.kv_sources, 1))
+        windows = (0,) * self.num_layers
+        return replace(self, groups=CacheGroups.cut(windows, self.kv_sources, 1, self.layer_kv_numbers()))
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer's feed-forward part is a mixture of experts."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from nanoserve.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig, RopeKind, SamplingDefaults
+from nanoserve.config import LayerShape, MlaConfig, ModelConfig, MoeConfig, RopeConfig, RopeKind, SamplingDefaults
 from nanoserve.errors import ModelError
 from nanoserve.quantization import Quantization
 
@@ -20,6 +20,8 @@ _PLAIN_ROPE = RopeConfig(0)
 _ROPE_KINDS = tuple(kind for kind in get_args(RopeKind) if kind != "none")
 _NULLABLE = ("q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 """Keys whose explicit null switches off what the family has by default."""
+_MULTIMODAL = ("gemma3", "gemma4", "mistral3")
+"""Models whose text_config is one of the families; what they have for images and sound is left alone."""
 _WINDOWS = {"sliding_attention": True, "full_attention": False}
 """The kinds of layers that are known, and whether they have a window."""
 _ROPE_NUMBERS = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
@@ -44,44 +46,39 @@ class _Family(NamedTuple):
     """As in RopeConfig."""
 
 
-_GLM_DEFAULTS: Mapping[str, Any] = {
-    "rms_norm_eps": 1.5625e-7,
-    "max_position_embeddings": 131072,
-    "head_dim": 128,
-    "attention_bias": True,
-}
+_GLM_DEFAULTS = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_dim": 128, "attention_bias": True}
 _MISTRAL_DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 131072, "sliding_window": 4096}
 _QWEN_DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 32768, "sliding_window": 4096}
 _QWEN2 = _Family(_QWEN_DEFAULTS, {"qkv_bias": True}, biased=(), windows="switched")
 _QWEN3 = _Family({**_QWEN_DEFAULTS, "head_dim": 128}, {"qk_norm": True}, windows="switched")
+_GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True}
 _GEMMA2 = _Family(
-    {
-        "head_dim": 256,
-        "max_position_embeddings": 8192,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    {**_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     {"norm": "rms_plus_one", "norms": "around", "activation": "gelu_tanh"},
     windows="listed",
     full_every=2,
 )
 _GEMMA3 = _Family(
-    {
-        **_GEMMA2.defaults,
-        "max_position_embeddings": 131072,
-        "final_logit_softcapping": 0.0,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-    },
+    {**_GEMMA2.defaults, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+    | {"max_position_embeddings": 131072, "final_logit_softcapping": 0.0}
+    | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
     {**_GEMMA2.fields, "qk_norm": True},
     windows="listed",
     full_every=6,
     ropes_differ=True,
 )
+_GEMMA4_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+_GEMMA4 = _GEMMA3._replace(
+    defaults={**_GEMMA3.defaults, "vocab_size": 262144, "sliding_window": 512, "global_head_dim": 512}
+    | {"hidden_size_per_layer_input": 256}
+    | {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": _GEMMA4_ROPE}},
+    fields={**_GEMMA3.fields} | {"norm": "rms_exact", "value_norm": True, "layer_scale": True, "attention_scale": 1.0},
+)
+_MINISTRAL3 = {"rms_norm_eps": 1e-5, "head_dim": 128, "max_position_embeddings": 262144, "rope_theta": 1e6}
+_MINISTRAL3_ROPE = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0}
+_GPT_OSS = {"rms_norm_eps": 1e-5, "head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 _DEEPSEEK = _Family({"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}, interleaved=True)
 """Latent attention, and experts in groups beside shared ones. Its checkpoints say nearly everything."""
@@ -91,20 +88,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "mistral": _Family(_MISTRAL_DEFAULTS, biased=(), windows="all"),
     "ministral": _Family(_MISTRAL_DEFAULTS, biased=(), windows="listed"),
     "ministral3": _Family(
-        {
-            "rms_norm_eps": 1e-5,
-            "head_dim": 128,
-            "max_position_embeddings": 262144,
-            "rope_theta": 1e6,
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 16.0,
-                "original_max_position_embeddings": 16384,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.1,
-            },
-        },
+        {**_MINISTRAL3, "rope_scaling": {**_MINISTRAL3_ROPE, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
         biased=(),
         windows="all",
     ),
@@ -115,22 +99,9 @@ _FAMILIES: Mapping[str, _Family] = {
     "mixtral": _Family(
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6}, biased=(), windows="all"
     ),
-    "qwen3_moe": _Family(_QWEN_DEFAULTS, {"qk_norm": True}, windows="switched"),
+    "qwen3_moe": _Family({**_QWEN_DEFAULTS, "moe_intermediate_size": 768}, {"qk_norm": True}, windows="switched"),
     "gpt_oss": _Family(
-        {
-            "rms_norm_eps": 1e-5,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "sliding_window": 128,
-            "attention_bias": True,
-            "rope_theta": 150000.0,
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 32.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-        },
+        {**_GPT_OSS, "attention_bias": True, "rope_theta": 150000.0, "rope_scaling": _GPT_OSS_ROPE},
         {"attention_sinks": True},
         windows="listed",
         full_every=2,
@@ -138,6 +109,7 @@ _FAMILIES: Mapping[str, _Family] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _DEEPSEEK),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
+    "gemma4_text": _GEMMA4,
     "olmo3": _Family(
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096, "rope_theta": 5e5},
         {"norms": "after", "qk_norm": True, "qk_norm_spans_heads": True},
@@ -173,6 +145,7 @@ _CHATGLM_KEYS: Mapping[str, str] = {
 
 def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, source: str) -> ModelConfig:
     """`ModelConfig.from_hf`."""
+    config = _text_config(config, source)
     values, family = _normalize(config, source)
     fields, known = _Fields(values, source), _FAMILIES[family]
     generation = _Fields(generation_config or {}, str(Path(source).with_name("generation_config.json")))
@@ -181,9 +154,12 @@ def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] 
     num_heads, num_kv_heads, head_dim = _heads(fields, mla)
     windows = _sliding_windows(fields, family, num_layers, stated="sliding_window" in config)
     rope_dim = head_dim if mla is None else mla.qk_rope_head_dim
-    rope, ropes = _ropes(fields, family, rope_dim, windows, num_layers)
     hidden_size = fields.positive("hidden_size")
-    shared: dict[str, Any] = {**known.fields}
+    layers = _gemma4_layers(fields, windows, num_layers, num_kv_heads) if known is _GEMMA4 else {}
+    full_dim = layers["shapes"][-1].head_dim if layers else rope_dim  # the last layer has no window
+    rope, ropes = _ropes(fields, family, rope_dim, full_dim, windows, num_layers)
+    scale = _attention_scale(fields) if mla is None else _latent_scale(mla, rope)
+    shared: dict[str, Any] = {"attention_scale": scale, **layers, **known.fields}
     shared |= dict.fromkeys(known.biased, fields.flag("attention_bias", default=False))
     if family in ("llama", "smollm3"):
         shared["mlp_bias"] = fields.flag("mlp_bias", default=False)
@@ -200,7 +176,6 @@ def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] 
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6, least=0.0),
         rope=rope,
         ropes=ropes,
-        attention_scale=_attention_scale(fields) if mla is None else _latent_scale(mla, rope),
         attention_soft_cap=fields.number("attn_logit_softcapping", 0.0, least=0.0) if family == "gemma2" else 0.0,
         embedding_scale=hidden_size**0.5 if family.startswith("gemma") else 1.0,
         logit_scale=fields.number("logit_scale", 1.0),
@@ -213,7 +188,9 @@ def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] 
         bos_token_id=next(iter(generation.integers("bos_token_id") or fields.integers("bos_token_id")), None),
         eos_token_ids=generation.integers("eos_token_id") or fields.integers("eos_token_id"),
         sampling_defaults=_sampling_defaults(generation),
-        tensor_names=next((name for name in ("chatglm", "gguf") if fields.get("tensor_names") == name), None),
+        tensor_names=next(
+            (name for name in ("chatglm", "gguf", "multimodal") if fields.get("tensor_names") == name), None
+        ),
         quantization=_quantization(fields, mla),
         **shared,
     )
@@ -223,6 +200,37 @@ def _attention_scale(fields: "_Fields") -> float | None:
     """Gemma scales scores as if heads had another size."""
     as_if = fields.number("query_pre_attn_scalar", 0.0, least=0.0)
     return as_if**-0.5 if as_if else None
+
+
+def _gemma4_layers(fields: "_Fields", windows: tuple[int, ...], num_layers: int, num_kv_heads: int) -> dict[str, Any]:
+    """The fields of Gemma 4 that say what its layers are: those without a window have other heads, and the last ones
+    share keys and values, each those of the last layer before them with the same window."""
+    source, shared = fields.source, int(fields.number("num_kv_shared_layers", 0.0, least=0.0))
+    if not windows or windows[-1]:
+        raise ModelError(f"{source}: layer_types must end in full_attention, and some layer must have a sliding_window")
+    if fields.flag("enable_moe_block", default=False):
+        raise ModelError(f"{source}: gemma4 with a mixture of experts (enable_moe_block) is not supported yet")
+    first = max(0, num_layers - shared)
+    last = {window: layer for layer, window in enumerate(windows[:first])}
+    if {*windows} - last.keys():
+        raise ModelError(f"{source}: num_kv_shared_layers {shared} leaves no layer of each kind with keys and values")
+    equal, doubled = (fields.flag(key, default=False) for key in ("attention_k_eq_v", "use_double_wide_mlp"))
+    inner, own = fields.positive("intermediate_size"), _Fields(fields.section("per_layer_config") or {}, source)
+    full = {"head_dim": fields.positive("global_head_dim")}
+    if equal:
+        full["num_key_value_heads"] = fields.positive("num_global_key_value_heads", num_kv_heads)
+    shapes = []
+    for layer, window in enumerate(windows):
+        sizes = _Fields(own.section(str(layer)) or ({} if window or own.values else full), source)
+        head_dim = sizes.positive("head_dim", fields.positive("head_dim"))
+        kv_heads = _kv_heads(sizes, num_kv_heads, fields.positive("num_attention_heads"))
+        wide = 2 if doubled and layer >= first else 1
+        shapes.append(LayerShape(head_dim, kv_heads, inner * wide, equal and not window, layer < first))
+    return {
+        "shapes": tuple(shapes),
+        "kv_sources": tuple(layer if layer < first else last[window] for layer, window in enumerate(windows)),
+        "layer_input_size": int(fields.number("hidden_size_per_layer_input", 0.0, least=0.0)),
+    }
 
 
 def _mla(fields: "_Fields") -> MlaConfig:
@@ -243,13 +251,19 @@ def _heads(fields: "_Fields", mla: MlaConfig | None) -> tuple[int, int, int]:
     hidden_size, num_heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     if mla is not None:
         return num_heads, 1, mla.kv_lora_rank + mla.qk_rope_head_dim
-    num_kv_heads = fields.positive("num_key_value_heads", num_heads)
-    heads = f"num_attention_heads {num_heads}"
-    if num_heads % num_kv_heads:
-        raise ModelError(f"{fields.source}: {heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    num_kv_heads = _kv_heads(fields, num_heads, num_heads)
     if fields.get("head_dim") is None and hidden_size % num_heads:
+        heads = f"num_attention_heads {num_heads}"
         raise ModelError(f"{fields.source}: hidden_size {hidden_size} is not a multiple of {heads}")
     return num_heads, num_kv_heads, fields.positive("head_dim", hidden_size // num_heads)
+
+
+def _kv_heads(fields: "_Fields", default: int, num_heads: int) -> int:
+    found = fields.positive("num_key_value_heads", default)
+    if num_heads % found:
+        heads = f"num_attention_heads {num_heads}"
+        raise ModelError(f"{fields.source}: {heads} is not a multiple of num_key_value_heads {found}")
+    return found
 
 
 class _Fields:
@@ -266,6 +280,12 @@ class _Fields:
 
     def _fail(self, key: str, wanted: str) -> ModelError:
         return ModelError(f"{self.source}: {key} must be {wanted}, found {self.values.get(key)!r}")
+
+    def section(self, key: str) -> dict[str, Any] | None:
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._fail(key, "an object")
+        return value
 
     def positive(self, key: str, default: int | None = None, *, most: int = _MAX_INTEGER) -> int:
         value = self.get(key, default)
@@ -339,11 +359,21 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
     accepted = ("gelu_pytorch_tanh",) if known.fields.get("activation") == "gelu_tanh" else ("silu", "swish")
     if found not in accepted:
         raise ModelError(f"{source}: hidden_act {found!r} is not supported; only {accepted[0]} is")
-    if values.get("use_bidirectional_attention"):
+    if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # that of images, which are not read
         raise ModelError(
             f"{source}: use_bidirectional_attention is not supported: a text is written from left to right"
         )
     return values, family
+
+
+def _text_config(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """The config of the text model alone, where it is a part of another."""
+    if config.get("model_type") not in _MULTIMODAL:
+        return config
+    text = _Fields(config, source).section("text_config") or {}
+    text = {key: value for key, value in text.items() if value is not None or key in _NULLABLE}
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}  # the whole model decides
+    return {**config, "architectures": None, "model_type": None, **text, **tied, "tensor_names": "multimodal"}
 
 
 def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source: str) -> None:
@@ -356,11 +386,11 @@ def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source
 
 
 def _ropes(
-    fields: _Fields, family: str, head_dim: int, windows: tuple[int, ...], num_layers: int
+    fields: _Fields, family: str, head_dim: int, full_dim: int, windows: tuple[int, ...], num_layers: int
 ) -> tuple[RopeConfig, tuple[RopeConfig, ...]]:
     """How most layers rotate, and how each does, where they differ."""
     if _FAMILIES[family].ropes_differ:
-        full = _rope(fields, family, head_dim, "full_attention")
+        full = _rope(fields, family, full_dim, "full_attention")
         sliding = _rope(fields, family, head_dim, "sliding_attention")
         return full, tuple(sliding if window else full for window in windows or (0,) * num_layers)
     rope = _rope(fields, family, head_dim)
@@ -387,9 +417,7 @@ def _rope_section(fields: _Fields, kind: str | None) -> dict[str, Any]:
     those for one kind of layers, where each has its own."""
     merged = dict(fields.values)
     for key in ("rope_scaling", "rope_parameters"):
-        section = fields.get(key)
-        if section is not None and not isinstance(section, dict):
-            raise ModelError(f"{fields.source}: {key} must be an object, found {section!r}")
+        section = fields.section(key)
         if kind is not None and section is not None and any(isinstance(one, dict) for one in section.values()):
             section = section.get(kind)
             if not isinstance(section, dict):
@@ -416,9 +444,10 @@ def _rope(fields: _Fields, family: str, head_dim: int, layer_kind: str | None = 
     max_position = rope.positive("max_position_embeddings")
     original = rope.positive("original_max_position_embeddings", max_position)
     # Only YaRN may leave its factor to be inferred from the two lengths.
-    if kind not in ("default", "yarn") and rope.get("factor") is None:
+    if kind not in ("default", "yarn", "proportional") and rope.get("factor") is None:
         raise ModelError(f"{fields.source}: the rope factor is missing, without which rope type {kind} means nothing")
-    factor = 1.0 if kind == "default" else rope.number("factor", max_position / original)
+    inferred = 1.0 if kind == "proportional" else max_position / original
+    factor = 1.0 if kind == "default" else rope.number("factor", inferred)
     theta = rope.number("rope_theta", 10000.0)
     if min(factor, theta) < _LEAST_ROPE_NUMBER:
         raise ModelError(f"{fields.source}: rope factor and rope_theta must be positive, found {factor} and {theta}")
@@ -432,6 +461,7 @@ def _rope(fields: _Fields, family: str, head_dim: int, layer_kind: str | None = 
         truncate=rope.flag("truncate", default=True),
         attention_factor=rope.optional_number("attention_factor"),
         frequency_factors=rope.positive_numbers("frequency_factors", count=rotary_dim // 2),
+        proportion=rope.number("partial_rotary_factor", 1.0, least=0.0) if kind == "proportional" else 1.0,
         query_growth=rope.number("llama_4_scaling_beta", 0.0) if family == "ministral3" else 0.0,
         **{name: rope.number(name, getattr(_PLAIN_ROPE, name)) for name in _ROPE_NUMBERS},
     )
@@ -483,36 +513,22 @@ def _layer_types(fields: _Fields, num_layers: int) -> list[bool] | None:
 
 
 def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
-    if family == "mixtral":
-        moe = MoeConfig(
-            num_experts=fields.positive("num_local_experts", 8),
-            experts_per_token=fields.positive("num_experts_per_tok", 2),
-            intermediate_size=fields.positive("intermediate_size"),
-            normalize_weights=True,
-            sparse_layers=frozenset(range(num_layers)),
-        )
-    elif family == "gpt_oss":
-        if (fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)) != (7.0, 1.702):
-            raise ModelError(f"{fields.source}: gpt-oss with another swiglu_limit or swiglu_alpha is not supported")
-        moe = MoeConfig(
-            num_experts=fields.positive("num_local_experts", fields.positive("num_experts", 128)),
-            experts_per_token=fields.positive("num_experts_per_tok", 4),
-            intermediate_size=fields.positive("intermediate_size"),
-            normalize_weights=True,
-            sparse_layers=frozenset(range(num_layers)),
-            style="gpt_oss",
-        )
-    elif _FAMILIES[family] is _DEEPSEEK:
+    if _FAMILIES[family] is _DEEPSEEK:
         moe = _deepseek_experts(fields, family, num_layers)
-    elif family == "qwen3_moe":
+    elif family in ("mixtral", "gpt_oss", "qwen3_moe"):
+        is_qwen, is_gpt_oss = family == "qwen3_moe", family == "gpt_oss"
+        if is_gpt_oss and (fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)) != (7.0, 1.702):
+            raise ModelError(f"{fields.source}: gpt-oss with another swiglu_limit or swiglu_alpha is not supported")
+        name, other = ("num_experts", "num_local_experts")[:: 1 if is_qwen else -1]
         step, dense = fields.positive("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
         sparse = (layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
         moe = MoeConfig(
-            num_experts=fields.positive("num_experts", fields.positive("num_local_experts", 128)),
-            experts_per_token=fields.positive("num_experts_per_tok", 8),
-            intermediate_size=fields.positive("moe_intermediate_size", 768),
-            normalize_weights=fields.flag("norm_topk_prob", default=False),
+            num_experts=fields.positive(name, fields.positive(other, 8 if family == "mixtral" else 128)),
+            experts_per_token=fields.positive("num_experts_per_tok", 8 if is_qwen else 4 if is_gpt_oss else 2),
+            intermediate_size=fields.positive("moe_intermediate_size" if is_qwen else "intermediate_size"),
+            normalize_weights=fields.flag("norm_topk_prob", default=False) if is_qwen else True,
             sparse_layers=frozenset(sparse),
+            style="gpt_oss" if is_gpt_oss else "swiglu",
         )
     else:
         return None
@@ -553,15 +569,13 @@ def _deepseek_experts(fields: _Fields, family: str, num_layers: int) -> MoeConfi
 
 
 def _quantization(fields: _Fields, mla: MlaConfig | None) -> Quantization | None:
-    section = fields.get("quantization_config") or fields.get("compression_config")
+    section = fields.section("quantization_config") or fields.section("compression_config")
     if section is None:
         return None
     if mla is not None:
         raise ModelError(
             f"{fields.source}: quantized weights of latent attention are not supported; take a 16-bit model"
         )
-    if not isinstance(section, dict):
-        raise ModelError(f"{fields.source}: quantization_config must be an object, found {section!r:.80}")
     return Quantization.from_hf(section, fields.source)
 
 

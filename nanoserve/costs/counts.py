@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from nanoserve.config import ModelConfig
+from nanoserve.config import LayerShape, ModelConfig
 from nanoserve.costs.weight_bits import NUMBERS, ROWS, Bits, matrix_bits
 from nanoserve.costs.work import Chunk, StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
@@ -105,12 +105,13 @@ class LayerKind(NamedTuple):
     window: int
     sparse: bool
     bits: tuple[tuple[str, Bits], ...]  # of the layer's matrices, by name; empty if the model is not quantized
+    shape: LayerShape | None  # None: that of the model
 
 
 def _layer_kinds(model: ModelConfig, layers: range) -> list[LayerKind]:
     return [
-        LayerKind(model.sliding_window(layer), model.is_sparse(layer), tuple(matrix_bits(model, layer).items()))
-        for layer in layers
+        LayerKind(model.sliding_window(layer), model.is_sparse(layer), tuple(matrix_bits(model, layer).items()), shape)
+        for layer, shape in zip(layers, model.shapes[layers.start : layers.stop] or [None] * len(layers), strict=True)
     ]
 
 
@@ -140,14 +141,18 @@ class ModelCounts:
         layers = stage_layers(model, stages, pipeline_split, asked=f"{stages} pipeline stages")
         self.stages = tuple(dict(Counter(_layer_kinds(model, stage))) for stage in layers)
         self.groups = model.cache_groups
-        self._parts = [self.groups.of_layers(stage) for stage in layers]
+        self._parts = [self.groups.of_layers(stage, model.layer_kv_numbers(degree)) for stage in layers]
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.
         bits, number_bytes = matrix_bits(model, None), self.precision.other_bytes
+        told = model.num_layers * model.layer_input_size  # what layers are told of a token is looked up with it
         self._table, self.head = (
-            self._matrix(name, model.hidden_size, (self.vocabulary,), bits.get(name, NUMBERS), number_bytes)
-            for name in ("embedding", "head")
+            self._matrix(name, columns, (self.vocabulary,), bits.get(name, NUMBERS), number_bytes)
+            for name, columns in (("embedding", model.hidden_size + told), ("head", model.hidden_size))
         )
+        self._sizes = {
+            kind: self._attention_sizes(model.of_shape(kind.shape)) for stage in self.stages for kind in stage
+        }
         self._matrices = {kind: tuple(self._layer_matrices(kind)) for stage in self.stages for kind in stage}
 
     def layers(self, stage: int) -> int:
@@ -181,21 +186,23 @@ class ModelCounts:
         if len(work.windowed_decode_context) != len(self.windows):
             raise UsageError(f"sum the work up for this model's sliding windows {self.windows}: StepWork.of(windows=)")
         found = []
-        for (window, *_), layers in self.stages[stage].items():
+        for kind, layers in self.stages[stage].items():
+            window = kind.window
             if work.chunks:
                 keys = sum([chunk_keys(start, length, window) for start, length in work.chunks])
-                pairs = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
+                pairs: float = sum([chunk_pairs(start, length, window) for start, length in work.chunks])
                 rows = work.decodes + work.guesses
-                found.append(self._attention("prefill attention", work.tokens - rows, keys, pairs, layers))
+                found.append(self._attention("prefill attention", work.tokens - rows, keys, pairs, kind, layers))
             if work.decodes:
                 keys = work.windowed_decode_context[self.windows.index(window)] if window else work.decode_context
                 rows = work.decodes + work.guesses
-                found.append(self._attention("decode attention", rows, keys, keys * rows / work.decodes, layers))
+                pairs = keys * rows / work.decodes
+                found.append(self._attention("decode attention", rows, keys, pairs, kind, layers))
         return found
 
     def embedding(self, tokens: int) -> Operator:
         """Each device holds a part of the vocabulary, and writes all rows."""
-        rows = tokens * self.model.hidden_size * self.precision.other_bytes
+        rows = tokens * self._table.weights / self.vocabulary * self.precision.other_bytes
         read = tokens * self._table.bytes / self.vocabulary / self.layout.tensor_parallel
         return Operator("embedding", "look-up", 0.0, read, 0.0, rows)
 
@@ -208,20 +215,26 @@ class ModelCounts:
 
     def kv_bytes_per_token(self, stage: int) -> float:
         """In all layers, as long as no window has left the token behind."""
-        return len(set(self._parts[stage].places)) * self.layer_kv_bytes
+        return self._parts[stage].token_numbers * self.precision.kv_bytes
 
     def block_bytes(self, block_size: int, stage: int) -> float:
         """Bytes of a block, which holds the keys and values of one cache group's layers."""
-        return block_size * self._parts[stage].num_tensors * self.layer_kv_bytes
+        return block_size * self._parts[stage].block_numbers * self.precision.kv_bytes
 
     @property
     def layer_kv_bytes(self) -> float:
-        return self.kv_heads * self.model.kv_numbers / self.model.num_kv_heads * self.precision.kv_bytes
+        """What a layer reads of a token; where layers differ, one of the usual shape."""
+        return self._attention_sizes(self.model)[1]
 
     @property
     def layer_flops_per_pair(self) -> float:
-        """A multiply-add for the score of a query and a key, and one for the value."""
-        return 2.0 * self.heads * (self.model.head_dim + self.model.value_dim)
+        """A multiply-add for the score of a query and a key, and one for the value; of a layer of the usual shape."""
+        return 2.0 * self._attention_sizes(self.model)[0]
+
+    def _attention_sizes(self, model: ModelConfig) -> tuple[int, float]:
+        """Numbers in a query of all heads and in a sum of values; bytes that a layer reads of a token."""
+        numbers = model.layer_kv_numbers(self.layout.tensor_parallel)[0]
+        return self.heads * (model.head_dim + model.value_dim), numbers * self.precision.kv_bytes
 
     def step_bytes(self, tokens: int, stage: int) -> float:
         """Bytes that a step holds at once: the widest part of a layer, and on the last stage the logits."""
@@ -247,14 +260,18 @@ class ModelCounts:
         return Matrix(name, columns * sum(rows), columns + sum(rows), stored)
 
     def _layer_matrices(self, kind: LayerKind) -> Iterator[Matrix]:
-        model, degree, hidden, bits = self.model, self.layout.tensor_parallel, self.model.hidden_size, dict(kind.bits)
+        model, degree, bits = self.model.of_shape(kind.shape), self.layout.tensor_parallel, dict(kind.bits)
+        hidden = model.hidden_size
 
         def matrix(name: str, columns: int, *rows: int, number_bytes: float = self.precision.weight_bytes) -> Matrix:
             return self._matrix(name, columns, rows, bits.get(name, NUMBERS), number_bytes)
 
-        query, key = self.heads * model.head_dim, self.kv_heads * model.head_dim
+        query, key = self.heads * model.head_dim, max(1, model.num_kv_heads // degree) * model.head_dim
+        if size := model.layer_input_size:
+            yield matrix("layer_input", hidden, 2 * size)  # made of the embedded token, and of the hidden state
+            yield matrix("layer_input_up", size, hidden)
         if model.mla is None:
-            yield matrix("qkv", hidden, query, key, key)
+            yield matrix("qkv", hidden, query, *[key] * (len(model.qkv_sizes) - 1))
         else:
             mla, query = model.mla, model.mla.query_size(self.heads)
             yield matrix("qkv", hidden, mla.q_lora_rank or query, model.head_dim)
@@ -283,18 +300,20 @@ class ModelCounts:
         stored, activations = experts * sum(part.bytes for part in parts), chosen * (2 * hidden + 3 * inner)
         yield Matrix("experts", experts * 3 * hidden * inner, activations, stored, reached=chosen / experts)
 
-    def _attention(self, kind: OperatorKind, tokens: int, keys: int, pairs: float, layers: int) -> Operator:
+    def _attention(
+        self, name: OperatorKind, tokens: int, keys: int, pairs: float, kind: LayerKind, layers: int
+    ) -> Operator:
         # A query is read, and a sum of values is written.
-        both = self.heads * (self.model.head_dim + self.model.value_dim) * self.precision.other_bytes
-        flops, kv_bytes = self.layer_flops_per_pair * pairs * layers, keys * self.layer_kv_bytes * layers
-        return Operator("attention", kind, flops, 0.0, kv_bytes, activation_bytes=tokens * both * layers)
+        both, kv_bytes = self._sizes[kind]
+        activation_bytes = tokens * both * self.precision.other_bytes * layers
+        return Operator("attention", name, 2.0 * both * pairs * layers, 0.0, keys * kv_bytes * layers, activation_bytes)
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:
     """Tensor parallel degrees that divide the heads."""
-    heads, kv_heads = model.num_heads, model.num_kv_heads
+    heads, kv_heads = model.num_heads, {shape.num_kv_heads for shape in model.shapes} or {model.num_kv_heads}
     divisors = [degree for degree in range(1, heads + 1) if heads % degree == 0]
-    return [degree for degree in divisors if max(degree, kv_heads) % min(degree, kv_heads) == 0]
+    return [degree for degree in divisors if all(max(degree, kv) % min(degree, kv) == 0 for kv in kv_heads)]
 
 
 def stage_layers(

@@ -113,8 +113,7 @@ class Profile(ProfileFile, frozen=True, kw_only=True, tag="nanoserve-profile/2")
         return msgspec.structs.replace(self, **{name: change(one) for name, one in fields if isinstance(one, Measured)})
 
     def swap_seconds(self, tokens: int) -> float:
-        numbers = self.model.num_layers * self.model.kv_numbers
-        return self.copy.at(tokens * numbers * self.bits / 8)
+        return self.copy.at(tokens * self.model.cache_groups.token_numbers * self.bits / 8)
 
     def step_costs(self) -> StepCosts:
         """The cost model of this machine: its best speeds, with the factors it reaches."""

@@ -56,8 +56,7 @@ class DeviceMemory:
 
     def host_kv_blocks(self, host_bytes: float, block_size: int) -> int:
         """Blocks of whole cache groups, with all heads."""
-        model = self._counts.model
-        per_token = model.cache_groups.num_tensors * model.kv_numbers * self._counts.precision.kv_bytes
+        per_token = self._counts.groups.block_numbers * self._counts.precision.kv_bytes
         return int(host_bytes // (block_size * per_token))
 
     def _refusal(self) -> str:

@@ -33,6 +33,7 @@ def matrix_bits(model: ModelConfig, layer: int | None) -> Mapping[str, Bits]:
         matrices["head"] = model.hidden_size, [names.lm_head.removesuffix(".weight")]
     else:
         own = names.layer
+        model = model.of_layer(layer)
         matrices["qkv"] = model.hidden_size, own.qkv
         matrices["output"] = model.num_heads * model.head_dim, [own.output]
         if moe is None or not model.is_sparse(layer):

@@ -16,7 +16,8 @@ class AttentionFunction(Protocol):
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         """query [T, num_heads, head_dim], key [T, num_kv_heads, head_dim], value [T, num_kv_heads, value_dim] ->
-        [T, num_heads * value_dim]. Query and key are already rotated to their positions. sinks: float32 [num_heads]."""
+        [T, num_heads * value_dim]. Query and key are already rotated to their positions. sinks: float32 [num_heads].
+        Key and value of a layer that shares those of another have no heads."""
 
 
 class DenseCausalAttention:
@@ -29,9 +30,13 @@ class DenseCausalAttention:
         self.config = config
         self.batch = batch
         self.length = length
+        self._shared = dict[int, tuple[Tensor, Tensor]]()  # keys and values that later layers share, by layer
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         window = self.config.sliding_window(layer)
+        if sources := self.config.kv_sources:
+            key, value = self._shared[sources[layer]] if sources[layer] < layer else (key, value)
+            self._shared[layer] = key, value
         slides = 0 < window < self.length
         attended = dense_attention(
             self._sequences(query),
@@ -83,7 +88,7 @@ class AttentionBatch:
 class PagedAttention:
     """Attention of one step over the paged cache: writes the new keys and values, then attends over the whole context.
     The caches are one tensor per layer, by the layer's index: [num_blocks, num_kv_heads, block_size, head_dim];
-    that of values has a width of 0 for latents."""
+    that of values has a width of 0 for latents. A layer without keys and values of its own has those that it shares."""
 
     config: ModelConfig
     key_caches: Sequence[Tensor]
@@ -97,7 +102,9 @@ class PagedAttention:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         key_cache, value_cache, batch = self.key_caches[layer], self.value_caches[layer], self.batch_of(layer)
-        if self.config.mla is None:
+        if not key.shape[1]:
+            pass  # the layer whose keys and values these are has written them
+        elif self.config.mla is None:
             cache_write(key, value, key_cache, value_cache, batch.slot_mapping)
         else:  # the cache of values is empty: they are the first columns of the keys
             cache_write(key, value[..., :0], key_cache, value_cache, batch.slot_mapping)

@@ -22,7 +22,7 @@ from triton_ops import project, sparse_experts
 
 INITIAL_STANDARD_DEVIATION = 0.02
 _LATENT_EPS = 1e-6  # whatever rms_norm_eps is, as transformers has it
-NormKind = Literal["rms", "rms_plus_one", "layer"]
+NormKind = Literal["rms", "rms_plus_one", "rms_exact", "layer"]
 
 
 class TensorParallelGroup(Protocol):
@@ -278,25 +278,26 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, group: TensorParallelGroup = SINGLE_RANK) -> None:
         super().__init__()
-        self.config = config
+        self.rope = config.rope_kinds.index(config.rope_of(index))
+        """Which of the decoder's angles are the layer's own."""
+        self.config = config = config.of_layer(index)
         self.index = index
         self.group = group
         self.query_size = config.num_heads * config.head_dim
         self.kv_size = config.num_kv_heads * config.head_dim
-        self.rope = config.rope_kinds.index(config.rope_of(index))
-        """Which of the decoder's angles are the layer's own."""
         norm = partial(RMSNorm, eps=config.rms_norm_eps, kind=config.norm)
         self.attention_norm = norm(config.hidden_size)
         if not config.attention_norm or config.norms == "after":
             self.attention_norm = cast(RMSNorm, nn.Identity())
-        width = self.query_size + 2 * self.kv_size
+        width = sum(config.qkv_sizes)
         if config.mla is not None:
             self.latent = LatentProjections(config, config.mla)
             width = sum(self.latent.sizes)
         self.qkv = Linear(config.hidden_size, width, bias=config.qkv_bias)
         if config.qk_norm:
             self.query_norm = norm(self.query_size if config.qk_norm_spans_heads else config.head_dim)
-            self.key_norm = norm(self.kv_size if config.qk_norm_spans_heads else config.head_dim)
+            if config.has_kv:
+                self.key_norm = norm(self.kv_size if config.qk_norm_spans_heads else config.head_dim)
         if config.attention_sinks:
             self.sinks = nn.Parameter(torch.zeros(config.num_heads))
         self.output = Linear(config.output_size, config.hidden_size, bias=config.output_bias)
@@ -310,14 +311,26 @@ class DecoderLayer(nn.Module):
         if config.norms in ("around", "after"):
             self.attention_output_norm = norm(config.hidden_size)
             self.feed_forward_output_norm = norm(config.hidden_size)
+        if config.layer_scale:
+            self.scale = nn.Parameter(torch.ones(1))
+        if config.layer_input_size:
+            self.input_gate = Linear(config.hidden_size, config.layer_input_size, bias=False)
+            self.input_up = Linear(config.layer_input_size, config.hidden_size, bias=False)
+            self.input_norm = norm(config.hidden_size)
 
     def pre_attention(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, hidden_size] -> query [T, num_heads, head_dim], key, value [T, num_kv_heads, head_dim]; query and
-        key are rotated to the positions of cos and sin. Values of latents are narrower."""
+        key are rotated to the positions of cos and sin. Values of latents are narrower. Without keys and values of its
+        own a layer returns them without heads."""
         config, projected = self.config, self.qkv(self.attention_norm(hidden))
         if config.mla is not None:
             return self.latent.absorb(projected, cos, sin)
-        query, key, value = projected.split((self.query_size, self.kv_size, self.kv_size), dim=-1)
+        if not config.has_kv:
+            query = projected.view(-1, config.num_heads, config.head_dim)
+            query = rotate(self.query_norm(query) if config.qk_norm else query, cos, sin, config.rope)
+            return query, query[:, :0], query[:, :0]
+        query, key, *values = projected.split(config.qkv_sizes, dim=-1)
+        value = values[0] if values else key
         if config.qk_norm_spans_heads:
             query, key = self._norm_all_heads(query, key)
         query = query.view(-1, config.num_heads, config.head_dim)
@@ -325,6 +338,8 @@ class DecoderLayer(nn.Module):
         value = value.view(-1, config.num_kv_heads, config.head_dim)
         if config.qk_norm and not config.qk_norm_spans_heads:
             query, key = self.query_norm(query), self.key_norm(key)
+        if config.value_norm:
+            value = functional.rms_norm(value.float(), value.shape[-1:], eps=config.rms_norm_eps).to(value.dtype)
         if config.rope.query_growth:
             query = rotate(query, cos[:, 1:], sin[:, 1:], config.rope)
             return query, rotate(key, cos[:, :1], sin[:, :1], config.rope), value
@@ -352,7 +367,15 @@ class DecoderLayer(nn.Module):
             return residual + self.group.all_reduce(attended + self.feed_forward(self.attention_norm(residual)))
         fed, residual = (between_sums or self.between_sums)(self.group.all_reduce(attended), residual)
         fed = self.group.all_reduce(fed)
-        return residual + (self.feed_forward_output_norm(fed) if norms in ("around", "after") else fed)
+        output = residual + (self.feed_forward_output_norm(fed) if norms in ("around", "after") else fed)
+        return output * self.scale if self.config.layer_scale and not self.config.layer_input_size else output
+
+    def add_input(self, hidden: Tensor, told: Tensor) -> Tensor:
+        """What the layer returns, of the hidden states that its halves make, [T, hidden_size], and of what it is told
+        of each token, [T, layer_input_size]."""
+        gate = functional.gelu(self.input_gate(hidden), approximate="tanh")
+        output: Tensor = hidden + self.input_norm(self.input_up(gate * told))
+        return output * self.scale if self.config.layer_scale else output
 
     def between_sums(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """From one sum over the group to the next: attended and residual [T, hidden_size] -> this rank's addend of the
@@ -378,6 +401,25 @@ BetweenSums = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """What `DecoderLayer.between_sums` computes."""
 LayerFunction = Callable[[DecoderLayer, Tensor, Tensor, Tensor, AttentionFunction], Tensor]
 """Runs one layer on hidden states, cosines, sines and an attention function: eagerly, or compiled."""
+
+
+class LayerInputs(nn.Module):
+    """What layers are told of every token beside the hidden states (Gemma 4): an embedding of the token for each of
+    them, and a product of the common embedding."""
+
+    def __init__(self, config: ModelConfig, rows: int, first_row: int) -> None:
+        super().__init__()
+        self.size, self.scale = config.layer_input_size, config.hidden_size**-0.5
+        width = config.num_layers * self.size
+        self.embedding = VocabularyEmbedding(rows, width, first_row=first_row)
+        self.projection = Linear(config.hidden_size, width, bias=False)
+        self.norm = RMSNorm(self.size, config.rms_norm_eps, config.norm)
+
+    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Rows of the embedding [T, num_layers * size], and hidden states [T, hidden_size] -> [T, num_layers, size]"""
+        projected = (self.projection(hidden) * self.scale).unflatten(-1, (-1, self.size))
+        told: Tensor = (self.norm(projected) + embedded.view_as(projected) * self.size**0.5) * 0.5**0.5
+        return told
 
 
 class Decoder(nn.Module):
@@ -411,6 +453,8 @@ class Decoder(nn.Module):
         rows = divided(config.vocab_size, self.shard.degree)
         if self.is_first:
             self.embedding = VocabularyEmbedding(rows, config.hidden_size, first_row=self.shard.rank * rows)
+            if config.layer_input_size:
+                self.layer_inputs = LayerInputs(config, rows, self.shard.rank * rows)
         self.rotary = nn.ModuleList(map(RotaryEmbedding, config.rope_kinds))
         self.layers = nn.ModuleList(DecoderLayer(config, index, self.group) for index in range(config.num_layers))
         if self.is_last:
@@ -450,8 +494,12 @@ class Decoder(nn.Module):
         knows which.
         """
         hidden, angles = self.enter(entering, positions)
+        told = None
+        if self.config.layer_input_size:
+            told = self.layer_inputs(self._look_up(self.layer_inputs.embedding, entering), hidden)
         for layer in cast(Iterable[DecoderLayer], self.layers):
             hidden = run_layer(layer, hidden, *angles[layer.rope], attention)
+            hidden = hidden if told is None else layer.add_input(hidden, told[:, layer.index])
         return self.leave(hidden)
 
     def enter(self, entering: Tensor, positions: Tensor) -> tuple[Tensor, list[Angles]]:
@@ -497,13 +545,16 @@ class Decoder(nn.Module):
         return maxima.float(), both[:, 1::2].gather(1, best[:, None])[:, 0].long()
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        if self.shard.degree == 1:
-            hidden: Tensor = self.embedding(token_ids)
-        else:
-            hidden = self.group.all_reduce(self.embedding.known(token_ids))
+        hidden = self._look_up(self.embedding, token_ids)
         if (scale := self.config.embedding_scale) == 1.0:
             return hidden
         return hidden * torch.tensor(scale, dtype=hidden.dtype).item()  # rounded, as models are trained with it
+
+    def _look_up(self, table: VocabularyPart, token_ids: Tensor) -> Tensor:
+        if self.shard.degree == 1:
+            found: Tensor = table(token_ids)
+            return found
+        return self.group.all_reduce(table.known(token_ids))
 
 
 def _initialize(module: nn.Module) -> None:
@@ -527,6 +578,9 @@ def _inverse_frequencies(rope: RopeConfig) -> Tensor:
         frequencies = frequencies / torch.tensor(rope.frequency_factors, dtype=torch.float32, device="cpu")
     if rope.kind == "none":
         return torch.zeros_like(frequencies)
+    if rope.kind == "proportional":
+        still = torch.arange(len(frequencies)) >= int(rope.proportion * rope.rotary_dim // 2)
+        return frequencies.masked_fill(still.cpu(), 0.0) / rope.factor
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":

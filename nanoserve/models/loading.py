@@ -3,6 +3,7 @@
 Other formats are not read: a `.bin` checkpoint is a pickle, and unpickling can run code.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,8 @@ class StoredTensor:
     """The place and form of a tensor of the checkpoint, from the header of its file; its numbers are not read."""
 
     path: Path
+    name: str
+    """In the file."""
     shape: tuple[int, ...]
     dtype: str
     decode: Decode | None = None
@@ -75,8 +78,8 @@ class Checkpoint:
     def view(self, part: TensorPart) -> Tensor:
         """A part in its stored format, in the mapped memory of its file, which is read when the part is used. The
         mapping lives as long as the view, even if the checkpoint is closed and its files are deleted."""
-        path = self.stored[part.name].path
-        return _view(part, self._files[path], path)
+        stored = self.stored[part.name]
+        return _view(part, stored, self._files[stored.path])
 
     def reader(self, part: TensorPart, *, packed: bool) -> Callable[[], Tensor]:
         """Reads the part as its parameter holds it, perhaps packed. A matrix of integers needs the open checkpoint."""
@@ -96,7 +99,7 @@ class Checkpoint:
         forms = rounded_forms(chain.from_iterable(shards), quantization, device)
         stored = dict(self.stored)
         for name, form in forms.items():
-            decode = partial(_decode_rounded, stored[name], name, form)
+            decode = partial(_decode_rounded, stored[name], form)
             stored[name] = replace(stored[name], decode=decode, form=MatrixForm(form, None))
         return replace(self, stored=stored)
 
@@ -163,8 +166,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     with _OpenFiles() as files:
         stored = _stored_tensors(directory, {path: files(path) for path in _weight_files(directory)})
         return {
-            name: _view(TensorPart(name, "", found.shape), files(found.path), found.path)
-            for name, found in stored.items()
+            name: _view(TensorPart(name, "", found.shape), found, files(found.path)) for name, found in stored.items()
         }
 
 
@@ -243,22 +245,27 @@ def _open(path: Path) -> Any:
         raise ModelError(f"{path}: not a complete safetensors file ({' '.join(str(error).split())})") from error
 
 
+def _text_name(name: str) -> str:
+    """A tensor's name without that of the text model, where that is a part of another model."""
+    return re.sub(r"^(model\.language_model\.|language_model\.model\.)", "model.", name).removeprefix("language_model.")
+
+
 def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for path, handle in handles.items():
-        for name in handle.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
-            header = handle.get_slice(name)
+        for stored_name in handle.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
+            header, name = handle.get_slice(stored_name), _text_name(stored_name)
             shape, dtype = tuple(header.get_shape()), header.get_dtype()
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
-            stored[name] = StoredTensor(path, shape, dtype)
+            stored[name] = StoredTensor(path, stored_name, shape, dtype)
             if isinstance(header, GgufSlice) and (form := header.format) is not None:
                 decode = partial(_decode_blocks, path, name)
                 stored[name] = replace(stored[name], decode=decode, form=MatrixForm(form, None))
     index = directory / INDEX_NAME
     if index.is_file():
         for name, file in _weight_map(index).items():
-            if name not in stored or stored[name].path.name != file:
+            if (found := stored.get(_text_name(name))) is None or found.path.name != file:
                 raise ModelError(f"{directory / file}: tensor {name} is missing; {INDEX_NAME} says it is here")
     return stored
 
@@ -283,16 +290,14 @@ def _with_matrices(
                 form = MatrixForm(first.format, first.order)
             for name in names:
                 left.pop(name, None)
-            left[part.name] = StoredTensor(stored[names[0]].path, part.shape, INTEGERS, decode, form)
+            left[part.name] = StoredTensor(stored[names[0]].path, part.name, part.shape, INTEGERS, decode, form)
         elif part.name not in stored:
             break
     return left
 
 
-def _decode_rounded(
-    stored: StoredTensor, name: str, form: PackedFormat, open_file: OpenFile, rows: slice
-) -> GroupQuantized:
-    numbers = open_file(stored.path).get_slice(name)[rows] if stored.decode is None else stored.decode(open_file, rows)
+def _decode_rounded(stored: StoredTensor, form: PackedFormat, open_file: OpenFile, rows: slice) -> GroupQuantized:
+    numbers = stored.decode(open_file, rows) if stored.decode else open_file(stored.path).get_slice(stored.name)[rows]
     assert isinstance(numbers, Tensor), "what is quantized already is not rounded again"
     return round_to_nearest(numbers, form.bits, form.group)
 
@@ -377,11 +382,11 @@ class _OpenFiles(ExitStack):
 
 
 @_reading
-def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
+def _view(part: TensorPart, stored: StoredTensor, file: Any) -> Tensor:
     try:
-        view: Tensor = file.get_slice(part.name)[part.source]
+        view: Tensor = file.get_slice(stored.name)[part.source]
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: tensor {part.name} cannot be read ({error})") from error
+        raise ModelError(f"{stored.path}: tensor {part.name} cannot be read ({error})") from error
     return view
 
 
@@ -389,7 +394,7 @@ def _view(part: TensorPart, file: Any, path: Path) -> Tensor:
 def _read(part: TensorPart, stored: StoredTensor, open_file: OpenFile, *, packed: bool) -> Tensor:
     """A part as its parameter holds it: numbers, or packed integers."""
     if stored.decode is None:
-        return _view(part, open_file(stored.path), stored.path)
+        return _view(part, stored, open_file(stored.path))
     rows, columns = part.rows or range(part.shape[0]), part.columns
     found = stored.decode(open_file, slice(rows.start, rows.stop))
     if isinstance(found, GroupQuantized) and not found.is_finite():

@@ -46,7 +46,7 @@ def find_matrix(
     part: TensorPart, stored: Mapping[str, Any], config: ModelConfig, open_file: OpenFile
 ) -> tuple[list[str], Decode] | None:
     """The tensors that make a part of the model, the one with the numbers first, and their decoder; None if the part is
-    not quantized. `stored` has the path, shape and dtype of every tensor. Raises ModelError, one line that names the
+    not quantized. `stored` has the StoredTensor of every name. Raises ModelError, one line that names the
     file and the tensor, if one is missing or does not fit the part."""
     plain, module, quantization = stored.get(part.name), part.name.removesuffix(".weight"), config.quantization
     stacked = _stacked_name(part)
@@ -56,14 +56,14 @@ def find_matrix(
         if found.shape != wanted_shape:
             shapes = f"{list(found.shape)}, config.json says {list(wanted_shape)}"
             raise ModelError(f"{found.path}: tensor {stacked} has shape {shapes}")
-        return [stacked], lambda files, rows: files(found.path).get_slice(stacked)[part.expert, :, rows].T
+        return [stacked], lambda files, rows: files(found.path).get_slice(found.name)[part.expert, :, rows].T
     if quantization is None or quantization.method not in (*_DECODERS, "mxfp4") or len(part.shape) != 2:
         return None
     if plain is not None and plain.dtype not in ("I8", "F8_E4M3"):
         return None
 
     def reader(files: OpenFile) -> Read:
-        return lambda name: files(stored[name].path).get_slice(name) if name in stored else None
+        return lambda name: files(stored[name].path).get_slice(stored[name].name) if name in stored else None
 
     if quantization.method == "mxfp4":
         wanted, decode = _mxfp4(part, config)

@@ -12,8 +12,9 @@ Inner sizes and the vocabulary are padded with zeros where they do not divide ev
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from nanoserve.config import ModelConfig
+from nanoserve.config import LayerShape, ModelConfig
 from nanoserve.costs.counts import stage_layers, tensor_degrees
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
@@ -105,6 +106,9 @@ def make_shards(
     names `asked`, the option and value that ask for this layout, or else --pp, --pp-split or --tp."""
     stages = stage_layers(config, pipeline_parallel, pipeline_split, asked=asked)
     _check_degree(config, tensor_parallel, asked)
+    if config.layer_input_size and len(stages) > 1:
+        told = asked or f"--pp {pipeline_parallel}"
+        raise UsageError(f"{told}: all layers of this {config.family} read the tokens, so they are one stage")
     for layers in stages:
         if any(source not in layers for source in config.kv_sources[layers.start : layers.stop]):
             told = asked or f"--pp {pipeline_parallel}"
@@ -118,24 +122,31 @@ def make_shards(
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     """The shard as a model of its own: layers counted from 0, its own heads and inner sizes, the whole vocabulary."""
-    moe, is_part = config.moe, len(shard.layers) < config.num_layers
+    moe, own = config.moe, slice(shard.layers.start, shard.layers.stop)
     if moe is not None:
         sparse = frozenset(layer - shard.layers.start for layer in moe.sparse_layers if layer in shard.layers)
         inner = divided(moe.intermediate_size, shard.degree)
         shared = divided(moe.shared_size, shard.degree)
         moe = replace(moe, sparse_layers=sparse, intermediate_size=inner, shared_size=shared)
-    return replace(
+
+    def sizes(one: ModelConfig | LayerShape) -> dict[str, Any]:
+        inner = divided(one.intermediate_size, shard.degree)
+        return {"num_kv_heads": max(1, one.num_kv_heads // shard.degree), "intermediate_size": inner}
+
+    part = replace(
         config,
         num_layers=len(shard.layers),
         num_heads=config.num_heads // shard.degree,
-        num_kv_heads=max(1, config.num_kv_heads // shard.degree),
-        intermediate_size=divided(config.intermediate_size, shard.degree),
-        ropes=config.ropes[shard.layers.start : shard.layers.stop],
-        sliding_windows=config.sliding_windows[shard.layers.start : shard.layers.stop],
-        kv_sources=() if is_part else config.kv_sources,
-        groups=config.cache_groups.of_layers(shard.layers) if is_part else config.groups,
+        ropes=config.ropes[own],
+        sliding_windows=config.sliding_windows[own],
+        kv_sources=tuple(source - own.start for source in config.kv_sources[own]),
+        shapes=tuple(shape._replace(**sizes(shape)) for shape in config.shapes[own]),
         moe=moe,
+        **sizes(config),
     )
+    if shard.degree == 1 and part.num_layers == config.num_layers:
+        return part
+    return replace(part, groups=config.cache_groups.of_layers(shard.layers, config.layer_kv_numbers(shard.degree)))
 
 
 def divided(size: int, degree: int) -> int:

@@ -70,6 +70,11 @@ def tensor_parts(config: ModelConfig) -> Iterator[TensorPart]:
     """Every tensor that the checkpoint must hold, once. A tied output matrix is the embedding and not listed."""
     names, (embedding, head) = checkpoint_names(config), tied_parts(config)
     yield embedding
+    if size := config.layer_input_size:
+        width, (table, projection, norm) = config.num_layers * size, names.layer_inputs
+        yield TensorPart(table, "layer_inputs.embedding.weight", (config.vocab_size, width))
+        yield TensorPart(projection, "layer_inputs.projection.weight", (width, config.hidden_size))
+        yield TensorPart(norm, "layer_inputs.norm.weight", (size,))
     for index in range(config.num_layers):
         yield from layer_parts(config, names, index)
     yield TensorPart(names.final_norm, "final_norm.weight", (config.hidden_size,))
@@ -106,17 +111,23 @@ def unfilled_regions(parts: Iterable[TensorPart], parameters: Mapping[str, Tenso
 
 
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether an extra tensor is redundant: rotary tables of old checkpoints, a copy of a tied matrix, or a layer
-    for drafts."""
+    """Whether an extra tensor is redundant: rotary tables of old checkpoints, a copy of a tied matrix, a layer for
+    drafts, keys and values of a layer that shares others, or a part that reads images."""
     if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
         return True
     if config.mla is not None and name.startswith(checkpoint_names(config).layer_prefix.format(config.num_layers)):
         return True  # the layer that predicts a token more
+    if config.tensor_names == "multimodal" and not name.startswith(("model.layers.", "lm_head.")):
+        return True
+    alone = (layer for layer, shape in enumerate(config.shapes) if not shape.has_kv)
+    if name.startswith(tuple(f"model.layers.{layer}.self_attn.{part}_" for layer in alone for part in "kv")):
+        return True
     return config.tie_word_embeddings and name == checkpoint_names(config).lm_head
 
 
 def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iterator[TensorPart]:
     """The tensors of a layer, under these names."""
+    config = config.of_layer(index)
     layer, prefix, target = names.layer, names.layer_prefix.format(index), f"layers.{index}."
     hidden, head_dim = config.hidden_size, config.head_dim
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
@@ -130,13 +141,21 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
         norms["feed_forward_output_norm"] = (layer.feed_forward_output_norm, hidden)
     if config.qk_norm:
         norms["query_norm"] = (layer.query_norm, query_size if config.qk_norm_spans_heads else head_dim)
-        norms["key_norm"] = (layer.key_norm, kv_size if config.qk_norm_spans_heads else head_dim)
+        if config.has_kv:
+            norms["key_norm"] = (layer.key_norm, kv_size if config.qk_norm_spans_heads else head_dim)
+    if config.layer_input_size:
+        norms["input_norm"] = (layer.input_norm, hidden)
+        sizes = (config.layer_input_size, hidden)
+        yield TensorPart(f"{prefix}{layer.input_gate}.weight", target + "input_gate.weight", sizes)
+        yield TensorPart(f"{prefix}{layer.input_up}.weight", target + "input_up.weight", sizes[::-1])
     for parameter, (name, size) in norms.items():
         yield TensorPart(f"{prefix}{name}.weight", f"{target}{parameter}.weight", (size,))
     if config.attention_sinks:
         yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
-    qkv_names = tuple(prefix + name for name in layer.qkv)
-    qkv_sizes: tuple[int, ...] = (query_size, kv_size, kv_size)
+    if config.layer_scale:
+        yield TensorPart(prefix + layer.scale, target + "scale", (1,))
+    qkv_sizes = config.qkv_sizes
+    qkv_names = tuple(prefix + name for name in layer.qkv[: len(qkv_sizes)])
     if config.mla is not None:
         yield from _latent_parts(config, config.mla, layer, prefix, target + "latent.")
         qkv_sizes = config.mla.q_lora_rank or config.mla.query_size(config.num_heads), head_dim
@@ -207,7 +226,7 @@ def _parameters_in(shard: Shard, parameter: str, config: ModelConfig) -> list[st
     if parameter == "embedding.weight":
         apart = config.tie_word_embeddings and shard.is_last and not shard.is_first
         return [parameter] * shard.is_first + ["lm_head.weight"] * apart
-    if not parameter.startswith("layers."):
+    if not parameter.startswith("layers."):  # `layer_inputs` are for models that are one stage
         return [parameter] * shard.is_last
     _, index, rest = parameter.split(".", 2)
     return [f"layers.{int(index) - shard.layers.start}.{rest}"] * (int(index) in shard.layers)
@@ -238,6 +257,8 @@ class _Block(NamedTuple):
 
 def _cut(part: TensorPart, config: ModelConfig, shard: Shard) -> Iterator[TensorPart]:
     """The rows or columns of a part that belong to this rank."""
+    if part.parameter.startswith("layers."):
+        config = config.of_layer(shard.layers.start + int(part.parameter.split(".")[1]))
     matrix = part.parameter.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     blocks = _blocks(matrix, part, config, shard) if shard.degree > 1 else ()
     if not blocks:
@@ -283,7 +304,7 @@ def _blocks(matrix: str, part: TensorPart, config: ModelConfig, shard: Shard) ->
     kept = range(heads.start * size, heads.stop * size)
     key = _Block(config.num_kv_heads * size, kept, len(kept))
     if matrix == "qkv":
-        return query, key, key
+        return (query, key, key)[: len(config.qkv_sizes)]
     if matrix in ("query_norm", "key_norm") and config.qk_norm_spans_heads:
         return (query if matrix == "query_norm" else key,)
     if matrix == "sinks":

@@ -54,8 +54,9 @@ class Stage:
         self.processor, self.layers = processor, layers
         self.mover: BlockMover | None = None
         if part is not None:
-            last = {place: layer for layer, (_, place) in enumerate(runner.config.cache_groups.places)}
-            last_layers = [last[place] for place in sorted(last)]
+            groups = runner.config.cache_groups
+            last = {groups.tensor_of(layer)[0]: layer for layer in range(runner.config.num_layers)}
+            last_layers = [last[tensor] for tensor in sorted(last)]
             self.mover = BlockMover(runner.caches.keys, runner.caches.values, part, runner.device, last_layers)
         self._libraries: list[BackgroundLibrary] = [] if layers is None else [*layers.libraries]
         if runner.device.type == "cpu":

@@ -81,6 +81,13 @@ def test_prompts_are_bound_by_computing_and_decoding_by_memory() -> None:
     assert {bounds["decode", name] for name in ("qkv", "attention", "gate_up", "down", "head")} == {"memory"}
 
 
+@pytest.mark.parametrize("model", ["gemma-4-e2b", "deepseek-v2-lite", "qwen3-30b-a3b"])
+def test_operators_of_every_kind_have_a_place_in_the_table(model: str) -> None:
+    analysis = analysis_of(model, "h200")
+    shown = [row.operator for row in analysis.operator_rows("prefill", analysis.prefill_work())]
+    assert len(shown) == len(set(shown)) and {"qkv", "attention", "output"} < {*shown}
+
+
 def test_windows_leave_room_for_more_sequences() -> None:
     """5.3 times as many of 32k for Gemma 3 27B, whose five layers of six keep 1024 tokens."""
     costs = StepCosts(load_shape("gemma-3-27b"), load_machine("h200"))

@@ -10,6 +10,7 @@ from nanoserve.costs.tables import load_shape
 from nanoserve.costs.work import StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.models.weights import tensor_parts
 from tests.costs.conftest import tiny_experts, tiny_model
 
 # Two decode rows that read 3 and 5 keys, and positions 2, 3, 4 of a prompt: five tokens.
@@ -132,7 +133,9 @@ def test_kv_of_a_sequence_by_hand(
 def test_windows_of_real_models_save_what_is_known_of_them() -> None:
     """GiB at 32k of Gemma 3 27B and gpt-oss-20b, all layers full, and with their windows. Groups of Gemma's leave 8 of
     60 places empty, which takes 2 % more."""
-    for model, full, windows in ("gemma-3-27b", 15.5, 2.98), ("gpt-oss-20b", 1.5, 0.75), ("llama-3.1-8b", 4.0, 4.0):
+    known = [("gemma-3-27b", 15.5, 2.98), ("gpt-oss-20b", 1.5, 0.75), ("llama-3.1-8b", 4.0, 4.0)]
+    # 10 whole layers of 4,096 numbers and 50 of 8,192; 4 of 2,048 and 20 of 1,024, and 18 that share theirs.
+    for model, full, windows in (*known, ("gemma-4-31b", 27.5, 3.29), ("gemma-4-e4b", 1.75, 0.52)):
         counts = ModelCounts(load_shape(model))
         assert 32768 * counts.kv_bytes_per_token(0) / 2**30 == pytest.approx(full)
         held = most_blocks(counts.groups.windows, 32768, 16) * counts.block_bytes(16, 0)
@@ -158,6 +161,13 @@ def test_a_decode_reads_windows_and_latents() -> None:
         found = counts.attention(StepWork.of([8000], windows=counts.windows), 0)
         assert sum(one.kv_bytes for one in found) == kv_bytes
         assert sum(one.flops for one in found) == flops
+
+
+@pytest.mark.parametrize("model", ["gemma-4-e2b", "gemma-4-e4b", "gemma-4-31b"])
+def test_layers_of_several_shapes_have_the_matrices_of_their_checkpoint(model: str) -> None:
+    config = load_shape(model)
+    matrices = sum(math.prod(part.shape) for part in tensor_parts(config) if len(part.shape) == 2)
+    assert ModelCounts(config).stage_weight_bytes(0) == 2 * matrices
 
 
 @pytest.mark.parametrize("start", range(6))

@@ -17,8 +17,10 @@ from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 CUTS = st.sampled_from([(0,), (1,), (3,), (0, 4), (0, 2, 2), (5, 0, 1)])
 
 
-def cut(windows: list[int], sources: tuple[int, ...] = (), longest: int = 1 << 17) -> CacheGroups:
-    return CacheGroups.cut(tuple(windows), sources, longest)
+def cut(
+    windows: list[int], sources: tuple[int, ...] = (), longest: int = 1 << 17, numbers: list[int] | None = None
+) -> CacheGroups:
+    return CacheGroups.cut(tuple(windows), sources, longest, tuple(numbers or [1] * len(windows)))
 
 
 @pytest.mark.parametrize(
@@ -56,11 +58,36 @@ def test_layers_that_share_keys_and_values_are_in_one_place() -> None:
 def test_a_stage_of_a_pipeline_has_every_group_and_its_own_layers_tensors() -> None:
     whole = cut(([512] * 5 + [0]) * 4 + [512] * 2)
     for first, end in pairwise([0, 7, 13, 19, 26]):
-        stage = whole.of_layers(range(first, end))
+        stage = whole.of_layers(range(first, end), (1,) * 26)
         assert stage.windows == whole.windows
         assert [group for group, _ in stage.places] == [group for group, _ in whole.places[first:end]]
         assert len(set(stage.places)) == end - first and stage.num_tensors <= 2
-    assert whole.of_layers(range(26)) == whole
+    assert whole.of_layers(range(26), (1,) * 26) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "local", "whole", "groups", "tensors", "padding"),
+    [
+        ("gemma-4-e4b", ([512] * 5 + [0]) * 4, 1024, 2048, [512] * 5 + [0] * 2, 2, 0.0),
+        ("gemma-4-31b", ([1024] * 5 + [0]) * 10, 8192, 4096, [1024] * 10 + [0], 5, 0.0),
+        ("gemma-4-26b-a4b", ([1024] * 5 + [0]) * 5, 4096, 2048, [1024] * 9 + [0], 3, 5 / 60),
+    ],
+)
+def test_layers_that_cache_other_numbers_share_tensors(
+    name: str, kinds: list[int], local: int, whole: int, groups: list[int], tensors: int, padding: float
+) -> None:
+    numbers = [local if window else whole for window in kinds]
+    found = cut(kinds, numbers=numbers)
+    assert (list(found.windows), found.num_tensors, found.padding) == (groups, tensors, pytest.approx(padding))
+    parts = [(found.places[layer][0], *found.tensor_of(layer)) for layer in range(len(kinds))]
+    assert len(set(parts)) == len(kinds), "each layer has a place of its own in its group's blocks"
+    for layer, (group, _, part) in enumerate(parts):
+        assert part < found.shares[group] == max(local, whole) // numbers[layer]
+    # Ranks that hold fewer heads, and stages without some groups, have other shares of the same groups.
+    halves = found.of_layers(range(len(kinds)), tuple(max(number // 4, 1024) for number in numbers))
+    assert (halves.windows, halves.places) == (found.windows, found.places)
+    only = found.of_layers(range(5, 6), tuple(numbers))
+    assert (only.num_tensors, only.tensor_numbers, only.shares[0]) == (1, whole, 1)
 
 
 @given(windows=CUTS, size=st.integers(1, 4), tokens=st.integers(1, 30), chunk=st.integers(1, 9))
@@ -81,7 +108,12 @@ def test_the_longest_sequence_fits(windows: tuple[int, ...], size: int, blocks: 
         assert tokens == min(longest, blocks // len(windows) * size)
 
 
-@given(windows=CUTS, size=st.integers(1, 3), gone=st.sets(st.integers(0, 40)), length=st.integers(1, 20))
+@given(
+    windows=CUTS.filter((1,).__ne__),
+    size=st.integers(1, 3),
+    gone=st.sets(st.integers(0, 40)),
+    length=st.integers(1, 20),
+)
 def test_a_hit_is_the_longest_prefix_that_every_group_still_has(
     windows: tuple[int, ...], size: int, gone: set[int], length: int
 ) -> None:

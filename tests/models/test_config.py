@@ -149,12 +149,39 @@ def gemma3(**changes: Any) -> dict[str, Any]:
         ({"hidden_activation": "gelu"}, "hidden_act 'gelu' is not supported; only gelu_pytorch_tanh is"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({"model_type": "smollm3", "hidden_activation": "silu", "no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers must"),
-        ({"model_type": "gemma4_text"}, "(model_type 'gemma4_text') is not supported; supported model types: llama,"),
+        ({"model_type": "gemma5_text"}, "(model_type 'gemma5_text') is not supported; supported model types: llama,"),
     ],
 )
 def test_windows_and_kinds_of_layers_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    check_refused(gemma3(**changes), complaint)
+
+
+GEMMA4_LAYERS = ["sliding_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"sliding_window": 0}, "sliding_window must be a positive integer, found 0"),
+        ({"layer_types": GEMMA4_LAYERS[::-1]}, "layer_types must end in full_attention"),
+        ({"layer_types": GEMMA4_LAYERS[:3]}, "layer_types must name a kind for each of 4 layers, found 3"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers 3 leaves no layer of each kind with keys and values"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers 4 leaves no"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers must be at least 0, found -1"),
+        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "is not a multiple of num_key_value_heads 3"),
+        ({"per_layer_config": [1]}, "per_layer_config must be an object, found [1]"),
+        ({"per_layer_config": {"1": {"head_dim": 0}}}, "head_dim must be a positive integer, found 0"),
+        ({"enable_moe_block": True}, "mixture of experts (enable_moe_block) is not supported"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
+    ],
+)
+def test_gemma4_layers_that_cannot_be_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    check_refused(gemma3(**{"model_type": "gemma4_text", "layer_types": GEMMA4_LAYERS} | changes), complaint)
+
+
+def check_refused(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ModelError) as refusal:
-        ModelConfig.from_hf(gemma3(**changes), source="somewhere/config.json")
+        ModelConfig.from_hf(config, source="somewhere/config.json")
     message = str(refusal.value)
     assert complaint in message
     assert message.startswith("somewhere/config.json: ")
@@ -236,6 +263,7 @@ FULL_CONFIGS = {
         "gpt_oss",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "olmo3",
         "smollm3",
         "cohere2",

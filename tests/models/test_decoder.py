@@ -24,6 +24,21 @@ def random_tokens(config: ModelConfig, count: int) -> Tensor:
     return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(4))
 
 
+def layer_caches(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Keys and values of each layer, in tensors of its own, or in those of the layer whose it shares."""
+    caches: list[tuple[Tensor, Tensor]] = []
+    for layer in range(config.num_layers):
+        own = config.of_layer(layer)
+        shape = (num_blocks, own.num_kv_heads, block_size, own.head_dim)
+        values = shape if own.mla is None else (*shape[:3], 0)
+        if own.has_kv:
+            caches.append((torch.full(shape, torch.nan), torch.full(values, torch.nan)))
+        else:
+            caches.append(caches[config.kv_sources[layer]])
+    keys, values = zip(*caches, strict=True)
+    return list(keys), list(values)
+
+
 def paged(config: ModelConfig, lengths: list[int]) -> PagedAttention:
     """Whole prompts of these lengths, each on blocks of its own."""
     starts = [sum(lengths[:row]) for row in range(len(lengths) + 1)]
@@ -34,12 +49,11 @@ def paged(config: ModelConfig, lengths: list[int]) -> PagedAttention:
         for row, length in enumerate(lengths)
         for position in range(length)
     ]
-    shape = (tables.numel(), config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    values = shape if config.mla is None else (*shape[:3], 0)
+    keys, values = layer_caches(config, tables.numel(), BLOCK_SIZE)
     return PagedAttention(
         config,
-        key_caches=[torch.full(shape, torch.nan) for _ in range(config.num_layers)],
-        value_caches=[torch.full(values, torch.nan) for _ in range(config.num_layers)],
+        key_caches=keys,
+        value_caches=values,
         batch=AttentionBatch(
             block_tables=tables.int(),
             query_starts=torch.tensor(starts, dtype=torch.int32),

@@ -35,7 +35,8 @@ def write_checkpoint(family: str, directory: Path, **sizes: int | None) -> Model
     config = ModelConfig.from_hf(hf)
     generator = torch.Generator().manual_seed(0)
     tensors = {
-        part.name: torch.randn(part.shape, generator=generator) * 0.15 + (1.0 if "norm" in part.name else 0.0)
+        part.name: torch.randn(part.shape, generator=generator) * 0.15
+        + (1.0 if "norm" in part.name or "layer_scalar" in part.name else 0.0)
         for part in tensor_parts(config)
     }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -75,7 +76,7 @@ def ragged_batch(config: ModelConfig) -> tuple[Tensor, Tensor]:
     return random_tokens(config, sum(LENGTHS)), torch.cat([torch.arange(length) for length in LENGTHS])
 
 
-@pytest.mark.parametrize("family", families("ministral3", "glm4_moe_lite"))
+@pytest.mark.parametrize("family", [one for one in families("ministral3", "glm4_moe_lite") if one != "gemma4_text"])
 def test_a_chain_of_stages_is_the_whole_model(family: str, tmp_path: Path) -> None:
     config = write_checkpoint(family, tmp_path)
     batch = ragged_batch(config)
@@ -94,7 +95,8 @@ def test_ranks_together_compute_what_one_does(family: str, degree: int, uneven: 
     _, found = sharded_logits(tmp_path, shards, *batch)
     _, expected = whole_logits(tmp_path, *batch)
     assert found.shape == expected.shape
-    torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=1e-5, rtol=0)
+    tolerance = 1e-5 if config.attention_scale != 1.0 else 3e-5  # rounding weighs more in scores that are not scaled
+    torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(("degree", "vocab_size"), [(1, 7), (2, 7), (4, 5)])  # of four ranks one has padding alone
@@ -103,9 +105,10 @@ def test_ranks_together_find_the_largest_logit_and_of_equal_ones_the_lowest_toke
         ModelConfig.from_hf(FAMILIES["llama"]().to_dict()), vocab_size=vocab_size, num_heads=4, num_kv_heads=4
     )
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(200, config.hidden_size, generator=generator)
+    # Whole numbers, whose products are exact: those of equal rows are equal wherever the rows are.
+    hidden = torch.randint(-4, 5, (200, config.hidden_size), generator=generator).float()
     # Few different rows, so that most maxima are in several places, and some of all are below the padding's 0.
-    head = torch.randn(2, config.hidden_size, generator=generator)[torch.arange(vocab_size) % 2]
+    head = torch.randint(-4, 5, (2, config.hidden_size), generator=generator)[torch.arange(vocab_size) % 2].float()
     hidden[0] = torch.nan
     logits = torch.stack([hidden @ row for row in head], dim=1)
 
@@ -236,6 +239,18 @@ def test_layers_that_share_keys_and_values_are_in_one_stage() -> None:
     last = make_shards(config, pipeline_parallel=2, tensor_parallel=1, pipeline_split=(1, 2))[1]
     groups = shard_config(config, last).cache_groups
     assert (groups.places, groups.num_tensors) == (((0, 0), (0, 0)), 1)
+
+
+def test_a_stage_whose_layers_share_keys_and_values_is_a_part_of_the_model(tmp_path: Path) -> None:
+    config = write_checkpoint("gemma4_text", tmp_path, hidden_size_per_layer_input=0)
+    shards = make_shards(config, pipeline_parallel=2, tensor_parallel=2, pipeline_split=(1, 5))
+    batch = ragged_batch(config)
+    _, found = sharded_logits(tmp_path, shards, *batch)
+    _, expected = whole_logits(tmp_path, *batch)
+    torch.testing.assert_close(found / expected.std(), expected / expected.std(), atol=1e-5, rtol=0)
+    told = write_checkpoint("gemma4_text", tmp_path)
+    with pytest.raises(UsageError, match="--pp 2: all layers of this gemma4_text read the tokens, so they are one"):
+        make_shards(told, pipeline_parallel=2, tensor_parallel=1)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,15 @@ _GEMMA = {
     "sliding_window": 20,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
 
 
 def _config(model_type: str, **settings: Any) -> PreTrainedConfig:
@@ -146,6 +155,16 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
             },
         },
     ),
+    # Both kinds of layers before those that share their keys and values.
+    "gemma4_text": lambda: _config("gemma4_text", **_GEMMA4, num_kv_shared_layers=3, use_double_wide_mlp=True),
+    "gemma4_text-equal": lambda: _config(
+        "gemma4_text",
+        **_GEMMA4 | {"hidden_size_per_layer_input": 0},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=5.0,
+        use_bidirectional_attention="vision",
+    ),
     "olmo3": lambda: _config(
         "olmo3",
         sliding_window=20,
@@ -215,7 +234,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 _SLOW = ("ministral", "ministral3", "gemma3_text-scaled", "olmo3", "smollm3", "smollm3-window", "cohere2")
 _SLOW += ("cohere2-biased", "gemma2-uncapped", "deepseek_v2", "deepseek_v2-greedy", "deepseek_v3-halves")
-_SLOW += ("glm4_moe_lite",)
+_SLOW += ("glm4_moe_lite", "gemma4_text-equal")
 
 
 def families(*quick: str) -> list[Any]:
@@ -228,13 +247,19 @@ def make_checkpoint(family: str, directory: Path, *, shard_size: str = "5GB", se
     """Write the family's checkpoint (float32) into the directory and return the model it was written from."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
-    biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
-    with torch.no_grad():
-        for name, parameter in (*model.named_parameters(), *biases):
-            centre = 1.0 if "norm" in name else 0.0
-            parameter.normal_(centre, WEIGHT_STANDARD_DEVIATION)
+    randomize(model)
     model.save_pretrained(directory, max_shard_size=shard_size)
     return model
+
+
+def randomize(model: PreTrainedModel) -> None:
+    """Weights whose every number leaves its mark."""
+    kept = ("correction_bias", "layer_scalar")
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(kept))
+    with torch.no_grad():
+        for name, parameter in (*model.named_parameters(), *buffers):
+            centre = 1.0 if "norm" in name or name.endswith("layer_scalar") else 0.0
+            parameter.normal_(centre, WEIGHT_STANDARD_DEVIATION)
 
 
 _CHATGLM_NAMES = {

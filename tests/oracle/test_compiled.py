@@ -13,6 +13,7 @@ from nanoserve.models.loading import load_model
 from nanoserve.models.shards import make_shards
 from nanoserve.request import Request, SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
+from tests.models.test_decoder import layer_caches
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.oracle.test_engine import OUTPUT_TOKENS, SETTINGS, prompts, run, transformers_greedy
 from triton_ops import reference_operators
@@ -22,10 +23,10 @@ Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 
 BLOCK_SIZE = 16
 FAMILIES = ["llama-tied-biased", "glm4", "qwen3_moe", "gemma2", "gpt_oss", "cohere2", "ministral3", "olmo3"]
-FAMILIES += ["deepseek_v3"]
+FAMILIES += ["deepseek_v3", "gemma4_text"]
 """All that a layer may be made of: biases, four norms and interleaved rotation, norms of heads and experts, other
-activations, caps and sinks, parallel halves, queries that grow, norms over heads, latents. `test_engine` runs every
-family eagerly."""
+activations, caps and sinks, parallel halves, queries that grow, norms over heads, latents, several shapes of layers.
+`test_engine` runs every family eagerly."""
 WITH_PIECES = {"glm4", "qwen3_moe", "ministral3"}
 """Whose pieces are compiled too."""
 COUNTS = [(1, 1), (1, 2), (2, 2), (1, 7), (16, 16), (17, 17), (3, 39), (1, 64)]
@@ -104,13 +105,12 @@ def hidden_states(decoder: Decoder, layers: LayerFunction, rows: int, tokens: in
     """Hidden states of equally long prompts, compiled and eager."""
     length = tokens // rows
     blocks = -(-length // BLOCK_SIZE)
-    shape = (rows * blocks, decoder.config.num_kv_heads, BLOCK_SIZE, decoder.config.head_dim)
-    values = shape if decoder.config.mla is None else (*shape[:3], 0)
+    keys, values = layer_caches(decoder.config, rows * blocks, BLOCK_SIZE)
     places = torch.arange(length).repeat(rows)
     attention = PagedAttention(
         config=decoder.config,
-        key_caches=[torch.full(shape, torch.nan) for _ in decoder.layers],
-        value_caches=[torch.full(values, torch.nan) for _ in decoder.layers],
+        key_caches=keys,
+        value_caches=values,
         batch=AttentionBatch(
             block_tables=torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks),
             query_starts=torch.arange(0, tokens + 1, length, dtype=torch.int32),

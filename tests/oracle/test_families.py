@@ -15,6 +15,7 @@ from nanoserve.errors import ModelError
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
+from tests.models.test_decoder import layer_caches
 from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE, families, make_checkpoint, rename_glm_as_chatglm
 
 Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -48,10 +49,7 @@ class PagedSequence:
     def __init__(self, decoder: Decoder, config: ModelConfig) -> None:
         self.decoder, self.config = decoder, config
         self.blocks = torch.randperm(16, generator=torch.Generator().manual_seed(1))
-        shape = (16, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-        self.key_caches = [torch.full(shape, torch.nan) for _ in range(config.num_layers)]
-        width = config.head_dim if config.mla is None else 0
-        self.value_caches = [torch.full((*shape[:3], width), torch.nan) for _ in range(config.num_layers)]
+        self.key_caches, self.value_caches = layer_caches(config, 16, BLOCK_SIZE)
         self.length = 0
 
     def append(self, tokens: Tensor) -> Tensor:

@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
 
 from nanoserve.cache_groups import most_blocks
-from nanoserve.config import ModelConfig
+from nanoserve.config import LayerShape, ModelConfig
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import UsageError
 from nanoserve.kv import NO_BLOCK
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
@@ -30,6 +32,7 @@ WINDOWS = {
     "two kinds": (9, 0, 9, 0),
     "several groups of a kind": (6, 6, 6, 0, 6),
     "three kinds": (0, 5, 13, 0),
+    "two shapes": (9, 9, 0, 9, 9, 0, 9, 0),
 }
 PROMPT = tuple(1 + (number * number) % 59 for number in range(61))
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
@@ -37,8 +40,17 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=7, n=3, frequency_penalty=0
 
 
 def windowed(name: str) -> Decoder:
-    windows = WINDOWS[name]
-    return small_decoder(replace(small_config(), num_layers=len(windows), sliding_windows=windows))
+    """With two shapes, layers with a window cache half as much, and the last two share what earlier ones cache."""
+    windows, config, shared = WINDOWS[name], small_config(), dict[str, Any]()
+    if name == "two shapes":
+        sources = (0, 1, 2, 3, 4, 5, 4, 5)
+        size, heads, inner = config.head_dim, config.num_kv_heads, config.intermediate_size
+        shapes = tuple(
+            LayerShape(size if window else 2 * size, heads, inner, values_are_keys=not window, has_kv=own == layer)
+            for layer, (own, window) in enumerate(zip(sources, windows, strict=True))
+        )
+        shared = {"kv_sources": sources, "shapes": shapes}
+    return small_decoder(replace(config, num_layers=len(windows), sliding_windows=windows, **shared))
 
 
 class Watched:
@@ -132,6 +144,8 @@ def test_one_sequence_is_answered_as_in_a_dense_pass_and_holds_windows(name: str
         ("several groups of a kind", {"num_blocks": 30, "block_size": 8, "policy": "throttling"}),
         ("several groups of a kind", {"num_blocks": 44, "block_size": 4, "host_blocks": 90, "budget": 64}),
         ("three kinds", {"num_blocks": 44, "policy": "prefill-first", "budget": 64}),
+        ("two shapes", {"num_blocks": 45, "block_size": 2, "budget": 16, "feeds_tokens": True}),
+        ("two shapes", {"num_blocks": 26, "host_blocks": 60}),
     ],
 )
 def test_tokens_are_those_of_masks_over_all_positions(name: str, settings: dict) -> None:
@@ -167,3 +181,12 @@ def test_what_takes_no_groups_keeps_all_positions_and_is_named(settings: dict, r
     assert keeps_all_positions(config, engine) == reason
     assert keeps_all_positions(plain, engine) is None
     assert with_cache_groups(config, engine).cache_groups.windows == ((9, 0) if reason is None else (0,))
+
+
+@pytest.mark.parametrize("settings", [{"policy": "hybrid"}, {"host_kv_memory": 1 << 20, "tensor_parallel": 2}])
+def test_what_takes_no_layers_of_several_shapes_is_refused_by_name(settings: dict) -> None:
+    config, engine = windowed("two shapes").config, EngineConfig(**settings)
+    with pytest.raises(UsageError) as refusal:
+        with_cache_groups(config, engine)
+    told = f"{keeps_all_positions(config, engine)}: layers of llama differ in their keys and values; leave it out"
+    assert str(refusal.value) == told

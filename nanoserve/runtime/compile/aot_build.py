@@ -6,7 +6,7 @@ chat can begin and end while it compiles. The result is a library that needs no 
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
+from nanoserve.config import ModelConfig, RopeConfig
 from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
 from nanoserve.models.decoder import DecoderLayer
@@ -25,6 +25,10 @@ from triton_ops.cpu import CannotBuild, Shelf
 LayerPart = Literal["layer", "pre_attention", "post_attention", "between_sums"]
 """What is compiled: a whole layer with its paged attention, one of the two pieces around attention, or what is between
 the sums over a group in the second one."""
+_OF_MODELS = {"ropes", "kv_sources", "groups", "embedding_scale", "logit_scale", "logit_soft_cap", "quantization"} | {
+    *("tie_word_embeddings", "dtype", "bos_token_id", "eos_token_ids", "sampling_defaults", "tensor_names")
+}
+"""Fields of ModelConfig that a layer alone does not depend on."""
 _EXAMPLE_ROWS, _EXAMPLE_TOKENS, _EXAMPLE_BLOCKS = 3, 6, 5
 
 
@@ -45,31 +49,21 @@ def layer_kind(part: LayerPart, config: ModelConfig, index: int, packed: tuple[P
     moe = config.moe
     if moe is not None:
         moe = replace(moe, sparse_layers=frozenset({0})) if config.is_sparse(index) else None
+    own = config.of_layer(index)
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(own) if field.name in _OF_MODELS}
     alone = replace(
-        config,
+        own,
         family="",
         vocab_size=1,
         num_layers=1,
         max_position_embeddings=1,
         rope=replace(
-            RopeConfig(rotary_dim=config.rope.rotary_dim, interleaved=config.rope.interleaved),
-            query_growth=1.0 if config.rope.query_growth else 0.0,
+            RopeConfig(rotary_dim=own.rope.rotary_dim, interleaved=own.rope.interleaved),
+            query_growth=1.0 if own.rope.query_growth else 0.0,
         ),
-        ropes=(),
-        embedding_scale=1.0,
-        logit_scale=1.0,
-        logit_soft_cap=0.0,
         sliding_windows=(config.sliding_window(index),) if part == "layer" else (),
-        kv_sources=(),
-        groups=None,
         moe=moe,
-        tie_word_embeddings=False,
-        dtype="",
-        bos_token_id=None,
-        eos_token_ids=(),
-        sampling_defaults=SamplingDefaults(),
-        tensor_names=None,
-        quantization=None,
+        **defaults,
     )
     return CompiledKind(part, alone, packed)
 

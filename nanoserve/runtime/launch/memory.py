@@ -20,7 +20,7 @@ CUDA_SHARE = 0.95
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block: keys and values of a cache group's layers and all heads for `block_size` tokens."""
-    return config.cache_groups.num_tensors * config.kv_numbers * block_size * dtype.itemsize
+    return config.cache_groups.block_numbers * block_size * dtype.itemsize
 
 
 def available_memory(device: torch.device | str) -> int:

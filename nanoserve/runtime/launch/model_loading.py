@@ -88,13 +88,11 @@ def check_model(device: torch.device, config: ModelConfig, dtype: str, block_siz
     width = resolve_dtype(dtype, device, config.dtype).itemsize
     generation, _ = torch.cuda.get_device_capability(device)
     try:
-        shape = program_shape(
-            head_dim=config.head_dim,
-            value_dim=config.value_dim,
-            block_size=block_size,
-            heads_per_kv_head=config.group_size,
-        )
-        attention_configuration(generation, width, shape)
+        for own in {config.of_shape(shape) for shape in config.shapes or (None,)}:
+            shape = program_shape(
+                head_dim=own.head_dim, value_dim=own.value_dim, block_size=block_size, heads_per_kv_head=own.group_size
+            )
+            attention_configuration(generation, width, shape)
     except UnsupportedByGpu as reason:
         raise UsageError(f"--device {device}: {reason}") from None
 
@@ -153,20 +151,25 @@ def read_config(resolved: ResolvedModel, quantization: str | None = None) -> Mod
 def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
     """What asks that layers with windows keep all positions, as layers without do; None if nothing does, or none has a
     window. What takes no cache groups yet runs like this: one table for all layers, with windows as masks."""
-    if not any(model.cache_groups.windows):
+    if not any(model.cache_groups.windows) and not model.shapes:
         return None
     asked = {
         "attention in host memory": config.attends_on_host,
         "--decode-parallel": config.decode_layout is not None,
         f"--speculate {config.speculate}": config.speculate not in (None, "ngram"),
         "--host-kv-memory with --pp": config.uses_host_memory and config.pipeline_parallel > 1,
+        "--host-kv-memory with --tp": config.uses_host_memory and config.tensor_parallel > 1 and bool(model.shapes),
     }
     return next((name for name, is_asked in asked.items() if is_asked), None)
 
 
 def with_cache_groups(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with the cache groups that an engine like this uses."""
-    return model if keeps_all_positions(model, config) is None else model.in_one_group()
+    """The model with the cache groups that an engine like this uses. Raises UsageError if it can have no such ones."""
+    if (asked := keeps_all_positions(model, config)) is None:
+        return model
+    if model.shapes:
+        raise UsageError(f"{asked}: layers of {model.family} differ in their keys and values; leave it out")
+    return model.in_one_group()
 
 
 def load_decoder(
@@ -188,7 +191,8 @@ def load_decoder(
             told = None if progress is None else partial(progress, "load")
             decoder, model = load_model(resolved.directory, config.dtype, device, told, **settings)
     if (used := with_cache_groups(model, config)) is not model:
-        decoder.config = replace(decoder.config, groups=used.cache_groups.of_layers(decoder.shard.layers))
+        numbers = used.layer_kv_numbers(decoder.shard.degree)
+        decoder.config = replace(decoder.config, groups=used.cache_groups.of_layers(decoder.shard.layers, numbers))
     return decoder, used
 
 

@@ -154,7 +154,8 @@ _LOWER = "lower --host-kv-memory"
 
 
 def _shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    return config.cache_groups.num_tensors, 2, num_blocks, config.num_kv_heads, block_size, config.head_dim
+    width, _ = config.tensor_widths
+    return config.cache_groups.num_tensors, 2, num_blocks, config.num_kv_heads, block_size, width
 
 
 def _open_file(path: Path) -> int:

@@ -55,10 +55,24 @@ ForwardFunction = Callable[[StepInputs], Tensor]
 class Caches:
     """Keys and values: [num_blocks, num_kv_heads, block_size, head_dim]. There is one tensor for each layer of a cache
     group. The groups share it: each has its own blocks. With one group that is one tensor per layer. Latents are keys;
-    their values have a width of 0."""
+    their values have a width of 0. Where layers differ, a tensor is as wide as `of_layer` needs it."""
 
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
+
+    def of_layer(self, config: ModelConfig, layer: int) -> tuple[Tensor, Tensor]:
+        """Those of one layer: whole tensors, or, of each block, one of several equal parts. So that such a cache is
+        contiguous too, its blocks are counted in parts, from the layer's first one: see `InputBuilder`."""
+        groups, own = config.cache_groups, config.of_layer(layer)
+        tensor, part = groups.tensor_of(layer)
+        shares = groups.shares[groups.places[layer][0]]
+        if shares == 1 and own is config:
+            return self.keys[tensor], self.values[tensor]
+        blocks, _, block_size, _ = self.keys[tensor].shape
+        shape = (blocks * shares - part, own.num_kv_heads, block_size, own.head_dim)
+        first = part * math.prod(shape[1:])
+        keys, values = (one[tensor].view(-1)[first:].view(shape) for one in (self.keys, self.values))
+        return keys, values
 
 
 def make_caches(
@@ -72,9 +86,8 @@ def make_caches(
 ) -> Caches:
     """A KV cache with any content: memory that is never touched costs no time. Its tensors are laid out one after
     another in the storage, uint8 on that device, which several caches may share in turn; None takes new memory."""
-    widths = (config.head_dim, config.head_dim if config.mla is None else 0)
     shapes = [
-        (num_blocks, config.num_kv_heads, block_size, width) for width in widths
+        (num_blocks, config.num_kv_heads, block_size, width) for width in config.tensor_widths
     ] * config.cache_groups.num_tensors
     with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
         if storage is None:
@@ -138,8 +151,8 @@ class ForwardPass:
     ) -> None:
         self._decoder = decoder
         groups = decoder.config.cache_groups
-        self._keys = [caches.keys[place] for _, place in groups.places]
-        self._values = [caches.values[place] for _, place in groups.places]
+        layers = [caches.of_layer(decoder.config, layer) for layer in range(decoder.config.num_layers)]
+        self._keys, self._values = zip(*layers, strict=True)
         self._groups = [group for group, _ in groups.places] if len(groups.windows) > 1 else []
         self._run_layer = run_layer
         self._features = features
@@ -202,9 +215,10 @@ def row_ends(rows: Sequence[Row]) -> np.ndarray:
 class InputBuilder:
     """Fills numpy buffers that are kept between steps."""
 
-    def __init__(self, block_size: int, groups: int = 1) -> None:
-        """groups: cache groups, whose blocks take turns in a BlockTable."""
-        self.block_size, self.groups = block_size, groups
+    def __init__(self, block_size: int, shares: tuple[int, ...] = (1,)) -> None:
+        """shares: those of the cache groups, whose blocks take turns in a BlockTable. Where layers share a tensor, each
+        block counts as so many."""
+        self.block_size, self.groups, self._shares = block_size, len(shares), shares
         self._token_columns = np.zeros((3, 256), np.int64)
         self._row_columns = np.zeros(256, np.int32)
 
@@ -237,7 +251,7 @@ class InputBuilder:
         positions[:] = np.arange(num_tokens) - query_starts[row_of_token] + starts[row_of_token]
         tables_of = [block_tables]
         if self.groups > 1:
-            tables_of = [np.ascontiguousarray(block_tables[:, group :: self.groups]) for group in range(self.groups)]
+            tables_of = [block_tables[:, group :: self.groups] * share for group, share in enumerate(self._shares)]
         self._fill_slots(slots, tables_of[0], row_of_token, positions)
         batch = AttentionBatch(*map(add_batch or add, (tables_of[0], query_starts, contexts, slots)))
         more = list[AttentionBatch]()

@@ -135,7 +135,7 @@ class ModelRunner:
         # Computes the rows of a step; DecodeGraphs may take its place.
         self.forward: ForwardFunction = ForwardPass(decoder, self.caches, run_layer, self.features)
         self._grammars = grammars
-        self._inputs = cycle([InputBuilder(block_size, len(config.cache_groups.windows)) for _ in range(2)])
+        self._inputs = cycle([InputBuilder(block_size, config.cache_groups.shares) for _ in range(2)])
         self._staging = Staging(device)
         self._records: dict[int, SequenceRecord] = {}
         # The sequences that the last plan with rows sampled, and their tokens on the device, int64.
