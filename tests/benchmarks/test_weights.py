@@ -71,6 +71,36 @@ def test_llama_cpp_gives_the_same_tokens(dummy: str) -> None:
     assert answers(LlamaCppPeer(opening("llama.cpp", str(file)))) == nanoserve_answers(dummy)
 
 
+@pytest.fixture
+def gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tiny Gemma 3, whose sixth layer sees more than the last 4 positions."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fields = {"num_hidden_layers": 6, "sliding_window": 4, "sliding_window_pattern": 6, "query_pre_attn_scalar": 16}
+    config = tmp_path / "gemma.json"
+    config.write_text(json.dumps(SHAPE | {"model_type": "gemma3_text", "rope_theta": 1e6} | fields))
+    return f"dummy:{config}"
+
+
+def test_llama_cpp_gives_the_same_tokens_of_gemma(gemma: str) -> None:
+    pytest.importorskip("llama_cpp")
+    from nanoserve.benchmarks.peers.llama_cpp_peer import LlamaCppPeer
+
+    file = weights.gguf_file(resolve_model(gemma), "float32", None)
+    assert answers(LlamaCppPeer(opening("llama.cpp", str(file)))) == nanoserve_answers(gemma)
+
+
+def test_a_gguf_file_of_gemma_has_windows_and_norms_that_multiply(gemma: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    decoder, _ = make_dummy_model(gemma, "float32")
+    reader = gguf.GGUFReader(weights.gguf_file(resolve_model(gemma), "float32", None))
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert (fields["gemma3.attention.sliding_window"], fields["gemma3.rope.freq_base"]) == (4, 1e6)
+    stored = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    layer = decoder.layers[1]
+    assert torch.equal(stored["blk.1.post_attention_norm.weight"], layer.attention_output_norm.weight + 1)
+    assert torch.equal(stored["blk.1.attn_q_norm.weight"], layer.query_norm.weight + 1)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_gguf_file_holds_every_number(dummy: str, dtype: str) -> None:
     gguf = pytest.importorskip("gguf")

@@ -55,6 +55,7 @@ class LlamaCppPeer:
         settings.n_batch = self._capacity
         settings.n_ubatch = _MICRO_BATCH
         settings.n_seq_max = opening.max_batch
+        settings.swa_full = False  # windows keep what they see, as in llama.cpp's own programs
         settings.n_threads = settings.n_threads_batch = opening.threads
         settings.type_k = settings.type_v = _KV_TYPES[opening.dtype]
         self._context = llama_cpp.llama_init_from_model(self._model, settings)

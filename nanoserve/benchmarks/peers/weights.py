@@ -25,7 +25,13 @@ from nanoserve.models.weights import tensor_parts
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
 _FILES = 2  # version of the file format in the cache's names; raise it to make peers' files be rewritten
-_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+_ARCHITECTURES = {
+    "llama": "LLAMA",
+    "mistral": "LLAMA",
+    "qwen2": "QWEN2",
+    "qwen3": "QWEN3",
+    "gemma3_text": "GEMMA3",
+}
 """The gguf package's names of families, and below of number formats: of a matrix, and of a file of such."""
 _STORAGE = {
     torch.float32: ("F32", "ALL_F32"),
@@ -65,10 +71,11 @@ def _plain_gguf_file(model: ResolvedModel, dtype: str) -> Path:
     directory, name, shape = model.directory, model.name, model_config(model)
     if shape.quantization is not None:
         raise UsageError(f"{name} is quantized, and cannot be written for llama.cpp; compare a GGUF file of it")
-    if shape.family not in _ARCHITECTURES or shape.rope.kind != "default" or any(shape.sliding_windows):
+    kinds, windows = {rope.kind for rope in shape.rope_kinds}, any(shape.sliding_windows)
+    if shape.family not in _ARCHITECTURES or kinds != {"default"} or windows != (shape.family == "gemma3_text"):
         raise UsageError(
-            f"{shape.family} with {shape.rope.kind} rope cannot be written for llama.cpp; "
-            f"{', '.join(_ARCHITECTURES)} with plain rope and full attention can"
+            f"{shape.family} with {', '.join(sorted(kinds))} rope cannot be written for llama.cpp; "
+            f"{', '.join(_ARCHITECTURES)} with plain rope can, with windows only the last"
         )
 
     def write(target: Path) -> None:
@@ -135,7 +142,9 @@ def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(config.rope.rotary_dim)
-    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_freq_base(max(rope.theta for rope in config.rope_kinds))  # llama.cpp knows that of windows
+    if any(config.sliding_windows):
+        writer.add_sliding_window(max(config.sliding_windows))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
@@ -145,7 +154,8 @@ def _write_gguf(decoder: Decoder, config: ModelConfig, path: Path) -> None:
         if architecture is gguf.MODEL_ARCH.LLAMA and (".attn_q." in part.name or ".attn_k." in part.name):
             tensor = _interleaved(tensor, config.head_dim)
         if tensor.dim() == 1:
-            writer.add_tensor(part.name, tensor.float().numpy())
+            stored_less_one = config.norm == "rms_plus_one"  # a file has what norms multiply by
+            writer.add_tensor(part.name, (tensor.float() + stored_less_one).numpy())
         else:
             content = tensor.contiguous().view(torch.uint8).numpy()
             writer.add_tensor(part.name, content, raw_dtype=gguf.GGMLQuantizationType[storage])
