@@ -8,9 +8,11 @@ vLLM holds layers that are alike; the size of a group, and sharing tensors, is o
 of keys and values, would be a kind here and have a pool of its own.
 """
 
+from bisect import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from math import lcm
 
 MOST_GROUPS = 12
@@ -55,49 +57,73 @@ class CacheGroups:
     @classmethod
     @lru_cache(maxsize=64)
     def cut(
-        cls, windows: tuple[int, ...], sources: tuple[int, ...], longest: int, numbers: tuple[int, ...]
+        cls,
+        windows: tuple[int, ...],
+        sources: tuple[int, ...],
+        longest: int,
+        numbers: tuple[int, ...],
+        starts: tuple[int, ...] = (0,),
     ) -> "CacheGroups":
         """Cut layers with these windows, which cache these numbers of a token, into groups. ``sources`` names for each
         layer the one whose keys and values it reads; empty if each has its own. Sequences have at most ``longest``
-        tokens: wider windows show all.
+        tokens: wider windows show all. A stage of a pipeline begins at each of the ``starts``.
 
-        There are as many tensors as waste least in a sequence of that length, with at most MOST_GROUPS groups or, if
-        there are more kinds, one for each. Layers are dealt in turn, so that stages of a pipeline get some of each.
+        There are as many groups as waste least in a sequence of that length, with at most MOST_GROUPS or, if there are
+        more kinds, one for each. Layers are dealt stage by stage, and in turn, so a stage's layers have tensors of
+        their own, which are neighbours. So whatever pipeline has its stages begin there, each stage's part of a block
+        is the same part in all groups.
         """
-        kinds: dict[tuple[int, int], list[int]] = {}
+        kinds: dict[tuple[int, int], list[list[int]]] = {}
         for layer, (window, number) in enumerate(zip(windows, numbers, strict=True)):
             if not sources or sources[layer] == layer:
-                kinds.setdefault((window if window < longest else 0, number), []).append(layer)
+                kind = window if window < longest else 0, number
+                kinds.setdefault(kind, [[] for _ in starts])[bisect(starts, layer) - 1].append(layer)
         whole = lcm(*(number for _, number in kinds))
+        sizes = {kind: sum(map(len, stages)) for kind, stages in kinds.items()}
 
-        def count(kind: tuple[int, int], tensors: int) -> int:
-            return -(-len(kinds[kind]) // (tensors * whole // kind[1]))
+        def counts(size: int) -> dict[tuple[int, int], int]:
+            return {kind: -(-layers // (size * whole // kind[1])) for kind, layers in sizes.items()}
 
-        def padding(tensors: int) -> int:
-            room = {kind: count(kind, tensors) * tensors * whole - len(kinds[kind]) * kind[1] for kind in kinds}
+        def tensors(counts: dict[tuple[int, int], int]) -> list[int]:
+            needed = zip(
+                *([-(-len(stage) * kind[1] // (counts[kind] * whole)) for stage in kinds[kind]] for kind in kinds),
+                strict=True,
+            )
+            return [max(of_stage) for of_stage in needed]
+
+        def padding(counts: dict[tuple[int, int], int]) -> int:
+            room = {kind: counts[kind] * sum(tensors(counts)) * whole - sizes[kind] * kind[1] for kind in kinds}
             return sum(numbers * (window or longest) for (window, _), numbers in room.items())
 
+        possible = map(counts, range(max(sizes.values()), 0, -1))
         most = max(len(kinds), MOST_GROUPS)
-        sizes = range(max(map(len, kinds.values())), 0, -1)
-        tensors = min((size for size in sizes if sum(count(kind, size) for kind in kinds) <= most), key=padding)
+        chosen = min((counts for counts in possible if sum(counts.values()) <= most), key=padding)
         groups = list[tuple[int, int]]()
         places = dict[int, tuple[int, int]]()
-        for kind, layers in kinds.items():
-            own = count(kind, tensors)
-            places |= {layer: (len(groups) + turn % own, turn // own) for turn, layer in enumerate(layers)}
-            groups += [kind] * own
+        firsts = [0, *accumulate(tensors(chosen))]
+        for kind, stages in kinds.items():
+            for first, layers in zip(firsts, stages, strict=False):
+                for turn, layer in enumerate(layers):
+                    place, group = divmod(turn, chosen[kind])
+                    places[layer] = len(groups) + group, first * whole // kind[1] + place
+            groups += [kind] * chosen[kind]
         owners, (of_groups, sizes_of_groups) = sources or range(len(windows)), zip(*groups, strict=True)
         return cls(of_groups, tuple(places[owner] for owner in owners), sizes_of_groups)
 
     def of_layers(self, layers: range, numbers: tuple[int, ...]) -> "CacheGroups":
         """The groups as a shard with these layers has them; ``numbers`` are those that every layer of the model caches
         there. A block table is the same in all stages of a pipeline, and a stage has only its own layers' tensors."""
-        kept, order = self.places[layers.start : layers.stop], dict[tuple[int, int], int]()
-        for group, place in kept:
-            order.setdefault((group, place), sum(one == group for one, _ in order))
+        first, kept = self.tensors(layers).start, self.places[layers.start : layers.stop]
         found = {self.places[layer][0]: numbers[layer] for layer in layers}
         own = tuple(found.get(group, lcm(*found.values())) for group in range(len(self.windows)))
-        return CacheGroups(self.windows, tuple((group, order[group, place]) for group, place in kept), own)
+        return CacheGroups(
+            self.windows, tuple((group, place - first * self.shares[group]) for group, place in kept), own
+        )
+
+    def tensors(self, layers: range) -> range:
+        """The tensors that hold the keys and values of a stage's layers."""
+        found = {self.tensor_of(layer)[0] for layer in layers}
+        return range(min(found), max(found) + 1)
 
     @property
     def tensor_numbers(self) -> int:
@@ -117,7 +143,7 @@ class CacheGroups:
     @property
     def num_tensors(self) -> int:
         """Tensors of the cache, as many as the largest group needs."""
-        return 1 + max(self.tensor_of(layer)[0] for layer in range(len(self.places)))
+        return self.tensors(range(len(self.places))).stop
 
     @property
     def block_numbers(self) -> int:

@@ -278,11 +278,14 @@ class SequenceBlocks:
         shared, full = len(sequence.chain), computed // size
         if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
             return
-        groups = self.groups
+        groups, table = self.groups, sequence.block_table
+        # One that comes back from the host has no blocks behind its windows: such columns serve only those after them.
+        while shared < full and max(table[(full - 1) * groups : full * groups]) == NO_BLOCK:
+            full -= 1
         for index in range(shared, full):
             previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
             tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
-            column = sequence.block_table[index * groups : (index + 1) * groups]
+            column = table[index * groups : (index + 1) * groups]
             sequence.chain.append(self.pool.insert(column, previous, tokens))
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
@@ -310,10 +313,16 @@ class SequenceBlocks:
         sequence.chain = []
 
     def _host_columns(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Entries to append to the host table for this many tokens: NO_BLOCK where the device's table has none."""
+        """Entries to append to the host table for this many tokens: NO_BLOCK behind the windows of the last one, and
+        where the device's table has none."""
         end, table = self.host_pool.blocks_for(tokens) * self.groups, sequence.block_table
-        missing = range(len(sequence.host_table), end)
-        return [NO_BLOCK if place < len(table) and table[place] == NO_BLOCK else 0 for place in missing]
+        firsts = [
+            self._first_block(tokens - 1, window) * self.groups + group for group, window in enumerate(self.windows)
+        ]
+        return [
+            NO_BLOCK if place < firsts[place % self.groups] or (place < len(table) and table[place] == NO_BLOCK) else 0
+            for place in range(len(sequence.host_table), end)
+        ]
 
     def can_reserve(self, sequence: Sequence, tokens: int) -> bool:
         """Whether the sequence's host blocks and the free ones hold this many of its tokens."""

@@ -203,7 +203,7 @@ class SimulatedHardware(NamedTuple):
         flags = f"--pp {options.pp} --tp {options.tp}"
         name = flags if len(costs) == 1 else " -> ".join(one.layout.name for one in costs)
         blocks = [_kv_blocks(options, each, step_tokens) for each in costs]
-        host_blocks, windows = _host_blocks(options, costs[0]), shape.cache_groups.windows
+        host_blocks, windows = _host_blocks(options, costs[0]), costs[0].counts.groups.windows
         return cls(name, costs, layout_predictors(costs), blocks, host_blocks, windows)
 
     @classmethod

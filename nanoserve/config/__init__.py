@@ -262,10 +262,13 @@ class ModelConfig:
     @property
     def cache_groups(self) -> CacheGroups:
         """Which layers share a block table, and where each has its keys and values."""
-        if self.groups is not None:
-            return self.groups
+        return self.cut((0,)) if self.groups is None else self.groups
+
+    def cut(self, starts: tuple[int, ...]) -> CacheGroups:
+        """The groups of a model whose pipelines have stages that begin at these layers."""
         windows = self.sliding_windows or (0,) * self.num_layers
-        return CacheGroups.cut(windows, self.kv_sources, self.max_position_embeddings, self.layer_kv_numbers())
+        numbers = self.layer_kv_numbers()
+        return CacheGroups.cut(windows, self.kv_sources, self.max_position_embeddings, numbers, starts)
 
     def in_one_group(self) -> "ModelConfig":
         """The model with all positions of all layers kept: windows only hide them."""

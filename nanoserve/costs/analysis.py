@@ -46,17 +46,16 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
 
 class Analysis:
     """A model on a machine, for requests of one length. Raises DoesNotFit if weights leave no room for keys and values.
-    Decoding is looked at in the middle of the answer, but memory must hold whole sequences, of which ``slides`` says
-    that windows leave positions behind."""
+    Decoding is looked at in the middle of the answer, but memory must hold whole sequences, but for what their windows
+    leave behind."""
 
-    def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int, *, slides: bool = True) -> None:
+    def __init__(self, costs: StepCosts, input_tokens: int, output_tokens: int) -> None:
         self.costs, self.input_tokens, self.output_tokens = costs, input_tokens, output_tokens
         self.context = input_tokens + (output_tokens + 1) // 2
         self.blocks = costs.memory.kv_blocks(BLOCK_SIZE)
         windows = costs.counts.groups.windows
         self.kv_tokens = self.blocks // len(windows) * BLOCK_SIZE  # that windows have not left behind
-        kept = windows if slides else (0,) * len(windows)
-        self.blocks_per_sequence = most_blocks(kept, input_tokens + output_tokens, BLOCK_SIZE)
+        self.blocks_per_sequence = most_blocks(windows, input_tokens + output_tokens, BLOCK_SIZE)
 
     @property
     def largest_batch(self) -> int:

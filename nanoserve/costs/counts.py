@@ -140,7 +140,7 @@ class ModelCounts:
         stages = self.layout.pipeline_parallel
         layers = stage_layers(model, stages, pipeline_split, asked=f"{stages} pipeline stages")
         self.stages = tuple(dict(Counter(_layer_kinds(model, stage))) for stage in layers)
-        self.groups = model.cache_groups
+        self.groups = model.groups or model.cut(tuple(stage.start for stage in layers))
         self._parts = [self.groups.of_layers(stage, model.layer_kv_numbers(degree)) for stage in layers]
         self.vocabulary = -(-model.vocab_size // degree)
         # From the hidden state to the logits of this device's part of the vocabulary; only where a token is sampled.

@@ -326,8 +326,8 @@ class SequenceTable:
         """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row. The
         executor forgets it, after that row if there is one, and it begins again on arrival."""
         # It may have reserved more on the host.
-        pairs = [pair for pair in zip(sequence.block_table, sequence.host_table, strict=False) if pair[0] != NO_BLOCK]
-        device_blocks, host_blocks = zip(*pairs, strict=True)
+        pairs = [pair for pair in zip(sequence.block_table, sequence.host_table, strict=False) if NO_BLOCK not in pair]
+        device_blocks, host_blocks = zip(*pairs, strict=True) if pairs else ((), ())  # a window of 1 keeps nothing
         swap = Swap(next(self._swap_ids), sequence.sequence_id, direction, device_blocks, host_blocks, after_row)
         self._swaps[swap.swap] = swap
         self._enter(sequence, _MOVING)

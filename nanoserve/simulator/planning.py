@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import permutations, product
 from typing import NamedTuple
 
-from nanoserve.cache_groups import most_tokens
+from nanoserve.cache_groups import most_blocks, most_tokens
 from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
@@ -122,7 +122,8 @@ class Candidate:
             first, second = layout_predictors(self.layouts)
             prompts = max(prompts, first.swap_seconds(share.input_tokens))
             answers = max(answers, second.swap_seconds(share.input_tokens))
-            cycles = -(-share.input_tokens // _whole_tokens(self.layouts[0], self.host_blocks))
+            kept = most_blocks(self.layouts[0].counts.groups.windows, self._analyses[0].input_tokens, BLOCK_SIZE)
+            cycles = -(-len(share.shapes) // max(1, self.host_blocks // kept))
             changing = cycles * first.transition_seconds(1) + (cycles - 1) * second.transition_seconds(0)
         return {"prompts": prompts, "answers": answers, "changes of layout": changing}
 
@@ -176,7 +177,7 @@ class Candidate:
     def _analyses(self) -> list[Analysis]:
         inputs, outputs = self.work.input_tokens / len(self.work.shapes), self.work.mean_output
         lengths = max(1, round(inputs)), max(1, round(outputs))
-        return [Analysis(costs, *lengths, slides=not self.is_pair) for costs in self.layouts]
+        return [Analysis(costs, *lengths) for costs in self.layouts]
 
     def _answers_seconds(self, work: PlannedWork) -> float:
         decoding, requests = self._analyses[-1], len(work.shapes)
@@ -279,11 +280,6 @@ def _candidate(costs: StepCosts, replicas: int, work: PlannedWork, limits: Cache
     return Candidate((costs,), (blocks,), 0, replicas, work)
 
 
-def _whole_tokens(costs: StepCosts, blocks: int) -> int:
-    """Tokens in these blocks, if no window leaves any behind: so it is with two layouts."""
-    return blocks // len(costs.counts.groups.windows) * BLOCK_SIZE
-
-
 def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candidate:
     """Both on the same devices; raises UsageError if host memory does not hold the weights and the longest prompt."""
     costs = prompts.layouts[0]
@@ -296,12 +292,12 @@ def _pair(prompts: Candidate, answers: Candidate, limits: CacheLimits) -> Candid
     if limits.host_bytes is not None:
         room = min(room, limits.host_bytes / prompts.replicas)
     blocks = costs.memory.host_kv_blocks(max(0.0, room), BLOCK_SIZE)
-    if prompts.work.longest > (tokens := _whole_tokens(costs, blocks)):
+    if prompts.work.longest > (
+        tokens := most_tokens(costs.counts.groups.windows, blocks, BLOCK_SIZE, prompts.work.longest)
+    ):
         raise DoesNotFit(
             f"{share / GIBI:.0f} GiB of host memory hold the weights ({weights / GIBI:.0f} GiB)"
             f" and {tokens:,} tokens of KV cache, less than the longest request"
         )
     layouts, kv_blocks = prompts.layouts + answers.layouts, prompts.kv_blocks + answers.kv_blocks
-    if prompts.work.longest > (tokens := _whole_tokens(costs, min(kv_blocks))):
-        raise DoesNotFit(f"with two layouts windows keep all: a KV cache holds {tokens:,} tokens, too few")
     return Candidate(layouts, kv_blocks, blocks, prompts.replicas, prompts.work)

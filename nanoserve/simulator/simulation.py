@@ -52,7 +52,7 @@ def simulate(
         times: of stages, links and the host; each stage allows one micro-batch in flight.
         requests: of a Workload, in order of arrival; they are taken as their time comes.
         num_blocks, block_size: KV blocks, of which all stages share one table, and tokens per block.
-        windows: of the cache groups, one block each; all positions stay beside host memory and with several layouts.
+        windows: of the cache groups, one block each; beside host memory all positions stay if there is one layout.
         max_num_seqs: sequences that hold blocks at a time.
         observers: are shown all events; of a fleet, those of its first engine.
         request_observers: are shown every request when it has ended.
@@ -70,7 +70,7 @@ def simulate(
     within = SloMeter(slo or Slo())
     # A sequence may take all blocks in every layout; the KV of its last token is never written.
     groups = len(windows)
-    windows = (0,) * groups if host_blocks or other_layouts else windows
+    windows = (0,) * groups if host_blocks and not other_layouts else windows
     longest = most_tokens(windows, min([num_blocks, *(blocks for _, blocks in other_layouts)]), block_size, sys.maxsize)
     make_scheduler = partial(
         Scheduler,

@@ -1,6 +1,6 @@
 """Cache groups: how layers are cut, what a sequence holds in them, and which prefixes they still have."""
 
-from itertools import pairwise
+from itertools import accumulate, chain, combinations_with_replacement, pairwise
 
 import pytest
 from hypothesis import given
@@ -61,8 +61,32 @@ def test_a_stage_of_a_pipeline_has_every_group_and_its_own_layers_tensors() -> N
         stage = whole.of_layers(range(first, end), (1,) * 26)
         assert stage.windows == whole.windows
         assert [group for group, _ in stage.places] == [group for group, _ in whole.places[first:end]]
-        assert len(set(stage.places)) == end - first and stage.num_tensors <= 2
+        assert len(set(stage.places)) == end - first and stage.num_tensors <= 3
     assert whole.of_layers(range(26), (1,) * 26) == whole
+
+
+@given(
+    windows=st.lists(st.sampled_from([0, 0, 8, 64]), min_size=2, max_size=40),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+)
+def test_stages_have_tensors_of_their_own_which_whatever_pipeline_of_them_finds(
+    windows: list[int], lengths: list[int]
+) -> None:
+    starts = [start for start in accumulate(lengths, initial=0) if start < len(windows)]
+    numbers = (1,) * len(windows)
+    found = CacheGroups.cut(tuple(windows), (), 1 << 17, numbers, tuple(starts))
+    assert len(set(found.places)) == len(windows), "each layer has a tensor of its own in its group"
+    assert [found.windows[group] for group, _ in found.places] == windows
+    ends = [*starts[1:], len(windows)]
+    tensors = [found.tensors(range(*stage)) for stage in zip(starts, ends, strict=True)]
+    assert [*chain(*tensors)] == [*range(found.num_tensors)]
+    for first, last in combinations_with_replacement(range(len(starts)), 2):
+        layers = range(starts[first], ends[last])
+        stage, begin = found.of_layers(layers, numbers), tensors[first].start
+        assert stage.num_tensors == tensors[last].stop - begin
+        assert stage.places == tuple(
+            (group, place - begin) for group, place in found.places[layers.start : layers.stop]
+        )
 
 
 @pytest.mark.parametrize(

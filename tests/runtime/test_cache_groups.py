@@ -171,8 +171,8 @@ def test_tokens_are_those_of_masks_over_all_positions(name: str, settings: dict)
         ({"speculate": "ngram", "host_kv_memory": 1 << 20, "tensor_parallel": 2}, None),
         ({"speculate": "draft:storyteller-draft"}, "--speculate draft:storyteller-draft"),
         ({"policy": "hybrid"}, "attention in host memory"),
-        ({"decode_layout": ParallelLayout(tensor_parallel=2), "pipeline_parallel": 2}, "--decode-parallel"),
-        ({"host_kv_memory": 1 << 20, "pipeline_parallel": 2}, "--host-kv-memory with --pp"),
+        ({"decode_layout": ParallelLayout(tensor_parallel=2), "pipeline_parallel": 2}, None),
+        ({"host_kv_memory": 1 << 20, "pipeline_parallel": 2}, None),
     ],
 )
 def test_what_takes_no_groups_keeps_all_positions_and_is_named(settings: dict, reason: str | None) -> None:

@@ -1,12 +1,14 @@
 """Random lives with a host tier and several parallel layouts, under every policy and under ones nobody would write."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Decision
-from tests.scheduler.lives import lives
+from tests.scheduler.lives import WINDOWS, lives
 from tests.scheduler.tier_lives import DECIDED, TIERS, AlsoUsingTheHost, AtRandom, check
 
 
@@ -14,6 +16,13 @@ from tests.scheduler.tier_lives import DECIDED, TIERS, AlsoUsingTheHost, AtRando
 @given(life=lives(), memory=TIERS, decided=DECIDED)
 def test_whatever_is_decided_every_request_gets_its_tokens(life: dict, memory: dict, decided: list[Decision]) -> None:
     check(AtRandom(decided), life, memory)
+
+
+@settings(max_examples=100, deadline=None)
+@given(life=lives(WINDOWS), memory=TIERS, decided=DECIDED)
+def test_windows_are_parked_and_swapped_and_change_layouts(life: dict, memory: dict, decided: list[Decision]) -> None:
+    """Attention on the CPU takes no cache groups, so the host only keeps."""
+    check(AtRandom([replace(decision, host_decodes=(0, 0)) for decision in decided]), life, memory)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from nanoserve.cache_groups import most_tokens
 from nanoserve.costs.work import Strategy
 from nanoserve.engine import Engine
 from nanoserve.scheduler.load import Decision, Load, Policy
@@ -139,10 +140,13 @@ def check(
         swap_delay=tiers["swap_delay"],
         num_layers=tiers["num_layers"],
         cpu_is_done=tiers["cpu_is_done"],
+        windows=life["windows"],
         deaths=deaths,
         host_losses=host_losses,
     )
-    longest = min(life["max_model_len"], min(layout.num_blocks for layout in layouts) * life["block_size"] + 1)
+    fewest = min(layout.num_blocks for layout in layouts)
+    longest = most_tokens(life["windows"], fewest, life["block_size"], life["max_model_len"])
+    longest = min(life["max_model_len"], longest + (life["windows"] == (0,)))  # the last token's KV is never needed
     arrivals = [one for one in life["arrivals"] if len(one.request.prompt) + one.request.params.min_tokens <= longest]
     arrivals = [one for one in arrivals if len(one.request.prompt) < longest]
     scheduler = Scheduler(
@@ -157,6 +161,7 @@ def check(
         other_layouts=layouts[1:],
         feeds_tokens=life["feeds_tokens"],
         predictors=[tiers["times"]] * len(layouts) if tiers["times"] else (),
+        windows=life["windows"],
     )
     if not arrivals:
         return

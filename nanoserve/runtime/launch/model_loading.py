@@ -26,7 +26,7 @@ from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import ProgressCallback, ResolvedModel, dummy_config
 from nanoserve.models.loading import load_model
 from nanoserve.models.resharding import ReshardableWeights
-from nanoserve.models.shards import Shard
+from nanoserve.models.shards import Shard, shards_of_layouts
 from nanoserve.processes.files import unreadable_as_model_error
 from nanoserve.processes.sizes import format_size
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
@@ -155,10 +155,8 @@ def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
         return None
     asked = {
         "attention in host memory": config.attends_on_host,
-        "--decode-parallel": config.decode_layout is not None,
         f"--speculate {config.speculate}": config.speculate not in (None, "ngram"),
-        "--host-kv-memory with --pp": config.uses_host_memory and config.pipeline_parallel > 1,
-        "--host-kv-memory with --tp": config.uses_host_memory and config.tensor_parallel > 1 and bool(model.shapes),
+        "host memory of several workers": bool(model.shapes) and config.uses_host_memory and config.num_workers > 1,
     }
     return next((name for name, is_asked in asked.items() if is_asked), None)
 
@@ -166,7 +164,8 @@ def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
 def with_cache_groups(model: ModelConfig, config: EngineConfig) -> ModelConfig:
     """The model with the cache groups that an engine like this uses. Raises UsageError if it can have no such ones."""
     if (asked := keeps_all_positions(model, config)) is None:
-        return model
+        starts = {shard.layers.start for shards in shards_of_layouts(model, config) for shard in shards}
+        return replace(model, groups=model.cut(tuple(sorted(starts))))
     if model.shapes:
         raise UsageError(f"{asked}: layers of {model.family} differ in their keys and values; leave it out")
     return model.in_one_group()

@@ -35,7 +35,7 @@ class HostPart:
     """One worker's part of the pool."""
 
     blocks: Tensor
-    """[layers, 2, num_blocks, kv heads, block_size, head_dim] of the worker's shard, keys at index 0 of the second
+    """[tensors, 2, num_blocks, kv heads, block_size, head_dim] of the worker's shard, keys at index 0 of the second
     dimension and values at 1; a view of the pool."""
     writes: bool
     """Whether the worker fills it. Where several ranks hold the same heads, the first of them does so for all."""
@@ -44,11 +44,11 @@ class HostPart:
 class HostPool:
     """KV blocks of a whole model."""
 
-    def __init__(self, blocks: Tensor, num_kv_heads: int) -> None:
+    def __init__(self, blocks: Tensor, config: ModelConfig) -> None:
         # [tensors of a cache group, 2, num_blocks, num_kv_heads, block_size, head_dim]; keys and values lie as in a
         # cache of the whole model (HND).
         self.blocks = blocks
-        self._num_kv_heads = num_kv_heads
+        self._config = config
 
     @classmethod
     def open(
@@ -80,7 +80,7 @@ class HostPool:
             raise RuntimeFailure(problem) from None
         finally:
             os.close(descriptor)  # the mapping stays
-        return cls(torch.frombuffer(memory, dtype=dtype).view(shape), config.num_kv_heads)
+        return cls(torch.frombuffer(memory, dtype=dtype).view(shape), config)
 
     @classmethod
     def of_one_process(cls, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> Self:
@@ -88,7 +88,7 @@ class HostPool:
         shape = _shape(config, num_blocks, block_size)
         _check_memory(size := prod(shape) * dtype.itemsize)
         with memory_errors(torch.device("cpu"), f"a host pool of {format_size(size)} does not fit", _LOWER):
-            return cls(torch.empty(shape, dtype=dtype), config.num_kv_heads)
+            return cls(torch.empty(shape, dtype=dtype), config)
 
     @property
     def num_blocks(self) -> int:
@@ -96,10 +96,11 @@ class HostPool:
 
     def part(self, shard: Shard) -> HostPart:
         """The layers and key-value heads of a shard."""
-        heads = shard.kv_heads(self._num_kv_heads)
-        layers = slice(shard.layers.start, shard.layers.stop)
-        before = replace(shard, rank=shard.rank - 1).kv_heads(self._num_kv_heads) if shard.rank else None
-        return HostPart(self.blocks[layers, :, :, heads.start : heads.stop], writes=heads != before)
+        num_heads, tensors = self._config.num_kv_heads, self._config.cache_groups.tensors(shard.layers)
+        heads = shard.kv_heads(num_heads)
+        before = replace(shard, rank=shard.rank - 1).kv_heads(num_heads) if shard.rank else None
+        blocks = self.blocks[tensors.start : tensors.stop, :, :, heads.start : heads.stop]
+        return HostPart(blocks, writes=heads != before)
 
 
 def check_within_reach(path: Path) -> None:

@@ -15,6 +15,7 @@ from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceUpdate, TokenLogprob
+from nanoserve.runtime.launch.model_loading import with_cache_groups
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler import make_policy
@@ -28,7 +29,7 @@ from tests.scheduler.lives import Arrival, live
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 80
-KV_BYTES = 4 << 20
+KV_BYTES = 8 << 20
 TIGHT_BLOCKS, ROOMY_BLOCKS = 21, 200
 RESHARDING: dict[str, Callable[[int], Policy]] = {
     "minimizing": TransitionMinimizing,
@@ -295,9 +296,9 @@ def _engine(executor: Executor, case: Case, vocab_size: int, seen: Seen) -> Engi
         max_num_seqs=case.max_num_seqs,
         prefix_caching=case.prefix_caching,
         pipeline_depth=case.depth or (capacities[0].pipeline_depth if capacities else executor.max_in_flight),
-        host_blocks=case.host_blocks,
+        host_blocks=case.host_blocks * len(windows),
         predictors=[LinearPredictor()] * len(capacities) if case.host_blocks else (),
-        other_layouts=[replace(capacity, num_blocks=case.num_blocks) for capacity in capacities[1:]],
+        other_layouts=[replace(capacity, num_blocks=case.num_blocks * len(windows)) for capacity in capacities[1:]],
         windows=windows,
         seen=seen,
     )
@@ -349,7 +350,7 @@ def start_workers(
         reference.resolved,
         config,
         model=reference.model,
-        host_blocks=host_blocks,
+        host_blocks=host_blocks * len(with_cache_groups(reference.model, config).cache_groups.windows),
         metadata=metadata,
         observe_times=host_blocks > 0,
     )

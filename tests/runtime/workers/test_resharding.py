@@ -77,6 +77,16 @@ def test_what_moved_is_told_by_every_worker(two_layouts: WorkersExecutor) -> Non
         ("llama", {"num_hidden_layers": 4, "vocab_size": 155, "intermediate_size": 93}, "T2P2", "P4"),
         ("llama-tied-biased", {}, "T2", "P2"),
         ("mistral", {"quantization": "int8", "intermediate_size": 128}, "P2", "T2"),
+        (
+            "gemma3_text",
+            {
+                "num_hidden_layers": 6,
+                "layer_types": [*(["sliding_attention"] * 4), "full_attention", "sliding_attention"],
+            },
+            "T2P2",
+            "P4",
+        ),
+        ("gpt_oss", {}, "T2", "P2"),
     ],
 )
 def test_layouts_with_other_families(
