@@ -55,13 +55,9 @@ class SamplingState:
         return greedy and params.json_schema is None and params.logprobs is None
 
     def plain(self) -> "SamplingState":
-        """How a drafter samples: with the same noise, without penalties and grammars, and without a top_p alone. That
-        takes longer than the pass of a small drafter, and what it drops is seldom drawn."""
+        """How a drafter samples: with the same noise, without penalties and grammars."""
         plain = copy(self)
         plain.adjustments = plain.grammar = None
-        settings = np.frombuffer(self.settings, _SETTINGS).copy()
-        settings["top_p"][settings["top_k"] == 0] = 1.0
-        plain.settings = settings.tobytes()
         return plain
 
     def append(self, token: int) -> None:
