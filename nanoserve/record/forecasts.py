@@ -67,7 +67,8 @@ class Forecasts:
         predictor = self._predictors[plan.layout] if self._predictors else None
         if predictor is None or not plan.rows:
             return
-        self._newest = predictor
+        if predictor is not self._newest:
+            self._newest, self._corrections = predictor, predictor.corrections
         is_lesson = next(self._plans)
         if is_lesson or self.of_all:
             work = features_of(plan, cohorts)
@@ -83,6 +84,7 @@ class Forecasts:
                 by_size[one.sequences, one.context_tokens].append(one.seconds)
             for (sequences, context_tokens), seconds in by_size.items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
+            self._corrections = self._newest.corrections
         if result.step not in self._in_flight:
             return
         forecast, predictor = self._in_flight.pop(result.step)
