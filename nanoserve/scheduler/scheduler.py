@@ -332,7 +332,9 @@ class Scheduler:
             plan = self.plans_in_flight.pop(result.step)
             self._end_plan(plan)
             if speculator is not None and result.draft_seconds:
-                speculator.learn_time(max((row.draft for row in plan.rows), default=0), result.draft_seconds)
+                asking = [row for row in plan.rows if row.draft]
+                pace = result.draft_seconds / max([row.draft for row in asking])
+                speculator.learn_pace(pace, steady=all(row.guesses for row in asking))
         if result.host_lost is not None:
             # Host rows in flight, of asymmetric plans too, will not be answered; their plans end all the same.
             self.host_losses += 1

@@ -18,8 +18,8 @@ _DECODE = Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _FIRST = Acceptance(accepted=2.4, tried=4.0, fading=0.99)
 """The record of all sequences before anything is verified: α is high, so that guessing is tried."""
 _PROBE, _RAREST_PROBE = 16, 256
-"""Plans until a drafter is asked though that is not predicted to pay, and the most of them: each draft of which nothing
-was right doubles the wait."""
+"""Plans until a drafter is asked though that is not predicted to pay, and the most of them: the wait doubles until it
+is."""
 _RECONSIDERED = 8
 """Plans for which the choice of no guesses is kept, at most: little that it hangs on changes, and it takes time."""
 _TIMES_KEPT = 32
@@ -148,7 +148,6 @@ class Speculator:
             self._take_note(record, len(following), right)
 
     def _take_note(self, record: _Record, guesses: int, right: int) -> None:
-        self._probe_wait = _PROBE if right else min(2 * self._probe_wait, _RAREST_PROBE)
         for acceptance in (record.acceptance, self._all):
             acceptance.learn(guesses, right)
 
@@ -190,8 +189,11 @@ class Speculator:
         self, sequences: SequenceOf[Sequence], records: list[_Record], limits: list[int], drafts: list[int]
     ) -> None:
         """Note who is asked for drafts: now and then one sequence, where none would be."""
-        if not any(drafts) and self._plans >= self._next_probe and any(limits):
+        if any(drafts):
+            self._probe_wait = _PROBE
+        elif self._plans >= self._next_probe and any(limits):
             drafts[min(compress(range(len(limits)), limits), key=lambda place: records[place].length)] = 1
+            self._probe_wait = min(2 * self._probe_wait, _RAREST_PROBE)
         if any(drafts):
             self._next_probe = self._plans + self._probe_wait
             self._asked.update(one.sequence_id for one, draft in zip(sequences, drafts, strict=True) if draft)
@@ -216,11 +218,14 @@ class Speculator:
         if self._feeds_tokens and not sequence.guessing and length - record.seen >= record.wait:
             sequence.guessing = not self._looks_up or bool(record.index.guess(sequence.tokens, 1))
 
-    def learn_time(self, longest: int, seconds: float) -> None:
-        """In a step with drafts of at most ``longest`` tokens, drafting took so long."""
-        if longest and seconds > 0:
-            each, before = seconds / longest, self._draft_seconds
-            self._draft_seconds = each if before is None else 0.8 * before + 0.2 * each
+    def learn_pace(self, each: float, *, steady: bool) -> None:
+        """Drafting took so long for each token of the longest draft; at most, where a drafter that is not ``steady``
+        had to read what it had not seen of a sequence."""
+        before = self._draft_seconds
+        if before is None or not steady:
+            self._draft_seconds = each if steady else None if before is None else min(before, each)
+        else:
+            self._draft_seconds = 0.8 * before + 0.2 * each
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended."""
