@@ -47,11 +47,7 @@ def _parse_length(text: str, flag: str) -> RequestShape:
     return shape
 
 
-class AnalyzeOptions(
-    ResultOptions,
-    renamed={"--batch": "is now --batch-sizes"}
-    | dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 1024+256"),
-):
+class AnalyzeOptions(ResultOptions):
     batch_sizes: tuple[int, ...] | None = option(
         None, "Sequences decoding; default: up to what fits.", metavar="N,N,...", parse=parse_sizes
     )

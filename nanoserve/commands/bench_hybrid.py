@@ -52,9 +52,7 @@ _ERROR_COLUMNS = columns(
 _GAIN_COLUMNS = columns(("", *_KEYS, "strategy"), (",.0f", "steps"), ("+.1%", "gain", "bound"), (".0%", "reached"))
 
 
-class HybridOptions(
-    VariantsOptions, renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 256+48,256+96")
-):
+class HybridOptions(VariantsOptions):
     lengths: str = option(
         "256+48,256+96,256+192", "Tokens of every prompt and of answers, one after the other.", metavar="IN+OUT,..."
     )

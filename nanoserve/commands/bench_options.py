@@ -45,9 +45,7 @@ class ProbeOptions(Options):
     no_probe: bool = option(False, "Do not measure what the machine does at best: begins sooner, and names no floors.")
 
 
-class GridOptions(
-    Options, renamed=dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32 or 128+32,512+32")
-):
+class GridOptions(Options):
     batch_sizes: tuple[int, ...] = option("1,4,16", "Requests at a time.", metavar="N,N,...", parse=parse_sizes)
     lengths: tuple[RequestShape, ...] = option(
         "128+32", "Tokens of a prompt and of its answer.", metavar="IN+OUT,...", parse=parse_lengths
@@ -59,11 +57,7 @@ class GridOptions(
         return [BatchCase(size, shape.input_tokens, shape.output_tokens) for size, shape in pairs]
 
 
-class LengthOptions(
-    Options,
-    renamed={"--preset": "is now --lengths"}
-    | dict.fromkeys(("--input", "--output"), "is now part of --lengths, as 128+32"),
-):
+class LengthOptions(Options):
     """How long requests are: by a name, by a trace, or all alike."""
 
     default_lengths: ClassVar[str] = "cpu-small"

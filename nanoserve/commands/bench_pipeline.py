@@ -54,7 +54,7 @@ _SIMULATED_COLUMNS = columns(
 )
 
 
-class PipelineOptions(LengthOptions, RandomModelOptions, renamed={"--request-rate": "is now --rate"}):
+class PipelineOptions(LengthOptions, RandomModelOptions):
     rate: str = option("inf", "Requests per second, or inf: all at once.", metavar="X")
     metadata: str = option("decoupled", "decoupled: plans go ahead (gLLM); coupled; or both.", metavar="NAME")
     predicted: bool = option(False, "Measure the layouts first, and say what that predicts.")

@@ -50,9 +50,7 @@ _COLUMNS = columns(
 )
 
 
-class BenchServeOptions(
-    LengthOptions, ServerOptions, WorkersOptions, ResultOptions, renamed={"--request-rate": "is now --rate"}
-):
+class BenchServeOptions(LengthOptions, ServerOptions, WorkersOptions, ResultOptions):
     endpoint: str = option("completions", "Token ids or words are sent.", choices=("completions", "chat"))
     allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
     slo: str | None = option(

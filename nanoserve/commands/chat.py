@@ -13,7 +13,7 @@ from rich.console import Console
 
 from nanoserve.commands.answers import ChatModel, LocalModel, RemoteModel
 from nanoserve.commands.chat_session import CHANGEABLE, ChatSession, Steps, did_you_mean, last_log
-from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, ServingOptions, check_utf8
+from nanoserve.commands.engine_options import SamplingOptions, ServerOptions, WorkersOptions, check_utf8
 from nanoserve.commands.options import argument, option
 from nanoserve.commands.printers import AnswerPrinter, visible
 from nanoserve.commands.prompt import PROMPT, ChatPrompt, edit_text, state_directory
@@ -32,7 +32,7 @@ from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.text.reasoning import Piece
 
 
-class ChatOptions(ServerOptions, ServingOptions, SamplingOptions, panel="Chat", has_variables=True):
+class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", has_variables=True):
     message: str | None = argument(None, "Answer this and exit. What is piped in is added to it.")
     system: str | None = option(None, "System prompt, kept at the start of the context.", "-s", metavar="TEXT")
     json: bool = option(False, "One JSON object instead of text.")

@@ -148,7 +148,7 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         return llm
 
 
-class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed={"--trace-out": "is now --record"}):
+class WorkersOptions(EngineOptions, panel="Workers", has_variables=True):
     """An engine whose model may be divided over several worker processes, and whose run can be recorded."""
 
     parallel: str | None = option(
@@ -194,10 +194,6 @@ class WorkersOptions(EngineOptions, panel="Workers", has_variables=True, renamed
             both = " and ".join(f"{option} {layout.name}" for option, layout in zip(PAIR_OPTIONS, names, strict=True))
             raise UsageError(f"{both} differ in D, the number of whole engines: it stays the same")
         return names
-
-
-class ServingOptions(WorkersOptions, renamed={"--trace": "is now --record"}):
-    """The same for commands that read no trace of requests."""
 
 
 class ServerOptions(Options, panel="Server", has_variables=True):

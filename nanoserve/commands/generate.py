@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from nanoserve.commands.answers import stream_answer
-from nanoserve.commands.engine_options import SamplingOptions, ServingOptions, check_utf8
+from nanoserve.commands.engine_options import SamplingOptions, WorkersOptions, check_utf8
 from nanoserve.commands.options import argument, file_option, option
 from nanoserve.commands.printers import AnswerPrinter
 from nanoserve.commands.terminal import read_stdin
@@ -16,7 +16,7 @@ from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
 
 
-class GenerateOptions(ServingOptions, SamplingOptions, panel="Input and output", has_variables=True):
+class GenerateOptions(WorkersOptions, SamplingOptions, panel="Input and output", has_variables=True):
     prompt: str | None = argument(None, "The text to go on with; - reads it from stdin.")
     file: Path | None = file_option("Many prompts: a text file with one per line, or .jsonl rows.", "-f")
     output: Path | None = file_option("Results of --file, one JSON row per prompt.", "-o")

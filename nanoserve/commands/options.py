@@ -6,14 +6,12 @@ errors and exits, lies below the running command.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, dataclass_transform, get_type_hints
 
 import typer
-
-from nanoserve.errors import UsageError
 
 Action = Callable[[], int | None]
 HARDWARE_PANEL = "Hardware"
@@ -25,12 +23,9 @@ class Options:
 
     panel: ClassVar[str]  # where help lists the fields that a class declares
     has_variables: ClassVar[bool]  # whether each of these is also read from an environment variable: NANOSERVE_NAME
-    renamed: ClassVar[Mapping[str, str]]  # flags that are no more, with what to say about each
 
-    def __init_subclass__(
-        cls, *, panel: str = "Work", has_variables: bool = False, renamed: Mapping[str, str] | None = None
-    ) -> None:
-        cls.panel, cls.has_variables, cls.renamed = panel, has_variables, renamed or {}
+    def __init_subclass__(cls, *, panel: str = "Work", has_variables: bool = False) -> None:
+        cls.panel, cls.has_variables = panel, has_variables
         dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
@@ -114,15 +109,13 @@ def prepared(run: Callable[..., int | None]) -> Callable[..., Action]:
     """A command's ``run(options)`` as typer takes it: with a parameter for each field, and an Action as its result."""
     group = inspect.signature(run, eval_str=True).parameters["options"].annotation
     parameters = {declared.name: _parameter(group, declared) for declared in _in_order(group)}
-    old = [_refusing(each, flag) for each in group.__mro__ for flag in getattr(each, "renamed", ())]
-    accepted = {refused.name: refused for refused in old} | parameters
 
     def prepare(**values: Any) -> Action:
         return partial(run, group(**{name: values[name] for name in parameters}))
 
     # inspect honours the attribute, though the type of functions does not name it.
-    prepare.__signature__ = inspect.Signature([*accepted.values()])  # type: ignore[attr-defined]
-    prepare.__annotations__ = {name: parameter.annotation for name, parameter in accepted.items()}
+    prepare.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+    prepare.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     return prepare
 
 
@@ -147,18 +140,6 @@ def _parameter(group: type[Options], declared: Field[Any]) -> inspect.Parameter:
         typed = typer.Option(*filter(None, (flag_of(declared.name), settings.pop("short"))), **settings)
     default = ... if declared.default is MISSING else declared.default
     return _keyword(declared.name, default=default, annotation=Annotated[hint, typed])
-
-
-def _refusing(group: type[Options], flag: str) -> inspect.Parameter:
-    """A hidden option for an old spelling; its use, also by its variable, is an error that says what to write."""
-
-    def refuse(value: str | None) -> None:
-        if value is not None:
-            raise UsageError(f"{flag} {group.renamed[flag]}")
-
-    name = flag.removeprefix("--").replace("-", "_")
-    typed = typer.Option(flag, hidden=True, callback=refuse, envvar=group.variables(name) or None)
-    return _keyword(name, default=None, annotation=Annotated[str | None, typed])
 
 
 _keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)

@@ -29,9 +29,7 @@ _PAIR_POLICY = "seesaw"
 _REPORTED = ("model", "hardware", "gpus", "requests", "rate", "seed", "top", "max_num_batched_tokens", "max_num_seqs")
 
 
-class PlanOptions(
-    StepLimitOptions, JsonOptions, renamed={"--workload": "is now --lengths", "--policies": "is now --policy"}
-):
+class PlanOptions(StepLimitOptions, JsonOptions):
     lengths: str = option(GLLMS_SHAREGPT, "IN+OUT tokens, or a name as in simulate.", metavar="NAME")
     requests: int = option(500, "How many.", minimum=1, maximum=MOST_REQUESTS)
     rate: float | None = option(None, "Requests per second; default: all at once, for throughput.")

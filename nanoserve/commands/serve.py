@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
-from nanoserve.commands.engine_options import ServingOptions
+from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import remark
@@ -59,7 +59,7 @@ class LimitOptions(Options, panel="Limits", has_variables=True):
     drain_timeout: float = option(30.0, "After SIGTERM, for the running requests to end.", metavar="SECONDS", minimum=0)
 
 
-class ServeOptions(HttpOptions, LimitOptions, ServingOptions):
+class ServeOptions(HttpOptions, LimitOptions, WorkersOptions):
     """All options of the command."""
 
 

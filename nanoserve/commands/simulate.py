@@ -79,10 +79,7 @@ class StepLimitOptions(Options):
     max_num_seqs: int = option(2048, "Most sequences of an engine.", minimum=1, maximum=_MOST_AT_A_TIME)
 
 
-class PolicyOptions(
-    StepLimitOptions,
-    renamed={"--set": "is no more: parameters stand behind a policy's name, as throttling:iterations=4"},
-):
+class PolicyOptions(StepLimitOptions):
     policy: str = option(
         "throttling", "Each on its own, as throttling:iterations=4 with parameters.", metavar="NAME,NAME"
     )
@@ -112,9 +109,7 @@ class WorkloadOptions(Options):
         return Workload(arrivals, cycle(read_trace(self.trace, self.requests)), self.requests)
 
 
-class HardwareOptions(
-    Options, panel=HARDWARE_PANEL, renamed={"--stages": "is now --pp", "--tensor-parallel": "is now --tp"}
-):
+class HardwareOptions(Options, panel=HARDWARE_PANEL):
     """What is simulated: a model on devices in one layout or two, with or without host memory."""
 
     model: str = option("qwen2.5-32b", "A model's name, config.json or .gguf file.", "-m", metavar="MODEL")
@@ -256,14 +251,7 @@ def _host_blocks(options: HardwareOptions, costs: StepCosts) -> int:
     return blocks
 
 
-class SimulateOptions(
-    PolicyOptions,
-    WorkloadOptions,
-    HardwareOptions,
-    FleetOptions,
-    ResultOptions,
-    renamed={"--trace-out": "is now --record"},
-):
+class SimulateOptions(PolicyOptions, WorkloadOptions, HardwareOptions, FleetOptions, ResultOptions):
     slo: str | None = option(
         None, "Milliseconds that a good answer keeps to, as ttft=2000,tpot=100,e2el=9000.", metavar="LIMITS"
     )

@@ -214,38 +214,6 @@ def test_policies_are_compared_on_one_layout() -> None:
         StageComparison(engine)
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["chat", "--trace", "x"], "--trace is now --record"),
-        (["generate", "x", "--trace", "x"], "--trace is now --record"),
-        (["serve", "--trace-out", "x"], "--trace-out is now --record"),
-        (["simulate", "--trace-out", "x"], "--trace-out is now --record"),
-        (["simulate", "--stages", "2"], "--stages is now --pp"),
-        (["simulate", "--tensor-parallel", "2"], "--tensor-parallel is now --tp"),
-        (["plan", "--workload", "x"], "--workload is now --lengths"),
-        (["plan", "--policies", "x"], "--policies is now --policy"),
-        (["analyze", "--batch", "1"], "--batch is now --batch-sizes"),
-        (["analyze", "--input", "1"], "--input is now part of --lengths"),
-        (["bench", "latency", "--output", "1"], "--output is now part of --lengths"),
-        (["bench", "throughput", "--preset", "cpu"], "--preset is now --lengths"),
-        (["bench", "serve", "--request-rate", "1"], "--request-rate is now --rate"),
-        (["bench", "pipeline", "--request-rate", "1"], "--request-rate is now --rate"),
-        (["bench", "hybrid", "--output", "1"], "--output is now part of --lengths"),
-    ],
-)
-def test_an_old_spelling_is_an_error_that_names_the_new_one(words: list[str], line: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        engine_of(*words)
-    assert str(caught.value).startswith(line)
-
-
-def test_an_old_variable_is_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NANOSERVE_TRACE_OUT", "run.json")
-    with pytest.raises(UsageError, match="--trace-out is now --record"):
-        engine_of("generate", "Once")
-
-
 def test_bench_alone_is_the_benchmark_of_everyday_use() -> None:
     assert engine_of("bench") == engine_of("bench", "latency")
 
