@@ -579,8 +579,8 @@ def _inverse_frequencies(rope: RopeConfig) -> Tensor:
     if rope.kind == "none":
         return torch.zeros_like(frequencies)
     if rope.kind == "proportional":
-        still = torch.arange(len(frequencies)) >= int(rope.proportion * rope.rotary_dim // 2)
-        return frequencies.masked_fill(still.cpu(), 0.0) / rope.factor
+        still = torch.arange(len(frequencies), device="cpu") >= int(rope.proportion * rope.rotary_dim // 2)
+        return frequencies.masked_fill(still, 0.0) / rope.factor
     if rope.kind == "linear":
         return frequencies / rope.factor
     if rope.kind == "llama3":

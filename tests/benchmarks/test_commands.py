@@ -82,11 +82,11 @@ def test_a_scripted_drafter_is_right_as_often_as_asked(rate: float) -> None:
     drafter = Scripted(rate, {prompt: answer}, vocab_size=3000, token_budget=512)
     request = Request("a", prompt, SamplingParams(max_tokens=2000), seed=0)
     sequence = Sequence(0, request, 0, [*prompt, *answer[:5]])
-    guesses = drafter._find(sequence, None, 1990)
+    guesses = drafter._look_up(sequence, None, 1990)
     right = [guess == token for guess, token in zip(guesses, answer[5:1995], strict=True)]
     assert sum(right) / len(right) == pytest.approx(rate, abs=0.05)
     assert max(guesses) < 3000
-    assert drafter._find(sequence, None, -1) == ()
+    assert drafter._look_up(sequence, None, -1) == ()
 
 
 @pytest.mark.slow

@@ -113,7 +113,6 @@ def test_the_highest_rate_of_each_policy_is_found(command: Run, tmp_path: Path) 
         (["--policy", "throttling:patience=1"], "no parameter 'patience'; it has iterations"),
         (["--policy", "throttling:iterations"], "iterations is a whole number, 'iterations' is no parameter"),
         (["--policy", "throttling:without_wt=yes"], "'without_wt=yes' is no parameter"),
-        (["--set", "iterations=4"], "parameters stand behind a policy's name, as throttling:iterations=4"),
         (["--pp-split", "14,14"], "--pp-split 14,14 names 2 stages, but --pp is 1"),
         (["--pp-split", "29"], "--pp-split 29 adds up to 29 layers, but the model has 28"),
         (["--policy", "throttling,throttling"], "throttling is named twice"),
