@@ -70,7 +70,8 @@ def test_compare_of_guessing_with_plain_decoding(bench: Run, tmp_path: Path, mon
         assert 1 <= done["tokens_a_step"] <= 8
         assert done["plain"] > 0 and done["decode"] > 0
         assert ("predicted" in done) == (workload in RATES)
-        assert workload != "scripted 0" or done["tokens_a_step"] == done["predicted"] == 1
+        # By times that were measured beside other work, a step of more rows may even be predicted to be shorter.
+        assert workload != "scripted 0" or done["tokens_a_step"] == 1 <= done["predicted"]
     code, _, err = bench("compare", "--speculate", "ngram", "--workloads", "poems")
     assert code == 2
     assert "--workloads 'poems' is not one of edits, stories, random, scripted 0" in err
