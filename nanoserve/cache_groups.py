@@ -85,11 +85,10 @@ class CacheGroups:
             return {kind: -(-layers // (size * whole // kind[1])) for kind, layers in sizes.items()}
 
         def tensors(counts: dict[tuple[int, int], int]) -> list[int]:
-            needed = zip(
-                *([-(-len(stage) * kind[1] // (counts[kind] * whole)) for stage in kinds[kind]] for kind in kinds),
-                strict=True,
-            )
-            return [max(of_stage) for of_stage in needed]
+            return [
+                max(-(-len(of) * kind[1] // (counts[kind] * whole)) for kind, of in zip(kinds, stage, strict=True))
+                for stage in zip(*kinds.values(), strict=True)
+            ]
 
         def padding(counts: dict[tuple[int, int], int]) -> int:
             room = {kind: counts[kind] * sum(tensors(counts)) * whole - sizes[kind] * kind[1] for kind in kinds}

@@ -15,13 +15,7 @@ def pipelining_break_even(linear: float, attention: float) -> float:
 
 
 def pipelining_speedup_bound(
-    linear: float,
-    attention: float,
-    *,
-    speed_ratio: float,
-    decodes: float,
-    host_sequences: float,
-    beside: float = 0.0,
+    linear: float, attention: float, *, speed_ratio: float, decodes: float, host_sequences: float, beside: float = 0.0
 ) -> float:
     """Most that asymmetric pipelining makes of the device's tokens per second, without prompts.
 

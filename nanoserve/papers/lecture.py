@@ -442,10 +442,7 @@ def drafts(scale: Scale, run: Run) -> Finding:
         drawn = "greedy" if job.greedy else "as the model card says"
         rows.append({"drafter": job.drafter, "drawn": drawn, "tokens": spread, "text": spread.text("{:.2f}"), **kept})
     tokens = {(row["drafter"], row["drawn"]): row["tokens"] for row in rows}
-    ours = {
-        "3.1.5 draft": tokens["draft:storyteller-draft", "greedy"],
-        "3.1.5 ngram": tokens["ngram", "greedy"],
-    }
+    ours = {"3.1.5 draft": tokens["draft:storyteller-draft", "greedy"], "3.1.5 ngram": tokens["ngram", "greedy"]}
     shown = columns(
         ("", "drafter", "drawn", ("tokens a step", "text")),
         (".2f", ("guess 1 kept", "1"), ("2", "2"), ("3", "3"), ("4", "4")),

@@ -49,13 +49,9 @@ class Forecasts:
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, CorrectedPredictor | None]] = {}
         self._newest: CorrectedPredictor | None = None  # predictor of the newest plan
-        self._corrections: Mapping[str, float] = {}
+        # Current correction factors, as of the last step that was learned from; empty without a learning predictor.
+        self.corrections: Mapping[str, float] = {}
         self._plans, self._host_results, self._on_measured = _lessons(), _lessons(), on_measured
-
-    @property
-    def corrections(self) -> Mapping[str, float]:
-        """Current correction factors, as of the last step that was learned from; empty without a learning predictor."""
-        return self._corrections
 
     def of(self, step: int) -> Forecast | None:
         """The forecast of a plan in flight; None if it was not predicted."""
@@ -68,7 +64,7 @@ class Forecasts:
         if predictor is None or not plan.rows:
             return
         if predictor is not self._newest:
-            self._newest, self._corrections = predictor, predictor.corrections
+            self._newest, self.corrections = predictor, predictor.corrections
         is_lesson = next(self._plans)
         if is_lesson or self.of_all:
             work = features_of(plan, cohorts)
@@ -84,7 +80,7 @@ class Forecasts:
                 by_size[one.sequences, one.context_tokens].append(one.seconds)
             for (sequences, context_tokens), seconds in by_size.items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
-            self._corrections = self._newest.corrections
+            self.corrections = self._newest.corrections
         if result.step not in self._in_flight:
             return
         forecast, predictor = self._in_flight.pop(result.step)
@@ -94,7 +90,7 @@ class Forecasts:
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
         if predictor is not None:
             predictor.observe(work, result.seconds)
-            self._corrections = predictor.corrections
+            self.corrections = predictor.corrections
         self._on_measured(replace(forecast, work=work, measured=result.seconds))
 
     def on_reset(self) -> None:

@@ -25,13 +25,7 @@ from nanoserve.models.weights import tensor_parts
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
 _FILES = 2  # version of the file format in the cache's names; raise it to make peers' files be rewritten
-_ARCHITECTURES = {
-    "llama": "LLAMA",
-    "mistral": "LLAMA",
-    "qwen2": "QWEN2",
-    "qwen3": "QWEN3",
-    "gemma3_text": "GEMMA3",
-}
+_ARCHITECTURES = {"llama": "LLAMA", "mistral": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3", "gemma3_text": "GEMMA3"}
 """The gguf package's names of families, and below of number formats: of a matrix, and of a file of such."""
 _STORAGE = {
     torch.float32: ("F32", "ALL_F32"),
