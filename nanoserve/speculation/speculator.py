@@ -1,5 +1,6 @@
 """Speculator: gives the decode rows of a plan guesses, and learns from their answers."""
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -68,7 +69,8 @@ class Speculator:
         self._looks_up, self._token_budget, self._feeds_tokens = looks_up, token_budget, feeds_tokens
         self._records: dict[int, _Record] = {}
         self._all = Acceptance(_FIRST.accepted, _FIRST.tried, _FIRST.fading)
-        self._draft_seconds: float | None = None  # of one token of each row
+        self._draft_seconds = math.inf  # of one token of each row
+        self._pace_is_steady = False  # until then it is a bound
         self._plans = self._rests_until = 0
         self._asked = set[int]()  # sequences with drafts under way or not considered yet
         self._next_probe = self._probe_wait = _PROBE
@@ -160,7 +162,9 @@ class Speculator:
             self._step, self._step_of, self._step_age = cache(step_seconds(predictor, make_work())), key, _TIMES_KEPT
         self._step_age -= 1
         step, share = self._step, predictor.slowest_share
-        each = 0.0 if self._looks_up else self._draft_seconds or _FIRST_DRAFT_SHARE * step(0)
+        each = 0.0 if self._looks_up else self._draft_seconds
+        if not self._pace_is_steady:
+            each = min(each, _FIRST_DRAFT_SHARE * step(0))
 
         def seconds(guesses: int, drafted: int) -> float:
             time, drafting = step(guesses), drafted * each
@@ -221,11 +225,11 @@ class Speculator:
     def learn_pace(self, each: float, *, steady: bool) -> None:
         """Drafting took so long for each token of the longest draft; at most, where a drafter that is not ``steady``
         had to read what it had not seen of a sequence."""
-        before = self._draft_seconds
-        if before is None or not steady:
-            self._draft_seconds = each if steady else None if before is None else min(before, each)
+        if not steady:
+            self._draft_seconds = min(self._draft_seconds, each)
         else:
-            self._draft_seconds = 0.8 * before + 0.2 * each
+            self._draft_seconds = 0.8 * self._draft_seconds + 0.2 * each if self._pace_is_steady else each
+            self._pace_is_steady = True
 
     def forget(self, sequence_id: int) -> None:
         """The sequence has ended."""
