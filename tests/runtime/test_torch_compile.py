@@ -1,8 +1,10 @@
-"""Layers compiled by torch.compile: one graph serves all layers of a kind and every number of tokens."""
+"""Layers compiled by torch.compile: two graphs serve all layers of a kind: for one token, and for any other number."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch._dynamo.utils import counters
 from nanoserve.config import ModelConfig, MoeConfig
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
+from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.shards import make_shards
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.step.forward_pass import Caches, ForwardPass, StepInputs
@@ -55,7 +58,7 @@ def caches(config: ModelConfig, num_blocks: int) -> Caches:
     return Caches(keys, values)
 
 
-def test_one_graph_per_kind_of_layer_equals_eager() -> None:
+def test_two_graphs_per_kind_of_layer_equal_eager() -> None:
     """The first and the last of three layers are of one kind."""
     options = {"qk_norm": True, "norms": "around", "qkv_bias": True, "moe": SPARSE}
     config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 0), **options).in_one_group()
@@ -68,11 +71,11 @@ def test_one_graph_per_kind_of_layer_equals_eager() -> None:
             eager = ForwardPass(decoder, caches(config, max(num_blocks, rows * 2)))(step)
             torch.testing.assert_close(traced, eager)
     assert layers.loaded
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 4
     assert not counters["graph_break"]
 
 
-def test_one_graph_per_piece_serves_batches_of_any_size() -> None:
+def test_two_graphs_per_piece_serve_batches_of_any_size() -> None:
     """Windows make three kinds of layers of these, and two kinds of pieces, for there are experts in one."""
     options = {"qk_norm": True, "norms": "around", "qkv_bias": True, "moe": SPARSE}
     config = replace(small_config(), num_layers=3, sliding_windows=(0, 5, 5), **options).in_one_group()
@@ -85,14 +88,14 @@ def test_one_graph_per_piece_serves_batches_of_any_size() -> None:
             eager = ForwardPass(decoder, caches(config, rows * 2), LayerRunner().in_pieces)(step)
             torch.testing.assert_close(traced, eager)
             torch.testing.assert_close(traced, ForwardPass(decoder, caches(config, rows * 2))(step))
-        assert counters["stats"]["unique_graphs"] == 4
+        assert counters["stats"]["unique_graphs"] == 8
         rows_of_a_batch = torch.randn(9, config.hidden_size, generator=generator)[4:]
         attended = torch.randn(9, config.num_heads * config.head_dim, generator=generator)[4:]
         for layer in decoder.layers:
             found = layers.post_attention(layer, attended, rows_of_a_batch)
             torch.testing.assert_close(found, layer.post_attention(attended, rows_of_a_batch))
     assert layers.loaded
-    assert counters["stats"]["unique_graphs"] == 4
+    assert counters["stats"]["unique_graphs"] == 8
     assert not counters["graph_break"]
 
 
@@ -147,7 +150,22 @@ def test_twelve_kinds_of_layers_stay_compiled() -> None:
             traced = ForwardPass(decoder, caches(decoder.config, 4 * rows), layers)(step)
             torch.testing.assert_close(traced, ForwardPass(decoder, caches(decoder.config, 4 * rows))(step))
     assert layers.loaded
-    assert counters["stats"]["unique_graphs"] == 12
+    assert counters["stats"]["unique_graphs"] == 12, "no step has one token"
+
+
+def test_packed_layers_are_compiled(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    path.write_text(json.dumps({"model_type": "llama", **sizes, **heads}))
+    decoder, config = make_dummy_model(str(path), "float32", quantization="int4")
+    layers, generator = LayerRunner.torch_compile(decoder, backend="aot_eager"), torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        for rows, length in [(2, 5), (1, 1)]:
+            step = step_of(rows, length, generator)
+            traced = ForwardPass(decoder, caches(config, 4), layers)(step)
+            torch.testing.assert_close(traced, ForwardPass(decoder, caches(config, 4))(step))
+    assert layers.loaded
 
 
 def test_one_kind_that_cannot_be_compiled_leaves_the_others_compiled(caplog: pytest.LogCaptureFixture) -> None:

@@ -307,6 +307,8 @@ def _decoding(engine: TimedEngine, batch: int, context: int) -> Iterator[Engine]
     finally:
         for name in names:
             inner.stop(name)
+        while inner.has_work:  # what is in flight still has these names
+            inner.step()
 
 
 def _take(engine: Engine, steps: int) -> list[float]:

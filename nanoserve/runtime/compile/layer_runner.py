@@ -25,7 +25,7 @@ import triton_ops
 from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
-from nanoserve.models.packed import packed_shapes
+from nanoserve.models.packed import pack_layers, packed_shapes
 from nanoserve.runtime.compile.aot_build import (
     CompiledKind,
     FunctionalLayer,
@@ -237,11 +237,12 @@ class _TorchCompiled:
 
     def __init__(self, kind: CompiledKind, decoder: Decoder, backend: str | Callable[..., object]) -> None:
         with torch.device("meta"):  # weights are arguments: these are never used
-            layer = DecoderLayer(kind.config, 0, decoder.group).to(decoder.dtype).requires_grad_(False).eval()
+            layer = DecoderLayer(kind.config, 0, decoder.group).to(decoder.dtype)
+            pack_layers(layer, kind.packed)
         # torch compiles one code object at most 8 times, then gives up on it: each kind of layer has its own.
         forward = FunctionalLayer.forward
         own = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
-        function = MethodType(own, FunctionalLayer(layer, kind.part))
+        function = MethodType(own, FunctionalLayer(layer.requires_grad_(False).eval(), kind.part))
         self._function: Callable[..., tuple[Tensor, ...]] = torch.compile(function, fullgraph=True, backend=backend)
         self._has_run = False
 
@@ -262,9 +263,16 @@ class _TorchCompiled:
 
 
 def _mark_any_length(tensor: Tensor) -> None:
-    """Have torch assume nothing about a tensor's first size, nor about the width of a block table. Sizes are marked
-    unbacked, because one that is merely marked dynamic would be compiled a second time for 1."""
-    if not hasattr(tensor, "_dynamo_unbacked_indices"):
-        torch._dynamo.decorators.mark_unbacked(tensor, 0)
-        if tensor.dtype == torch.int32 and tensor.dim() == 2:
-            torch._dynamo.decorators.mark_unbacked(tensor, 1)
+    """Have torch compile for any first size of a tensor, and for any width of a block table.
+
+    One token has code of its own, as torch takes a size of 1 for a constant: decodes of one sequence are the better for
+    it. Sizes of which only our operators learn are marked unbacked, so that 1 is no other case. The number of tokens is
+    not: Inductor fuses nothing across a size that it has no example of, a norm's sum and its product for one.
+    """
+    if tensor.dtype == torch.int32 or tensor.dim() == 4:
+        if not hasattr(tensor, "_dynamo_unbacked_indices"):
+            torch._dynamo.decorators.mark_unbacked(tensor, 0)
+            if tensor.dim() == 2:
+                torch._dynamo.decorators.mark_unbacked(tensor, 1)
+    elif len(tensor) > 1 and not hasattr(tensor, "_dynamo_dynamic_indices"):
+        torch._dynamo.decorators.mark_dynamic(tensor, 0)

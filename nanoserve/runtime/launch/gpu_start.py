@@ -106,6 +106,7 @@ class GpuStart:
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
             for run in runs:
                 run()
+                run(num_tokens=1, num_rows=1)  # for which layers have code of their own
             torch.cuda.synchronize(self._device)
             self._warm_up_seconds = time.monotonic() - began
             self._step_memory = max(measured_memory(self._device, run) for run in runs)
