@@ -53,7 +53,7 @@ def test_the_table_has_a_line_for_each_program() -> None:
 
 PROGRAMS = (
     *("write_slots", "move_blocks", "attend_single_tokens", "attend_longer_rows", "add_up_splits"),
-    *("multiply_packed", "add_up_parts"),
+    *("multiply_row", "multiply_packed", "unpack_matrix", "add_up_parts"),
 )
 
 

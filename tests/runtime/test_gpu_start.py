@@ -104,7 +104,9 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
     assert {1, 2, 4} == set(recorder.replayed)
 
 
-def test_each_kind_of_layer_is_compiled_for_one_token_and_for_more(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_layer_is_compiled_for_one_token_and_for_more(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the largest step; capturing, prompts and decodes find it done."""
     compiled = []
 

@@ -107,7 +107,7 @@ def test_variants_of_packed_products_name_every_parameter_of_their_program_once(
     ("steps", "tiles", "parts"),
     [
         pytest.param(32, 1000, 1, id="tiles enough to keep every multiprocessor busy"),
-        pytest.param(32, 100, 4, id="too few"),
+        pytest.param(32, 100, 8, id="too few"),
         pytest.param(32, 8, 8, id="no part with fewer steps than are worth it"),
         pytest.param(1000, 1, 32, id="no more than are added up at once"),
         pytest.param(3, 1, 1, id="at least one"),

@@ -3,30 +3,32 @@
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
 from triton_ops.gpu.devices import gpu_of
-from triton_ops.gpu.kernels.packed import add_up_parts, multiply_packed
+from triton_ops.gpu.kernels.packed import add_up_parts, multiply_packed, multiply_row, unpack_matrix
 from triton_ops.gpu.packed_constants import (
     ELEMENTS_PER_PROGRAM,
     REDUCTION_WARPS,
+    UNPACKING,
     num_parts,
-    product_constants,
+    packed_constants,
     tile_of,
 )
-from triton_ops.packed import SCALES, multiply_unpacked
+from triton_ops.packed import SCALES
 
 _SCALES = (*SCALES, torch.int8)
 
 
 def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None, columns: int, *form: int) -> Tensor:
-    """The operator `packed_linear`: rows [R, K] -> [R, columns]. float32 rows are multiplied by an unpacked matrix."""
-    if rows.dtype not in (torch.bfloat16, torch.float16) or not len(rows):
-        return multiply_unpacked(rows, packed, bias, columns, *form)
+    """The operator `packed_linear`: rows [R, K] -> [R, columns]. Many rows, and those in float32, are multiplied by the
+    unpacked matrix."""
+    tile = tile_of(len(rows)) if len(rows) and rows.dtype in (torch.bfloat16, torch.float16) else None
+    if tile is None:
+        return functional.linear(rows, _unpacked(packed, columns, rows, *form), bias)
     rows = rows.contiguous()
-    tile = tile_of(len(rows))
-    constants = product_constants(form, tile)
     grid = (triton.cdiv(len(rows), tile.rows), triton.cdiv(columns, tile.outputs))
-    steps = rows.shape[1] // constants["STEP"]
+    steps = triton.cdiv(rows.shape[1], tile.step)
     parts = num_parts(steps, grid[0] * grid[1], gpu_of(rows.device).multiprocessors)
     steps_per_part = triton.cdiv(steps, parts)
     parts = triton.cdiv(steps, steps_per_part)
@@ -34,20 +36,19 @@ def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None, columns: in
     sums = out if parts == 1 else out.new_empty((parts, *out.shape), dtype=torch.float32)
     has_bias = bias is not None
     with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
-        multiply_packed[(*grid, parts)](
+        multiply = multiply_packed if tile.rows > 1 else multiply_row
+        multiply[(*grid, parts)](
             sums,
             rows,
-            packed,
-            packed.view(_SCALES[form[2]]),
-            packed.view(torch.float16),
+            *_views(packed, form),
             bias if has_bias and parts == 1 else out,
-            len(rows),
             columns,
+            rows.shape[1],
+            len(rows),
             rows.stride(0),
-            packed.stride(0),
-            steps,
+            packed.stride(0) // 16,
             steps_per_part,
-            **constants,
+            **packed_constants(form, tile),
             HAS_BIAS=has_bias and parts == 1,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
@@ -64,4 +65,26 @@ def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None, columns: in
                 HAS_BIAS=has_bias,
                 num_warps=REDUCTION_WARPS,
             )
+    return out
+
+
+def _views(packed: Tensor, form: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The bytes as words, as scales, as float16 and as they are."""
+    return packed.view(torch.int32), packed.view(_SCALES[form[2]]), packed.view(torch.float16), packed
+
+
+def _unpacked(packed: Tensor, outputs: int, rows: Tensor, *form: int) -> Tensor:
+    """The matrix itself, [outputs, K], in the dtype of the rows."""
+    out = rows.new_empty(outputs, rows.shape[1])
+    grid = (triton.cdiv(rows.shape[1], UNPACKING.step), triton.cdiv(outputs, UNPACKING.outputs))
+    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
+        unpack_matrix[grid](
+            out,
+            *_views(packed, form),
+            outputs,
+            rows.shape[1],
+            packed.stride(0) // 16,
+            **packed_constants(form, UNPACKING),
+            num_warps=UNPACKING.num_warps,
+        )
     return out

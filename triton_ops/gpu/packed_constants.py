@@ -7,40 +7,47 @@ ELEMENTS_PER_PROGRAM = 1024
 SCALE_NAMES = ("fp16", "bf16", "fp32", "i8")
 """Triton's names for the types of a PackedFormat's scales."""
 _SCALE_BYTES = (2, 2, 4, 1)
-_PROGRAMS_PER_MULTIPROCESSOR = 4
+_PROGRAMS_PER_MULTIPROCESSOR = 8
 _FEWEST_STEPS = 4  # of a part, so that the loads of later steps hide behind a product
 _MOST_PARTS = 32
 
 
 class Tile(NamedTuple):
-    """Rows of the input and of weights that one program multiplies."""
+    """What one program multiplies: rows of the input, rows of weights, and columns of them at a time."""
 
     rows: int
     outputs: int
+    step: int
     num_warps: int
     num_stages: int
 
 
-TILES = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
+ONE_ROW = Tile(1, 16, 256, 4, 3)
+TILES = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3))
+UNPACKING = Tile(0, 32, 256, 2, 1)
+"""More rows are multiplied by the unpacked matrix."""
 
 
-def tile_of(num_rows: int) -> Tile:
-    return next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
+def tile_of(num_rows: int) -> Tile | None:
+    """The tile of a product with so many rows; None if the matrix is unpacked for them."""
+    if num_rows == 1:
+        return ONE_ROW
+    return next((tile for tile in TILES if num_rows <= tile.rows), None)
 
 
-def product_constants(form: tuple[int, ...], tile: Tile) -> dict[str, int]:
-    """What `multiply_packed` is compiled for besides HAS_BIAS. `form`: the numbers of a PackedFormat."""
+def packed_constants(form: tuple[int, ...], tile: Tile) -> dict[str, int]:
+    """What a program is compiled for. `form`: the numbers of a PackedFormat."""
     bits, group, scale, offset, zero = form
-    return {
+    constants = {
         "BITS": bits,
         "GROUP": group,
         "ZERO": zero,
         "OFFSET": offset,
         "SCALE_BYTES": _SCALE_BYTES[scale],
-        "STEP": next((step for step in (128, 64) if group % step == 0), 32),
-        "TILE_ROWS": tile.rows,
+        "STEP": tile.step,
         "TILE_OUTPUTS": tile.outputs,
     }
+    return constants | ({"TILE_ROWS": tile.rows} if tile.rows > 1 else {})
 
 
 def num_parts(steps: int, tiles: int, multiprocessors: int) -> int:

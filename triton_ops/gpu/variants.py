@@ -170,24 +170,28 @@ _FORMATS = {
     "Q6_K": (6, 16, 3, 0, 32),
 }
 """Numbers of PackedFormats: codes of every width, in groups of every length, with scales and offsets of every kind."""
-_NUMBERS = ("num_rows", "num_outputs", "row_stride", "block_bytes", "num_steps", "steps_per_part")
+_SIZES = ("num_outputs", "num_columns", "num_rows", "row_stride", "block_quads", "steps_per_part")
 _COUNTS = ("num_elements", "num_outputs", "num_parts")
 
 
 def packed_variants() -> Iterator[Variant]:
     """Products with packed matrices, which are the same for every generation. Those of few rows are in parts."""
-    for dtype, (name, form), tile in product(("bf16", "fp16"), _FORMATS.items(), packed_constants.TILES):
-        is_whole = tile.rows > packed_constants.TILES[0].rows
-        out = dtype if is_whole else "fp32"
-        tensors = {"out": f"*{out}", "rows": f"*{dtype}", "packed": "*u8", "halves": "*fp16", "bias": f"*{dtype}"}
-        tensors["scales"] = f"*{packed_constants.SCALE_NAMES[form[2]]}"
+    tiles = (packed_constants.ONE_ROW, *packed_constants.TILES, packed_constants.UNPACKING)
+    for dtype, (name, form), tile in product(("bf16", "fp16"), _FORMATS.items(), tiles):
+        unpacks = tile == packed_constants.UNPACKING
+        is_whole = unpacks or tile == packed_constants.TILES[-1]
+        types = {"out": f"*{dtype if is_whole else 'fp32'}", "words": "*i32", "halves": "*fp16", "numbers": "*u8"}
+        types |= {"scales": f"*{packed_constants.SCALE_NAMES[form[2]]}"}
+        types |= {} if unpacks else {"rows": f"*{dtype}", "bias": f"*{dtype}"}
+        sizes = ("num_outputs", "num_columns", "block_quads") if unpacks else _SIZES
+        constants = packed_constants.packed_constants(form, tile) | ({} if unpacks else {"HAS_BIAS": is_whole})
         yield Variant(
             module="packed",
-            program="multiply_packed",
-            label=f"{name}, {tile.rows} rows, {dtype}",
-            types={**tensors, **dict.fromkeys(_NUMBERS, "i32")},
-            divisible=frozenset({*tensors, "num_outputs", "row_stride", "block_bytes"}),
-            constants={**packed_constants.product_constants(form, tile), "HAS_BIAS": is_whole},
+            program="unpack_matrix" if unpacks else "multiply_packed" if tile.rows > 1 else "multiply_row",
+            label=f"{name}, {dtype}" + (f", {tile.rows} rows" if tile.rows > 1 else ""),
+            types={**types, **dict.fromkeys(sizes, "i32")},
+            divisible=frozenset({*types, "num_outputs", "num_columns", "row_stride", "block_quads"} & {*types, *sizes}),
+            constants=constants,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )

@@ -1,128 +1,217 @@
 """Products of rows with a packed matrix of integers, whose layout `triton_ops.packed` describes.
 
-The order of columns within a product is free: codes in the lower halves of bytes meet their columns of the input in one
-product, those in the upper halves meet theirs in another, and codes stay with the thread that unpacks them.
+A line of 64 bytes is a word of 32 bits for each of 16 rows of weights, so threads side by side load what lies side by
+side. The order of columns within a product is free: the same byte, or half of a byte, of all words of a step is a
+vector of codes, and the columns of the input that they meet are gathered.
 """
 
 import triton
 import triton.language as tl
 
 ROWS = tl.constexpr(16)  # rows of weights that are packed together
-LINE = tl.constexpr(64)  # bytes of a line, four for each of these rows
 _BASE = tl.constexpr(8388608.0)
 _BASE_BITS = tl.constexpr(0x4B000000)  # those of 2^23, whose lowest bits are an integer that is added to it
 
 
 @triton.jit
-def _number(integers):
-    """Integers below 2^23, int32, plus 2^23 as float32: cheaper than a conversion."""
-    return (integers ^ _BASE_BITS).to(tl.float32, bitcast=True)
+def _load_step(
+    words, scales, halves, numbers, block, lane, stored, begin, num_columns,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """What lies in the STEP columns from `begin` on: words, the words of their fifth and sixth bits, the scales of both
+    halves of 32 columns, what is subtracted from weights, and what is subtracted from codes."""
+    lines: tl.constexpr = 8 if BITS == 8 else 4
+    is_super: tl.constexpr = SCALE_BYTES == 1  # int8 times a float16 of a cell of 256 columns
+    span: tl.constexpr = 256 if is_super else GROUP
+    groups: tl.constexpr = span // GROUP
+    offsets_at: tl.constexpr = ROWS * (2 * is_super + groups * SCALE_BYTES)
+    codes_at: tl.constexpr = offsets_at + ROWS * (groups * (OFFSET > 0) + (OFFSET == 2) + 2 * (OFFSET == 3))
+    cell_quads: tl.constexpr = (codes_at + span * BITS // 8 * ROWS) // 16
+
+    place = tl.arange(0, STEP // 32 * lines)
+    column = begin + place // lines * 32
+    loaded = stored[:, None] & (column < num_columns)[None, :]
+    cell, within = column // span, column % span
+    if span % STEP == 0:
+        cell, within = begin // span + place * 0, begin % span + place // lines * 32
+    first = cell * cell_quads * 4 + codes_at // 16 * 4 + within // 32 * BITS * 16
+    at = block[:, None] * 4 + lane[:, None] + first[None, :]
+    found = tl.load(words + at + (place % lines * 16)[None, :], mask=loaded, other=0)
+    more, last = found, found
+    if BITS == 5 or BITS == 6:
+        more = tl.load(words + (at + 64), mask=loaded, other=0)
+    if BITS == 6:
+        last = tl.load(words + (at + 80), mask=loaded, other=0)
+
+    spot = tl.arange(0, 1) if GROUP % STEP == 0 else place
+    column = begin + spot // lines * 32
+    cell, group = column // span, column % span // GROUP
+    loaded = stored[:, None] & (column < num_columns)[None, :]
+    base = block[:, None] * 16 + (cell * cell_quads * 16)[None, :]
+    at = (base + is_super * 2 * ROWS) // SCALE_BYTES + group[None, :] * ROWS + lane[:, None]
+    scale = tl.load(scales + at, mask=loaded, other=0).to(tl.float32)
+    super_scale = 1.0
+    if is_super:
+        super_scale = tl.load(halves + base // 2 + lane[:, None], mask=loaded, other=0).to(tl.float32)
+    scale *= super_scale
+    second = scale
+    if GROUP == 16:
+        second = tl.load(scales + (at + ROWS), mask=loaded, other=0).to(tl.float32) * super_scale
+    zero = ZERO + (128.0 if BITS == 8 else 0.0) + _BASE
+    minimum = scale
+    of_group = numbers + base + offsets_at + group[None, :] * ROWS + lane[:, None]
+    if OFFSET == 1:
+        zero = tl.load(of_group, mask=loaded, other=0).to(tl.float32) + _BASE
+    if OFFSET >= 2:
+        minimum = tl.load(halves + (base + offsets_at) // 2 + lane[:, None], mask=loaded, other=0).to(tl.float32)
+    if OFFSET == 3:
+        minimum *= tl.load(of_group + 2 * ROWS, mask=loaded, other=0).to(tl.float32)
+    return found, more, last, scale, second, minimum, zero
 
 
 @triton.jit
-def _add(sums, codes, inputs, scale, minimum, OFFSET: tl.constexpr):
-    """Few rows have fewer sums than weights, and these are scaled; else weights are scaled, rounded to 16 bits."""
-    if OFFSET >= 2:
-        return tl.dot((codes * scale[:, None] - minimum[:, None]).to(inputs.dtype), inputs, sums)
-    elif inputs.shape[1] > 16:
-        return tl.dot((codes * scale[:, None]).to(inputs.dtype), inputs, sums)
+def _weights(
+    word, more, last, place, scale, second, minimum, zero, byte: tl.constexpr, half: tl.constexpr,
+    BITS: tl.constexpr, OFFSET: tl.constexpr, IS_SCALED: tl.constexpr,
+):  # fmt: skip
+    """The weights of one byte of each word, or of half of it, in float32; without their scales unless IS_SCALED."""
+    if BITS == 8:
+        code = (word >> 8 * byte & 255) ^ 128
     else:
-        return sums + tl.dot(codes.to(inputs.dtype), inputs) * scale[:, None]
+        code = word >> (8 * byte + 4 * half) & 15
+        if BITS == 5:
+            code |= (more >> (8 * byte + 4 * half + place % 4)[None, :] & 1) << 4
+        if BITS == 6:
+            code |= ((last if half else more) >> (8 * byte + 2 * (place % 4))[None, :] & 3) << 4
+    # An integer below 2^23 plus 2^23 as float32 is cheaper than a conversion.
+    number = (code ^ _BASE_BITS).to(tl.float32, bitcast=True) - zero
+    if OFFSET >= 2:
+        return number * (second if half else scale) - minimum
+    if IS_SCALED:
+        return number * (second if half else scale)
+    return number
+
+
+@triton.jit
+def multiply_row(
+    out, rows, words, scales, halves, numbers, bias, num_outputs, num_columns, num_rows, row_stride, block_quads,
+    steps_per_part,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr, TILE_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Program (r, n, p): row r of the input with TILE_OUTPUTS rows of weights, over the columns of part p.
+
+    `words`, `scales`, `halves` and `numbers` are the packed matrix as int32, in the scales' type, float16 and uint8;
+    block_quads: 16 bytes of 16 rows of weights; out [parts, num_rows, num_outputs].
+    """
+    row = tl.program_id(0)
+    output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    part = tl.program_id(2)
+    block, lane = (output // ROWS).to(tl.int64) * block_quads, output % ROWS
+    stored = output < tl.cdiv(num_outputs, ROWS) * ROWS
+    lines: tl.constexpr = 8 if BITS == 8 else 4
+    place = tl.arange(0, STEP // 32 * lines)
+    is_uniform: tl.constexpr = GROUP % STEP == 0
+    first = place * 4 if BITS == 8 else place // 4 * 32 + place % 4 * 4
+    inputs = rows + row.to(tl.int64) * row_stride + first
+    sums = tl.zeros((TILE_OUTPUTS, STEP // 32 * lines), tl.float32)
+    for step in range(part * steps_per_part, tl.minimum((part + 1) * steps_per_part, tl.cdiv(num_columns, STEP))):
+        begin = step * STEP
+        word, more, last, scale, second, minimum, zero = _load_step(
+            words, scales, halves, numbers, block, lane, stored, begin, num_columns,
+            BITS, GROUP, ZERO, OFFSET, SCALE_BYTES, STEP,
+        )  # fmt: skip
+        inside = begin + place // lines * 32 < num_columns
+        partial = tl.zeros((TILE_OUTPUTS, STEP // 32 * lines), tl.float32)
+        for half in tl.static_range(1 if BITS == 8 else 2):
+            for byte in tl.static_range(4):
+                input = tl.load(inputs + (begin + 16 * half + byte), mask=inside, other=0).to(tl.float32)
+                partial += input[None, :] * _weights(
+                    word, more, last, place, scale, second, minimum, zero, byte, half, BITS, OFFSET, not is_uniform
+                )
+        if is_uniform and OFFSET < 2:
+            partial *= scale
+        sums += partial
+    total = tl.sum(sums, 1)
+    kept = output < num_outputs
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=kept, other=0).to(tl.float32)
+    element = (part.to(tl.int64) * num_rows + row) * num_outputs + output
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
 def multiply_packed(
-    out,
-    rows,
-    packed,
-    scales,
-    halves,
-    bias,
-    num_rows,
-    num_outputs,
-    row_stride,
-    block_bytes,
-    num_steps,
+    out, rows, words, scales, halves, numbers, bias, num_outputs, num_columns, num_rows, row_stride, block_quads,
     steps_per_part,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZERO: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    STEP: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_OUTPUTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Program (r, n, p): TILE_ROWS rows of the input with TILE_OUTPUTS rows of weights, over the columns of part p.
-
-    `scales` and `halves` are `packed` in the scales' type and in float16; out [parts, num_rows, num_outputs].
-    """
-    # Indices beyond the last one are those of the last: what they load is used by nothing that is stored.
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Program (r, n, p): as `multiply_row`, but TILE_ROWS rows of the input, whose weights are rounded to its type."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     part = tl.program_id(2)
-    taken = tl.minimum(output, num_outputs - 1)
-    block, lane = (taken // ROWS).to(tl.int64) * block_bytes, taken % ROWS
-
-    is_super: tl.constexpr = SCALE_BYTES == 1  # int8 times a float16 of a cell of 256 columns
-    groups: tl.constexpr = 256 // GROUP if is_super else 1
-    offsets_at: tl.constexpr = ROWS * (2 * is_super + groups * SCALE_BYTES)
-    codes_at: tl.constexpr = offsets_at + ROWS * (groups * (OFFSET > 0) + (OFFSET == 2) + 2 * (OFFSET == 3))
-    steps_per_cell: tl.constexpr = groups * GROUP // STEP
-    step_bytes: tl.constexpr = STEP * BITS // 8 * ROWS
-
-    place = tl.arange(0, STEP if BITS == 8 else STEP // 2)
-    codes = packed + block[:, None] + codes_at + lane[:, None] * 4 + (place // 4 * LINE + place % 4)[None, :]
-    column = place
-    if BITS != 8:
-        column += place // 16 * 16
-        codes += (place // 16 * ((BITS - 4) * LINE))[None, :]
-        quad = (place % 16 // 4)[None, :]
-        high = codes + (4 - quad) * LINE
-    inputs = rows + tl.minimum(row, num_rows - 1).to(tl.int64)[None, :] * row_stride + column[:, None]
-
+    block, lane = (output // ROWS).to(tl.int64) * block_quads, output % ROWS
+    stored = output < tl.cdiv(num_outputs, ROWS) * ROWS
+    lines: tl.constexpr = 8 if BITS == 8 else 4
+    place = tl.arange(0, STEP // 32 * lines)
+    is_uniform: tl.constexpr = GROUP % STEP == 0 and OFFSET < 2 and TILE_ROWS <= 16
+    first = place * 4 if BITS == 8 else place // 4 * 32 + place % 4 * 4
+    inputs = rows + row.to(tl.int64)[None, :] * row_stride + first[:, None]
     sums = tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
-    for step in range(part * steps_per_part, tl.minimum((part + 1) * steps_per_part, num_steps)):
-        cell = step // steps_per_cell * (codes_at + steps_per_cell * step_bytes)
-        group = step % steps_per_cell * (STEP // GROUP) * ROWS + lane
-        at = cell + step % steps_per_cell * step_bytes
-        encoded = tl.load(codes + at).to(tl.int32)
-        first = tl.load(inputs + step * STEP)
-        scale = tl.load(scales + (block + cell + is_super * 2 * ROWS) // SCALE_BYTES + group).to(tl.float32)
-        if is_super:
-            super_scale = tl.load(halves + (block + cell) // 2 + lane).to(tl.float32)
-            scale *= super_scale
-        minimum = scale
-        if OFFSET >= 2:
-            minimum = tl.load(halves + (block + cell + offsets_at) // 2 + lane).to(tl.float32)
-        if OFFSET == 3:
-            minimum *= tl.load(packed + block + cell + offsets_at + 2 * ROWS + group).to(tl.float32)
-        zero = ZERO + (128.0 if BITS == 8 else 0.0)
-        if OFFSET == 1:
-            zero = tl.load(packed + block + cell + offsets_at + group).to(tl.float32)[:, None]
-        if BITS == 8:
-            sums = _add(sums, _number(encoded ^ 128) - (zero + _BASE), first, scale, minimum, OFFSET)
-        else:
-            low, upper = encoded & 15, encoded & 240
-            if BITS == 5:
-                more = tl.load(high + at).to(tl.int32) >> quad
-                low |= (more & 1) << 4
-                upper |= (more & 16) << 4
-            if BITS == 6:
-                low |= (tl.load(high + at).to(tl.int32) >> 2 * quad & 3) << 4
-                upper |= (tl.load(high + (at + LINE)).to(tl.int32) >> 2 * quad & 3) << 8
-            sums = _add(sums, _number(low) - (zero + _BASE), first, scale, minimum, OFFSET)
-            if GROUP == 16:
-                scale = tl.load(scales + (block + cell + 2 * ROWS) + group + ROWS).to(tl.float32) * super_scale
-            second = tl.load(inputs + (step * STEP + 16))
-            sums = _add(sums, _number(upper) / 16 - (zero + _BASE / 16), second, scale, minimum, OFFSET)
-
-    stored = (row < num_rows)[None, :] & (output < num_outputs)[:, None]
+    for step in range(part * steps_per_part, tl.minimum((part + 1) * steps_per_part, tl.cdiv(num_columns, STEP))):
+        begin = step * STEP
+        word, more, last, scale, second, minimum, zero = _load_step(
+            words, scales, halves, numbers, block, lane, stored, begin, num_columns,
+            BITS, GROUP, ZERO, OFFSET, SCALE_BYTES, STEP,
+        )  # fmt: skip
+        inside = (begin + place // lines * 32 < num_columns)[:, None] & (row < num_rows)[None, :]
+        partial = sums if not is_uniform else tl.zeros((TILE_OUTPUTS, TILE_ROWS), tl.float32)
+        for half in tl.static_range(1 if BITS == 8 else 2):
+            for byte in tl.static_range(4):
+                input = tl.load(inputs + (begin + 16 * half + byte), mask=inside, other=0)
+                weights = _weights(
+                    word, more, last, place, scale, second, minimum, zero, byte, half, BITS, OFFSET, not is_uniform
+                )
+                partial = tl.dot(weights.to(input.dtype), input, partial)
+        sums = sums + partial * scale if is_uniform else partial
+    kept = (row < num_rows)[None, :] & (output < num_outputs)[:, None]
     element = (part.to(tl.int64) * num_rows + row)[None, :] * num_outputs + output[:, None]
     if HAS_BIAS:
-        sums += tl.load(bias + taken).to(tl.float32)[:, None]
-    tl.store(out + element, sums.to(out.dtype.element_ty), mask=stored)
+        sums += tl.load(bias + output, mask=output < num_outputs, other=0).to(tl.float32)[:, None]
+    tl.store(out + element, sums.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def unpack_matrix(
+    out, words, scales, halves, numbers, num_outputs, num_columns, block_quads,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, OFFSET: tl.constexpr, SCALE_BYTES: tl.constexpr,
+    STEP: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """Program (c, n): STEP columns of TILE_OUTPUTS rows of the matrix itself; out [num_outputs, num_columns]."""
+    begin = tl.program_id(0) * STEP
+    output = tl.program_id(1) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    block, lane = (output // ROWS).to(tl.int64) * block_quads, output % ROWS
+    stored = output < num_outputs
+    lines: tl.constexpr = 8 if BITS == 8 else 4
+    place = tl.arange(0, STEP // 32 * lines)
+    word, more, last, scale, second, minimum, zero = _load_step(
+        words, scales, halves, numbers, block, lane, stored, begin, num_columns,
+        BITS, GROUP, ZERO, OFFSET, SCALE_BYTES, STEP,
+    )  # fmt: skip
+    targets = out + output.to(tl.int64)[:, None] * num_columns
+    quad = tl.arange(0, STEP // 32 * lines * 4)
+    for half in tl.static_range(1 if BITS == 8 else 2):
+        column = begin + (quad if BITS == 8 else quad // 16 * 32 + quad % 16 + half * 16)
+        first = _weights(word, more, last, place, scale, second, minimum, zero, 0, half, BITS, OFFSET, True)
+        after = _weights(word, more, last, place, scale, second, minimum, zero, 1, half, BITS, OFFSET, True)
+        third = _weights(word, more, last, place, scale, second, minimum, zero, 2, half, BITS, OFFSET, True)
+        fourth = _weights(word, more, last, place, scale, second, minimum, zero, 3, half, BITS, OFFSET, True)
+        # Side by side, the four columns of a word are stored together.
+        weights = tl.reshape(tl.join(tl.join(first, third), tl.join(after, fourth)), (TILE_OUTPUTS, STEP // 8 * lines))
+        kept = stored[:, None] & (column < num_columns)[None, :]
+        tl.store(targets + column[None, :], weights.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
