@@ -34,8 +34,7 @@ class StepRecord:
 
     @property
     def engine_seconds(self) -> float:
-        """The engine's own time: scheduling, applying and everything else around the executor. None of it is left where
-        it hides behind another step."""
+        """Scheduling, applying and everything else around the executor; 0 where that hides behind another step."""
         return max(0.0, self.step_seconds - self.executor_seconds)
 
 

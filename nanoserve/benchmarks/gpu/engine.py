@@ -155,7 +155,6 @@ class EngineBench:
             "output_tokens_per_s": rates.output,
             "total_tokens_per_s": rates.total,
             "run_seconds": max(timing.e2el for timing in run.timings),
-            "engine_ms": statistics.median(step.engine_seconds for step in run.steps) * 1000,
         }
 
     def measure_transformers(self) -> Row:

@@ -37,24 +37,10 @@ Key = tuple[int, int, int]  # generation, bytes of a number, head_dim
 Configuration = DecodeConfiguration | PrefillConfiguration
 
 
-def decode_tiles(now: DecodeConfiguration) -> list[DecodeConfiguration]:
-    """What is tried first: the present one, and other ways to read a row's keys."""
-    tried = [
-        replace(now, keys_per_tile=keys, num_warps=warps, num_stages=stages)
-        for keys, warps, stages in product((32, 64, 128), (4, 8), (2, 3, 4))
-        if now.keys_per_split % keys == 0
-    ]
-    return [now, *tried]
-
-
-def decode_splits(best: DecodeConfiguration) -> list[DecodeConfiguration]:
-    """What is tried with the best of those: among how many programs a row's keys are shared out."""
-    tried = [
-        replace(best, keys_per_split=keys, programs_per_multiprocessor=programs)
-        for keys, programs in product((128, 256, 512), (2, 4, 8, 16))
-        if keys % best.keys_per_tile == 0
-    ]
-    return [one for one in tried if one != best]
+def decode_candidates(now: DecodeConfiguration) -> list[DecodeConfiguration]:
+    """The present one, and other ways to read a row's keys and to share them out among programs."""
+    tried = product((32, 64, 128), (4,), (2, 3), (128, 256, 512), (2, 8))
+    return [now, *(DecodeConfiguration(*fields) for fields in tried)]
 
 
 def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
@@ -64,8 +50,7 @@ def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
 
 
 def part_cases(bench: GpuBench, rows: Sequence[Row]) -> Iterator[GpuCase]:
-    """Every candidate, for each head_dim. What is tried later may depend on the rows that were measured until then.
-    Raises UsageError for a GPU that takes the lines of another generation."""
+    """Every candidate, for each head_dim. Raises UsageError for a GPU that takes the lines of another generation."""
     generation = gpu_of(bench.device).generation
     known = sorted({generation for generation, _, _ in ATTENTION})
     if generation not in known:
@@ -80,10 +65,7 @@ def part_cases(bench: GpuBench, rows: Sequence[Row]) -> Iterator[GpuCase]:
     for head_dim in HEAD_DIMS:
         key = (generation, WIDTH, head_dim)
         now = ATTENTION[key]
-        yield from cases(key, DECODE, decode_tiles(now.decode))
-        best = best_configurations(rows).get((key, DECODE), now.decode)
-        assert isinstance(best, DecodeConfiguration)
-        yield from cases(key, DECODE, decode_splits(best))
+        yield from cases(key, DECODE, decode_candidates(now.decode))
         yield from cases(key, PREFILL, prefill_tiles(now.prefill))
 
 

@@ -265,9 +265,8 @@ class _TorchCompiled:
 def _mark_any_length(tensor: Tensor) -> None:
     """Have torch compile for any first size of a tensor, and for any width of a block table.
 
-    One token has code of its own, as torch takes a size of 1 for a constant: decodes of one sequence are the better for
-    it. Sizes of which only our operators learn are marked unbacked, so that 1 is no other case. The number of tokens is
-    not: Inductor fuses nothing across a size that it has no example of, a norm's sum and its product for one.
+    Sizes that only our operators learn of are unbacked, so that 1 is no other case. The number of tokens is not, as
+    Inductor fuses nothing across sizes without an example, not even a norm; so one token has code of its own.
     """
     if tensor.dtype == torch.int32 or tensor.dim() == 4:
         if not hasattr(tensor, "_dynamo_unbacked_indices"):

@@ -14,8 +14,7 @@ from nanoserve.benchmarks.gpu.tuning import (
     PREFILL,
     Configuration,
     best_configurations,
-    decode_splits,
-    decode_tiles,
+    decode_candidates,
     part_cases,
     prefill_tiles,
     tuned_source,
@@ -84,17 +83,16 @@ def test_a_table_without_the_entry_is_refused() -> None:
 @pytest.mark.parametrize("key", ATTENTION)
 def test_the_present_configuration_is_among_the_candidates(key: tuple[int, int, int]) -> None:
     now = ATTENTION[key]
-    assert decode_tiles(now.decode)[0] == now.decode
+    assert decode_candidates(now.decode)[0] == now.decode
     assert prefill_tiles(now.prefill)[0] == now.prefill
-    assert all(one.keys_per_split % one.keys_per_tile == 0 for one in decode_splits(now.decode))
+    assert all(one.keys_per_split % one.keys_per_tile == 0 for one in decode_candidates(now.decode))
 
 
-def test_every_candidate_is_a_case_and_the_splits_are_tried_with_the_best_tiles() -> None:
-    best = DecodeConfiguration(128, 8, 4, 128, 8)
+def test_every_candidate_is_a_case() -> None:
     bench = GpuBench.open(dry_run=True)  # Triton's interpreter is taken for a GPU of generation 9
-    names = [case.name for case in part_cases(bench, [row(DECODE, best, 1.0)])]
+    names = [case.name for case in part_cases(bench, [])]
     assert len(set(names)) == len(names) < 250
-    assert "decode, head_dim 128, [128, 8, 4, 512, 16]" in names
+    assert "decode, head_dim 128, [128, 4, 2, 512, 8]" in names
     assert "decode, head_dim 128, [64, 4, 3, 128, 8]" in names
     assert "prefill, head_dim 80, [128, 64, 8, 4]" in names
 
@@ -102,14 +100,14 @@ def test_every_candidate_is_a_case_and_the_splits_are_tried_with_the_best_tiles(
 def test_a_candidate_that_disagrees_with_the_present_configuration_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain attention in the place of the programs: with 8 warps it leaves the last key out, with tiles of 128 keys it
-    writes nothing."""
+    """Plain attention in the place of the programs: with splits of 512 keys it leaves the last key out, with tiles of
+    128 it writes nothing."""
 
     def attend(
         configuration: configurations.AttentionConfiguration, multiprocessors: int, tensors: Any, **settings: Any
     ) -> None:
         *others, contexts = tensors
-        left_out = 1 if configuration.decode.num_warps == 8 else 0
+        left_out = 1 if configuration.decode.keys_per_split == 512 else 0
         if configuration.decode.keys_per_tile != 128:
             paged_attention(*others, contexts - left_out, **settings)
 
@@ -118,9 +116,9 @@ def test_a_candidate_that_disagrees_with_the_present_configuration_is_not_taken(
     monkeypatch.setattr("nanoserve.benchmarks.gpu.tuning.WORK", work)
     cases = {case.name: case for case in part_cases(GpuBench.open(dry_run=True), [])}
     rows = []
-    for fields in ("[64, 4, 3, 128, 8]", "[64, 8, 3, 128, 8]", "[128, 4, 3, 128, 8]"):
+    for fields in ("[64, 4, 2, 128, 2]", "[64, 4, 3, 512, 8]", "[128, 4, 3, 128, 8]"):
         case = cases[f"decode, head_dim 128, {fields}"]
         rows.append(msgspec.to_builtins({"case": case.name, **case.measure()}))
     assert [row["ok"] for row in rows] == [True, False, False]
-    assert best_configurations(rows) == {(KEY, DECODE): DecodeConfiguration(64, 4, 3, 128, 8)}
+    assert best_configurations(rows) == {(KEY, DECODE): DecodeConfiguration(64, 4, 2, 128, 2)}
     assert repr(table(write_table(tmp_path, rows).read_text())) == repr(table(SOURCE))
