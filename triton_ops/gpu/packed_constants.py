@@ -24,7 +24,7 @@ class Tile(NamedTuple):
 
 ONE_ROW = Tile(1, 16, 256, 4, 3)
 TILES = (Tile(16, 128, 128, 4, 3), Tile(32, 64, 128, 4, 3))
-UNPACKING = Tile(0, 32, 256, 2, 1)
+UNPACKING = Tile(0, 16, 128, 2, 1)
 """More rows are multiplied by the unpacked matrix."""
 
 
