@@ -270,8 +270,6 @@ def _mark_any_length(tensor: Tensor) -> None:
     """
     if tensor.dtype == torch.int32 or tensor.dim() == 4:
         if not hasattr(tensor, "_dynamo_unbacked_indices"):
-            torch._dynamo.decorators.mark_unbacked(tensor, 0)
-            if tensor.dim() == 2:
-                torch._dynamo.decorators.mark_unbacked(tensor, 1)
+            torch._dynamo.decorators.mark_unbacked(tensor, [0, 1] if tensor.dim() == 2 else 0)
     elif len(tensor) > 1 and not hasattr(tensor, "_dynamo_dynamic_indices"):
         torch._dynamo.decorators.mark_dynamic(tensor, 0)
