@@ -21,12 +21,11 @@ _FIRST = Acceptance(accepted=2.4, tried=4.0, fading=0.99)
 _PROBE, _RAREST_PROBE = 16, 256
 """Plans until a drafter is asked though that is not predicted to pay, and the most of them: the wait doubles until it
 is."""
-_RECONSIDERED = 8
-"""Plans for which the choice of no guesses is kept, at most: little that it hangs on changes, and it takes time."""
+_RECONSIDERED = 8  # plans for which the choice of no guesses is kept, at most: it takes time
+_PLAIN = 32  # plans until one has no guesses though they would pay: what is never done is never timed
 _TIMES_KEPT = 32
 """Choices for which predicted times are kept while as many rows decode: contexts grow slowly."""
-_FIRST_DRAFT_SHARE = 0.1
-"""The time to draft a token over that of the step, until it is measured."""
+_FIRST_DRAFT_SHARE = 0.1  # the time to draft a token over that of the step, until it is measured
 
 
 @dataclass(slots=True)
@@ -36,8 +35,7 @@ class _Record:
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0.0, 0.0))
     guesses: tuple[int, ...] = ()
     length: int = 0
-    """What was last guessed to follow so many tokens. It is compared with what did, whether a step checked it or
-    not."""
+    """What was last guessed to follow so many tokens; it is compared with what did, checked or not."""
     index: NgramIndex = field(default_factory=NgramIndex)
     seen: int = 0
     wait: int = _PROBE
@@ -47,8 +45,7 @@ class _Record:
 class GuessCounts(msgspec.Struct, array_like=True):
     """What became of guesses since the engine started."""
 
-    rows: int = 0
-    """Rows that had guesses."""
+    rows: int = 0  # rows that had guesses
     guesses: int = 0
     accepted: list[int] = msgspec.field(default_factory=lambda: [0] * COUNTS[-1])
     """Accepted guesses by their place in the row."""
@@ -71,7 +68,7 @@ class Speculator:
         self._all = Acceptance(_FIRST.accepted, _FIRST.tried, _FIRST.fading)
         self._draft_seconds = math.inf  # of one token of each row
         self._pace_is_steady = False  # until then it is a bound
-        self._plans = self._rests_until = 0
+        self._plans, self._rests_until, self._next_plain = 0, 0, _PLAIN
         self._asked = set[int]()  # sequences with drafts under way or not considered yet
         self._next_probe = self._probe_wait = _PROBE
         self._step: Callable[[int], float] = float
@@ -117,11 +114,15 @@ class Speculator:
         if any(found):
             limits = list(map(len, found))
             counts = self._counts(records, limits, seconds, prompt_tokens, max(limits))
+        if is_plain := seconds is not None and not prompt_tokens and self._plans >= self._next_plain:
+            counts = [0] * len(records)
+        if not any(counts):
+            self._next_plain = self._plans + _PLAIN
         if not self._looks_up:
             limits = [max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)]
             drafts = self._counts(records, limits, seconds, prompt_tokens)
             self._ask(sequences, records, limits, drafts)
-        if not (prompt_tokens or any(counts) or any(drafts)):
+        if not (is_plain or prompt_tokens or any(counts) or any(drafts)):
             pause = len(records) // 2 if self._looks_up and not any(found) else _RECONSIDERED
             self._rests_until = self._plans + 1 + min(pause, _RECONSIDERED)
         if self._feeds_tokens:
