@@ -5,7 +5,7 @@ import pytest
 from scripts.code_weight import repeated_class_names, rooms, visits
 from triton_ops.cpu import cpu_operators
 
-MOST_LINES = 48_499
+MOST_LINES = 48_498
 MOST_REPEATED_NAMES = 0
 MOST_FILES_OF_THE_FIRST_TOKEN = 29
 MOST_FILES_OF_A_LATER_TOKEN = 24

@@ -22,7 +22,7 @@ _PROBE, _RAREST_PROBE = 16, 256
 """Plans until a drafter is asked though that is not predicted to pay, and the most of them: the wait doubles until it
 is."""
 _RECONSIDERED = 8  # plans for which the choice of no guesses is kept, at most: it takes time
-_PLAIN = 32  # plans until one has no guesses though they would pay: what is never done is never timed
+_PLAIN = 32  # plans with guesses until one has none though they would pay: what is never done is never timed
 _TIMES_KEPT = 32
 """Choices for which predicted times are kept while as many rows decode: contexts grow slowly."""
 _FIRST_DRAFT_SHARE = 0.1  # the time to draft a token over that of the step, until it is measured
@@ -68,7 +68,7 @@ class Speculator:
         self._all = Acceptance(_FIRST.accepted, _FIRST.tried, _FIRST.fading)
         self._draft_seconds = math.inf  # of one token of each row
         self._pace_is_steady = False  # until then it is a bound
-        self._plans, self._rests_until, self._next_plain = 0, 0, _PLAIN
+        self._plans = self._rests_until = self._guessed = 0  # plans; those with guesses since one without
         self._asked = set[int]()  # sequences with drafts under way or not considered yet
         self._next_probe = self._probe_wait = _PROBE
         self._step: Callable[[int], float] = float
@@ -114,10 +114,9 @@ class Speculator:
         if any(found):
             limits = list(map(len, found))
             counts = self._counts(records, limits, seconds, prompt_tokens, max(limits))
-        if is_plain := seconds is not None and not prompt_tokens and self._plans >= self._next_plain:
+        if is_plain := seconds is not None and not prompt_tokens and self._guessed >= _PLAIN:
             counts = [0] * len(records)
-        if not any(counts):
-            self._next_plain = self._plans + _PLAIN
+        self._guessed = self._guessed + 1 if any(counts) else 0
         if not self._looks_up:
             limits = [max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)]
             drafts = self._counts(records, limits, seconds, prompt_tokens)
@@ -127,7 +126,7 @@ class Speculator:
             self._rests_until = self._plans + 1 + min(pause, _RECONSIDERED)
         if self._feeds_tokens:
             for sequence, record, count, draft in zip(sequences, records, counts, drafts, strict=True):
-                sequence.guessing = bool(count or draft)
+                sequence.guessing = bool(count or draft or is_plain)
                 record.wait = _PROBE if sequence.guessing else min(2 * record.wait, _RAREST_PROBE)
         return [(one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)]
 

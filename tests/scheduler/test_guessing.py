@@ -202,16 +202,20 @@ def test_what_was_guessed_is_compared_with_what_follows_though_no_step_checks_it
     assert len([step for step in checked if step > 240]) > 150
 
 
-def test_now_and_then_a_plan_has_no_guesses_so_that_it_is_timed() -> None:
-    speculator, sequence = _alone(looks_up=True, tokens=[7, 8] * 20)
+@pytest.mark.parametrize("feeds_tokens", [False, True])
+def test_now_and_then_a_plan_has_no_guesses_so_that_it_is_timed(*, feeds_tokens: bool) -> None:
+    """And the next one has some again: the sequence does not begin to be fed meanwhile."""
+    _, sequence = _alone(looks_up=True, tokens=[7, 8] * 20)
+    speculator = Speculator(looks_up=True, token_budget=64, feeds_tokens=feeds_tokens)
     plain = []
     for step in range(200):
         guesses, _ = _plan(speculator, sequence, row=0.01)
         plain += [] if guesses else [step]
+        assert sequence.guessing
         sequence.tokens.append(7 + step % 2)
         speculator.learn(sequence, len(guesses), 1, 0, ())
     assert len(plain) == 6
-    assert {later - step for step, later in pairwise(plain)} == {32}
+    assert {later - step for step, later in pairwise(plain)} == {33}
 
 
 def test_nothing_is_considered_for_plans_like_one_that_nothing_was_chosen_for() -> None:
