@@ -1,0 +1,194 @@
+"""What `nanoserve bench gpu` leaves out: `python -m scripts.gpu_checks tokens|step|products [--device cpu]`.
+
+`tokens`: engines of small random models on the GPU, eagerly and with graphs, against the CPU's tokens in float32.
+`step`: the kernels of a decode step by name, from torch's trace. `products`: products with packed matrices in CUDA
+graphs over copies of the matrix, so that no cache holds it; that part needs a GPU, the others can be tried on a CPU.
+"""
+
+import argparse
+import json
+import statistics
+import zlib
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nanoserve.llm import LLM
+from nanoserve.measures.workloads import random_prompts
+from nanoserve.models import dummy
+from nanoserve.models.hub import DUMMY_PREFIX
+from nanoserve.request import Request, SamplingParams
+from triton_ops import pack, packed_linear, round_to_nearest
+
+VOCAB_SIZE = 4096  # of the tokenizer of dummy models
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LAYERS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 20}
+GEMMA = {**LAYERS, "head_dim": 64, "query_pre_attn_scalar": 24}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 20,
+    "layer_types": LAYERS["layer_types"] * 2,  # type: ignore[operator]
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 64},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    "gemma3_text": GEMMA,
+    "gemma4_text": GEMMA4,
+    "olmo3": LAYERS,
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "cohere2": {**LAYERS, "logit_scale": 1.0},
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "sliding_window": 20,
+        "rope_parameters": YARN,
+    },
+}
+LENGTHS = (5, 14, 33, 62, 90, 7, 40, 21)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+VARIANTS: dict[str, tuple[SamplingParams, dict[str, Any]]] = {
+    "sampled": (SamplingParams(temperature=0.9, top_p=0.95, top_k=100, seed=5, n=3, max_tokens=20), {}),
+    "penalties": (SamplingParams(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3, max_tokens=20), {}),
+    "JSON": (SamplingParams(temperature=0.8, seed=1, max_tokens=60, json_schema=SCHEMA), {}),
+    "n-grams": (GREEDY, {"speculate": "ngram"}),
+    "int4": (GREEDY, {"quantization": "int4:64"}),
+    "hybrid": (GREEDY, {"policy": "hybrid", "host_kv_memory": 64 << 20, "kv_cache_memory": 2 << 20}),
+}
+
+
+def draw_on_the_cpu(part: Any, region: torch.Tensor, _: torch.Generator) -> None:
+    """The same weights on every device, wide enough that all of them leave their mark on the logits."""
+    generator = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
+    is_scale = "norm" in part.name or part.name.endswith("layer_scalar")
+    numbers = torch.empty(part.shape).normal_(1.0 if is_scale else 0.0, 0.15, generator=generator)
+    region.copy_(numbers if part.rows is None and part.columns is None else numbers[part.source])
+
+
+def answers(spec: str, device: str, params: SamplingParams, **settings: Any) -> list[tuple[int, ...]]:
+    sizes = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 32 << 20}
+    with LLM(spec, device=device, **{"dtype": "float32", "seed": 0, **sizes, **settings}) as llm:
+        llm.prepare()
+        prompts = [list(prompt) for prompt in random_prompts(LENGTHS, VOCAB_SIZE, seed=0)]
+        return [one.token_ids for output in llm.generate(prompts, params) for one in output.outputs]
+
+
+def compare_tokens(device: str) -> None:
+    dummy._draw = draw_on_the_cpu
+    with TemporaryDirectory() as folder:
+        specs = {}
+        for family, settings in FAMILIES.items():
+            path = Path(folder) / family / "config.json"
+            path.parent.mkdir()
+            path.write_text(json.dumps({"model_type": family, **SHAPE, **settings}), encoding="utf-8")
+            specs[family] = f"{DUMMY_PREFIX}{path}"
+        cases = [(family, GREEDY, {"eager": eager}) for family in FAMILIES for eager in (True, False)]
+        cases += [("qwen3", params, settings) for params, settings in VARIANTS.values()]
+        for family, params, settings in cases:
+            weights = {name: value for name, value in settings.items() if name == "quantization"}
+            wanted = answers(specs[family], "cpu", params, eager=True, **weights)
+            found = answers(specs[family], device, params, **settings)
+            equal = sum(one == other for one, other in zip(wanted, found, strict=True))
+            print(f"{family} {settings}: {equal} of {len(wanted)} equal", flush=True)
+
+
+def show_step(device: str, model: str, batch: int, context: int) -> None:
+    settings = {"max_model_len": 2048, "max_num_seqs": batch, "kv_cache_memory": batch << 27}
+    with LLM(
+        DUMMY_PREFIX + model, device=device, dtype="bfloat16", seed=0, enable_prefix_caching=False, **settings
+    ) as llm:
+        llm.prepare()
+        engine, waiting = llm.engine, {str(place) for place in range(batch)}
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=batch + 100)
+        for place, prompt in enumerate(random_prompts([context] * batch, llm.config.vocab_size, seed=0)):
+            engine.add(Request(str(place), prompt, params, seed=0, arrival_time=engine.now()))
+        while waiting:
+            waiting -= {update.request_id for update in engine.step()}
+        steps = 16
+        kind = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
+        with profile(activities=[kind]) as profiler:
+            for _ in range(steps):
+                engine.step()
+        times, calls = Counter[str](), Counter[str]()
+        for event in profiler.events():
+            if event.device_type.name == ("CPU" if device == "cpu" else "CUDA"):
+                times[event.name] += event.self_cpu_time_total if device == "cpu" else event.device_time_total
+                calls[event.name] += 1
+    print(f"{sum(times.values()) / steps:.0f} us in {sum(calls.values()) / steps:.0f} launches")
+    for name, us in times.most_common(24):
+        print(f"{us / steps:9.1f} us {calls[name] / steps:6.1f} x {us / calls[name]:8.2f}  {name[:90]}")
+
+
+@torch.inference_mode()
+def time_products(device: str) -> None:
+    for outputs, columns in ((14336, 4096), (1024, 3072)):
+        weight = torch.randn(outputs, columns, device=device)
+        matrices: dict[str, tuple[torch.Tensor, Any]] = {"bfloat16": (weight.bfloat16(), torch.nn.functional.linear)}
+        for bits in (4, 8):
+            quantized = round_to_nearest(weight, bits, 128)
+            product = partial(packed_linear, bias=None, columns=outputs, form=quantized.format)
+            matrices[f"int{bits}"] = pack(quantized), product
+        for name, (matrix, product) in matrices.items():
+            copies = [matrix.clone() for _ in range(max(2, int(150e6 / matrix.nbytes)))]
+            for num_rows in (1, 16, 32, 64, 2048):
+                rows = torch.randn(num_rows, columns, device=device).bfloat16()
+                us = graph_us([partial(product, rows, one) for one in copies])
+                print(f"{name}, {num_rows} x {columns} x {outputs}: {us:.1f} us", flush=True)
+
+
+def graph_us(calls: list[Any]) -> float:
+    """Microseconds of one of these calls, in a graph of all of them: the median of five replays."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(5):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("tokens", "step", "products"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=512)
+    given = parser.parse_args()
+    if given.what == "tokens":
+        compare_tokens(given.device)
+    elif given.what == "step":
+        show_step(given.device, given.model, given.batch, given.context)
+    else:
+        time_products(given.device)
