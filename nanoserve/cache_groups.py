@@ -48,11 +48,11 @@ class CacheGroups:
     """The groups of a model, or of a shard of it."""
 
     windows: tuple[int, ...]
-    """Of each group: how many of the last positions its layers see; 0 means all."""
+    """How many of the last positions each group's layers see; 0 means all."""
     places: tuple[tuple[int, int], ...]
-    """Of each layer: its group, and its place there. See `tensor_of`."""
+    """The group of each layer, and its place there. See `tensor_of`."""
     numbers: tuple[int, ...]
-    """Of each group: how many numbers each of its layers caches of a token."""
+    """How many numbers each layer of a group caches of a token, for each group."""
 
     @classmethod
     @lru_cache(maxsize=64)
@@ -131,7 +131,7 @@ class CacheGroups:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """Of each group: how many of its layers share a tensor."""
+        """How many layers of each group share a tensor."""
         return tuple(self.tensor_numbers // number for number in self.numbers)
 
     def tensor_of(self, layer: int) -> tuple[int, int]:

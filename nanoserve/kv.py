@@ -14,7 +14,7 @@ NO_BLOCK = -1
 
 
 Address = tuple[ChainLink, tuple[int, ...]]
-"""Of a column's content: its chain, and a block's worth of tokens after it."""
+"""A column's content: its chain, and a block's worth of tokens after it."""
 
 
 class BlockPool:
