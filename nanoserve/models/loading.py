@@ -180,8 +180,8 @@ def empty_decoder(
     zeroed: bool = True,
 ) -> Decoder:
     """A decoder with parameters that are allocated, not trainable and not initialized. On a CPU, large ones take no
-    memory until they are written. But if `zeroed`, those of a tensor-parallel rank are zero: its padding stays zero,
-    and so do biases that another rank adds."""
+    memory until they are written. But if `zeroed`, biases are zero, as a checkpoint may have them for some rows alone,
+    and so is everything on a tensor-parallel rank: its padding stays zero."""
     # The meta device is not used: torch imports its compiler for it, which takes longer than loading a small model.
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -191,9 +191,10 @@ def empty_decoder(
     finally:
         torch.set_default_dtype(usual)
     decoder.requires_grad_(False)
-    if zeroed and decoder.shard.degree > 1:
-        for parameter in decoder.parameters():
-            parameter.zero_()
+    if zeroed:
+        for name, parameter in decoder.named_parameters():
+            if decoder.shard.degree > 1 or name.endswith(".bias"):
+                parameter.zero_()
     return decoder.eval()
 
 

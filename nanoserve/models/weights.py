@@ -154,12 +154,12 @@ def layer_parts(config: ModelConfig, names: CheckpointNames, index: int) -> Iter
         yield TensorPart(prefix + layer.sinks, target + "sinks", (config.num_heads,))
     if config.layer_scale:
         yield TensorPart(prefix + layer.scale, target + "scale", (1,))
-    qkv_sizes = config.qkv_sizes
-    qkv_names = tuple(prefix + name for name in layer.qkv[: len(qkv_sizes)])
     if config.mla is not None:
-        yield from _latent_parts(config, config.mla, layer, prefix, target + "latent.")
-        qkv_sizes = config.mla.q_lora_rank or config.mla.query_size(config.num_heads), head_dim
-    yield from _rows(qkv_names, target + "qkv", qkv_sizes, hidden, bias=config.qkv_bias)
+        yield from _latent_parts(config, config.mla, layer, prefix, target)
+    else:
+        qkv_sizes = config.qkv_sizes
+        qkv_names = tuple(prefix + name for name in layer.qkv[: len(qkv_sizes)])
+        yield from _rows(qkv_names, target + "qkv", qkv_sizes, hidden, bias=config.qkv_bias)
     yield from _rows(
         (prefix + layer.output,), target + "output", (hidden,), config.output_size, bias=config.output_bias
     )
@@ -183,15 +183,20 @@ def _latent_parts(
         parts["query_norm"] = layer.latent_query_norm, (mla.q_lora_rank,)
         parts["query_up"] = layer.latent_query_up, (mla.query_size(config.num_heads), mla.q_lora_rank)
     for parameter, (name, shape) in parts.items():
-        yield TensorPart(f"{prefix}{name}.weight", f"{target}{parameter}.weight", shape)
+        yield TensorPart(f"{prefix}{name}.weight", f"{target}latent.{parameter}.weight", shape)
+    query, latent = (prefix + name for name in layer.qkv)
+    rows, hidden = mla.q_lora_rank or mla.query_size(config.num_heads), config.hidden_size
+    # Queries that are made of the hidden state itself have no bias, whatever attention_bias says; theirs stays zero.
+    query_bias = config.qkv_bias and mla.q_lora_rank > 0
+    yield from _rows((query,), target + "qkv", (rows,), hidden, bias=query_bias)
+    yield from _rows((latent,), target + "qkv", (config.head_dim,), hidden, bias=config.qkv_bias, first_row=rows)
 
 
 def _rows(
-    names: tuple[str, ...], parameter: str, sizes: tuple[int, ...], columns: int, *, bias: bool
+    names: tuple[str, ...], parameter: str, sizes: tuple[int, ...], columns: int, *, bias: bool, first_row: int = 0
 ) -> Iterator[TensorPart]:
     """The parts of a matrix of row blocks; one name for several blocks means that they are stored fused."""
     blocks = sizes if len(names) == len(sizes) else (sum(sizes),)
-    first_row = 0
     for name, rows in zip(names, blocks, strict=True):
         yield TensorPart(f"{name}.weight", f"{parameter}.weight", (rows, columns), first_row)
         if bias:

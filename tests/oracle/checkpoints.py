@@ -197,6 +197,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         **_LATENT | {"num_key_value_heads": 4, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
         n_group=3,
         topk_group=2,
+        attention_bias=True,  # queries have none, as they are made of the hidden state itself
         rope_parameters={**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     ),
     "deepseek_v2-greedy": lambda: _config(
