@@ -4,7 +4,8 @@ A family is a row of `_FAMILIES`: values that its config.json may leave out, and
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,6 +20,7 @@ _LEAST_ROPE_NUMBER = 1e-6
 _PLAIN_ROPE = RopeConfig(0)
 _ROPE_KINDS = tuple(kind for kind in get_args(RopeKind) if kind != "none")
 _NULLABLE = ("q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_NULLABLE += ("num_key_value_heads", "n_group", "topk_group", "per_layer_config")
 """Keys whose explicit null switches off what the family has by default."""
 _MULTIMODAL = ("gemma3", "gemma4", "mistral3")
 """Models whose text_config is one of the families; what they have for images and sound is left alone."""
@@ -32,6 +34,8 @@ class _Family(NamedTuple):
 
     defaults: Mapping[str, Any] = {}
     """Values that Hugging Face assumes for keys which a checkpoint may leave out."""
+    rope: Mapping[str, Any] = {}
+    """The rope_parameters that are assumed without any; a checkpoint that has some leaves nothing of these."""
     fields: Mapping[str, Any] = {}
     """Fields of ModelConfig that all its models have."""
     biased: tuple[str, ...] = ("qkv_bias", "output_bias")
@@ -44,26 +48,33 @@ class _Family(NamedTuple):
     """Whether layers with a window and those without have their own rope."""
     interleaved: bool = False
     """As in RopeConfig."""
+    latent: bool = False
+    """Whether attention is over latents (MlaConfig)."""
 
 
-_GLM_DEFAULTS = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_dim": 128, "attention_bias": True}
-_MISTRAL_DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 131072, "sliding_window": 4096}
-_QWEN_DEFAULTS: Mapping[str, Any] = {"max_position_embeddings": 32768, "sliding_window": 4096}
-_QWEN2 = _Family(_QWEN_DEFAULTS, {"qkv_bias": True}, biased=(), windows="switched")
-_QWEN3 = _Family({**_QWEN_DEFAULTS, "head_dim": 128}, {"qk_norm": True}, windows="switched")
+_GLM = _Family(
+    {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072, "head_dim": 128, "attention_bias": True}
+    | {"num_key_value_heads": 2},
+    biased=("qkv_bias",),
+    interleaved=True,
+)
+_MISTRAL_DEFAULTS = {"max_position_embeddings": 131072, "sliding_window": 4096, "num_key_value_heads": 8}
+_QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "num_key_value_heads": 32}
+_QWEN2 = _Family(_QWEN_DEFAULTS, fields={"qkv_bias": True}, biased=(), windows="switched")
+_QWEN3 = _Family({**_QWEN_DEFAULTS, "head_dim": 128}, fields={"qk_norm": True}, windows="switched")
 _GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True}
 _GEMMA2 = _Family(
-    {**_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192}
+    {**_GEMMA, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 8192, "num_key_value_heads": 4}
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    {"norm": "rms_plus_one", "norms": "around", "activation": "gelu_tanh"},
+    fields={"norm": "rms_plus_one", "norms": "around", "activation": "gelu_tanh"},
     windows="listed",
     full_every=2,
 )
 _GEMMA3 = _Family(
-    {**_GEMMA2.defaults, "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+    {**_GEMMA2.defaults, "vocab_size": 262208, "num_attention_heads": 8}
     | {"max_position_embeddings": 131072, "final_logit_softcapping": 0.0}
     | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-    {**_GEMMA2.fields, "qk_norm": True},
+    fields={**_GEMMA2.fields, "qk_norm": True},
     windows="listed",
     full_every=6,
     ropes_differ=True,
@@ -71,59 +82,85 @@ _GEMMA3 = _Family(
 _GEMMA4_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 _GEMMA4 = _GEMMA3._replace(
     defaults={**_GEMMA3.defaults, "vocab_size": 262144, "sliding_window": 512, "global_head_dim": 512}
-    | {"hidden_size_per_layer_input": 256}
-    | {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}, "full_attention": _GEMMA4_ROPE}},
+    | {"hidden_size_per_layer_input": 256},
+    rope={"sliding_attention": {"rope_theta": 1e4}, "full_attention": _GEMMA4_ROPE},
     fields={**_GEMMA3.fields} | {"norm": "rms_exact", "value_norm": True, "layer_scale": True, "attention_scale": 1.0},
 )
-_MINISTRAL3 = {"rms_norm_eps": 1e-5, "head_dim": 128, "max_position_embeddings": 262144, "rope_theta": 1e6}
-_MINISTRAL3_ROPE = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0}
-_GPT_OSS = {"rms_norm_eps": 1e-5, "head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128}
+_MINISTRAL3_ROPE = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "rope_theta": 1e6}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
-_DEEPSEEK = _Family({"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}, interleaved=True)
-"""Latent attention, and experts in groups beside shared ones. Its checkpoints say nearly everything."""
+_DEEPSEEK2 = _Family(
+    {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "max_position_embeddings": 2048},
+    interleaved=True,
+    latent=True,
+)
+"""Latent attention, and experts in groups beside shared ones."""
+_DEEPSEEK3 = _DEEPSEEK2._replace(
+    defaults={**_DEEPSEEK2.defaults, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+    | {"routed_scaling_factor": 2.5, "max_position_embeddings": 4096}
+)
+_GLM4_LITE = _DEEPSEEK2._replace(
+    defaults={**_DEEPSEEK2.defaults, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    | {"n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1}
+    | {"routed_scaling_factor": 1.8, "max_position_embeddings": 202752, "rms_norm_eps": 1e-5}
+)
 
 _FAMILIES: Mapping[str, _Family] = {
     "llama": _Family({"max_position_embeddings": 2048}),
     "mistral": _Family(_MISTRAL_DEFAULTS, biased=(), windows="all"),
     "ministral": _Family(_MISTRAL_DEFAULTS, biased=(), windows="listed"),
     "ministral3": _Family(
-        {**_MINISTRAL3, "rope_scaling": {**_MINISTRAL3_ROPE, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+        {"rms_norm_eps": 1e-5, "head_dim": 128, "max_position_embeddings": 262144, "num_key_value_heads": 8},
+        {**_MINISTRAL3_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
         biased=(),
         windows="all",
     ),
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
-    "glm": _Family(_GLM_DEFAULTS, biased=("qkv_bias",), interleaved=True),
-    "glm4": _Family(_GLM_DEFAULTS, {"norms": "around"}, biased=("qkv_bias",), interleaved=True),
+    "glm": _GLM,
+    "glm4": _GLM._replace(fields={"norms": "around"}),
     "mixtral": _Family(
-        {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6}, biased=(), windows="all"
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6, "num_key_value_heads": 8},
+        biased=(),
+        windows="all",
     ),
-    "qwen3_moe": _Family({**_QWEN_DEFAULTS, "moe_intermediate_size": 768}, {"qk_norm": True}, windows="switched"),
+    "qwen3_moe": _Family(
+        {**_QWEN_DEFAULTS, "moe_intermediate_size": 768, "num_key_value_heads": 4},
+        fields={"qk_norm": True},
+        windows="switched",
+    ),
     "gpt_oss": _Family(
-        {**_GPT_OSS, "attention_bias": True, "rope_theta": 150000.0, "rope_scaling": _GPT_OSS_ROPE},
-        {"attention_sinks": True},
+        {"rms_norm_eps": 1e-5, "head_dim": 64, "max_position_embeddings": 131072, "sliding_window": 128}
+        | {"num_key_value_heads": 8, "attention_bias": True, "rope_theta": 150000.0},
+        _GPT_OSS_ROPE,
+        fields={"attention_sinks": True},
         windows="listed",
         full_every=2,
     ),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _DEEPSEEK),
+    "deepseek_v2": _DEEPSEEK2,
+    "deepseek_v3": _DEEPSEEK3,
+    "glm4_moe_lite": _GLM4_LITE,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
     "gemma4_text": _GEMMA4,
     "olmo3": _Family(
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096, "rope_theta": 5e5},
-        {"norms": "after", "qk_norm": True, "qk_norm_spans_heads": True},
+        fields={"norms": "after", "qk_norm": True, "qk_norm_spans_heads": True},
         windows="listed",
         full_every=4,
         ropes_differ=True,
     ),
     "smollm3": _Family(
-        {"max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+        {"max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4}
+        | {"num_key_value_heads": 4},
         windows="switched",
     ),
     "cohere2": _Family(
-        {"max_position_embeddings": 8192, "sliding_window": 4096, "logit_scale": 0.0625, "tie_word_embeddings": True},
-        {"norm": "layer", "norms": "shared"},
+        {"max_position_embeddings": 8192, "sliding_window": 4096, "logit_scale": 0.0625, "tie_word_embeddings": True}
+        | {"layer_norm_eps": 1e-5},
+        fields={"norm": "layer", "norms": "shared"},
         windows="listed",
         full_every=4,
         interleaved=True,
@@ -150,19 +187,24 @@ def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] 
     fields, known = _Fields(values, source), _FAMILIES[family]
     generation = _Fields(generation_config or {}, str(Path(source).with_name("generation_config.json")))
     num_layers = fields.positive("num_hidden_layers", most=_MAX_LAYERS)
-    mla = _mla(fields) if known is _DEEPSEEK else None
+    mla = _mla(fields) if known.latent else None
     num_heads, num_kv_heads, head_dim = _heads(fields, mla)
-    windows = _sliding_windows(fields, family, num_layers, stated="sliding_window" in config)
-    rope_dim = head_dim if mla is None else mla.qk_rope_head_dim
+    windows = _sliding_windows(fields, family, num_layers)
     hidden_size = fields.positive("hidden_size")
     layers = _gemma4_layers(fields, windows, num_layers, num_kv_heads) if known is _GEMMA4 else {}
-    full_dim = layers["shapes"][-1].head_dim if layers else rope_dim  # the last layer has no window
-    rope, ropes = _ropes(fields, family, rope_dim, full_dim, windows, num_layers)
+    sliding_dim = full_dim = head_dim if mla is None else mla.qk_rope_head_dim
+    for window, shape in zip(windows, layers.get("shapes", ()), strict=False):
+        if window:
+            sliding_dim = shape.head_dim
+        else:
+            full_dim = shape.head_dim
+    rope, ropes = _ropes(fields, family, sliding_dim, full_dim, windows)
     scale = _attention_scale(fields) if mla is None else _latent_scale(mla, rope)
     shared: dict[str, Any] = {"attention_scale": scale, **layers, **known.fields}
     shared |= dict.fromkeys(known.biased, fields.flag("attention_bias", default=False))
     if family in ("llama", "smollm3"):
         shared["mlp_bias"] = fields.flag("mlp_bias", default=False)
+    norm_eps = "layer_norm_eps" if known.fields.get("norm") == "layer" else "rms_norm_eps"
     return ModelConfig(
         family=family,
         vocab_size=fields.positive("vocab_size"),
@@ -173,7 +215,7 @@ def read_config(config: Mapping[str, Any], generation_config: Mapping[str, Any] 
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=fields.positive("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, least=0.0),
+        rms_norm_eps=fields.number(norm_eps, 1e-6, least=0.0),
         rope=rope,
         ropes=ropes,
         attention_soft_cap=fields.number("attn_logit_softcapping", 0.0, least=0.0) if family == "gemma2" else 0.0,
@@ -215,22 +257,39 @@ def _gemma4_layers(fields: "_Fields", windows: tuple[int, ...], num_layers: int,
     if {*windows} - last.keys():
         raise ModelError(f"{source}: num_kv_shared_layers {shared} leaves no layer of each kind with keys and values")
     equal, doubled = (fields.flag(key, default=False) for key in ("attention_k_eq_v", "use_double_wide_mlp"))
-    inner, own = fields.positive("intermediate_size"), _Fields(fields.section("per_layer_config") or {}, source)
-    full = {"head_dim": fields.positive("global_head_dim")}
-    if equal:
-        full["num_key_value_heads"] = fields.positive("num_global_key_value_heads", num_kv_heads)
-    shapes = []
-    for layer, window in enumerate(windows):
-        sizes = _Fields(own.section(str(layer)) or ({} if window or own.values else full), source)
+    inner, shapes = fields.positive("intermediate_size"), []
+    for layer, sizes in enumerate(_own_sizes(fields, windows, num_kv_heads, equal=equal)):
         head_dim = sizes.positive("head_dim", fields.positive("head_dim"))
         kv_heads = _kv_heads(sizes, num_kv_heads, fields.positive("num_attention_heads"))
         wide = 2 if doubled and layer >= first else 1
-        shapes.append(LayerShape(head_dim, kv_heads, inner * wide, equal and not window, layer < first))
+        shapes.append(LayerShape(head_dim, kv_heads, inner * wide, equal and not windows[layer], layer < first))
+    if len({(window, shape[:2]) for window, shape in zip(windows, shapes, strict=True)}) > len(last):
+        raise ModelError(f"{source}: per_layer_config must give all layers of a kind the same heads")
     return {
         "shapes": tuple(shapes),
         "kv_sources": tuple(layer if layer < first else last[window] for layer, window in enumerate(windows)),
         "layer_input_size": int(fields.number("hidden_size_per_layer_input", 0.0, least=0.0)),
     }
+
+
+def _own_sizes(fields: "_Fields", windows: tuple[int, ...], num_kv_heads: int, *, equal: bool) -> Iterator["_Fields"]:
+    """For each layer of Gemma 4, the sizes in which it differs from the rest of config.json. The keys of
+    `per_layer_config` are numbers of layers, written with as many digits as the last one has."""
+    source, own = fields.source, dict[int, _Fields]()
+    if "per_layer_config" not in fields.values:
+        full = {"head_dim": fields.positive("global_head_dim")}
+        if equal:
+            full["num_key_value_heads"] = fields.positive("num_global_key_value_heads", num_kv_heads)
+        own = {layer: _Fields(full, source) for layer, window in enumerate(windows) if not window}
+    for key, sizes in (fields.section("per_layer_config") or {}).items():
+        layer = int(key) if re.fullmatch("[0-9]{1,5}", key) else len(windows)
+        if layer >= len(windows) or layer in own:
+            raise ModelError(f"{source}: per_layer_config must have layers below {len(windows)} as keys, each once")
+        if not isinstance(sizes, dict) or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
+            wanted = "head_dim and num_key_value_heads alone"
+            raise ModelError(f"{source}: per_layer_config of layer {layer} must have {wanted}, found {sizes!r:.80}")
+        own[layer] = _Fields(sizes, source)
+    return (own.get(layer, _Fields({}, source)) for layer in range(len(windows)))
 
 
 def _mla(fields: "_Fields") -> MlaConfig:
@@ -353,12 +412,15 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
     if is_chatglm:
         _translate_chatglm(values, config, source)
         values["tensor_names"] = "chatglm"
-    if "layer_norm_eps" in values:
-        values["rms_norm_eps"] = values["layer_norm_eps"]
-    found = values.get("hidden_activation", values.get("hidden_act", "silu"))
-    accepted = ("gelu_pytorch_tanh",) if known.fields.get("activation") == "gelu_tanh" else ("silu", "swish")
+    if config.get("rope_parameters") is None and not config.get("rope_scaling") and known.rope:
+        values["rope_parameters"] = known.rope
+    found, accepted = values.get("hidden_act", "silu"), ("silu", "swish")
+    if known.fields.get("activation") == "gelu_tanh":
+        found, accepted = values["hidden_activation"], ("gelu_pytorch_tanh",)
     if found not in accepted:
         raise ModelError(f"{source}: hidden_act {found!r} is not supported; only {accepted[0]} is")
+    if config.get("per_layer_config") and known is not _GEMMA4:
+        raise ModelError(f"{source}: per_layer_config is not supported for {family}: its layers must be alike")
     if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # that of images, which are not read
         raise ModelError(
             f"{source}: use_bidirectional_attention is not supported: a text is written from left to right"
@@ -386,14 +448,15 @@ def _translate_chatglm(values: dict[str, Any], config: Mapping[str, Any], source
 
 
 def _ropes(
-    fields: _Fields, family: str, head_dim: int, full_dim: int, windows: tuple[int, ...], num_layers: int
+    fields: _Fields, family: str, sliding_dim: int, full_dim: int, windows: tuple[int, ...]
 ) -> tuple[RopeConfig, tuple[RopeConfig, ...]]:
     """How most layers rotate, and how each does, where they differ."""
+    num_layers = fields.positive("num_hidden_layers")
     if _FAMILIES[family].ropes_differ:
         full = _rope(fields, family, full_dim, "full_attention")
-        sliding = _rope(fields, family, head_dim, "sliding_attention")
+        sliding = _rope(fields, family, sliding_dim, "sliding_attention")
         return full, tuple(sliding if window else full for window in windows or (0,) * num_layers)
-    rope = _rope(fields, family, head_dim)
+    rope = _rope(fields, family, full_dim)
     rotated: list[int] = [1] * num_layers
     if family == "cohere2":
         rotated = list(windows) or [0] * num_layers
@@ -414,18 +477,24 @@ def _rotated_layers(fields: _Fields, num_layers: int) -> list[int]:
 
 def _rope_section(fields: _Fields, kind: str | None) -> dict[str, Any]:
     """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before), over the rest of config.json;
-    those for one kind of layers, where each has its own."""
+    those for one kind of layers, where each has its own. Of the two, `rope_scaling` wins, as in transformers."""
     merged = dict(fields.values)
-    for key in ("rope_scaling", "rope_parameters"):
-        section = fields.section(key)
-        if kind is not None and section is not None and any(isinstance(one, dict) for one in section.values()):
+    given = {key: fields.section(key) or {} for key in ("rope_parameters", "rope_scaling")}
+    nested = {key for key, section in given.items() if any(isinstance(one, dict) for one in section.values())}
+    if kind is None:
+        if nested:
+            raise ModelError(f"{fields.source}: {min(nested)} must be the same for all layers of this model")
+        return merged | (given["rope_scaling"] or given["rope_parameters"])
+    if kind == "sliding_attention":
+        merged["rope_theta"] = fields.get("rope_local_base_freq", merged.get("rope_theta"))
+    for key, section in given.items():
+        if key in nested:
             section = section.get(kind)
             if not isinstance(section, dict):
                 raise ModelError(f"{fields.source}: {key} must have an object for {kind}")
         elif kind == "sliding_attention":  # before transformers 5, only layers without a window were stretched
-            merged["rope_theta"] = fields.get("rope_local_base_freq", merged.get("rope_theta"))
-            section = None
-        merged.update(section or {})
+            continue
+        merged |= section
     return merged
 
 
@@ -441,7 +510,7 @@ def _rope(fields: _Fields, family: str, head_dim: int, layer_kind: str | None = 
     rotary_dim = int(head_dim * (rope.number("partial_rotary_factor", 0.5) if is_glm else 1.0))
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelError(f"{fields.source}: head_dim {head_dim} gives an impossible rotary size of {rotary_dim}")
-    max_position = rope.positive("max_position_embeddings")
+    max_position = fields.positive("max_position_embeddings")
     original = rope.positive("original_max_position_embeddings", max_position)
     # Only YaRN may leave its factor to be inferred from the two lengths.
     if kind not in ("default", "yarn", "proportional") and rope.get("factor") is None:
@@ -473,15 +542,15 @@ def _rope(fields: _Fields, family: str, head_dim: int, layer_kind: str | None = 
     return rope_config
 
 
-def _sliding_windows(fields: _Fields, family: str, num_layers: int, *, stated: bool) -> tuple[int, ...]:
-    """Each layer's window; empty if there are none. `stated`: whether config.json names their size."""
+def _sliding_windows(fields: _Fields, family: str, num_layers: int) -> tuple[int, ...]:
+    """Each layer's window; empty if there are none."""
     known, types = _FAMILIES[family], _layer_types(fields, num_layers)
     if known.windows == "none" or fields.get("sliding_window") is None:
         return ()
     if known.windows == "switched" and not fields.flag("use_sliding_window", default=False):
         return ()
     window, context = fields.positive("sliding_window"), fields.positive("max_position_embeddings")
-    if stated and window > context:
+    if window > context and window != known.defaults.get("sliding_window"):  # Olmo 3's own default is beyond
         raise ModelError(f"{fields.source}: sliding_window {window} is beyond max_position_embeddings {context}")
     if known.windows == "all" or family == "qwen3_moe":
         return (window,) * num_layers
@@ -493,6 +562,8 @@ def _sliding_windows(fields: _Fields, family: str, num_layers: int, *, stated: b
     elif types is None:
         every = known.full_every and fields.positive("sliding_window_pattern", known.full_every)
         types = [not every or (layer + 1) % every != 0 for layer in range(num_layers)]
+        if known is _GEMMA4:
+            types[-1] = False  # its last layer always sees everything
     return tuple(window if slides else 0 for slides in types)
 
 
@@ -513,7 +584,7 @@ def _layer_types(fields: _Fields, num_layers: int) -> list[bool] | None:
 
 
 def _moe(fields: _Fields, family: str, num_layers: int) -> MoeConfig | None:
-    if _FAMILIES[family] is _DEEPSEEK:
+    if _FAMILIES[family].latent:
         moe = _deepseek_experts(fields, family, num_layers)
     elif family in ("mixtral", "gpt_oss", "qwen3_moe"):
         is_qwen, is_gpt_oss = family == "qwen3_moe", family == "gpt_oss"
@@ -543,8 +614,12 @@ def _deepseek_experts(fields: _Fields, family: str, num_layers: int) -> MoeConfi
     """Those of DeepSeek and of models built like it: shared experts, and experts in groups."""
     num_experts, inner = fields.positive("n_routed_experts"), fields.positive("moe_intermediate_size")
     groups, chosen = fields.positive("n_group", 1), fields.positive("topk_group", 1)
-    if family == "deepseek_v2" and fields.get("topk_method", "greedy") == "greedy":
-        groups = chosen = 1
+    if family == "deepseek_v2":
+        method = fields.get("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise ModelError(f"{fields.source}: topk_method {method!r:.40} is not supported")
+        if method == "greedy":
+            groups = chosen = 1
     if num_experts % groups or not chosen <= groups:
         raise ModelError(
             f"{fields.source}: {num_experts} experts cannot be in {groups} groups, {chosen} of them chosen"

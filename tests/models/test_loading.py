@@ -241,6 +241,7 @@ def test_only_plain_llamas_are_saved(tmp_path: Path) -> None:
             "intermediate_size": 8,
             "num_hidden_layers": 1,
             "num_attention_heads": 1,
+            "num_key_value_heads": 1,
         }
     )
     with pytest.raises(UsageError, match="only Llama models"):
