@@ -19,7 +19,7 @@ _MAX_NUMBER = 1e30
 _LEAST_ROPE_NUMBER = 1e-6
 _PLAIN_ROPE = RopeConfig(0)
 _ROPE_KINDS = tuple(kind for kind in get_args(RopeKind) if kind != "none")
-_NULLABLE = ("q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_NULLABLE: tuple[str, ...] = ("q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 _NULLABLE += ("num_key_value_heads", "n_group", "topk_group", "per_layer_config")
 """Keys whose explicit null switches off what the family has by default."""
 _MULTIMODAL = ("gemma3", "gemma4", "mistral3")
@@ -414,10 +414,10 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
         values["tensor_names"] = "chatglm"
     if config.get("rope_parameters") is None and not config.get("rope_scaling") and known.rope:
         values["rope_parameters"] = known.rope
-    found, accepted = values.get("hidden_act", "silu"), ("silu", "swish")
+    key, accepted = "hidden_act", ["silu", "swish"]
     if known.fields.get("activation") == "gelu_tanh":
-        found, accepted = values["hidden_activation"], ("gelu_pytorch_tanh",)
-    if found not in accepted:
+        key, accepted = "hidden_activation", ["gelu_pytorch_tanh"]
+    if (found := values.get(key, "silu")) not in accepted:
         raise ModelError(f"{source}: hidden_act {found!r} is not supported; only {accepted[0]} is")
     if config.get("per_layer_config") and known is not _GEMMA4:
         raise ModelError(f"{source}: per_layer_config is not supported for {family}: its layers must be alike")
@@ -489,12 +489,12 @@ def _rope_section(fields: _Fields, kind: str | None) -> dict[str, Any]:
         merged["rope_theta"] = fields.get("rope_local_base_freq", merged.get("rope_theta"))
     for key, section in given.items():
         if key in nested:
-            section = section.get(kind)
-            if not isinstance(section, dict):
+            own = section.get(kind)
+            if not isinstance(own, dict):
                 raise ModelError(f"{fields.source}: {key} must have an object for {kind}")
-        elif kind == "sliding_attention":  # before transformers 5, only layers without a window were stretched
-            continue
-        merged |= section
+            merged |= own
+        elif kind != "sliding_attention":  # before transformers 5, only layers without a window were stretched
+            merged |= section
     return merged
 
 

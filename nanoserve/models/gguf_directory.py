@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import math
 import struct
 from collections.abc import Mapping
 from functools import cache
@@ -18,32 +19,40 @@ ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of numbers that Llama 3's rotary frequencies are divided by."""
 
 _FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "glm4": "glm4"}
-_CONFIG_KEYS = {
+# Keys of config.json -> keys of GGUF behind the architecture's name, all for whole numbers.
+_NEEDED_SIZES = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
+_OTHER_SIZES = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
+}
+_EXPERT_SIZES = {
     "num_experts": "expert_count",
-    "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
 }
-"""Keys of config.json -> keys of GGUF behind the architecture's name."""
 
-_SAMPLING_KEYS = {
-    "temperature": "temp",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "penalty_repeat",
+_ROPE_KEYS = {
+    *("dimension_count", "freq_base", "scale_linear", "scaling.type", "scaling.factor", "scaling.finetuned"),
+    *("scaling.original_context_length", "scaling.attn_factor", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow"),
+    *("scaling.yarn_ext_factor", "scaling.yarn_attn_factor", "scaling.yarn_log_multiplier"),
 }
-"""Keys of generation_config.json -> keys of GGUF behind general.sampling."""
+"""Keys behind the architecture's name and `rope.` that are known; another one would change the angles of positions."""
+
+_SAMPLING_KEYS: Mapping[str, tuple[str, type[int] | type[float]]] = {
+    "temperature": ("temp", float),
+    "top_k": ("top_k", int),
+    "top_p": ("top_p", float),
+    "min_p": ("min_p", float),
+    "repetition_penalty": ("penalty_repeat", float),
+}
+"""Keys of generation_config.json -> keys of GGUF behind general.sampling, and what they hold."""
 _CARD_SAMPLING = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
 """Recommendations of model cards by general.basename, for chat models whose files have none."""
 
@@ -82,99 +91,146 @@ def gguf_directory(path: Path) -> Path:
     atexit.register(remove_directory, directory)
     (directory / LINK_NAME).symlink_to(path.absolute())
     replace_file(directory / "config.json", json.dumps(config))
-    if sampling := _sampling(file.metadata):
+    if sampling := _sampling(file):
         replace_file(directory / "generation_config.json", json.dumps({"do_sample": True} | sampling))
     _write_tokenizer(file, directory)
     return directory
 
 
 def _config(file: GgufFile) -> dict[str, Any]:
-    metadata = file.metadata
     architecture = file.get("general.architecture", str, "")
     if architecture not in _FAMILIES:
         raise file.fail(f"architecture {architecture!r:.80} is not supported; supported: {', '.join(_FAMILIES)}")
-    config = {key: metadata.get(f"{architecture}.{name}") for key, name in _CONFIG_KEYS.items()}
-    family = _FAMILIES[architecture]
-    if architecture == "llama":
-        family = "mixtral" if config["num_experts"] else "mistral" if config["sliding_window"] else "llama"
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise file.fail("tensor token_embd.weight is missing")
+    config: dict[str, Any] = {key: file.need(f"{architecture}.{name}", int) for key, name in _NEEDED_SIZES.items()}
+    config |= {key: file.find(f"{architecture}.{name}", int) for key, name in _OTHER_SIZES.items()}
     if config["head_dim"] is None:
         del config["head_dim"]
+    family = _FAMILIES[architecture]
+    if architecture == "llama" and config["sliding_window"]:
+        family = "mistral"
+    if file.get(f"{architecture}.expert_count", int, 0) or family == "qwen3_moe":
+        config |= _experts(file, architecture)
+        family = "mixtral" if architecture == "llama" else family
     types = {name.removesuffix(".weight"): one.type.name for name, one in file.tensors.items() if one.type.size > 1}
     ends = (file.get(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot"))
     return config | {
         "model_type": family,
         "tensor_names": "gguf",
         "vocab_size": embedding.shape[0],
+        "rms_norm_eps": file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float),
         "dtype": "float16",
         "quantization_config": {"quant_method": "gguf", "tensor_types": types} if types else None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "norm_topk_prob": True,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": file.find("tokenizer.ggml.bos_token_id", int),
         "eos_token_id": [token for token in dict.fromkeys(ends) if token >= 0],
-        "rope_parameters": _rope(file, architecture),
+        "rope_parameters": _rope(file, architecture) | _rope_scaling(file, f"{architecture}.rope."),
     }
 
 
+def _experts(file: GgufFile, architecture: str) -> dict[str, Any]:
+    """The sizes of a mixture of experts; those of Mixtral are as large as the file's feed-forward part."""
+    names = dict(_EXPERT_SIZES)
+    if architecture == "llama":
+        del names["moe_intermediate_size"]
+    sizes = {key: file.need(f"{architecture}.{name}", int) for key, name in names.items()}
+    return {**sizes, "num_local_experts": sizes["num_experts"], "norm_topk_prob": True}
+
+
 def _rope(file: GgufFile, architecture: str) -> dict[str, Any]:
+    """How fast which dimensions of a head turn."""
     heads = file.get(f"{architecture}.attention.head_count", int, 0) or 1
     whole = file.get(f"{architecture}.embedding_length", int, 0) // heads
     head_dim = file.get(f"{architecture}.attention.key_length", int, whole)
     rotated = file.get(f"{architecture}.rope.dimension_count", int, head_dim)
-    rope: dict[str, Any] = {"partial_rotary_factor": rotated / head_dim if head_dim else 1.0}
+    rope: dict[str, Any] = {
+        "rope_theta": file.get(f"{architecture}.rope.freq_base", float, 10000.0),
+        "partial_rotary_factor": rotated / head_dim if head_dim else 1.0,
+    }
     if factors := file.tensors.get(ROPE_FACTORS):
         if factors.type.name != "F32":
             raise file.fail(f"tensor {ROPE_FACTORS} is {factors.type.name}, not F32")
         stored = factors.data[factors.offset : factors.offset + factors.num_bytes]
         rope["frequency_factors"] = [factor for (factor,) in struct.iter_unpack("<f", stored)]
-    scaling = f"{architecture}.rope.scaling"
-    if (kind := file.metadata.get(f"{scaling}.type", "none")) != "none":
-        rope |= {"rope_type": kind, "factor": file.metadata.get(f"{scaling}.factor")}
-        rope["original_max_position_embeddings"] = file.metadata.get(f"{scaling}.original_context_length")
     return rope
 
 
-def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: metadata.get(f"general.sampling.{name}") for key, name in _SAMPLING_KEYS.items()}
+def _rope_scaling(file: GgufFile, prefix: str) -> dict[str, Any]:
+    """How a longer context is made of the trained one, as llama.cpp reads it: a factor without a type is linear, one of
+    0 is none, and type none ignores it."""
+    for key in file.metadata:
+        if key.startswith(prefix) and key.removeprefix(prefix) not in _ROPE_KEYS:
+            raise file.fail(f"{key:.80} is not supported")
+    kind = file.get(f"{prefix}scaling.type", str, "linear")
+    factor = file.find(f"{prefix}scaling.factor", float)
+    if factor is None:
+        factor = file.get(f"{prefix}scale_linear", float, 0.0)  # its name in old files
+    if kind == "none" or (kind in ("linear", "yarn") and not factor):
+        kind, factor = "default", 1.0
+    _refuse_rope_numbers(file, f"{prefix}scaling.", kind)
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind != "yarn":
+        return scaling
+    magnitude = 1.0 + 0.1 * math.log(factor) if factor > 0 else 1.0
+    return scaling | {
+        "original_max_position_embeddings": file.find(f"{prefix}scaling.original_context_length", int),
+        "attention_factor": file.get(f"{prefix}scaling.attn_factor", float, 1.0) * magnitude,
+        "beta_fast": file.find(f"{prefix}scaling.yarn_beta_fast", float),
+        "beta_slow": file.find(f"{prefix}scaling.yarn_beta_slow", float),
+    }
+
+
+def _refuse_rope_numbers(file: GgufFile, prefix: str, kind: str) -> None:
+    """Raise ModelError for numbers that would change the result and cannot be followed. Versions of llama.cpp do not
+    agree on what yarn_attn_factor and yarn_log_multiplier do to these architectures."""
+    is_yarn = kind == "yarn"
+    followed = {"yarn_attn_factor": (1.0,), "yarn_log_multiplier": (0.0,), "yarn_ext_factor": (float(is_yarn), -1.0)}
+    if not is_yarn:
+        followed["attn_factor"] = (1.0,)
+    for name, numbers in followed.items():
+        found = file.get(f"{prefix}{name}", float, numbers[0])
+        if found not in numbers:
+            raise file.fail(f"{prefix}{name} of {found:g} is not supported with rope scaling of type {kind}")
+
+
+def _sampling(file: GgufFile) -> dict[str, Any]:
+    found = {key: file.find(f"general.sampling.{name}", kind) for key, (name, kind) in _SAMPLING_KEYS.items()}
     given = {key: value for key, value in found.items() if value is not None}
-    card = _CARD_SAMPLING.get(metadata.get("general.basename", ""), {})
-    return given or (card if "tokenizer.chat_template" in metadata else {})
+    card = _CARD_SAMPLING.get(file.get("general.basename", str, ""), {})
+    return given or (card if "tokenizer.chat_template" in file.metadata else {})
 
 
 # ------------------------------------------------------------------------------------ The tokenizer
 
 
 def _write_tokenizer(file: GgufFile, directory: Path) -> None:
-    metadata = file.metadata
-    kind = metadata.get("tokenizer.ggml.model")
+    kind = file.find("tokenizer.ggml.model", str)
     if kind == "none":
         return
     tokens = _listed(file, "tokens", str)
     types = _listed(file, "token_type", int, len(tokens))
-    named = {f"{name}_token": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
-    settings: dict[str, Any] = {
-        name: tokens[number] for name, number in named.items() if isinstance(number, int) and 0 <= number < len(tokens)
-    }
+    named = {f"{name}_token": file.get(f"tokenizer.ggml.{key}_token_id", int, -1) for name, key in _NAMED.items()}
+    settings: dict[str, Any] = {name: tokens[number] for name, number in named.items() if 0 <= number < len(tokens)}
     settings["added_tokens_decoder"] = {
         str(number): {"content": token, "special": token_type == _CONTROL}
         for number, (token, token_type) in enumerate(zip(tokens, types, strict=True))
         if token_type in (_CONTROL, _USER_DEFINED)
     }
-    adds_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"  # as llama.cpp assumes
-    settings["add_bos_token"] = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
-    settings["add_eos_token"] = metadata.get("tokenizer.ggml.add_eos_token", False)
+    adds_bos = kind == "llama" or file.find("tokenizer.ggml.pre", str) == "llama-bpe"  # as llama.cpp assumes
+    settings["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, adds_bos)
+    settings["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", bool, False)
     if template := file.get("tokenizer.chat_template", str, ""):
         settings["chat_template"] = template
     if kind == "gpt2":
         replace_file(directory / "tokenizer.json", _byte_level_tokenizer(file, tokens, settings))
     elif kind == "llama":
         scores = _listed(file, "scores", float, len(tokens))
-        prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+        prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
         try:
-            replace_file(directory / "tokenizer.model", _sentencepiece_model(tokens, scores, types, prefix))
+            replace_file(directory / "tokenizer.model", _sentencepiece_model(tokens, scores, types, prefix=prefix))
         except (ValueError, OverflowError) as error:
             raise file.fail(f"the tokenizer's scores or types are damaged ({error})") from error
     else:
@@ -187,12 +243,12 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 def _listed(file: GgufFile, name: str, kind: type[Item], count: int | None = None) -> list[Item]:
     """The tokenizer's list of that name, whose items are of one kind; with a count, one for each token."""
-    value = file.metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+    value: Any = file.metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, list | memoryview) or not all(type(item) is kind for item in value):
         raise file.fail(f"tokenizer.ggml.{name} is missing or not a list of {kind.__name__}")
     if count not in (None, len(value)):
         raise file.fail(f"the tokenizer has {count} tokens, but tokenizer.ggml.{name} has {len(value)}")
-    return value
+    return list(value)
 
 
 def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[str, Any]) -> str:
@@ -204,6 +260,9 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
         raise file.fail(f"pre-tokenizer {words!r:.80} is not supported; supported: {', '.join(_WORDS)}")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in _listed(file, "merges", str))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
+    for left, right in pairs:  # the library checks both halves, and panics without the whole
+        if left + right not in vocabulary:
+            raise file.fail(f"the tokenizer's merges do not fit its tokens ({left + right!r:.80} is none)")
     try:
         model = models.BPE(vocabulary, pairs, ignore_merges=words == "llama-bpe")
     except Exception as error:  # the library raises nothing more specific
@@ -223,10 +282,10 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     return text
 
 
-def _sentencepiece_model(tokens: list[str], scores: list[float], types: list[int], prefix: Any) -> bytes:
+def _sentencepiece_model(tokens: list[str], scores: list[float], types: list[int], *, prefix: bool) -> bytes:
     """A sentencepiece model of these pieces, in the wire format of protocol buffers (sentencepiece_model.proto)."""
     bpe, byte_fallback = _integer(3, 2), _integer(35, int(types.count(_BYTE) == 256))
-    normalizer = _text(1, b"identity") + _integer(3, int(bool(prefix))) + _integer(4, 0) + _integer(5, 1)
+    normalizer = _text(1, b"identity") + _integer(3, int(prefix)) + _integer(4, 0) + _integer(5, 1)
     pieces = (
         _text(1, _text(1, token.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", score) + _integer(3, token_type))
         for token, score, token_type in zip(tokens, scores, types, strict=True)

@@ -17,6 +17,8 @@ from nanoserve.errors import ModelError
 from nanoserve.quantization import BLOCK_TYPES, BlockType
 
 Item = TypeVar("Item")
+Metadata = int | float | bool | str | list[str] | memoryview
+"""A value of the header; arrays of numbers are views of the mapped file."""
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -73,13 +75,14 @@ class GgufFile:
         except (OSError, ValueError) as error:  # an empty file cannot be mapped
             raise ModelError(f"{path}: cannot be read as GGUF ({error})") from error
         self._position = 0
-        self.metadata: dict[str, Any] = {}
+        self.metadata: dict[str, Metadata] = {}
         self.tensors: dict[str, GgufTensor] = {}
         self._read_header()
-        if is_first and self.metadata.get("split.count", 0) not in (0, 1):  # joined files keep the key, as 0
-            self._add_other_files(self.metadata["split.count"])
+        count = self.get("split.count", int, 0)
+        if is_first and count not in (0, 1):  # joined files keep the key, as 0
+            self._add_other_files(count)
 
-    def _add_other_files(self, count: Any) -> None:
+    def _add_other_files(self, count: int) -> None:
         first = _FIRST_OF_SEVERAL.fullmatch(self.path.name)
         if first is None or int(first[2]) != count:
             name = f"-00001-of-{count!s:0>5.9}.gguf"
@@ -91,12 +94,27 @@ class GgufFile:
                 raise other.fail(f"tensor {min(known)!r:.80} is also in an earlier file of the model")
             self.tensors |= other.tensors
 
-    def get(self, key: str, kind: type[Item], default: Item) -> Item:
-        """The metadata under that key."""
-        value = self.metadata.get(key, default)
-        if not isinstance(value, kind):
-            raise self.fail(f"{key} must be of type {kind.__name__}, not {value!r:.40}")
+    def find(self, key: str, kind: type[Item]) -> Item | None:
+        """The metadata under that key, if there are any; a whole number is a float, too, but true and false are not
+        numbers."""
+        value = self.metadata.get(key)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if value is not None and type(value) is not kind:
+            raise self.fail(f"{key} must be of type {kind.__name__}, not {_shown(value)}")
         return value
+
+    def get(self, key: str, kind: type[Item], default: Item) -> Item:
+        """The metadata under that key, or the default."""
+        found = self.find(key, kind)
+        return default if found is None else found
+
+    def need(self, key: str, kind: type[Item]) -> Item:
+        """The metadata under that key, which must be there."""
+        found = self.find(key, kind)
+        if found is None:
+            raise self.fail(f"{key} is missing")
+        return found
 
     def fail(self, problem: str) -> ModelError:
         return ModelError(f"{self.path}: {problem}")
@@ -116,8 +134,8 @@ class GgufFile:
                 raise self.fail(f"metadata key {key!r:.80} occurs twice")
             self.metadata[key] = self._value(self._number("I"))
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
-            raise self.fail(f"general.alignment must be a multiple of 8, not {alignment!r:.80}")
+        if type(alignment) is not int or alignment <= 0 or alignment % 8:
+            raise self.fail(f"general.alignment must be a multiple of 8, not {_shown(alignment)}")
         described = [self._tensor() for _ in range(num_tensors)]
         start = -(-self._position // alignment) * alignment
         for tensor in described:
@@ -157,17 +175,26 @@ class GgufFile:
 
     # ------------------------------------------------------------------------------------ Reading bytes in order
 
-    def _take(self, count: int) -> bytes:
+    def _skip(self, count: int) -> int:
+        """Go on by so many bytes. Where they begin."""
         if count > len(self.data) - self._position:
             raise self.fail("the file ends in its header, it is truncated")
         self._position += count
-        return self.data[self._position - count : self._position]
+        return self._position - count
+
+    def _take(self, count: int) -> bytes:
+        first = self._skip(count)
+        return self.data[first : first + count]
 
     def _number(self, character: str) -> Any:
-        return self._numbers(character, 1)[0]
+        return struct.unpack(f"<{character}", self._take(struct.calcsize(f"<{character}")))[0]
 
-    def _numbers(self, character: str, count: int) -> tuple[Any, ...]:
-        return struct.unpack(f"<{count}{character}", self._take(count * struct.calcsize(f"<{character}")))
+    def _numbers(self, character: Any, count: int) -> memoryview:
+        """A view of numbers in the mapped file: they take no memory of their own."""
+        size = count * struct.calcsize(f"<{character}")
+        first = self._skip(size)
+        view: memoryview = memoryview(self.data)[first : first + size].cast(character)
+        return view
 
     def _string(self, most: int | None = None) -> str:
         length = self._number("Q")
@@ -178,18 +205,23 @@ class GgufFile:
         except UnicodeDecodeError as error:
             raise self.fail("a text in the header is not UTF-8") from error
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int) -> Metadata:
         if kind in _SCALARS:
-            return self._number(_SCALARS[kind])
+            number: Metadata = self._number(_SCALARS[kind])
+            return number
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
             raise self.fail(f"metadata of the unknown type {kind}")
         kind, count = self._number("I"), self._number("Q")
         if kind in _SCALARS:
-            return list(self._numbers(_SCALARS[kind], count))
+            return self._numbers(_SCALARS[kind], count)
         if kind != _STRING:
             raise self.fail(f"a metadata array of the type {kind}, which is not read")
         if count > len(self.data) // 8:  # each string has a length of 8 bytes
             raise self.fail("the file ends in its header, it is truncated")
         return [self._string() for _ in range(count)]
+
+
+def _shown(value: Metadata) -> str:
+    return "an array" if isinstance(value, list | memoryview) else f"{value!r:.40}"

@@ -2,6 +2,7 @@
 
 import shutil
 import struct
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,9 +140,9 @@ METADATA = st.one_of(
     st.integers(-3, 1 << 64),
     st.floats(),
     st.text(max_size=4),
-    st.lists(st.integers(-1, 9), max_size=3),
+    st.lists(st.integers(-1, 9), max_size=3).map(lambda numbers: memoryview(array("q", numbers))),
     st.lists(st.text(max_size=3), max_size=3),
-    st.lists(st.floats(), max_size=3),
+    st.lists(st.floats(), max_size=3).map(lambda numbers: memoryview(array("d", numbers))),
 )
 
 
@@ -151,7 +152,8 @@ def test_any_metadata_are_an_error_or_a_model(
     data: st.DataObject, sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = GgufFile(sound)
-    keys = st.sampled_from([*found.metadata, "llama.rope.scaling.type", "llama.expert_count", "tokenizer.ggml.pre"])
+    more = ["llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.expert_count", "tokenizer.ggml.pre"]
+    keys = st.sampled_from([*found.metadata, *more, "general.basename"])
     changes = data.draw(st.dictionaries(keys, METADATA, min_size=1, max_size=2))
     if data.draw(st.booleans()):  # the other kind of tokenizer
         changes |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": data.draw(METADATA)}

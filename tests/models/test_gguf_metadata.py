@@ -1,0 +1,237 @@
+"""Metadata of GGUF files: rope scaling as llama.cpp reads it, missing keys, and values of other types."""
+
+import math
+import struct
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoserve.config import ModelConfig
+from nanoserve.errors import ModelError
+from nanoserve.models.decoder import RotaryEmbedding
+from nanoserve.models.gguf_directory import gguf_config, gguf_directory
+from nanoserve.models.gguf_file import GgufFile
+from nanoserve.processes.temporary import remove_directory
+from tests.models.test_gguf_bad_input import entry, file, tensor, text
+
+U32, I32, FLOAT, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9
+PLAIN: Mapping[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 1,
+    "llama.context_length": 4096,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 32,
+    "llama.attention.head_count": 1,
+    "llama.attention.layer_norm_rms_epsilon": 2.0**-17,
+    "llama.rope.freq_base": 5e5,
+}
+
+
+def written(tmp_path: Path, metadata: Mapping[str, Any]) -> Path:
+    """A file with these metadata and the tensor that tells the size of a vocabulary."""
+    path = tmp_path / "model.gguf"
+    entries = [described(key, value) for key, value in metadata.items()]
+    path.write_bytes(file(entries, [tensor("token_embd.weight", (8, 64))], 2048))
+    return path
+
+
+def described(key: str, value: Any) -> bytes:
+    if isinstance(value, bool):
+        return entry(key, BOOL, struct.pack("<?", value))
+    if isinstance(value, int):
+        return entry(key, I32, struct.pack("<i", value))
+    if isinstance(value, float):
+        return entry(key, FLOAT, struct.pack("<f", value))
+    if isinstance(value, str):
+        return entry(key, STRING, text(value))
+    if value and isinstance(value[0], str):
+        return entry(key, ARRAY, struct.pack("<IQ", STRING, len(value)) + b"".join(map(text, value)))
+    kind, letter = (FLOAT, "f") if value and isinstance(value[0], float) else (U32, "I")
+    return entry(key, ARRAY, struct.pack(f"<IQ{len(value)}{letter}", kind, len(value), *value))
+
+
+def angles_of_llama_cpp(
+    factor: float, beta_fast: float = 32.0, beta_slow: float = 1.0, original: int = 4096
+) -> list[float]:
+    """Its rope_yarn for a mixture of 1 (ext_factor): radians per position of each pair of a head of 64."""
+
+    def corrected(turns: float) -> float:
+        return 64 * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(5e5))
+
+    low, high = max(0, math.floor(corrected(beta_fast))), min(63, math.ceil(corrected(beta_slow)))
+    angles = []
+    for pair in range(32):
+        plain = 5e5 ** (-2 * pair / 64)
+        mixed = 1 - min(1.0, max(0.0, (pair - low) / max(0.001, high - low)))
+        angles.append(plain / factor * (1 - mixed) + plain * mixed)
+    return angles
+
+
+PLAIN_ANGLES = [5e5 ** (-2 * pair / 64) for pair in range(32)]
+QUARTERS = [angle / 4 for angle in PLAIN_ANGLES]
+YARN = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 1024}
+MAGNITUDE = 1 + 0.1 * math.log(4)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "angles", "magnitude"),
+    [
+        ({}, PLAIN_ANGLES, 1.0),
+        ({"scale_linear": 4.0}, QUARTERS, 1.0),
+        ({"scaling.factor": 4.0}, QUARTERS, 1.0),
+        ({"scaling.factor": 4.0, "scale_linear": 8.0}, QUARTERS, 1.0),
+        ({"scaling.type": "linear", "scale_linear": 4.0}, QUARTERS, 1.0),
+        ({"scaling.type": "linear", "scaling.factor": 4.0, "scaling.finetuned": True}, QUARTERS, 1.0),
+        ({"scaling.type": "linear"}, PLAIN_ANGLES, 1.0),
+        ({"scaling.factor": 0.0}, PLAIN_ANGLES, 1.0),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, PLAIN_ANGLES, 1.0),
+        ({"scaling.type": "yarn"}, PLAIN_ANGLES, 1.0),
+        ({"scaling.type": "yarn", "scale_linear": 4.0}, angles_of_llama_cpp(4.0), MAGNITUDE),
+        (YARN, angles_of_llama_cpp(4.0, original=1024), MAGNITUDE),
+        ({**YARN, "scaling.attn_factor": 0.75}, angles_of_llama_cpp(4.0, original=1024), 0.75 * MAGNITUDE),
+        (
+            {**YARN, "scaling.yarn_ext_factor": 1.0, "scaling.yarn_attn_factor": 1.0},
+            angles_of_llama_cpp(4.0, original=1024),
+            MAGNITUDE,
+        ),
+        (
+            {**YARN, "scaling.yarn_beta_fast": 16.0, "scaling.yarn_beta_slow": 2.0},
+            angles_of_llama_cpp(4.0, 16.0, 2.0, 1024),
+            MAGNITUDE,
+        ),
+    ],
+)
+def test_positions_turn_as_in_llama_cpp(
+    metadata: dict[str, Any], angles: list[float], magnitude: float, tmp_path: Path
+) -> None:
+    more = {f"llama.rope.{key}": value for key, value in metadata.items()}
+    rotary = RotaryEmbedding(gguf_config(written(tmp_path, {**PLAIN, **more})).rope)
+    assert rotary.inverse_frequencies.tolist() == pytest.approx(angles, rel=2e-6)
+    assert rotary.attention_factor == pytest.approx(magnitude)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "complaint"),
+    [
+        ({"scaling.type": "longrope"}, "rope type 'longrope' is not supported"),
+        ({"scaling.factor": -4.0}, "rope factor and rope_theta must be positive"),
+        ({**YARN, "scaling.factor": -4.0}, "rope factor and rope_theta must be positive"),
+        ({"scaling.attn_factor": 0.5}, "scaling.attn_factor of 0.5 is not supported with rope scaling of type default"),
+        ({"scale_linear": 4.0, "scaling.attn_factor": 0.5}, "scaling.attn_factor of 0.5 is not supported with"),
+        ({"scaling.factor": 4.0, "scaling.yarn_ext_factor": 1.0}, "scaling.yarn_ext_factor of 1 is not supported with"),
+        ({**YARN, "scaling.yarn_ext_factor": 0.5}, "scaling.yarn_ext_factor of 0.5 is not supported with"),
+        ({**YARN, "scaling.yarn_attn_factor": 0.5}, "scaling.yarn_attn_factor of 0.5 is not supported with"),
+        ({**YARN, "scaling.yarn_log_multiplier": 0.1}, "scaling.yarn_log_multiplier of 0.1 is not supported with"),
+        ({"scaling.alpha": 2.0}, "llama.rope.scaling.alpha is not supported"),
+        ({"dimension_sections": [8, 8, 8, 8]}, "llama.rope.dimension_sections is not supported"),
+    ],
+)
+def test_angles_that_cannot_be_followed_are_refused(metadata: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    path = written(tmp_path, {**PLAIN, **{f"llama.rope.{key}": value for key, value in metadata.items()}})
+    with pytest.raises(ModelError, match=complaint) as refusal:
+        gguf_config(path)
+    assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("key", [key for key in PLAIN if key not in ("general.architecture", "llama.rope.freq_base")])
+def test_what_llama_cpp_needs_is_not_assumed(key: str, tmp_path: Path) -> None:
+    """Those without which it does not load a file; it takes a rope.freq_base of 10,000."""
+    left = {other: value for other, value in PLAIN.items() if other != key}
+    with pytest.raises(ModelError, match=f"{key} is missing"):
+        gguf_config(written(tmp_path, left))
+
+
+def test_what_llama_cpp_assumes_is_assumed_for_every_family(tmp_path: Path) -> None:
+    """Mixtral's configuration class takes a rope_theta of a million, and eight heads of keys."""
+    left = {key: value for key, value in PLAIN.items() if key != "llama.rope.freq_base"} | {
+        "llama.attention.head_count": 2
+    }
+    assert gguf_config(written(tmp_path, left)).rope.theta == 1e4
+    found = gguf_config(written(tmp_path, {**left, "llama.expert_count": 4, "llama.expert_used_count": 2}))
+    assert (found.family, found.rope.theta, found.num_kv_heads) == ("mixtral", 1e4, 2)
+    with pytest.raises(ModelError, match=r"llama\.expert_used_count is missing"):
+        gguf_config(written(tmp_path, {**left, "llama.expert_count": 4}))
+
+
+class Asked(dict[str, Any]):
+    """Metadata that remember which keys were looked up."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.keys_asked = set[str]()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_asked.add(key)
+        return super().get(key, default)
+
+
+VOCABULARY = {
+    "tokenizer.ggml.tokens": [*"abcdefg", "ab"],
+    "tokenizer.ggml.token_type": [3, 3, 1, 1, 1, 1, 1, 1],
+    "tokenizer.ggml.scores": [-1.0] * 8,
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.pre": "qwen2",
+    "tokenizer.chat_template": "{{ messages }}",
+}
+
+
+def test_a_value_of_another_type_is_one_line_whatever_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = (True, -1, 2.5, "x", memoryview(bytes(8)), memoryview(bytes(8)).cast("f"), ["a", "b"])
+    lines = set()
+    for model in ("llama", "gpt2"):
+        path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": model})
+        found = GgufFile(path)
+        monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path, found=found: found)
+        asked = Asked(found.metadata)
+        found.metadata = asked
+        remove_directory(gguf_directory.__wrapped__(path))
+        assert {"general.basename", "general.sampling.temp", "tokenizer.ggml.add_bos_token"} < asked.keys_asked
+        for key in asked.keys_asked:
+            for value in others:
+                found.metadata = {**asked, key: value}
+                try:
+                    remove_directory(gguf_directory.__wrapped__(path))
+                except ModelError as refusal:
+                    lines.add(str(refusal))
+    assert all(line.startswith(f"{path}: ") and "\n" not in line and "<memory" not in line for line in lines)
+    assert f"{path}: general.basename must be of type str, not an array" in lines
+    assert f"{path}: llama.block_count must be of type int, not True" in lines
+
+
+@pytest.mark.parametrize("merges", [["a c"], ["a x"], ["a"], [""], [" a"]])
+def test_merges_that_make_no_token_are_one_line(merges: list[str], tmp_path: Path) -> None:
+    path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": merges})
+    with pytest.raises(ModelError, match="the tokenizer's merges do not fit its tokens") as refusal:
+        gguf_directory.__wrapped__(path)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("letter", "BbHhIifd?Qq")
+def test_arrays_of_numbers_take_no_memory(letter: str, tmp_path: Path) -> None:
+    kind = {"B": 0, "b": 1, "H": 2, "h": 3, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10, "q": 11, "d": 12}[letter]
+    count = 200_000
+    numbers = struct.pack(f"<IQ{count}{letter}", kind, count, *[1] * (count - 1), 0)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(
+        file([entry("k", ARRAY, numbers), entry("x" * 5, U32, struct.pack("<I", 7))], [tensor("w", (4, 16))])
+    )
+    tracemalloc.start()
+    try:
+        found = GgufFile(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    array = found.metadata["k"]
+    assert isinstance(array, memoryview) and (len(array), array[0], array[-1]) == (count, 1, 0)
+    assert found.metadata["x" * 5] == 7
+    assert peak < 100_000
+
+
+def test_a_generated_directory_reads_as_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, {**PLAIN, **VOCABULARY, "tokenizer.ggml.model": "llama", "llama.rope.scale_linear": 4.0})
+    directory = gguf_directory.__wrapped__(path)
+    assert ModelConfig.from_directory(directory) == gguf_config(path)
+    remove_directory(directory)
