@@ -305,3 +305,10 @@ def test_an_engine_that_finds_no_user_is_closed(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ModelError, match="does not fit"):
         LLM(eager=True, kv_cache_memory=1 << 20, max_model_len=64)
     assert len(closed) == 1
+
+
+def test_variables_are_for_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOSERVE_BLOCK_SIZE", "32")
+    monkeypatch.setenv("NANOSERVE_POLICY", "no such policy")
+    with LLM() as llm:
+        assert (llm.engine_config.block_size, llm.engine_config.policy) == (16, None)

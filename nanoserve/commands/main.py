@@ -47,7 +47,8 @@ HELP = """A compact LLM inference engine.
   nanoserve simulate --policy sarathi,throttling  policies on any hardware
   nanoserve plan -m qwen3-32b --hardware l4 --gpus 8   parallel layouts
 
-A flag can also be set by the environment variable that its help names.
+A flag can also be set by the environment variable that its help names. These
+variables are for commands: LLM() in Python takes arguments instead.
 """
 BENCH_HELP = """Measure: alone, beside other engines, before and after a change. Without a benchmark's name: latency.
 

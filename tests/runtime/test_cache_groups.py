@@ -183,7 +183,16 @@ def test_what_takes_no_groups_keeps_all_positions_and_is_named(settings: dict, r
     assert with_cache_groups(config, engine).cache_groups.windows == ((9, 0) if reason is None else (0,))
 
 
-@pytest.mark.parametrize("settings", [{"policy": "hybrid"}, {"host_kv_memory": 1 << 20, "tensor_parallel": 2}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": "hybrid"},
+        {"host_kv_memory": 1 << 20, "tensor_parallel": 2},
+        {"speculate": "eagle:head"},
+        {"speculate": "medusa:heads"},
+        {"speculate": "draft:storyteller-draft"},
+    ],
+)
 def test_what_takes_no_layers_of_several_shapes_is_refused_by_name(settings: dict) -> None:
     config, engine = windowed("two shapes").config, EngineConfig(**settings)
     with pytest.raises(UsageError) as refusal:
