@@ -39,10 +39,11 @@ class LLM:
 
     ``model`` is a directory, a Hugging Face id, ``dummy:NAME``, None for the bundled storyteller, or what
     `resolve_model` found. ``progress`` is called with (stage, done, total) while downloading and loading. ``settings``
-    are the fields of EngineConfig; variables such as NANOSERVE_POLICY set those of commands, never these. If these leave layout or policy open, ``choice`` says what was chosen and why: for a
-    batch of the lengths that ``expected`` returns when it is called with the tokenizer and the longest sequence in
-    tokens, or without it for requests that come one by one. Raises ModelError if the model cannot be used, UsageError
-    if a setting is not valid for this model or machine.
+    are the fields of EngineConfig; environment variables such as NANOSERVE_POLICY are for commands and set none. If
+    these leave layout or policy open, ``choice`` says what was chosen and why: for a batch of the lengths that
+    ``expected`` returns when it is called with the tokenizer and the longest sequence in tokens, or without it for
+    requests that come one by one. Raises ModelError if the model cannot be used, UsageError if a setting is not valid
+    for this model or machine.
     """
 
     def __init__(
