@@ -83,14 +83,18 @@ class Quantization:
         version = config.get("version", "gemm")
         if method == "awq" and str(version).lower() != "gemm":
             raise ModelError(f"{source}: AWQ of version {version!r:.20} is not read; only gemm is")
-        older = method == "gptq" and config.get("checkpoint_format", "gptq") != "gptq_v2"
-        return cls(method, bits, group, zero_is_stored_less_one=older)
+        packing = config.get("checkpoint_format") or "gptq"
+        if method == "gptq" and (packing not in ("gptq", "gptq_v2") or config.get("is_marlin_format")):
+            raise ModelError(f"{source}: GPTQ in the format {packing!r:.20} is not read; only gptq and gptq_v2 are")
+        return cls(method, bits, group, zero_is_stored_less_one=method == "gptq" and packing == "gptq")
 
     @classmethod
     def _of_compressed_tensors(cls, config: Mapping[str, Any], source: str) -> "Quantization":
         groups = config.get("config_groups")
         schemes = list(groups.values()) if isinstance(groups, dict) else []
-        weights = schemes[0].get("weights") if len(schemes) == 1 and isinstance(schemes[0], dict) else None
+        # A group of attention alone has no weights: it is about the cache.
+        found = [one["weights"] for one in schemes if isinstance(one, dict) and one.get("weights") is not None]
+        weights = found[0] if len(found) == 1 else None
         if not isinstance(weights, dict):
             raise ModelError(f"{source}: quantization_config must have one entry of config_groups with weights")
         stored, bits, kind = config.get("format"), weights.get("num_bits"), weights.get("type")

@@ -99,6 +99,11 @@ class LayerShape(NamedTuple):
     has_kv: bool
 
 
+_QUANTIZER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Settings that AutoGPTQ and AutoAWQ wrote to files of their own, before config.json had a section for them; and the
+methods of files that name none."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """What generation_config.json recommends; None where it says nothing."""
@@ -300,7 +305,8 @@ class ModelConfig:
         if not path.is_file():
             raise ModelError(f"{directory}: no config.json; this is not a Hugging Face model directory")
         generation_config = read_optional_json_object(directory / "generation_config.json")
-        return cls.from_hf(read_json_object(path), generation_config, source=str(path))
+        config = _with_quantizer_settings(read_json_object(path), directory)
+        return cls.from_hf(config, generation_config, source=str(path))
 
     @classmethod
     def from_hf(
@@ -314,3 +320,13 @@ class ModelConfig:
         from nanoserve.config.families import read_config  # it makes a ModelConfig, so it imports this module
 
         return read_config(config, generation_config, source)
+
+
+def _with_quantizer_settings(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A config.json with the quantizer's settings, if these are in a file of their own."""
+    if config.get("quantization_config") or config.get("compression_config"):
+        return config
+    for name, method in _QUANTIZER_FILES.items():
+        if settings := read_optional_json_object(directory / name):
+            return config | {"quantization_config": {"quant_method": method} | settings}
+    return config

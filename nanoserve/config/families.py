@@ -645,8 +645,8 @@ def _deepseek_experts(fields: _Fields, family: str, num_layers: int) -> MoeConfi
 
 def _quantization(fields: _Fields, mla: MlaConfig | None) -> Quantization | None:
     section = fields.section("quantization_config") or fields.section("compression_config")
-    if section is None:
-        return None
+    if section is None or (section.get("kv_cache_scheme") and not section.get("config_groups")):
+        return None  # where only the cache was quantized, the weights are as in any other file
     if mla is not None:
         raise ModelError(
             f"{fields.source}: quantized weights of latent attention are not supported; take a 16-bit model"

@@ -26,7 +26,7 @@ from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded
 from nanoserve.models.quantized_tensors import INTEGERS, Decode, OpenFile, find_matrix
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
-from nanoserve.processes.files import read_json_object
+from nanoserve.processes.files import read_json_object, unusable_file
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.quantization import BLOCK_TYPES
 from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest
@@ -34,7 +34,6 @@ from triton_ops.packed import ROWS
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MEDUSA_NAME = "medusa_lm_head.safetensors"
 
 _STORED_BYTES: Mapping[str, float] = {"F64": 8.0, INTEGERS: 1.0} | {
     found.name: found.num_bytes / found.size for found in BLOCK_TYPES.values()
@@ -145,9 +144,10 @@ def open_checkpoint(directory: Path, config: ModelConfig) -> Iterator[Checkpoint
     missing, damaged or of another model; one line that names it."""
     with ExitStack() as opened:
         files = {path: opened.enter_context(_open(path)) for path in _weight_files(directory)}
-        stored = _stored_tensors(directory, files)
+        stored = _with_embedding(_stored_tensors(files), config)
         stored = _with_matrices(tensor_parts(config), stored, config, files.__getitem__)
-        checkpoint = Checkpoint(_check(tensor_parts(config), stored, config, directory), stored, files)
+        parts = _check(tensor_parts(config), stored, config, files)
+        checkpoint = Checkpoint(parts, stored, files)
         _check_tied(checkpoint, config)
         yield checkpoint
 
@@ -156,15 +156,17 @@ def fill_layers(decoder: Decoder, parts: Sequence[TensorPart], path: Path, confi
     """Fill a decoder's layers, which are not packed, from a file of a quantized checkpoint that holds exactly these
     parts. Raises ModelError."""
     with _OpenFiles() as files:
-        stored = _with_matrices(parts, _stored_tensors(path.parent, {path: files(path)}), config, files)
-    _fill(decoder, _check(parts, stored, config, path), stored, None)
+        opened = {path: files(path)}
+        stored = _with_matrices(parts, _stored_tensors(opened), config, files)
+        checked = _check(parts, stored, config, opened)
+    _fill(decoder, checked, stored, None)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """The tensors of a directory by their names, as they are stored, in the mapped memory of their files. Raises
     ModelError."""
     with _OpenFiles() as files:
-        stored = _stored_tensors(directory, {path: files(path) for path in _weight_files(directory)})
+        stored = _stored_tensors({path: files(path) for path in _weight_files(directory)})
         return {
             name: _view(TensorPart(name, "", found.shape), found, files(found.path)) for name, found in stored.items()
         }
@@ -209,12 +211,19 @@ def place(decoder: Decoder, device: torch.device) -> None:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    index = directory / INDEX_NAME
-    if index.is_file():
-        return [directory / name for name in sorted(set(_weight_map(index).values()))]
-    for name in (SINGLE_NAME, MEDUSA_NAME):
-        if (directory / name).is_file():
-            return [directory / name]
+    """The files of the weights: those that an index names, or model.safetensors, or the only safetensors file."""
+    index, single = _find_index(directory), directory / SINGLE_NAME
+    named = set() if index is None else set(_weight_map(index).values())
+    # Beside a whole file, an index that does not name it was left there by an earlier save.
+    if index is not None and (SINGLE_NAME in named or not single.is_file()):
+        for name in named:
+            if not (directory / name).is_file():
+                raise ModelError(f"{directory / name}: missing; {index.name} names it")
+        return [directory / name for name in sorted(named)]
+    if single.is_file():
+        return [single]
+    if len(found := list(directory.glob("*.safetensors"))) == 1:
+        return found
     if (link := directory / LINK_NAME).is_symlink():
         return [link.readlink()]
     if pickled := next((path for path in directory.glob("*") if path.suffix in (".bin", ".pt")), None):
@@ -222,6 +231,14 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{directory}: only {pickled.suffix} weights found, which are not read; convert them to safetensors"
         )
     raise ModelError(f"{directory}: no weights found ({SINGLE_NAME} or {INDEX_NAME})")
+
+
+def _find_index(directory: Path) -> Path | None:
+    """The file that says which tensor is in which file, if there is one; quantizers give it names of their own."""
+    usual, found = directory / INDEX_NAME, list(directory.glob("*.safetensors.index.json"))
+    if usual in found:
+        return usual
+    return found[0] if len(found) == 1 else None
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -232,18 +249,17 @@ def _weight_map(index: Path) -> dict[str, str]:
         # Files lie beside their index; another path would read files that the user did not offer.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index}: {name!r} is not the name of a safetensors file in this directory")
-        if not (index.parent / name).is_file():
-            raise ModelError(f"{index.parent / name}: missing; {INDEX_NAME} names it")
     return weight_map
 
 
 def _open(path: Path) -> Any:
-    if path.suffix == ".gguf":
+    if path.suffix != ".safetensors":  # a GGUF file may have any name
         return GgufCheckpoint(path)
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path}: not a complete safetensors file ({' '.join(str(error).split())})") from error
+        problem = f"not a complete safetensors file ({' '.join(str(error).split())})"
+        raise unusable_file(path, problem) from error
 
 
 def _text_name(name: str) -> str:
@@ -251,7 +267,7 @@ def _text_name(name: str) -> str:
     return re.sub(r"^(model\.language_model\.|language_model\.model\.)", "model.", name).removeprefix("language_model.")
 
 
-def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:
+def _stored_tensors(handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     for path, handle in handles.items():
         for stored_name in handle.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
@@ -263,12 +279,16 @@ def _stored_tensors(directory: Path, handles: Mapping[Path, Any]) -> dict[str, S
             if isinstance(header, GgufSlice) and (form := header.format) is not None:
                 decode = partial(_decode_blocks, path, name)
                 stored[name] = replace(stored[name], decode=decode, form=MatrixForm(form, None))
-    index = directory / INDEX_NAME
-    if index.is_file():
-        for name, file in _weight_map(index).items():
-            if (found := stored.get(_text_name(name))) is None or found.path.name != file:
-                raise ModelError(f"{directory / file}: tensor {name} is missing; {INDEX_NAME} says it is here")
     return stored
+
+
+def _with_embedding(stored: dict[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """The tensors with the output matrix as the embedding, if config.json ties the two and the embedding is missing."""
+    embedding, head = tied_parts(config)
+    if not config.tie_word_embeddings or embedding.name in stored or head.name not in stored:
+        return stored
+    others = {name: found for name, found in stored.items() if name != head.name}
+    return others | {embedding.name: stored[head.name]}
 
 
 def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> GroupQuantized:
@@ -304,7 +324,10 @@ def _decode_rounded(stored: StoredTensor, form: PackedFormat, open_file: OpenFil
 
 
 def _check(
-    wanted_parts: Iterable[TensorPart], stored: Mapping[str, StoredTensor], config: ModelConfig, directory: Path
+    wanted_parts: Iterable[TensorPart],
+    stored: Mapping[str, StoredTensor],
+    config: ModelConfig,
+    files: Mapping[Path, Any],
 ) -> list[TensorPart]:
     """The parts, after a check that the checkpoint holds each in the right shape, and nothing else. It stops at the
     first missing part, because a config may name any number of experts."""
@@ -312,7 +335,7 @@ def _check(
     for part in wanted_parts:
         found = stored.get(part.name)
         if found is None:
-            raise ModelError(f"{directory}: tensor {part.name} is missing from the checkpoint")
+            raise _missing(part.name, stored, list(files))
         if found.shape != part.shape:
             wanted, shape = list(part.shape), list(found.shape)
             raise ModelError(f"{found.path}: tensor {part.name} has shape {shape}, config.json says {wanted}")
@@ -323,11 +346,36 @@ def _check(
         if found.decode is not None and len(part.shape) != 2:
             raise ModelError(f"{found.path}: tensor {part.name} is stored as {found.dtype}; only matrices may be")
         parts.append(part)
-    known = {part.name for part in parts}
+    known = {part.name: part for part in parts}
     for name, found in stored.items():
-        if name not in known and not may_be_ignored(name, config):
+        if name not in known and not may_be_ignored(name, config) and not _adds_nothing(name, found, known, files):
             raise ModelError(f"{found.path}: tensor {name} does not belong to a {config.family} model of this config")
     return parts
+
+
+def _missing(name: str, stored: Mapping[str, StoredTensor], files: Sequence[Path]) -> ModelError:
+    """The error for a tensor that is not stored. If an index says in which of the files it should be, or a tensor of
+    which the matrix is made, the error names that file."""
+    directory = files[0].parent
+    index = _find_index(directory)
+    if index is not None:
+        for promised, file in _weight_map(index).items():
+            is_part = _text_name(promised).startswith(name.removesuffix("weight"))
+            if is_part and _text_name(promised) not in stored and directory / file in files:
+                return ModelError(f"{directory / file}: tensor {promised} is missing; {index.name} says it is here")
+    place = files[0] if len(files) == 1 else directory
+    return ModelError(f"{place}: tensor {name} is missing from the checkpoint")
+
+
+def _adds_nothing(name: str, found: StoredTensor, known: Mapping[str, TensorPart], files: Mapping[Path, Any]) -> bool:
+    """Whether a tensor is the bias of a matrix that has none in this model, and is zero: AutoGPTQ writes one for every
+    matrix."""
+    matrix = known.get(f"{name.removesuffix('.bias')}.weight")
+    if matrix is None or not name.endswith(".bias") or found.shape != matrix.shape[:1]:
+        return False
+    if found.decode is not None or found.dtype not in _STORED_BYTES:
+        return False
+    return not bool(_view(TensorPart(name, "", found.shape), found, files[found.path]).any())
 
 
 def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
@@ -336,7 +384,7 @@ def _check_tied(checkpoint: Checkpoint, config: ModelConfig) -> None:
     stored = checkpoint.stored.get(head.name)
     if not config.tie_word_embeddings or stored is None:
         return
-    _check([head], {head.name: stored}, config, stored.path.parent)
+    _check([head], {head.name: stored}, config, checkpoint._files)
     for piece in embedding.pieces(_MAPPED_BYTES // 8):
         if not bool((checkpoint.view(piece) == checkpoint.view(replace(piece, name=head.name))).all()):
             raise ModelError(

@@ -6,6 +6,7 @@ of it that one shard of the model needs.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,13 @@ from nanoserve.models.shards import Shard, divided
 _FANNING_IN = frozenset({"output", "down"})
 """Matrices divided by columns; the results of the ranks are summed."""
 _BY_COLUMNS = _FANNING_IN | {"gate_up_bias"}
+
+
+_CACHE_SCALES = re.compile(
+    r"\.self_attn\.(?:(?:[qkv]|qkv)_proj\.|attn\.)?(?:[qkv]|kv|prob|prob_output|output)_(?:scale|zero_point|global_scale)$"
+)
+"""Scales of attention in 8 bits or fewer, as AutoFP8, compressed-tensors and ModelOpt call them. The cache has 16 or 32
+bits, so they scale nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +119,9 @@ def unfilled_regions(parts: Iterable[TensorPart], parameters: Mapping[str, Tenso
 
 
 def may_be_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether an extra tensor is redundant: rotary tables of old checkpoints, a copy of a tied matrix, a layer for
-    drafts, keys and values of a layer that shares others, or a part that reads images."""
-    if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")):
+    """Whether an extra tensor is redundant: rotary tables of old checkpoints, scales for a cache in 8 bits, a copy of a
+    tied matrix, a layer for drafts, keys and values of a layer that shares others, or a part that reads images."""
+    if name.endswith(("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")) or _CACHE_SCALES.search(name):
         return True
     if config.mla is not None and name.startswith(checkpoint_names(config).layer_prefix.format(config.num_layers)):
         return True  # the layer that predicts a token more

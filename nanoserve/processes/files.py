@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,18 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def read_optional_json_object(path: Path) -> dict[str, Any]:
     """Like `read_json_object`, but a missing file is an empty object."""
     return read_json_object(path) if path.exists() else {}
+
+
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def unusable_file(path: Path, problem: str) -> ModelError:
+    """The error for a file of a model that is not in its format. It has a cause that is easy to mend if only the
+    pointer to the file was downloaded."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            problem = "only a Git-LFS pointer to the file; run `git lfs pull` in its directory, or download it again"
+    return ModelError(f"{path}: {problem}")
 
 
 def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:

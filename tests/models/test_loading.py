@@ -109,6 +109,15 @@ def test_tied_embeddings_share_memory_and_a_written_copy_is_ignored(model: Path,
     assert decoder.lm_head.weight is decoder.embedding.weight
 
 
+def test_a_tied_embedding_may_be_stored_as_the_output_matrix(model: Path) -> None:
+    tie(model)
+    tensors = load_file(model / "model.safetensors")
+    rewrite(model, lambda tensors: tensors.pop("model.embed_tokens.weight"))
+    decoder, _ = load_model(model, "fp32")
+    assert torch.equal(decoder.embedding.weight, tensors[HEAD])
+    assert decoder.lm_head.weight is decoder.embedding.weight
+
+
 def test_an_output_matrix_that_is_not_the_embedding_it_is_tied_to_is_refused(model: Path) -> None:
     tie(model)
     rewrite(model, lambda tensors: tensors[HEAD].copy_(tensors["model.embed_tokens.weight"])[49, 15].add_(1))
@@ -134,6 +143,18 @@ def test_a_missing_tensor_is_named(model: Path) -> None:
 def test_an_extra_tensor_is_named(model: Path) -> None:
     rewrite(model, lambda tensors: tensors.update({"model.layers.2.extra": torch.zeros(1)}))
     assert "model.safetensors: tensor model.layers.2.extra does not belong" in refusal(model)
+
+
+BIAS = UP.replace("weight", "bias")
+
+
+def test_a_bias_of_zeros_adds_nothing(model: Path) -> None:
+    rewrite(model, lambda tensors: tensors.update({BIAS: torch.zeros(24), "model.norm.bias": torch.zeros(16)}))
+    load_model(model, "fp32")
+    rewrite(model, lambda tensors: tensors[BIAS][23].fill_(1e-7))
+    assert f"model.safetensors: tensor {BIAS} does not belong" in refusal(model)
+    rewrite(model, lambda tensors: tensors[BIAS][23].fill_(float("nan")))
+    assert f"model.safetensors: tensor {BIAS} does not belong" in refusal(model)
 
 
 def test_a_wrong_shape_is_named(model: Path) -> None:
@@ -200,6 +221,54 @@ def test_a_tensor_the_index_promises_must_be_in_its_shard(model: Path) -> None:
     del tensors[UP]
     save_file(tensors, second)
     assert f"b.safetensors: tensor {UP} is missing" in refusal(model)
+
+
+def test_an_index_may_promise_tensors_that_no_model_needs(model: Path) -> None:
+    shard(model)
+    index = json.loads((model / INDEX_NAME).read_text())
+    index["weight_map"]["model.layers.1.self_attn.rotary_emb.inv_freq"] = "b.safetensors"
+    (model / INDEX_NAME).write_text(json.dumps(index))
+    load_model(model, "fp32")
+
+
+def test_an_index_left_beside_a_whole_file_is_not_followed(saved: Path, model: Path) -> None:
+    second = shard(model)
+    shutil.copy(saved / "model.safetensors", model)
+    rewrite(model, lambda tensors: tensors[UP].fill_(3.0))
+    assert float(load_model(model, "fp32")[0].layers[1].feed_forward.gate_up.weight[24, 0]) == 3.0  # the whole file's
+    second.unlink()
+    load_model(model, "fp32")
+
+
+def test_an_index_that_names_the_usual_file_among_others_is_followed(model: Path) -> None:
+    second = shard(model)
+    (model / "a.safetensors").rename(model / "model.safetensors")
+    index = (model / INDEX_NAME).read_text()
+    (model / INDEX_NAME).write_text(index.replace("a.safetensors", "model.safetensors"))
+    load_model(model, "fp32")
+    second.unlink()
+    assert f"b.safetensors: missing; {INDEX_NAME} names it" in refusal(model)
+
+
+def test_files_may_have_names_of_their_own(saved: Path, model: Path) -> None:
+    (model / "model.safetensors").rename(model / "weights.safetensors")
+    load_model(model, "fp32")
+    (model / "weights.safetensors").rename(model / "model.safetensors")
+    second = shard(model)
+    (model / INDEX_NAME).rename(model / "weights.safetensors.index.json")
+    load_model(model, "fp32")
+    second.unlink()
+    assert "b.safetensors: missing; weights.safetensors.index.json names it" in refusal(model)
+
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1\nsize 12345\n"
+)
+
+
+def test_a_pointer_of_git_lfs_says_what_to_do(model: Path) -> None:
+    (model / "model.safetensors").write_text(POINTER)
+    assert "model.safetensors: only a Git-LFS pointer to the file; run `git lfs pull`" in refusal(model)
 
 
 def test_a_tensor_may_not_be_in_two_shards(model: Path) -> None:

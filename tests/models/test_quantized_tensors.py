@@ -8,6 +8,7 @@ import gguf
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
@@ -22,7 +23,7 @@ from tests.models.test_decoder import random_tokens
 from tests.models.test_resharding import assert_goes_to_and_fro
 from tests.models.test_shards import ragged_batch, sharded_logits, whole_logits
 from tests.models.thread_ranks import ThreadGroup
-from tests.oracle.checkpoints import FAMILIES
+from tests.oracle.checkpoints import FAMILIES, make_checkpoint
 from tests.oracle.packed_checkpoints import write_packed
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -57,6 +58,86 @@ def test_logits_are_those_of_transformers(family: str, method: str, settings: di
     if decoder.config.moe is not None:
         is_packed = method != "fp8" and "act_order" not in settings  # experts have orders of their own
         assert isinstance(decoder.layers[0].feed_forward, PackedExperts if is_packed else SparseExperts)
+
+
+@pytest.mark.parametrize("is_old", [True, False])
+def test_files_of_autogptq(tmp_path: Path, *, is_old: bool) -> None:
+    """They have settings and a name of their own, and a bias of zeros for every matrix."""
+    model = write_random("llama", tmp_path, "gptq", bits=4, group=32)
+    as_autogptq_writes(tmp_path, is_old=is_old)
+    assert_same_logits(model, tmp_path)
+
+
+def as_autogptq_writes(directory: Path, *, is_old: bool) -> None:
+    """Rewrite a GPTQ checkpoint as AutoGPTQ saves it (`save_quantized`): `to_dict` of BaseQuantizeConfig in 0.7, and
+    before 0.6, when it named neither method nor format."""
+    tensors = load_file(directory / "model.safetensors")
+    for name, scales in list(tensors.items()):
+        if name.endswith(".scales"):
+            tensors[name.replace(".scales", ".bias")] = torch.zeros(scales.shape[1], dtype=torch.float16)
+    (directory / "model.safetensors").unlink()
+    save_file(tensors, directory / "gptq_model-4bit-32g.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    (directory / "config.json").write_text(json.dumps(config))
+    settings = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "sym": True}
+    if not is_old:
+        settings |= {"static_groups": False, "model_name_or_path": None, "model_file_base_name": None}
+        settings |= {"quant_method": "gptq", "checkpoint_format": "gptq"}
+    (directory / "quantize_config.json").write_text(json.dumps(settings))
+
+
+def test_settings_of_autoawq_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
+    model = write_random("mistral", tmp_path, "awq", bits=4, group=64)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "quant_config.json").write_text(json.dumps(settings))
+    assert_same_logits(model, tmp_path)
+
+
+CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+ATTENTION_GROUP = {"targets": ["LlamaAttention"], "weights": None, "input_activations": CACHE_SCHEME}
+CACHE_SCALES = [
+    ("k_scale", "v_scale"),  # compressed-tensors
+    ("q_scale", "q_zero_point", "k_scale", "k_zero_point", "v_scale", "v_zero_point"),  # the same, for all of attention
+    ("kv_scale",),  # AutoFP8
+    ("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt
+    ("q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale", "prob_output_scale"),  # Quark
+]
+
+
+@pytest.mark.parametrize("names", CACHE_SCALES)
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_scales_for_a_cache_in_8_bits_change_nothing(method: str, names: tuple[str, ...], tmp_path: Path) -> None:
+    """The cache has more bits here. Names and settings are those that compressed-tensors 0.20 writes."""
+    model = write_random("llama", tmp_path, method)
+    add_cache_scales(tmp_path, names)
+    config = json.loads((tmp_path / "config.json").read_text())
+    section = config["quantization_config"]
+    if method == "int8":
+        section["kv_cache_scheme"] = CACHE_SCHEME
+        section["config_groups"] = {"group_0": ATTENTION_GROUP, "group_1": section["config_groups"]["group_0"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_same_logits(model, tmp_path)
+
+
+def test_a_model_of_which_only_the_cache_was_quantized_is_plain(tmp_path: Path) -> None:
+    model = make_checkpoint("llama", tmp_path)
+    add_cache_scales(tmp_path, CACHE_SCALES[0])
+    config = json.loads((tmp_path / "config.json").read_text())
+    section = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "dense"}
+    config["quantization_config"] = section | {"kv_cache_scheme": CACHE_SCHEME}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert assert_same_logits(model, tmp_path).config.quantization is None
+
+
+def add_cache_scales(directory: Path, names: tuple[str, ...]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    prefixes = {name.split("self_attn.")[0] + "self_attn." for name in tensors if "self_attn." in name}
+    tensors |= {prefix + name: torch.tensor([0.037]) for prefix in prefixes for name in names}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_random(family: str, directory: Path, method: str, **settings: Any) -> transformers.PreTrainedModel:
