@@ -21,7 +21,7 @@ from nanoserve.outputs import RequestTracker
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams, SequenceUpdate
-from nanoserve.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]
@@ -66,7 +66,7 @@ class LLM:
             asked = None if expected is None else partial(expected, self.tokenizer)
             built = build_engine(model, config, progress, asked)
             failing.callback(built.engine.close)
-            check_vocabulary(self.tokenizer, built.model.vocab_size)
+            self._grammars = GrammarChecker(model.tokenizer_directory)
             failing.pop_all()  # the LLM closes them
         self.engine_config, self.choice = built.config, built.choice  # None where nothing was left open
         self.driven = built.engine  # the engine, or the dispatcher of several
@@ -75,9 +75,7 @@ class LLM:
         self._operators, self._layers = built.operators, built.layers
         self.gpu = built.gpu  # the costs of preparing the GPU (`GpuFacts`); None without a GPU
         self.speeds = built.speeds  # measured speeds of each worker; None if no decision needs them
-        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
-        self.end_tokens = tuple(dict.fromkeys(self.config.eos_token_ids + own))
-        self._grammars = GrammarChecker(model.tokenizer_directory)
+        self.end_tokens = self.tokenizer.end_tokens(self.config.eos_token_ids)
         self._trackers: dict[str, RequestTracker] = {}
         self._names = count()
 

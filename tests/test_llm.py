@@ -1,5 +1,6 @@
 """The offline API on the bundled model: what a Python user sees."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -293,6 +294,42 @@ def test_prepared_means_compiled_with_the_same_tokens(storyteller: LLM) -> None:
     assert tokens == [storyteller.chat(STORY, GREEDY)[0].outputs[0].token_ids]
 
 
+@pytest.fixture(scope="module")
+def as_others_save_it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The bundled model with the end tokens of the model that it was trained from, and a tokenizer that got a token of
+    padding, for which the embedding has no row."""
+    directory = shutil.copytree(BUNDLED, tmp_path_factory.mktemp("saved") / "storyteller")
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps(config | {"eos_token_id": 0}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        settings = json.loads((directory / name).read_text())
+        if name == "tokenizer.json":
+            settings["added_tokens"].append(
+                settings["added_tokens"][0] | {"id": 4096, "content": "[PAD]", "special": False}
+            )
+        settings.pop("eos_token", None)
+        (directory / name).write_text(json.dumps(settings))
+    with LLM(directory, dtype="float32", kv_cache_memory=64 << 20, seed=7, eager=True) as llm:
+        yield llm
+
+
+def test_a_chat_ends_its_turn_whatever_the_configuration_says(as_others_save_it: LLM) -> None:
+    end_of_turn = as_others_save_it.tokenizer.encode_chat(STORY, add_generation_prompt=False)[-1]
+    assert as_others_save_it.config.eos_token_ids == (0,) != (end_of_turn,)
+    params = SamplingParams(temperature=0, max_tokens=4, logit_bias={end_of_turn: 100.0})
+    sample = as_others_save_it.chat(STORY, params)[0].outputs[0]
+    assert (sample.text, sample.finish_reason) == ("", "stop")
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(as_others_save_it: LLM) -> None:
+    assert as_others_save_it.tokenizer.vocab_size == as_others_save_it.config.vocab_size + 1
+    with pytest.raises(UsageError, match="the prompt: token id 4096 is not in the vocabulary of 4096"):
+        as_others_save_it.generate("Once[PAD]", GREEDY)
+    schema = SamplingParams(temperature=0, max_tokens=20, json_schema='{"type": "boolean"}')
+    assert as_others_save_it.generate("Once", schema)[0].outputs[0].text.strip() in ("true", "false")
+
+
 def test_an_engine_that_finds_no_user_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker processes would go on until somebody collects the garbage."""
     closed = []
@@ -301,7 +338,7 @@ def test_an_engine_that_finds_no_user_is_closed(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: object) -> None:
         raise ModelError("the tokenizer does not fit")
 
-    monkeypatch.setattr("nanoserve.llm.check_vocabulary", refuse)
+    monkeypatch.setattr("nanoserve.llm.GrammarChecker", refuse)
     with pytest.raises(ModelError, match="does not fit"):
         LLM(eager=True, kv_cache_memory=1 << 20, max_model_len=64)
     assert len(closed) == 1

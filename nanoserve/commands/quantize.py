@@ -81,13 +81,16 @@ def run(options: QuantizeOptions) -> None:
 
 def _texts(options: QuantizeOptions, directory: Path) -> tuple[list[Tokens], list[Tokens]]:
     """Pieces of text to calibrate on, and to measure perplexity on. Raises UsageError if a file is too short."""
-    from nanoserve.text.tokenizer import check_vocabulary, load_tokenizer
+    from nanoserve.text.tokenizer import load_tokenizer
 
     files = options.calibrate, options.held_out
     contents = ["" if path is None else read_text(path, UsageError) for path in files]
     with closing(load_tokenizer(directory)) as tokenizer:
-        check_vocabulary(tokenizer, ModelConfig.from_directory(directory).vocab_size)
         calibrating, measured = (tokenizer.encode(content) if content else [] for content in contents)
+    vocab_size = ModelConfig.from_directory(directory).vocab_size
+    for path, found in zip(files, (calibrating, measured), strict=True):
+        if max(found, default=0) >= vocab_size:
+            raise UsageError(f"{path}: token id {max(found)} is not in the vocabulary of {vocab_size}")
     whole = range(0, len(calibrating) - _WINDOW + 1, _WINDOW)
     pieces = [tuple(calibrating[start : start + _WINDOW]) for start in whole]
     least = _WINDOW if options.held_out else 2 * _WINDOW

@@ -71,7 +71,7 @@ def load_vocabulary(directory: Path, vocab_size: int | None) -> Vocabulary:
         raise UsageError(f"structured output is not possible with this model's tokenizer: {error}") from None
     ordinary = np.zeros(vocab_size or backend.vocab_size, np.bool_)  # neither control tokens nor rows of padding
     ordinary[: backend.vocab_size] = True
-    ordinary[controls] = False
+    ordinary[[token for token in controls if token < len(ordinary)]] = False
     return Vocabulary(tokenizer, np.packbits(ordinary, bitorder="little"), end_token)
 
 

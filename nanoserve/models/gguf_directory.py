@@ -3,6 +3,7 @@
 import atexit
 import json
 import math
+import logging
 import struct
 from collections.abc import Mapping
 from functools import cache
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.config import ModelConfig
-from nanoserve.models.gguf_file import GgufFile, Item
+from nanoserve.models.gguf_file import GgufFile
+from nanoserve.models.gguf_vocabulary import BYTE, CONTROL, USER_DEFINED, GgufVocabulary, listed, read_vocabulary
 from nanoserve.processes.files import replace_file
 from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 
@@ -56,9 +58,6 @@ _SAMPLING_KEYS: Mapping[str, tuple[str, type[int] | type[float]]] = {
 _CARD_SAMPLING = {"smollm2": {"temperature": 0.2, "top_p": 0.9}}
 """Recommendations of model cards by general.basename, for chat models whose files have none."""
 
-# Token types of GGUF, which are those of sentencepiece.
-_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
-
 _GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}|"
@@ -85,15 +84,18 @@ def gguf_directory(path: Path) -> Path:
     """A model directory for the file, which is removed with this process. Raises ModelError, one line that names the
     file, if it is damaged or not supported."""
     file = GgufFile(path)
-    config = _config(file)
+    config, vocabulary, sampling = _config(file), read_vocabulary(file), _sampling(file)
+    if vocabulary is not None:
+        config |= {"bos_token_id": vocabulary.named.get("bos"), "eos_token_id": list(vocabulary.end_tokens)}
     ModelConfig.from_hf(config, source=str(path))
     make_directory(directory := choose_directory())
     atexit.register(remove_directory, directory)
     (directory / LINK_NAME).symlink_to(path.absolute())
     replace_file(directory / "config.json", json.dumps(config))
-    if sampling := _sampling(file):
+    if sampling:
         replace_file(directory / "generation_config.json", json.dumps({"do_sample": True} | sampling))
-    _write_tokenizer(file, directory)
+    if vocabulary is not None:
+        _write_tokenizer(file, vocabulary, directory)
     return directory
 
 
@@ -115,7 +117,6 @@ def _config(file: GgufFile) -> dict[str, Any]:
         config |= _experts(file, architecture)
         family = "mixtral" if architecture == "llama" else family
     types = {name.removesuffix(".weight"): one.type.name for name, one in file.tensors.items() if one.type.size > 1}
-    ends = (file.get(f"tokenizer.ggml.{name}_token_id", int, -1) for name in ("eos", "eot"))
     return config | {
         "model_type": family,
         "tensor_names": "gguf",
@@ -125,8 +126,6 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "quantization_config": {"quant_method": "gguf", "tensor_types": types} if types else None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "bos_token_id": file.find("tokenizer.ggml.bos_token_id", int),
-        "eos_token_id": [token for token in dict.fromkeys(ends) if token >= 0],
         "rope_parameters": _rope(file, architecture) | _rope_scaling(file, f"{architecture}.rope."),
     }
 
@@ -206,18 +205,15 @@ def _sampling(file: GgufFile) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------ The tokenizer
 
 
-def _write_tokenizer(file: GgufFile, directory: Path) -> None:
-    kind = file.find("tokenizer.ggml.model", str)
-    if kind == "none":
-        return
-    tokens = _listed(file, "tokens", str)
-    types = _listed(file, "token_type", int, len(tokens))
-    named = {f"{name}_token": file.get(f"tokenizer.ggml.{key}_token_id", int, -1) for name, key in _NAMED.items()}
-    settings: dict[str, Any] = {name: tokens[number] for name, number in named.items() if 0 <= number < len(tokens)}
+def _write_tokenizer(file: GgufFile, vocabulary: GgufVocabulary, directory: Path) -> None:
+    tokens, kind = vocabulary.tokens, vocabulary.kind
+    named = {name: vocabulary.named[key] for name, key in _NAMED.items() if key in vocabulary.named}
+    settings: dict[str, Any] = {f"{name}_token": tokens[number] for name, number in named.items()}
+    settings["made_from"] = str(file.path)
     settings["added_tokens_decoder"] = {
-        str(number): {"content": token, "special": token_type == _CONTROL}
-        for number, (token, token_type) in enumerate(zip(tokens, types, strict=True))
-        if token_type in (_CONTROL, _USER_DEFINED)
+        str(number): {"content": token, "special": token_type == CONTROL}
+        for number, (token, token_type) in enumerate(zip(tokens, vocabulary.types, strict=True))
+        if token_type in (CONTROL, USER_DEFINED)
     }
     adds_bos = kind == "llama" or file.find("tokenizer.ggml.pre", str) == "llama-bpe"  # as llama.cpp assumes
     settings["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, adds_bos)
@@ -226,39 +222,29 @@ def _write_tokenizer(file: GgufFile, directory: Path) -> None:
         settings["chat_template"] = template
     if kind == "gpt2":
         replace_file(directory / "tokenizer.json", _byte_level_tokenizer(file, tokens, settings))
-    elif kind == "llama":
-        scores = _listed(file, "scores", float, len(tokens))
+    else:
         prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
         try:
-            replace_file(directory / "tokenizer.model", _sentencepiece_model(tokens, scores, types, prefix=prefix))
+            replace_file(directory / "tokenizer.model", _sentencepiece_model(vocabulary, prefix=prefix))
         except (ValueError, OverflowError) as error:
             raise file.fail(f"the tokenizer's scores or types are damaged ({error})") from error
-    else:
-        raise file.fail(f"tokenizer {kind!r:.80} is not supported; supported: gpt2, llama")
     replace_file(directory / "tokenizer_config.json", json.dumps(settings))
 
 
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
-def _listed(file: GgufFile, name: str, kind: type[Item], count: int | None = None) -> list[Item]:
-    """The tokenizer's list of that name, whose items are of one kind; with a count, one for each token."""
-    value: Any = file.metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(value, list | memoryview) or not all(type(item) is kind for item in value):
-        raise file.fail(f"tokenizer.ggml.{name} is missing or not a list of {kind.__name__}")
-    if count not in (None, len(value)):
-        raise file.fail(f"the tokenizer has {count} tokens, but tokenizer.ggml.{name} has {len(value)}")
-    return list(value)
-
-
 def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[str, Any]) -> str:
     """tokenizer.json of a byte-level BPE vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+    if "tokenizer.ggml.pre" not in file.metadata:
+        told = "tokenizer.ggml.pre is missing, so text is divided into words as for gpt-2; answers may be worse"
+        logging.getLogger("nanoserve").warning("nanoserve: %s: %s: convert the model again", file.path, told)
     words = file.get("tokenizer.ggml.pre", str, "gpt-2")
     if words not in _WORDS:
         raise file.fail(f"pre-tokenizer {words!r:.80} is not supported; supported: {', '.join(_WORDS)}")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in _listed(file, "merges", str))]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed(file, "merges", str))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     for left, right in pairs:  # the library checks both halves, and panics without the whole
         if left + right not in vocabulary:
@@ -282,13 +268,13 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     return text
 
 
-def _sentencepiece_model(tokens: list[str], scores: list[float], types: list[int], *, prefix: bool) -> bytes:
+def _sentencepiece_model(vocabulary: GgufVocabulary, *, prefix: bool) -> bytes:
     """A sentencepiece model of these pieces, in the wire format of protocol buffers (sentencepiece_model.proto)."""
-    bpe, byte_fallback = _integer(3, 2), _integer(35, int(types.count(_BYTE) == 256))
+    bpe, byte_fallback = _integer(3, 2), _integer(35, int(BYTE in vocabulary.types))
     normalizer = _text(1, b"identity") + _integer(3, int(prefix)) + _integer(4, 0) + _integer(5, 1)
     pieces = (
         _text(1, _text(1, token.encode()) + _varint(2 << 3 | 5) + struct.pack("<f", score) + _integer(3, token_type))
-        for token, score, token_type in zip(tokens, scores, types, strict=True)
+        for token, score, token_type in zip(vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True)
     )
     return b"".join(pieces) + _text(2, bpe + byte_fallback) + _text(3, normalizer)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoserve.errors import ModelError
+from nanoserve.processes.files import unusable_file
 from nanoserve.quantization import BLOCK_TYPES, BlockType
 
 Item = TypeVar("Item")
@@ -38,7 +39,7 @@ _TYPE_NAMES = (
     " IQ4_NL_8_8 MXFP4 NVFP4 Q1_0"
 )
 
-_FIRST_OF_SEVERAL = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
+_FIRST_OF_SEVERAL = re.compile(r"(.+)-00001-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,11 @@ class GgufTensor:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape[:-1]) * self.row_bytes
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it is a GGUF file by its name."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 class GgufFile:
@@ -89,7 +95,8 @@ class GgufFile:
             instead = f"give the first, whose name ends in {name}; llama-gguf-split --merge joins them"
             raise self.fail(f"one of several files of a model; {instead}")
         for number in range(2, count + 1):
-            other = GgufFile(self.path.with_name(f"{first[1]}-{number:05}-of-{first[2]}.gguf"), is_first=False)
+            name = f"{first[1]}-{number:05}-of-{first[2]}{first[3]}"
+            other = GgufFile(self.path.with_name(name), is_first=False)
             if known := self.tensors.keys() & other.tensors.keys():
                 raise other.fail(f"tensor {min(known)!r:.80} is also in an earlier file of the model")
             self.tensors |= other.tensors
@@ -121,8 +128,10 @@ class GgufFile:
 
     def _read_header(self) -> None:
         if self._take(4) != MAGIC:
-            raise self.fail("not a GGUF file")
+            raise unusable_file(self.path, f"{self.path}: not a GGUF file")
         version = self._number("I")
+        if version and version % (1 << 16) == 0:
+            raise self.fail("a big-endian file; convert it with `gguf-convert-endian FILE little` of the package gguf")
         if version not in _VERSIONS:
             raise self.fail(f"GGUF version {version} is not read; convert the file to version 3")
         num_tensors, num_entries = self._number("Q"), self._number("Q")

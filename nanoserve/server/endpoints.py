@@ -53,6 +53,7 @@ async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     facts = service.facts()
     use = tool_use(asked, service.tokenizer.template_text)
     prompt = await service.encode_chat(asked.messages, context=facts.max_model_len, **(use.rendering() if use else {}))
+    schemas.check_token_ids(prompt, facts, "messages")
     schema = use.call_schema() if use and use.required else None
     params = schemas.chat_params(asked, facts, len(prompt), schema)
     if params.json_schema is not None:
@@ -68,11 +69,9 @@ async def completions(http: HttpRequest) -> "CompletionAnswer":
     facts = service.facts()
     prompts, as_given = [], _prompts(asked.prompt, service.limits.prompts)
     for given in as_given:
-        if isinstance(given, str):
-            prompts.append(await service.encode(given, context=facts.max_model_len))
-        else:
-            schemas.check_token_ids(given, facts, "prompt")
-            prompts.append(given)
+        prompt = await service.encode(given, context=facts.max_model_len) if isinstance(given, str) else given
+        schemas.check_token_ids(prompt, facts, "prompt")  # a tokenizer may have more tokens than the model
+        prompts.append(prompt)
     each = schemas.completion_params(asked, facts, [len(prompt) for prompt in prompts])
     echoes: list[str] = []
     for given in as_given if asked.echo else ():

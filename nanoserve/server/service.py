@@ -143,13 +143,12 @@ class Service:
 
     def request(self, answer_id: str, prompt: Sequence[int], params: SamplingParams, key: bytes | None) -> Request:
         """One request for the engine, from a client with this API key."""
-        end_tokens = (*self.facts().end_tokens, self.tokenizer.eos_token_id)
         return Request(
             request_id=f"{answer_id}-{secrets.token_hex(4)}",
             prompt=tuple(prompt),
             params=params,
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
-            end_tokens=tuple(dict.fromkeys(token for token in end_tokens if token is not None)),
+            end_tokens=self.tokenizer.end_tokens(self.facts().end_tokens),
             arrival_time=time.monotonic(),
             # A salt for each API key, so that response times reveal nothing about the prompts of other keys.
             cache_salt="" if key is None else hashlib.blake2b(key, digest_size=16).hexdigest(),

@@ -17,7 +17,6 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.server.app import make_app
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.service import Service
-from nanoserve.text.tokenizer import check_vocabulary
 
 SEND_BUFFER_BYTES = 128 << 10
 """The system's buffer for a client that does not read; the rest of its answer waits in the front end."""
@@ -155,7 +154,6 @@ async def _first_of(*tasks: "asyncio.Task[object]") -> None:
 async def _announce(service: Service, on_ready: Callable[[], None], say: Callable[[str], None]) -> None:
     await service.engine.became_ready.wait()
     facts = service.facts()
-    check_vocabulary(service.tokenizer, facts.vocab_size)
     on_ready()
     say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
 

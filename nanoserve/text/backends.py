@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoserve.errors import ModelError, UsageError
+from nanoserve.errors import UsageError
+from nanoserve.processes.files import unusable_file
 
 Piece = str | int  # a piece of a prompt: ordinary text, or the id of a control token
 
@@ -112,6 +113,11 @@ def _is_markup(spelling: str, template: str) -> bool:
     return len(core) > 1 and (core in template or _MARKUP_SHAPE.fullmatch(core) is not None)
 
 
+def _source(path: Path, settings: Mapping[str, Any]) -> Path:
+    """The file to name in errors: the one from which the tokenizer's files were made, or else its own."""
+    return Path(settings.get("made_from", path))
+
+
 class TokenizersBackend:
     """`tokenizer.json` through the `tokenizers` library.
 
@@ -127,7 +133,7 @@ class TokenizersBackend:
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing more specific
-            raise ModelError(f"{path} is not a usable tokenizer: {error}") from error
+            raise unusable_file(path, f"{_source(path, settings)} is not a usable tokenizer: {error}") from error
         added = self._add_missing_tokens(settings, named_special)
         ids = {token.content: token_id for token_id, token in added.items()}
         special = {token.content for token in added.values() if token.special} | set(named_special)
@@ -212,7 +218,7 @@ class SentencePieceBackend:
         try:
             self._processor = SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
-            raise ModelError(f"{path} is not a sentencepiece model") from error
+            raise unusable_file(path, f"{_source(path, settings)} is not a usable sentencepiece model") from error
         self._size: int = self._processor.piece_size()
         pieces: list[str] = [self._processor.id_to_piece(number) for number in range(self._size)]
         declared = settings.get("added_tokens_decoder") or {}

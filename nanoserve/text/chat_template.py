@@ -233,7 +233,7 @@ def load_chat_template(
     file = directory / "chat_template.jinja"
     if file.exists():
         return ChatTemplate({"default": read_text(file)}, special_tokens, str(file))
-    origin = directory / "tokenizer_config.json"
+    origin = Path(settings.get("made_from", directory / "tokenizer_config.json"))
     sources = _named_sources(settings.get("chat_template"), origin)
     return ChatTemplate(sources, special_tokens, str(origin)) if sources else PlainConversation()
 

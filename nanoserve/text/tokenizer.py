@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanoserve.errors import ModelError, UsageError
+from nanoserve.errors import ModelError, NanoserveError, UsageError
 from nanoserve.processes.files import read_json_object, read_optional_json_object, unreadable_as_model_error
 from nanoserve.text.backends import Backend, ControlTokens, SentencePieceBackend, TokenizersBackend, choose_mark
 from nanoserve.text.chat_template import (
@@ -52,10 +52,34 @@ class Tokenizer:
         self.is_byte = backend.is_byte
         self.bos_token_id = self._named_id(named_tokens, "bos_token")
         self.eos_token_id = self._named_id(named_tokens, "eos_token")
+        self._turn_end = self._find_turn_end()
 
     def _named_id(self, named_tokens: Mapping[str, str], name: str) -> int | None:
         spelling = named_tokens.get(name)
         return None if spelling is None else self._backend.token_id(spelling)
+
+    def end_tokens(self, configured: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that end an answer: those of the model's configuration, EOS, and the control token that the chat
+        template writes after what an assistant says. Files often lack the last one: their configuration may be that of
+        the model before it learned to chat."""
+        found = (*configured, self.eos_token_id, self._turn_end)
+        return tuple(dict.fromkeys(token for token in found if token is not None))
+
+    def _find_turn_end(self) -> int | None:
+        """The control token that the template writes straight after the last message, if an assistant wrote it."""
+        if not self.has_chat_template:
+            return None
+        mark = choose_mark([self._template.source])
+        messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": mark}]
+        try:
+            rendered = self._template.render(messages, add_generation_prompt=False)
+        except NanoserveError:  # a template may refuse any conversation
+            return None
+        _, said, rest = rendered.rpartition(mark)
+        following = self._markup.split(rest.lstrip())
+        if said and following and isinstance(following[0], int) and following[0] in self.special_ids:
+            return following[0]
+        return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Token ids of a text typed by a user: spellings of special tokens in it are ordinary text.
@@ -176,15 +200,6 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         template.close()
         raise
     return Tokenizer(backend, template, named_tokens, settings)
-
-
-def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise ModelError when the tokenizer has ids that the model's embedding of `vocab_size` rows lacks."""
-    if tokenizer.vocab_size > vocab_size:
-        raise ModelError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens but the model's embedding only {vocab_size}: "
-            "tokenizer and config.json do not belong together"
-        )
 
 
 def load_backend(directory: Path, template: str = "") -> Backend:

@@ -68,7 +68,8 @@ def test_bad_input_is_one_line(command: Run, story: str, tmp_path: Path) -> None
         (["--held-out", str(tmp_path)], "is not a regular file", 2),
         (["dummy:qwen3-0.6b"], "dummy:qwen3-0.6b has no files to quantize", 2),
         ([str(tmp_path / "nowhere")], "no such directory", 3),
-        ([str(narrow)], "the tokenizer has 4096 tokens but the model's embedding only 50", 3),
+        ([str(narrow)], "has shape [4096, 256], config.json says [50, 256]", 3),
+        (["--held-out", story, str(narrow)], " is not in the vocabulary of 50", 2),
         (["--group", "512"], "--group 512 does not divide the 256 columns", 2),
     ]
     for words, says, exit_code in cases:

@@ -49,7 +49,9 @@ BAD = {
     b"GGML" + bytes(60): "not a GGUF file",
     b"GGUF": "the file ends in its header",
     file([], [WEIGHT], version=1): "GGUF version 1 is not read; convert the file to version 3",
-    file([], [WEIGHT], version=3 << 24): "GGUF version 50331648",
+    file([], [WEIGHT], version=3 << 24): "a big-endian file; convert it with `gguf-convert-endian FILE little`",
+    file([], [WEIGHT], version=7): "GGUF version 7 is not read",
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12\n": "only a Git-LFS pointer to the file",
     file([], [WEIGHT], num_entries=1_000_000): "1000000 metadata keys; at most 65536",
     file([], [WEIGHT], num_tensors=1 << 63): "tensors and 0 metadata keys; at most 65536",
     file(

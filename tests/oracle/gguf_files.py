@@ -1,5 +1,6 @@
 """GGUF files of small random models, written with the gguf library, in the order of llama.cpp's converter."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -33,6 +34,59 @@ _NAMES = {
     "mlp.experts.down_proj": "ffn_down_exps",
 }
 TOKENS = ["<unk>", "<s>", "</s>", "▁", "a", "b", "▁a", "ab"]
+
+
+BYTES = [f"<0x{number:02X}>" for number in range(256)]
+
+
+def write_vocabulary(
+    path: Path,
+    tokens: Sequence[str],
+    *,
+    model: str = "llama",
+    types: Sequence[int] | None = None,
+    scores: Sequence[float] | None = None,
+    words: str | None = None,
+    merges: Sequence[str] = (),
+    template: str | None = None,
+    **ids: int,
+) -> Path:
+    """A Llama of one layer and this vocabulary, of which None leaves a key out; ids are keys such as eot_token_id."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for add, size in (
+        (writer.add_block_count, 1),
+        (writer.add_context_length, 64),
+        (writer.add_embedding_length, 32),
+        (writer.add_feed_forward_length, 32),
+        (writer.add_head_count, 2),
+    ):
+        add(size)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(list(tokens))
+    if types is not None:
+        writer.add_token_types(list(types))
+    if scores is not None:
+        writer.add_token_scores(list(scores))
+    if words is not None:
+        writer.add_tokenizer_pre(words)
+    if model == "gpt2":
+        writer.add_token_merges(list(merges) or ["a b"])
+    if template is not None:
+        writer.add_chat_template(template)
+    for key, value in ids.items():
+        writer.add_uint32(f"tokenizer.ggml.{key}", value)
+    shapes = {"attn_norm": (32,), "ffn_norm": (32,)}
+    shapes |= dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"), (32, 32))
+    writer.add_tensor("token_embd.weight", np.ones((len(tokens), 32), np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
+    for name, shape in shapes.items():
+        writer.add_tensor(f"blk.0.{name}.weight", np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def write_gguf(model: PreTrainedModel, path: Path, block_type: str, split: int = 0) -> None:

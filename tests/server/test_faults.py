@@ -27,7 +27,7 @@ from nanoserve.processes.sockets import connect
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.messages import Stop
 from tests.server.conftest import MODEL
-from tests.server.fake_engine import BROKEN, POISON_TOKEN, WORKER_POISON_TOKEN
+from tests.server.fake_engine import BROKEN, POISON_TOKEN, VOCAB_SIZE, WORKER_POISON_TOKEN
 from tests.server.fake_serve import PROGRAM
 from tests.server.starting import (
     NO_TLS,
@@ -56,6 +56,7 @@ BREAKING = {
     "fail": "{{ 1 + [] }}",
 }
 """What a template does with a message that holds a word."""
+PADDING = "[PAD]"
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
 
@@ -106,10 +107,17 @@ def whole_text(server: Server, body: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the model of `fake`, with a template that some messages break."""
-    branches = "".join(f"{{% if '{word}' in m.content %}}{do}{{% endif %}}" for word, do in BREAKING.items())
+    """Directory of the model of `fake`, with a template that some messages break, and with a token of padding for which
+    the model has no embedding."""
+    deeds = BREAKING | {"pad this": PADDING}
+    branches = "".join(f"{{% if '{word}' in m.content %}}{do}{{% endif %}}" for word, do in deeds.items())
     template = "{% for m in messages %}{{ m.content }}" + branches + "{% endfor %}"
-    return _model_with_template(tmp_path_factory.mktemp("fake") / "model", template)
+    directory = _model_with_template(tmp_path_factory.mktemp("fake") / "model", template)
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    padding = {"id": VOCAB_SIZE, "content": PADDING, "special": False}
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | padding)
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +131,18 @@ def fake(model: Path) -> Iterator[Server]:
 def whole(fake: Server) -> str:
     """The text of LONG, which every fake engine answers alike."""
     return whole_text(fake, LONG)
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(fake: Server) -> None:
+    """The tokenizer of the model of `fake` has one token more than the engine's embedding."""
+    lacks = f"token id {VOCAB_SIZE} is not in the vocabulary of {VOCAB_SIZE}"
+    for path, asked, param in (
+        ("/v1/completions", {"prompt": f"Once{PADDING}"}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "pad this"}]}, "messages"),
+    ):
+        answer = fake.post(path, {**asked, "max_tokens": 1})
+        assert answer.status_code == 400, answer.text
+        assert (answer.json()["error"]["message"], answer.json()["error"]["param"]) == (f"{param}: {lacks}", param)
 
 
 # ------------------------------------------------------------------------------------- the front end dies

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.text.tokenizer import PromptTooLong, Tokenizer, check_vocabulary, load_tokenizer
+from nanoserve.text.tokenizer import PromptTooLong, Tokenizer, load_tokenizer
 from tests.text.building import (
+    CHAT_TOKENS,
     CHATML,
     PATIENT,
     SENTENCES,
@@ -368,11 +369,28 @@ def test_characters_that_a_tokenizer_drops_do_not_count(tmp_path: Path):
     tokenizer.close()
 
 
-def test_a_tokenizer_too_large_for_the_embedding_is_refused(tokenizer: Tokenizer):
-    check_vocabulary(tokenizer, tokenizer.vocab_size)
-    check_vocabulary(tokenizer, tokenizer.vocab_size + 64)
-    with pytest.raises(ModelError, match="embedding only"):
-        check_vocabulary(tokenizer, tokenizer.vocab_size - 1)
+LAST_IS_DIFFERENT = (
+    "{% for message in messages %}<|im_start|>{{ message['content'] }}"
+    "{{ '<|endoftext|>' if loop.last and message['role'] == 'assistant' else '<|im_end|>' }}{% endfor %}"
+)
+"""A form like gpt-oss's, where parts of an answer end in a token that does not end the answer."""
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (CHATML, ["<|im_end|>"]),
+        (LAST_IS_DIFFERENT, ["<|endoftext|>"]),
+        ("{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}", []),
+        ("{% for message in messages %}{{ message['content'] }}</think>{% endfor %}", []),  # no control token
+        ("<|im_end|>{{ messages[0]['content'] }}", []),  # what the assistant says is left out
+        ("{{ raise_exception('no') }}", []),
+    ],
+)
+def test_an_answer_ends_where_the_template_ends_a_turn(template: str, ends: list[str], tmp_path: Path):
+    tokenizer = load_tokenizer(make_byte_level(tmp_path, eos_token=None, chat_template=template))
+    assert tokenizer.end_tokens([7]) == (7, *map(CHAT_TOKENS.index, ends))
+    tokenizer.close()
 
 
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path):
