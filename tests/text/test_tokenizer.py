@@ -393,6 +393,13 @@ def test_an_answer_ends_where_the_template_ends_a_turn(template: str, ends: list
     tokenizer.close()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "tokenizer_config.json"])
+def test_a_pointer_of_git_lfs_says_what_to_do(name: str, tmp_path: Path):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12\n")
+    with pytest.raises(ModelError, match=f"{name}: only a Git-LFS pointer to the file; run `git lfs pull`"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path):
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_tokenizer(tmp_path)
