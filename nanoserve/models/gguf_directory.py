@@ -2,8 +2,8 @@
 
 import atexit
 import json
-import math
 import logging
+import math
 import struct
 from collections.abc import Mapping
 from functools import cache
