@@ -180,7 +180,9 @@ def test_what_takes_no_groups_keeps_all_positions_and_is_named(settings: dict, r
     engine = EngineConfig(**settings)
     assert keeps_all_positions(config, engine) == reason
     assert keeps_all_positions(plain, engine) is None
-    assert with_cache_groups(config, engine).cache_groups.windows == ((9, 0) if reason is None else (0,))
+    grouped = with_cache_groups(config, engine)
+    assert grouped.cache_groups.windows == ((9, 0) if reason is None else (0,))
+    assert with_cache_groups(grouped, engine) == grouped
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ def read_config(resolved: ResolvedModel, quantization: str | None = None) -> Mod
 def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
     """What asks that layers with windows keep all positions, as layers without do; None if nothing does, or none has a
     window. What takes no cache groups yet runs like this: one table for all layers, with windows as masks."""
-    if not any(model.cache_groups.windows) and not model.shapes:
+    has_windows = any(0 < window < model.max_position_embeddings for window in model.sliding_windows)
+    if not has_windows and not model.shapes:
         return None
     asked = {
         "attention in host memory": config.attends_on_host,
@@ -162,7 +163,8 @@ def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
 
 
 def with_cache_groups(model: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model with the cache groups that an engine like this uses. Raises UsageError if it can have no such ones."""
+    """The model with the cache groups that an engine like this uses, whatever groups it has. Raises UsageError if it
+    can have no such ones."""
     if (asked := keeps_all_positions(model, config)) is None:
         starts = {shard.layers.start for shards in shards_of_layouts(model, config) for shard in shards}
         return replace(model, groups=model.cut(tuple(sorted(starts))))

@@ -19,7 +19,6 @@ from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageEr
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
 from nanoserve.record.times import Times
 from nanoserve.runtime.launch.memory import choose_num_blocks
-from nanoserve.runtime.launch.model_loading import with_cache_groups
 from nanoserve.runtime.workers.group import WATCH_SECONDS, WorkerGroup, WorkersDied
 from nanoserve.runtime.workers.messages import (
     Allocate,
@@ -52,6 +51,7 @@ class WorkersExecutor:
     Raises NanoserveError, from the constructor or `wait_until_ready`, if the workers cannot start.
 
     Args:
+        model: with the cache groups that this engine uses.
         host_blocks: KV blocks in shared memory; with none, nothing can be swapped.
         metadata: "decoupled": plans go to all stages at once, ahead of the hidden states (gLLM, section 3.3);
             "coupled": from stage to stage, with them.
@@ -85,7 +85,7 @@ class WorkersExecutor:
         self.profile: Profile | None = None  # what the first worker has found out
         self.deaths = 0  # how often the workers died and were started again
         self.layers = RemoteLayers([self])
-        self._config, self._model, self._host_blocks = config, with_cache_groups(model, config), host_blocks
+        self._config, self._model, self._host_blocks = config, model, host_blocks
         self.windows = self._model.cache_groups.windows  # of the cache groups
         self._progress = progress
         self._start = WorkerStart(

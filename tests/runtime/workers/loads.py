@@ -346,11 +346,12 @@ def start_workers(
         quantization=reference.quantization,
         **settings,
     )
+    model = with_cache_groups(reference.model, config)
     workers = WorkersExecutor(
         reference.resolved,
         config,
-        model=reference.model,
-        host_blocks=host_blocks * len(with_cache_groups(reference.model, config).cache_groups.windows),
+        model=model,
+        host_blocks=host_blocks * len(model.cache_groups.windows),
         metadata=metadata,
         observe_times=host_blocks > 0,
     )

@@ -5,18 +5,25 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.assembly import build_engine
 from nanoserve.costs.profile import write_profile
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
+from nanoserve.models.hub import ResolvedModel
+from nanoserve.request import Request
 from nanoserve.runtime.workers.executor import WorkersExecutor
 from nanoserve.scheduler.plan import StepPlan
 from tests.costs.profiles import made_up_profile
 from tests.hybrid.servers import HYBRID, MODEL, PROMPTS, busy, texts, whole_texts
+from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.processes import MARK, kill, marked, new_mark, workers
 from tests.server.starting import Server, running
 
@@ -60,6 +67,28 @@ def test_the_bundled_model_says_the_same(
     with LLM(dtype="float32", eager=True, policy=policy, pipeline_parallel=stages, **SMALL) as llm:
         assert ask(llm) == expected
     assert policy == "hybrid" or strategies.total() > 0, strategies
+
+
+@torch.inference_mode()
+def test_layers_of_two_kinds_say_what_transformers_says(tmp_path: Path, strategies: Counter[str]) -> None:
+    """Attention on the CPU puts layers with a window and layers without into one cache group."""
+    reference = make_checkpoint("gemma3_text", tmp_path)
+    prompts = torch.randint(3, VOCAB_SIZE, (8, 30), generator=torch.Generator().manual_seed(3))
+    memory = {**SMALL, "kv_cache_memory": 1 << 18}
+    settings = EngineConfig(dtype="float32", eager=True, policy="overlap", pipeline_parallel=2, **memory)
+    twenty = SamplingParams(temperature=0.0, max_tokens=20)
+    with closing(build_engine(ResolvedModel("gemma", tmp_path, tmp_path), settings).engine) as engine:
+        for number, prompt in enumerate(prompts.tolist()):
+            engine.add(Request(str(number), tuple(prompt), twenty, seed=0))
+        answers: dict[str, list[int]] = {}
+        while engine.has_work:
+            for update in engine.step():
+                answers.setdefault(update.request_id, []).extend(update.new_tokens)
+    tokens = prompts
+    for _ in range(20):
+        tokens = torch.cat((tokens, reference(tokens).logits[:, -1:].argmax(-1)), dim=1)
+    assert answers == {str(number): answer for number, answer in enumerate(tokens[:, 30:].tolist())}
+    assert strategies["overlap"] > 0
 
 
 def test_two_engines_of_two_stages(expected: list[tuple[int, ...]], strategies: Counter[str]) -> None:
