@@ -88,7 +88,7 @@ def build_engine(
     """Load the weights and put cache, executor and scheduler around them; the caller closes the engine. Raises
     ModelError if the model cannot be used, UsageError if a setting makes no sense for it, RuntimeFailure if the memory
     does not suffice or the trace cannot be written."""
-    model = read_config(resolved, config.quantization)
+    model = read_config(resolved, config.quantization, config.device)
     default_params = _default_params(model.sampling_defaults, resolved)
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
@@ -218,7 +218,7 @@ def _build_on_workers(
     from nanoserve.runtime.launch.layout_profile import kept_layouts
     from nanoserve.runtime.workers.executor import start_workers, wait_for_news  # ZeroMQ is for them alone
 
-    model = with_cache_groups(read_config(resolved, config.quantization), config)
+    model = with_cache_groups(read_config(resolved, config.quantization, config.device), config)
     shards_of_layouts(model, config)  # a model that cannot be divided is refused before any process is started
     _make_policy(config)  # likewise
     host_blocks = choose_host_blocks(model, config)

@@ -50,6 +50,8 @@ class Quantization:
     ignored: tuple[str, ...] = ()
     """Modules that are said not to be quantized: parts of names, or `re:` and a regular expression."""
     tensor_types: tuple[tuple[str, str], ...] = ()  # the quantized matrices of a GGUF file, each with its type
+    groups: tuple[int, ...] = ()
+    """If there are any, each matrix takes the first of them that divides its columns, instead of `group`."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> "Quantization":
@@ -109,6 +111,36 @@ class Quantization:
         has_zeros = weights.get("symmetric") is False
         return cls("compressed-tensors", int(bits or 0), group, rows, has_zeros=has_zeros, is_float=kind == "float")
 
+    @classmethod
+    def rounding(cls, text: str, *, on_gpu: bool) -> "Quantization":
+        """That of ``--quantization``. A group that the user did not name is 32 on a CPU; on a GPU it is the largest of
+        128, 64 and 32 that divides a matrix. Raises UsageError."""
+        wanted = Rounding.parse(text)
+        if wanted.group is not None:
+            return cls("rounding", wanted.bits, wanted.group)
+        return cls("rounding", wanted.bits, groups=_GPU_GROUPS if on_gpu else _CPU_GROUPS)
+
+    def group_of(self, columns: int, head: int = 0) -> int | None:
+        """Columns that share a scale in rows of that many; None if no group divides them. The columns of attention's
+        output matrix belong to heads of the size `head`, 0 for other matrices, and ranks have whole heads: where a
+        group divides a head, it is taken, so that no rank cuts it."""
+        groups = self.groups or (self.group if self.group > 0 else columns,)
+        dividing = [group for group in groups if columns % group == 0]
+        within_heads = [group for group in dividing if head % group == 0]
+        return next(iter(within_heads or dividing), None)
+
+    def unit(self, size: int) -> int:
+        """A rank's part of an inner size is a multiple of this: the columns of `down` that are packed together. So
+        every degree has the same groups. It is 1 where nothing is packed, or a whole row is."""
+        if self.method == "gguf":
+            kinds = [
+                BLOCK_TYPES[kind] for name, kind in self.tensor_types if ".ffn_down" in name and kind in BLOCK_TYPES
+            ]
+            return max((kind.size for kind in kinds if size % kind.size == 0), default=1)
+        if self.is_float or (self.group < 0 and not self.groups):
+            return 1
+        return self.group_of(size) or 1
+
     def leaves_alone(self, module: str) -> bool:
         for pattern in self.ignored:
             expression = pattern[3:] if pattern.startswith("re:") else rf"(.*\.)?{pattern}(\.|$)"
@@ -134,7 +166,7 @@ def _block(value: Any, source: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
-CPU_GROUP, _GPU_GROUPS = 32, (128, 64, 32)
+_CPU_GROUPS, _GPU_GROUPS = (32,), (128, 64, 32)
 
 WEIGHT_BITS: Mapping[str, tuple[int, ...]] = {"rtn": (3, 4, 8), "awq": (3, 4, 8), "gptq": (3, 4, 8), "llm-int8": (8,)}
 """The methods of ``nanoserve quantize``, and the bits that weights may have with each."""
@@ -159,9 +191,3 @@ class Rounding:
         if group is not None and (group == 0 or group % 32):
             raise UsageError(f"quantization {text}: a group is a multiple of 32 columns")
         return cls(int(named[1].removeprefix("int")), group)
-
-    def group_of(self, columns: int, *, on_gpu: bool) -> int | None:
-        """The group for runs of that many columns: the user's, else 32 on a CPU and the largest of 128, 64 and 32 on a
-        GPU. None if it does not divide them."""
-        groups = (self.group,) if self.group else _GPU_GROUPS if on_gpu else (CPU_GROUP,)
-        return next((group for group in groups if columns % group == 0), None)

@@ -116,7 +116,8 @@ class Comparison(ABC):
             from nanoserve.runtime.launch.model_loading import read_config
 
             self.resolved = options.find_model()
-            self.model, self.probe = read_config(self.resolved, self.config.quantization), BandwidthProbe()
+            self.model = read_config(self.resolved, self.config.quantization, self.config.device)
+            self.probe = BandwidthProbe()
             self.bench = partial(Bench, seed=self.seed, probe=self.probe.read, keep=self._keep)
             prepared = self.prepare()
             self.facts = {

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from nanoserve.cache_groups import CacheGroups
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.processes.files import read_json_object, read_optional_json_object
-from nanoserve.quantization import CPU_GROUP, Quantization, Rounding
+from nanoserve.quantization import Quantization
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 
@@ -284,16 +284,20 @@ class ModelConfig:
         """Whether this layer's feed-forward part is a mixture of experts."""
         return self.moe is not None and layer in self.moe.sparse_layers
 
-    def rounded(self, quantization: str | None) -> "ModelConfig":
-        """The model as `--quantization` rounds it. Raises UsageError if it is quantized already."""
+    def rounded(self, quantization: str | None, *, on_gpu: bool = False) -> "ModelConfig":
+        """The model as `--quantization` rounds it on a device. Raises UsageError if it is quantized already."""
         if quantization is None:
             return self
         if self.quantization is not None:
             raise UsageError(f"--quantization {quantization}: the model is quantized already; leave it out")
         if self.mla is not None:
             raise UsageError(f"--quantization {quantization}: latent attention is not rounded; leave it out")
-        rounding = Rounding.parse(quantization)
-        return replace(self, quantization=Quantization("rounding", rounding.bits, rounding.group or CPU_GROUP))
+        return replace(self, quantization=Quantization.rounding(quantization, on_gpu=on_gpu))
+
+    def inner_part(self, size: int, degree: int) -> int:
+        """One of `degree` parts of an inner size, as equal as whole groups of columns allow; the last is padded."""
+        unit = 1 if self.quantization is None else self.quantization.unit(size)
+        return -(-size // (degree * unit)) * unit
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> "ModelConfig":

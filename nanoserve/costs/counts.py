@@ -282,16 +282,16 @@ class ModelCounts:
             yield Matrix("latent_up", size, 2 * absorbed, size * self.precision.weight_bytes)
         yield matrix("output", model.output_size // degree, hidden)
         if not kind.sparse or model.moe is None:
-            inner = -(-model.intermediate_size // degree)
+            inner = model.inner_part(model.intermediate_size, degree)
             yield matrix("gate_up", hidden, inner, inner)
             yield matrix("down", inner, hidden)
             return
         if model.moe.shared_size:
-            inner = -(-model.moe.shared_size // degree)
+            inner = model.inner_part(model.moe.shared_size, degree)
             yield matrix("shared_gate_up", hidden, inner, inner)
             yield matrix("shared_down", inner, hidden)
         experts, chosen = model.moe.num_experts, model.moe.experts_per_token
-        inner = -(-model.moe.intermediate_size // degree)
+        inner = model.inner_part(model.moe.intermediate_size, degree)
         yield matrix("router", hidden, experts, number_bytes=self.precision.other_bytes)
         gate_up, down = bits.get("expert_gate_up", NUMBERS), bits.get("expert_down", NUMBERS)
         if inner % ROWS or len({*gate_up}) > 1 or None in (*gate_up, *down):

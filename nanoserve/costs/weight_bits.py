@@ -45,13 +45,13 @@ def matrix_bits(model: ModelConfig, layer: int | None) -> Mapping[str, Bits]:
             matrices["expert_down"] = moe.intermediate_size, [own.expert_down.format(0)]
     prefix = "" if layer is None else names.layer_prefix.format(layer)
     found = {
-        matrix: _bits(quantization, matrix, columns, [prefix + module for module in modules])
+        matrix: _bits(quantization, matrix, columns, [prefix + module for module in modules], model.head_dim)
         for matrix, (columns, modules) in matrices.items()
     }
     return found | {"head": found["embedding"]} if layer is None and model.tie_word_embeddings else found
 
 
-def _bits(quantization: Quantization, matrix: str, columns: int, modules: Iterable[str]) -> Bits:
+def _bits(quantization: Quantization, matrix: str, columns: int, modules: Iterable[str], head: int) -> Bits:
     method, types = quantization.method, dict(quantization.tensor_types)
     if method == "gguf":
         stored = [BLOCK_TYPES.get(types.get(module.removesuffix(".0"), "")) for module in modules]
@@ -59,11 +59,11 @@ def _bits(quantization: Quantization, matrix: str, columns: int, modules: Iterab
     elif quantization.is_float or matrix in _KEPT.get(method, ("embedding", "head", "router")):
         return NUMBERS
     else:
-        group = quantization.group if quantization.group > 0 else columns
+        group = quantization.group_of(columns, head if matrix == "output" else 0)
         is_vocabulary = method == "rounding" and matrix in ("embedding", "head")
         bits = 8 if is_vocabulary else max(quantization.bits, 5 if method == "mxfp4" else 4)
         beside = 24 if quantization.has_zeros or method in ("gptq", "awq") else 16
-        each = bits + beside / group if columns % group == 0 else None
+        each = None if group is None else bits + beside / group
         if is_vocabulary and quantization.bits == 4 and columns % 256 == 0:
             each = BLOCK_TYPES["Q6_K"].loaded_bits
         found = tuple(None if quantization.leaves_alone(module) else each for module in modules)

@@ -51,23 +51,26 @@ def make_dummy_model(
     The weights are always the same on a kind of device; a shard holds slices of them. `spec` is a name in SHAPES or the
     path of a config.json; the other arguments are as in `load_model`. Raises ModelError.
     """
-    config, device = dummy_config(spec).rounded(quantization), torch.device(device)
+    device = torch.device(device)
+    config = dummy_config(spec).rounded(quantization, on_gpu=device.type == "cuda")
     decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), CPU, shard=shard, group=group)
     parts = list(shard_parts(tensor_parts(config), config, decoder.shard))
-    if quantization is not None:
-        formats = rounded_forms(parts, quantization, device)
+    formats = {} if quantization is None else rounded_forms(tensor_parts(config), config)
+    if formats:
         pack_decoder(decoder, parts, {name: MatrixForm(found, None) for name, found in formats.items()})
     place(decoder, device)
     generator = torch.Generator(device)
     for part in parts:
-        region = region_of(decoder, part)
-        if region.is_floating_point():
+        region, form = region_of(decoder, part), formats.get(part.name)
+        if form is None:
             _draw(part, region, generator)
             continue
         numbers = torch.empty(part.shape, dtype=decoder.dtype, device=device)
         _draw(replace(part, rows=None, columns=None), numbers, generator)
-        form = formats[part.name]
-        region.copy_(pack(round_to_nearest(numbers[part.source], form.bits, form.group)))
+        matrix = round_to_nearest(numbers[part.source[0]], form.bits, form.group)
+        if part.columns is not None:
+            matrix = matrix.columns(part.columns)
+        region.copy_(matrix.dequantize() if region.is_floating_point() else pack(matrix))
     return decoder, config
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +89,12 @@ class Checkpoint:
         self._kept.update((path, _open(path)) for path in self._files if path not in self._kept)
         return partial(_read, part, stored, self._kept.__getitem__, packed=packed)
 
-    def rounded(self, quantization: str | None, decoders: Iterable[Decoder], device: torch.device) -> "Checkpoint":
-        """The same with matrices that are rounded while they are read, in groups for all of these decoders on the
-        device. None rounds nothing."""
-        if quantization is None:
+    def rounded(self, config: ModelConfig) -> "Checkpoint":
+        """The same with the matrices that the config says are rounded while they are read."""
+        if config.quantization is None or config.quantization.method != "rounding":
             return self
-        shards = [shard_parts(self.parts, decoder.model_config, decoder.shard) for decoder in decoders]
-        forms = rounded_forms(chain.from_iterable(shards), quantization, device)
         stored = dict(self.stored)
-        for name, form in forms.items():
+        for name, form in rounded_forms(self.parts, config).items():
             decode = partial(_decode_rounded, stored[name], form)
             stored[name] = replace(stored[name], decode=decode, form=MatrixForm(form, None))
         return replace(self, stored=stored)
@@ -128,10 +125,10 @@ def load_model(
     and UsageError for an unknown dtype.
     """
     path, device = Path(directory), torch.device(device)
-    config = ModelConfig.from_directory(path).rounded(quantization)
+    config = ModelConfig.from_directory(path).rounded(quantization, on_gpu=device.type == "cuda")
     with open_checkpoint(path, config) as opened:
         decoder = empty_decoder(config, resolve_dtype(dtype, device, config.dtype), CPU, shard=shard, group=group)
-        checkpoint = opened.rounded(quantization, [decoder], device)
+        checkpoint = opened.rounded(config)
         checkpoint.prepare(decoder)
         place(decoder, device)
     _fill(decoder, list(shard_parts(checkpoint.parts, config, decoder.shard)), checkpoint.stored, progress)

@@ -1,6 +1,5 @@
 """Layers whose matrices are packed integers, in place of a decoder's own."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,10 +8,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder, SparseExperts, VocabularyEmbedding, VocabularyPart, route
 from nanoserve.models.weights import TensorPart
-from nanoserve.quantization import Rounding
 from triton_ops import PackedFormat, packed_linear, packed_rows, sparse_packed_experts
 from triton_ops.packed import ROWS, SIX_BITS
 
@@ -59,13 +58,14 @@ class PackedMatrix(nn.Module):
         """The order of columns of each segment that has one, int64 [K]."""
 
     def region(self, part: TensorPart) -> Tensor:
-        """The view that the part fills: whole blocks of rows of one segment."""
+        """The view that the part fills: whole blocks of rows of one segment, and of them the first columns."""
         count = part.shape[0] if part.rows is None else len(part.rows)
+        columns = self.shape.columns if part.columns is None else len(part.columns)
         for segment, packed in zip(self.shape.segments, self.packed, strict=True):
             first = part.first_row - segment.first_row
             if 0 <= first < segment.rows:
                 rows: Tensor = packed if part.expert is None else packed[part.expert]
-                return rows[first // ROWS : -(-(first + count) // ROWS)]
+                return rows[first // ROWS : -(-(first + count) // ROWS), : segment.format.row_bytes(columns)]
         raise ValueError(f"no segment has row {part.first_row}")
 
     def multiply(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -191,32 +191,36 @@ def pack_layers(module: nn.Module, shapes: Sequence[PackedShape]) -> None:
             setattr(module.get_submodule(parent), attribute, PackedExperts(**matrices, replaced=replaced))
 
 
-def rounded_forms(parts: Iterable[TensorPart], quantization: str, device: torch.device) -> dict[str, PackedFormat]:
-    """The format of each tensor that `--quantization` rounds: all matrices but routers. The vocabulary's have 8 bits,
-    or with int4 6 bits where 256 divides their columns. Groups divide the columns of every part; a matrix without such
-    a group is left alone. Raises UsageError if the user named the group."""
-    rounding = Rounding.parse(quantization)
-    kept = ("router.weight", "_bias")
-    matrices = [part for part in parts if len(part.shape) == 2 and not part.parameter.endswith(kept)]
-    columns: dict[str, int] = defaultdict(int)
-    for part in matrices:
-        span = range(part.shape[1]) if part.columns is None else part.columns
-        columns[part.name] = math.gcd(columns[part.name], span.start, span.stop)
-    found = {}
-    for part in matrices:
-        group = rounding.group_of(columns[part.name], on_gpu=device.type == "cuda")
+def rounded_forms(parts: Iterable[TensorPart], config: ModelConfig) -> dict[str, PackedFormat]:
+    """The format of each tensor that `--quantization` rounds, from the parts of the whole model: all matrices but
+    routers. The vocabulary's have 8 bits, or with int4 6 bits where 256 divides their columns. A matrix that no group
+    divides is left alone. Raises UsageError if the user named the group. Ranks have slices of what is rounded so, and
+    no format depends on how many there are."""
+    rounding, found = config.quantization, dict[str, PackedFormat]()
+    assert rounding is not None
+    for part in parts:
+        if len(part.shape) != 2 or part.parameter.endswith(("router.weight", "_bias")):
+            continue
+        columns, bits = part.shape[1], rounding.bits
+        is_vocabulary = part.parameter in ("embedding.weight", "lm_head.weight")
+        group = rounding.group_of(columns, _head(part, config))
         if group is not None:
-            is_vocabulary = part.parameter in ("embedding.weight", "lm_head.weight")
-            bits = 8 if is_vocabulary else rounding.bits
+            bits = 8 if is_vocabulary else bits
             found[part.name] = PackedFormat(bits, group, scale=0, offset=0, zero=0 if bits == 8 else 8)
-            if is_vocabulary and rounding.bits == 4 and columns[part.name] % SIX_BITS.span == 0:
+            if is_vocabulary and rounding.bits == 4 and columns % SIX_BITS.span == 0:
                 found[part.name] = SIX_BITS
-        elif rounding.group is not None:
+        elif not rounding.groups:
             raise UsageError(
-                f"--quantization {quantization}: groups of {rounding.group} do not divide the {columns[part.name]} "
+                f"--quantization int{bits}:{rounding.group}: groups of {rounding.group} do not divide the {columns} "
                 f"columns of {part.name}; choose a smaller group, or none"
             )
     return found
+
+
+def _head(part: TensorPart, config: ModelConfig) -> int:
+    """The columns of a head, of which ranks have whole ones; 0 for matrices that are not divided by heads."""
+    layer, _, matrix = part.parameter.removeprefix("layers.").partition(".")
+    return config.of_layer(int(layer)).head_dim if matrix == "output.weight" else 0
 
 
 def packed_shapes(module: nn.Module) -> tuple[PackedShape, ...]:
@@ -243,8 +247,7 @@ def _shape(
 ) -> Iterator[PackedShape]:
     """The packed shape of a matrix that these parts fill, in the order of rows; none for experts of several formats.
     Rows that no part fills belong to the part before them."""
-    columns = parts[0].shape[1] if parts[0].columns is None else len(parts[0].columns)
-    *experts, rows, _ = decoder.get_parameter(name).shape
+    *experts, rows, columns = decoder.get_parameter(name).shape
     kinds = [(forms[part.name].format, forms[part.name].order is not None) for part in parts]
     if experts:
         if {*kinds} == {(kinds[0][0], False)} and not any(part.first_row % ROWS for part in parts):

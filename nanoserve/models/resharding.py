@@ -64,7 +64,6 @@ class ReshardableWeights:
         shards: Sequence[Shard],
         groups: Sequence[TensorParallelGroup | None],
         progress: Progress | None = None,
-        quantization: str | None = None,
     ) -> None:
         """Map the checkpoint, and put the first layout in place.
 
@@ -80,7 +79,7 @@ class ReshardableWeights:
         # One decoder per layout, ready for inference while its layout is in place. They share their memory.
         self.decoders = tuple(unset)
         with open_checkpoint(directory, config) as opened:
-            checkpoint = opened.rounded(quantization, unset, device)
+            checkpoint = opened.rounded(config)
             for decoder in unset:
                 checkpoint.prepare(decoder)
             self._storage = torch.empty(

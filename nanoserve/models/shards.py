@@ -8,7 +8,8 @@ vocabulary's rows are divided too. Norms and routers are replicated.
 A mixture of experts is divided inside each expert, like a dense layer. Every rank then has the same work whichever
 experts the tokens choose, and one all-reduce serves both kinds of layers.
 
-Inner sizes and the vocabulary are padded with zeros where they do not divide evenly. No torch here.
+Inner sizes and the vocabulary are padded with zeros where they do not divide evenly. Where weights are packed, a rank
+gets whole groups of an inner size, so that the integers and scales are those of one rank. No torch here.
 """
 
 from dataclasses import dataclass, replace
@@ -61,9 +62,10 @@ class Shard:
         """Whether its worker samples and answers: the first rank of the last stage does."""
         return self.is_last and self.rank == 0
 
-    def share(self, size: int) -> range:
-        """This rank's range of `size` rows or columns: equal parts, except that the last may be shorter."""
-        part = divided(size, self.degree)
+    def share(self, size: int, part: int | None = None) -> range:
+        """This rank's range of `size` rows or columns: equal parts, of `part` each if that is given, except that the
+        last may be shorter."""
+        part = divided(size, self.degree) if part is None else part
         return range(min(self.rank * part, size), min((self.rank + 1) * part, size))
 
     def kv_heads(self, num_kv_heads: int) -> range:
@@ -125,12 +127,12 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
     moe, own = config.moe, slice(shard.layers.start, shard.layers.stop)
     if moe is not None:
         sparse = frozenset(layer - shard.layers.start for layer in moe.sparse_layers if layer in shard.layers)
-        inner = divided(moe.intermediate_size, shard.degree)
-        shared = divided(moe.shared_size, shard.degree)
+        inner = config.inner_part(moe.intermediate_size, shard.degree)
+        shared = config.inner_part(moe.shared_size, shard.degree)
         moe = replace(moe, sparse_layers=sparse, intermediate_size=inner, shared_size=shared)
 
     def sizes(one: ModelConfig | LayerShape) -> dict[str, Any]:
-        inner = divided(one.intermediate_size, shard.degree)
+        inner = config.inner_part(one.intermediate_size, shard.degree)
         return {"num_kv_heads": max(1, one.num_kv_heads // shard.degree), "intermediate_size": inner}
 
     part = replace(

@@ -306,6 +306,10 @@ def _blocks(matrix: str, part: TensorPart, config: ModelConfig, shard: Shard) ->
     def evenly(size: int) -> _Block:
         return _Block(size, shard.share(size), divided(size, shard.degree))
 
+    def inner(size: int) -> _Block:
+        width = config.inner_part(size, shard.degree)
+        return _Block(size, shard.share(size, width), width)
+
     if matrix in ("embedding", "lm_head"):
         return (evenly(config.vocab_size),)
     if matrix == "output":
@@ -326,12 +330,12 @@ def _blocks(matrix: str, part: TensorPart, config: ModelConfig, shard: Shard) ->
         return ()
     of_expert = config.moe if part.expert is not None or matrix.endswith("_bias") else None
     if config.moe is not None and ".shared." in part.parameter:
-        inner = evenly(config.moe.shared_size)
+        found = inner(config.moe.shared_size)
     else:
-        inner = evenly((of_expert or config).intermediate_size)
+        found = inner((of_expert or config).intermediate_size)
     if of_expert is not None and of_expert.style == "gpt_oss" and matrix.startswith("gate_up"):  # rows take turns
-        return (_Block(2 * inner.size, range(2 * inner.kept.start, 2 * inner.kept.stop), 2 * inner.width),)
-    return (inner, inner) if matrix == "gate_up" else (inner,)
+        return (_Block(2 * found.size, range(2 * found.kept.start, 2 * found.kept.stop), 2 * found.width),)
+    return (found, found) if matrix == "gate_up" else (found,)
 
 
 def _latent_blocks(

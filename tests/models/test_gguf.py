@@ -86,14 +86,16 @@ def test_ranks_may_not_cut_a_group(tmp_path: Path) -> None:
         load_model(directory, "float32", shard=shard, group=ThreadGroup.alone())
 
 
-def make_model(family: str, block_type: str, directory: Path) -> tuple[transformers.PreTrainedModel, Path]:
+def make_model(
+    family: str, block_type: str, directory: Path, *, inner: int = 256, head_dim: int = 64
+) -> tuple[transformers.PreTrainedModel, Path]:
     """A random model with the values that the file has, and the file as a model directory."""
     torch.manual_seed(3)
     config = FAMILIES[family]()
-    for name in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
+    for name, size in {"hidden_size": 256, "intermediate_size": inner, "moe_intermediate_size": inner}.items():
         if hasattr(config, name):
-            setattr(config, name, 256)
-    config.head_dim, config.mlp_bias, config.mlp_only_layers = 64, False, []
+            setattr(config, name, size)
+    config.head_dim, config.mlp_bias, config.mlp_only_layers = head_dim, False, []
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -140,13 +140,15 @@ def add_cache_scales(directory: Path, names: tuple[str, ...]) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_random(family: str, directory: Path, method: str, **settings: Any) -> transformers.PreTrainedModel:
-    """A random model with the values that its checkpoint has."""
+def write_random(
+    family: str, directory: Path, method: str, *, inner: int = 128, **settings: Any
+) -> transformers.PreTrainedModel:
+    """A random model with the values that its checkpoint has; experts are half as wide as `inner`."""
     torch.manual_seed(3)
     config = FAMILIES[family]()
-    config.intermediate_size, config.mlp_only_layers = 128, []
+    config.intermediate_size, config.mlp_only_layers = inner, []
     if config.model_type == "qwen3_moe":
-        config.moe_intermediate_size, config.num_hidden_layers = 64, 2
+        config.moe_intermediate_size, config.num_hidden_layers = inner // 2, 2
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

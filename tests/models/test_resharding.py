@@ -33,13 +33,17 @@ def shards_of(config: ModelConfig, degrees: Degrees) -> list[Shard]:
 
 
 def reshardable(
-    directory: Path, pair: tuple[Degrees, Degrees], rank: int, dtype: torch.dtype = torch.float32, **more: str | None
+    directory: Path,
+    pair: tuple[Degrees, Degrees],
+    rank: int,
+    dtype: torch.dtype = torch.float32,
+    quantization: str | None = None,
 ) -> ReshardableWeights:
-    config = ModelConfig.from_directory(directory).rounded(more.get("quantization"))
+    config = ModelConfig.from_directory(directory).rounded(quantization)
     shards = [shards_of(config, degrees)[rank] for degrees in pair]
     groups = [ThreadGroup.alone() if shard.degree > 1 else None for shard in shards]
     device = torch.device("cpu")
-    return ReshardableWeights(directory, config, dtype=dtype, device=device, shards=shards, groups=groups, **more)
+    return ReshardableWeights(directory, config, dtype=dtype, device=device, shards=shards, groups=groups)
 
 
 def loaded_shards(directory: Path, degrees: Degrees, dtype: str = "fp32", **more: str | None) -> list[Decoder]:

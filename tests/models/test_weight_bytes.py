@@ -19,6 +19,7 @@ from nanoserve.models.loading import load_model
 from nanoserve.models.shards import make_shards
 from nanoserve.quantization import BLOCK_TYPES
 from tests.models.test_gguf import make_model
+from tests.models.test_shards import write_checkpoint
 from tests.models.thread_ranks import ThreadGroup
 from tests.oracle import gguf_files
 from tests.oracle.checkpoints import FAMILIES
@@ -95,6 +96,11 @@ def write_model(family: str, directory: Path, method: str | None, **settings: An
 def test_rounded_weights(family: str, quantization: str | None, layout: tuple[int, int], tmp_path: Path) -> None:
     write_model(family, tmp_path, None)
     check_bytes(tmp_path, layout, quantization)
+
+
+def test_ranks_have_as_much_memory_where_their_parts_are_unequal(tmp_path: Path) -> None:
+    write_checkpoint("qwen3_moe", tmp_path, intermediate_size=160, moe_intermediate_size=96)
+    check_bytes(tmp_path, (1, 2), "int4")
 
 
 @pytest.mark.parametrize(

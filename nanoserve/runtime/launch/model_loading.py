@@ -140,12 +140,14 @@ def compiler_errors(device: torch.device) -> Iterator[None]:
 
 
 @unreadable_as_model_error()
-def read_config(resolved: ResolvedModel, quantization: str | None = None) -> ModelConfig:
-    """The model's shape, with its weights rounded if that is asked for; nothing else of it is read. Raises ModelError
-    if it cannot be used, UsageError if it is quantized already."""
+def read_config(resolved: ResolvedModel, quantization: str | None = None, device: str = "cpu") -> ModelConfig:
+    """The model's shape, with its weights rounded for the device if that is asked for; nothing else of it is read.
+    Raises ModelError if it cannot be used, UsageError if it is quantized already."""
     if resolved.directory is None:
-        return dummy_config(resolved.name).rounded(quantization)
-    return ModelConfig.from_directory(resolved.directory).rounded(quantization)
+        found = dummy_config(resolved.name)
+    else:
+        found = ModelConfig.from_directory(resolved.directory)
+    return found.rounded(quantization, on_gpu=device.startswith("cuda"))
 
 
 def keeps_all_positions(model: ModelConfig, config: EngineConfig) -> str | None:
@@ -208,7 +210,8 @@ def load_layouts(
 ) -> ReshardableWeights:
     """A worker's decoders under several layouts, the first of which is in place. The model is in a directory; a dummy
     is written to one first. Raises ModelError, UsageError, RuntimeFailure as `load_decoder`."""
-    model, directory = with_cache_groups(read_config(resolved, config.quantization), config), resolved.directory
+    model = with_cache_groups(read_config(resolved, config.quantization, config.device), config)
+    directory = resolved.directory
     assert directory is not None, "weights that are read more than once are in files"
     told = None if progress is None else partial(progress, "load")
     with _loading(resolved, config, device):
@@ -221,7 +224,6 @@ def load_layouts(
             shards=shards,
             groups=groups,
             progress=told,
-            quantization=config.quantization,
         )
 
 
@@ -231,7 +233,8 @@ def _loading(resolved: ResolvedModel, config: EngineConfig, device: torch.device
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels of our own are launched on the current one
         use_writable_triton_cache()
-        check_model(device, read_config(resolved, config.quantization), config.dtype, config.block_size)
+        model = read_config(resolved, config.quantization, config.device)
+        check_model(device, model, config.dtype, config.block_size)
     files = () if resolved.directory is None else resolved.directory.glob("*.safetensors")
     size = sum(file.stat().st_size for file in files)
     problem = f"a checkpoint of {format_size(size)} does not fit" if size else "the weights do not fit"

@@ -46,7 +46,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     if start.host_pool is not None:
         check_within_reach(Path(start.host_pool[0]))
     processor = _set_apart(start, device) if config.attends_on_host else None
-    model = with_cache_groups(read_config(start.model, config.quantization), config)
+    model = with_cache_groups(read_config(start.model, config.quantization, config.device), config)
     everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
     decoders, weights = _load(start, model, endpoint, everyone, device)
     device_start = DeviceStart(start.model, config, decoders, device)

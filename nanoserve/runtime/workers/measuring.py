@@ -58,7 +58,7 @@ def measure(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     """Meet the other workers, measure with them, report, and from then on answer plans at once, for the time that a
     message takes. Raises NanoserveError as `work` does."""
     config, devices = start.config, start.config.num_workers
-    device, model = usable_device(config.device), read_config(start.model, config.quantization)
+    device, model = usable_device(config.device), read_config(start.model, config.quantization, config.device)
     everyone = join_workers(start.rank, devices, start.init_method, device)
     dtype = resolve_dtype(config.dtype, device, model.dtype)
     degrees = [degree for degree in tensor_degrees(model) if devices % degree == 0]

@@ -58,9 +58,14 @@ def test_layouts_of_one_family(layout: dict[str, object], tmp_path: Path) -> Non
 def test_rounded_experts(tmp_path: Path) -> None:
     """`test_equality` and `test_resharding` round the weights of other families."""
     reference = reference_of(
-        "qwen3_moe", tmp_path, quantization="int8", intermediate_size=128, moe_intermediate_size=64
+        "qwen3_moe", tmp_path, quantization="int8", intermediate_size=128, moe_intermediate_size=96
     )
     check(reference, pipeline_parallel=2, tensor_parallel=2)
+
+
+def test_rounded_weights_whose_groups_two_ranks_do_not_divide_evenly(tmp_path: Path) -> None:
+    """One has two groups of 32 columns, the other one has one."""
+    check(reference_of("llama", tmp_path, quantization="int4", intermediate_size=96), tensor_parallel=2)
 
 
 @pytest.mark.parametrize("layout", [{"pipeline_parallel": 4}, {"pipeline_parallel": 2, "tensor_parallel": 2}], ids=str)
