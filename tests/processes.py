@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,14 @@ def marked(mark: str) -> list[int]:
             if state != "Z" and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found.append((started, int(entry.name)))
     return [process for _, process in sorted(found)]
+
+
+def wait_for_processes(mark: str, count: int) -> None:
+    """Wait until there are so many processes with that mark, for longer than any machine takes."""
+    deadline = time.monotonic() + 60
+    while len(marked(mark)) != count:
+        assert time.monotonic() < deadline, marked(mark)
+        time.sleep(0.01)
 
 
 def workers(mark: str) -> list[int]:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from nanoserve.processes.temporary import choose_directory, make_directory
-from nanoserve.processes.watchdog import ParentWatchdog
+from nanoserve.processes.watchdog import ParentWatchdog, TiedChild, end_children
+from tests.processes import MARK, kill, marked, new_mark, wait_for_processes
 
 
 @pytest.fixture
@@ -28,3 +29,27 @@ def test_a_child_that_was_told_nothing_removes_the_directory(chosen: Path, said:
         ParentWatchdog(reader, reader, chosen).read_line()
     os.close(reader)
     assert ended.value.code == 0 and list(chosen.parent.iterdir()) == []
+
+
+_WORKER = "import subprocess, time; subprocess.Popen(['sleep', '600']); time.sleep(600)"
+_ENGINE = f"""
+import os, signal, subprocess, sys, time
+from nanoserve.processes.watchdog import ParentWatchdog
+watchdog = ParentWatchdog.of_this_process()
+worker = subprocess.Popen([sys.executable, "-c", {_WORKER!r}], process_group=0)
+watchdog.start()
+time.sleep(600)
+"""
+
+
+def test_a_child_that_ends_buries_its_own_dead_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed worker, of which its parent knows nothing yet, has left a process in its group."""
+    monkeypatch.setenv(MARK, mark := new_mark())
+    engine = TiedChild(_ENGINE)
+    try:
+        wait_for_processes(mark, 3)
+        kill(marked(mark)[1])
+        wait_for_processes(mark, 2)
+    finally:
+        end_children([engine], None, 60.0)
+    wait_for_processes(mark, 0)

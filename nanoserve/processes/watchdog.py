@@ -129,7 +129,8 @@ def follow_parent() -> None:
 
 
 class ParentWatchdog:
-    """The child's side: a thread that ends the group that this process leads with its parent, and writes heartbeats.
+    """The child's side: a thread that ends the group that this process leads with its parent, and those that its own
+    dead children led, and writes heartbeats.
 
     The descriptor `parent` reads end-of-file when the parent is gone; `directory` is then removed with its content.
     """
@@ -175,4 +176,19 @@ class ParentWatchdog:
                 if readable and not os.read(self._parent, 4096):
                     break
         remove_directory(self.directory)
+        for group in _groups_of_dead_children():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, signal.SIGKILL)
         os.killpg(0, signal.SIGKILL)  # a running compiler included
+
+
+def _groups_of_dead_children() -> list[int]:
+    """The process groups of children that are dead and were not waited for, on Linux. The others see for themselves
+    that this process is gone; a worker that was killed cannot end what it has started."""
+    found = []
+    for children in Path("/proc/self/task").glob("*/children"):
+        for process in map(int, children.read_text().split()):
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            if state == "Z" and os.getpgid(process) == process:
+                found.append(process)
+    return found

@@ -87,9 +87,9 @@ class EngineChild:
         return f"gave no sign of life for {silence:g} s and was killed"
 
     async def end(self) -> None:
-        """Kill the process, and remove its socket and directory."""
+        """Have the process bury its workers and end, or kill it, and remove its socket and directory."""
         self.mailbox.close(linger=0)
-        await asyncio.to_thread(end_children, [self._process], self._directory, 0.0)
+        await asyncio.to_thread(end_children, [self._process], self._directory)
 
     async def _beats(self, seconds: float) -> bool:
         """True at a sign of life, false if the process is dead. Raises TimeoutError if neither comes in time."""

@@ -7,11 +7,12 @@ The quick tests do the same to the parts: `test_faults` to a server whose fake e
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.processes import MARK, kill, marked, new_mark, workers
+from tests.processes import MARK, kill, marked, new_mark, wait_for_processes, workers
 from tests.server.conftest import MODEL
 from tests.server.starting import NO_TLS, Server, running, shared_memory, wait_until
 from tests.server.test_faults import COMPLETION, LONG, Reader, whole_text
@@ -120,6 +121,23 @@ def test_after_three_deaths_within_a_minute_the_server_says_why_and_tries_again_
     assert REASON in reader.data and reader.data.endswith("data: [DONE]\n\n")
     wait_until(lambda: two_stages.get("/ready").status_code == 200)
     assert whole_text(two_stages, LONG) == whole["greedy"]
+
+
+def test_workers_that_are_killed_just_before_the_end_leave_no_compiler(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\nsleep 600\n')
+    compiler.chmod(0o755)
+    variables = {MARK: new_mark(), "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    server = Server("--port", "0", "--pp", "2", *MODEL, **variables)
+    try:
+        server.wait_ready()
+        # The front end, its templates, the engine, two workers, two builders; one compiles, which sleeps.
+        wait_for_processes(variables[MARK], 9)
+        for process in workers(variables[MARK]):
+            kill(process)
+    finally:
+        assert server.end() == 0
+    wait_for_processes(variables[MARK], 0)
 
 
 def test_nothing_is_left_of_a_front_end_that_was_killed(two_stages: Server, mark: str) -> None:

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import MARK, new_mark, wait_for_processes
 from triton_ops.cpu import CpuOperators, background, building, cpu_operators, toolchain
 from triton_ops.cpu.toolchain import make_job
 
@@ -61,7 +63,86 @@ def test_a_failing_compiler_is_quoted_and_not_tried_again(
     assert script.with_suffix(".calls").read_text() == "called\n"
     assert len(notices(caplog)) == 2
     assert all("x.cpp:1: error: no such thing" in notice for notice in notices(caplog))
-    assert "if you delete" in notices(caplog)[1]
+    assert "again if you delete" in notices(caplog)[1]
+
+
+def calls(script: Path) -> int:
+    """How often the compiler was asked to compile or to link."""
+    told = script.with_suffix(".calls")
+    return told.read_text().count("called") if told.exists() else 0
+
+
+def test_a_failure_is_remembered_until_the_compiler_is_another(environment: dict[str, str]) -> None:
+    script = fake_compiler(environment, "exit 1\n")
+    assert not CpuOperators(environment).wait() and calls(script) == 1
+    failure = make_job(environment).failure
+    os.utime(failure, (0, 0))  # however long ago
+    assert not CpuOperators(environment).expected and calls(script) == 1
+    script.write_text(script.read_text().replace("fake compiler 1", "fake compiler 2"))
+    assert not CpuOperators(environment).wait() and calls(script) == 2
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        'echo "g++: fatal error: Killed signal terminated program cc1plus" >&2; exit 1\n',
+        'echo "fatal error: error writing to x.o: No space left on device" >&2; exit 1\n',
+        "kill -9 $$\n",
+    ],
+)
+def test_a_machine_that_was_short_of_something_is_tried_again_at_the_next_start(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture, tail: str
+) -> None:
+    script = fake_compiler(environment, tail)
+    for attempt in (1, 2):
+        assert not CpuOperators(environment).wait()
+        assert calls(script) == attempt
+    assert notices(caplog)[0].endswith("; the next start tries again)")
+    script.write_text(LIBRARY_OF_NOTHING + "echo library > $out\n")
+    assert make_job(environment).run()
+    assert list(Path(make_job(environment).directory).glob("*.interrupted")) == []
+
+
+def test_a_compiler_that_takes_too_long_is_tried_again_at_the_next_start(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = fake_compiler(environment, "exec sleep 600\n")
+    monkeypatch.setattr(building, "TIMEOUT", 0.05)
+    job = make_job(environment)
+    assert not job.run() and job.reason == "it was not done after 0.05 s; the next start tries again"
+    script.write_text(LIBRARY_OF_NOTHING + "exit 1\n")
+    assert not CpuOperators(environment).wait()
+    assert calls(script) == 2
+
+
+def test_a_notice_is_short_whatever_the_compiler_says(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_compiler(environment, 'head -c 30000 /dev/zero | tr "\\0" "error " >&2; exit 1\n')
+    for _ in "12":
+        CpuOperators(environment).wait()
+    first, again = notices(caplog)
+    assert len(first) < 300 and len(again) < 400 + len(environment["HOME"])
+
+
+def has_open(process: int, name: str) -> bool:
+    with suppress(OSError):
+        return any(path.readlink().name == name for path in Path(f"/proc/{process}/fd").iterdir())
+    return False
+
+
+def test_who_waits_for_a_build_that_fails_does_not_repeat_it(environment: dict[str, str]) -> None:
+    script = fake_compiler(environment, 'while [ ! -e "$0.go" ]; do sleep 0.01; done; exit 1\n')
+    job = make_job(environment)
+    command = [sys.executable, "-I", building.__file__, job.to_json()]
+    builders = [subprocess.Popen(command) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(has_open(builder.pid, f"{job.key}.lock") for builder in builders):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    script.with_suffix(".go").touch()
+    assert [builder.wait() for builder in builders] == [1, 1]
+    assert calls(script) == 1
 
 
 def test_a_failure_during_an_answer_does_not_interrupt_it(
@@ -177,6 +258,43 @@ def test_the_older_instruction_set_gives_the_same_results() -> None:
     assert outcome.returncode == 0, outcome.stdout
 
 
+# ------------------------------------------------------------------------------------------- who ends with whom
+
+
+def sleeping_builder(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, at_terminal: bool) -> str:
+    """The mark of a builder, its compiler, and what that has started, which sleeps."""
+    fake_compiler(environment, "sleep 600\n")
+    monkeypatch.setattr(background, "_hears_the_terminal", lambda: at_terminal)
+    monkeypatch.setenv(MARK, mark := new_mark())
+    return mark
+
+
+def test_a_builder_and_all_that_it_has_started_end_with_their_parent(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = sleeping_builder(environment, monkeypatch, at_terminal=False)
+    builder = CpuOperators(environment)._builder
+    wait_for_processes(mark, 3)
+    assert builder is not None and builder.stdin is not None
+    builder.stdin.close()  # as the system does when a process ends, however it ends
+    wait_for_processes(mark, 0)
+    builder.wait()
+    (lock,) = Path(make_job(environment).directory).iterdir()
+    assert lock.suffix == ".lock", "what it had begun is removed"
+
+
+def test_a_builder_of_a_command_at_a_terminal_outlives_it(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = sleeping_builder(environment, monkeypatch, at_terminal=True)
+    builder = CpuOperators(environment)._builder
+    wait_for_processes(mark, 3)
+    assert builder is not None and builder.stdin is None and os.getsid(builder.pid) == builder.pid
+    builder.terminate()
+    wait_for_processes(mark, 0)
+    builder.wait()
+
+
 # ------------------------------------------------------------------------------------------- who is waited for
 
 SLOW = """trap 'exit 1' TERM
@@ -228,3 +346,4 @@ def test_after_a_while_what_waits_goes_on_without(
         " makes"
     )
     script.with_suffix(".go").touch()  # it goes on by itself, behind everybody else
+    assert operators._left is not None and operators._left.wait() == 0

@@ -9,17 +9,16 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from triton_ops.cpu.building import IN_BACKGROUND, NICEST, CannotBuild, Shelf
+from triton_ops.cpu.building import IN_BACKGROUND, NICEST, TIED, CannotBuild, Shelf
 
 _LOG = logging.getLogger("nanoserve")
-RETRY_AFTER = 24 * 3600.0
-"""Seconds for which a build that failed is not tried again."""
 PATIENCE = 300.0
 """Seconds that a build may take while somebody waits for it: several times what it takes on a machine of its own."""
 
 
 class BackgroundLibrary(ABC):
-    """A library that is loaded from a cache folder, or first built there by a process that outlives this one.
+    """A library that is loaded from a cache folder, or first built there by another process. That one outlives a
+    command at a terminal, so that the next command finds what it makes; it ends with a server, and with a worker.
 
     Where it cannot be had, `problem` says why, in a notice that is logged once, and other code goes on doing its work.
     """
@@ -31,6 +30,7 @@ class BackgroundLibrary(ABC):
         self.loaded = False
         self.problem: str | None = None
         self._builder: subprocess.Popen[bytes] | None = None
+        self._left: subprocess.Popen[bytes] | None = None  # a builder that is not waited for any more
         self._waited_until: float | None = None
 
     @property
@@ -89,7 +89,7 @@ class BackgroundLibrary(ABC):
             self._builder = None
             try:
                 if not self._load():
-                    raise CannotBuild(_failure(self.shelf))
+                    raise CannotBuild(f"the compiler failed ({self.shelf.reason})")
             except CannotBuild as reason:
                 if self._waited_until is None:
                     # An answer may be streaming: the reason is kept, and told when the next process starts.
@@ -99,7 +99,7 @@ class BackgroundLibrary(ABC):
         elif self._builder is not None and self._waited_until is not None and time.monotonic() >= self._waited_until:
             with suppress(OSError):  # from now on nobody waits for it
                 os.setpriority(os.PRIO_PROCESS, self._builder.pid, NICEST)
-            self._builder = None
+            self._left, self._builder = self._builder, None
             self.give_up(f"the compiler is not done after {PATIENCE:g} s; a later run finds what it makes")
         return self.loaded
 
@@ -135,19 +135,23 @@ class BackgroundLibrary(ABC):
         self._builder = None
 
     def _build(self) -> None:
-        failure = self.shelf.failure
-        if _failed_lately(failure):
-            raise CannotBuild(f"{_failure(self.shelf)}; it is tried again tomorrow, or now if you delete {failure}")
+        if (failure := self.shelf.failure).exists():
+            instead = f"another compiler is tried, or this one again if you delete {failure}"
+            raise CannotBuild(f"the compiler failed ({self.shelf.reason}); {instead}")
         if not os.access(self.shelf.directory, os.W_OK | os.X_OK):
             raise CannotBuild(f"the cache folder {self.shelf.directory} cannot be written")
-        nothing = subprocess.DEVNULL
+        nothing, outlives = subprocess.DEVNULL, _hears_the_terminal()
+        words = [] if outlives else [TIED]
+        if self._waited_until is None:
+            words.append(IN_BACKGROUND)
         try:
             self._builder = subprocess.Popen(
-                [*self.command(), *([IN_BACKGROUND] if self._waited_until is None else [])],
-                stdin=nothing,
+                [*self.command(), *words],
+                stdin=nothing if outlives else subprocess.PIPE,
                 stdout=nothing,
                 stderr=nothing,
-                start_new_session=_hears_the_terminal(),
+                start_new_session=outlives,
+                process_group=None if outlives else 0,
             )
         except OSError as error:
             raise CannotBuild(f"no process can be started ({error.strerror})") from error
@@ -161,28 +165,9 @@ def _say_once(text: str) -> None:
 
 
 def _hears_the_terminal() -> bool:
-    """Whether Ctrl-C would reach this process and, without a session of its own, the builder.
-
-    Where it would not, the builder stays in this process's group: whoever ends the group, as a server does with that of
-    its engine, ends both.
-    """
+    """Whether Ctrl-C reaches this process: it is a command at a terminal, not a server's engine, a worker or a job."""
     try:
         with open("/dev/tty", "rb") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
     except OSError:
         return False
-
-
-def _failed_lately(failure: Path) -> bool:
-    try:
-        return time.time() - failure.stat().st_mtime < RETRY_AFTER
-    except OSError:
-        return False
-
-
-def _failure(shelf: Shelf) -> str:
-    try:
-        reason = " ".join(shelf.failure.read_text(encoding="utf-8", errors="replace").split())
-    except OSError:
-        reason = "it was ended"
-    return f"the compiler failed ({reason})"
