@@ -1,13 +1,15 @@
 """The directory that a parent and its child have together is removed by whoever is left."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from nanoserve.processes.temporary import choose_directory, make_directory
+from nanoserve.processes.temporary import choose_directory, make_directory, remove_directory
 from nanoserve.processes.watchdog import ParentWatchdog, TiedChild, end_children
 from tests.processes import MARK, kill, marked, new_mark, wait_for_processes
+from tests.server.starting import wait_until
 
 
 @pytest.fixture
@@ -53,3 +55,25 @@ def test_a_child_that_ends_buries_its_own_dead_children(monkeypatch: pytest.Monk
     finally:
         end_children([engine], None, 60.0)
     wait_for_processes(mark, 0)
+
+
+@pytest.mark.parametrize("end", ["by its parent, stopped", "by itself"])
+def test_what_a_child_has_made_beside_goes_with_it(chosen: Path, end: str) -> None:
+    """As the directory where workers meet, which a dead worker cannot remove."""
+    program = (
+        "import sys, time; from pathlib import Path; from nanoserve.processes.temporary import *; "
+        "from nanoserve.processes.watchdog import ParentWatchdog; ParentWatchdog.of_this_process().start(); "
+        "own = choose_directory(Path(sys.argv[3])); make_directory(own); (own / 'meeting').touch(); time.sleep(600)"
+    )
+    child = TiedChild(program, str(chosen.parent), directory=chosen)
+    make_directory(chosen)
+    wait_until(lambda: len(list(chosen.parent.glob("*/meeting"))) == 1)
+    if end == "by itself":
+        child.let_go()
+        child.process.wait()
+        assert list(chosen.parent.iterdir()) == []
+    else:
+        child.process.send_signal(signal.SIGSTOP)
+        end_children([child], chosen, 0.0)
+        assert list(chosen.parent.iterdir()) == []
+    remove_directory(chosen)

@@ -1,7 +1,7 @@
 """Directories that are removed with the processes that use them.
 
-The process that makes a directory locks it. The lock ends with the process, however it ends, and the next process that
-chooses a name removes the directories without a lock.
+The process that makes a directory locks it. The lock ends with the process, however it ends. Directories without a lock
+are removed by the parent when it ends its children, and by the next process that chooses a name.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ def choose_directory(parent: Path | None = None) -> Path:
     """
     with _as_failure():
         parent = parent or Path(tempfile.gettempdir())
-    _remove_abandoned(parent)
+    remove_abandoned(parent)
     return parent / f"nanoserve-{secrets.token_hex(5)}"
 
 
@@ -59,6 +59,12 @@ def remove_directory(directory: Path | None) -> None:
         os.close(lock)
 
 
+def remove_directories() -> None:
+    """Remove all directories that this process has made."""
+    for directory in list(_locks):
+        remove_directory(directory)
+
+
 @contextmanager
 def temporary_directory() -> Iterator[Path]:
     """A directory for this process alone. Raises RuntimeFailure if it cannot be made."""
@@ -84,7 +90,7 @@ def _lock(path: Path) -> int | None:
     return None
 
 
-def _remove_abandoned(parent: Path) -> None:
+def remove_abandoned(parent: Path) -> None:
     """Remove directories without a lock. One that is not locked yet is made again by its process."""
     with suppress(OSError):
         for path in parent.iterdir():

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from nanoserve.processes.children import GRACE_SECONDS, python_command, send_line
-from nanoserve.processes.temporary import remove_directory
+from nanoserve.processes.temporary import remove_abandoned, remove_directories, remove_directory
 
 HEARTBEAT_SECONDS = 0.5
 
@@ -91,13 +91,16 @@ class TiedChild:
 
 
 def end_children(children: Collection[TiedChild], directory: Path | None, seconds: float = GRACE_SECONDS) -> None:
-    """Let all children go, kill those that live after this time, and remove their directory."""
+    """Let all children go, kill those that live after this time, and remove their directory and what they have made
+    beside it."""
     for child in children:
         child.let_go()
     until = time.monotonic() + seconds
     for child in children:
         child.end(until - time.monotonic())
     remove_directory(directory)
+    if directory is not None:
+        remove_abandoned(directory.parent)  # a killed child could not remove its own
 
 
 class LoggedChild(TiedChild):
@@ -132,7 +135,8 @@ class ParentWatchdog:
     """The child's side: a thread that ends the group that this process leads with its parent, and those that its own
     dead children led, and writes heartbeats.
 
-    The descriptor `parent` reads end-of-file when the parent is gone; `directory` is then removed with its content.
+    The descriptor `parent` reads end-of-file when the parent is gone. Then `directory` is removed with its content, and
+    so are the directories that this process has made.
     """
 
     def __init__(self, parent: int, pulse: int, directory: Path | None) -> None:
@@ -179,6 +183,7 @@ class ParentWatchdog:
         for group in _groups_of_dead_children():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
+        remove_directories()
         os.killpg(0, signal.SIGKILL)  # a running compiler included
 
 
@@ -188,7 +193,8 @@ def _groups_of_dead_children() -> list[int]:
     found = []
     for children in Path("/proc/self/task").glob("*/children"):
         for process in map(int, children.read_text().split()):
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-            if state == "Z" and os.getpgid(process) == process:
-                found.append(process)
+            with contextlib.suppress(OSError):  # another thread has just waited for it
+                state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+                if state == "Z" and os.getpgid(process) == process:
+                    found.append(process)
     return found

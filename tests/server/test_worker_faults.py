@@ -147,3 +147,11 @@ def test_nothing_is_left_of_a_front_end_that_was_killed(two_stages: Server, mark
     two_stages.process.wait()
     wait_until(lambda: marked(mark) == [], 10)
     assert two_stages.left_behind() == []
+
+
+def test_nothing_is_left_of_workers_that_die_just_before_the_end() -> None:
+    mark = new_mark()
+    with running("--pp", "2", *MODEL, **{MARK: mark}):  # which looks for what is left
+        for worker in workers(mark):
+            kill(worker)
+    assert marked(mark) == []
