@@ -16,14 +16,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoserve.errors import NanoserveError
 from nanoserve.server import endpoints
+from nanoserve.server.connections import Connections
 from nanoserve.server.hosts import is_allowed
 from nanoserve.server.http_bodies import ApiError, as_api_error
 from nanoserve.server.service import Service
 
 _LOG = logging.getLogger("nanoserve.server")
+_WATCHED = ("/health", "/ready", "/metrics")
+"""Paths that tell how the server is, which has to be known when there is too much to do."""
 
 
-def make_app(service: Service) -> Starlette:
+def make_app(service: Service, connections: Connections) -> Starlette:
     routes = [
         Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -37,7 +40,8 @@ def make_app(service: Service) -> Starlette:
         Route("/metrics", endpoints.metrics),
     ]
     handlers = dict.fromkeys((NanoserveError, HTTPException, ClientDisconnect, Exception), _answer_error)
-    gate = Middleware(_Gate, keys=[key.encode() for key in service.api_keys], hosts=service.allowed_hosts)
+    keys = [key.encode() for key in service.api_keys]
+    gate = Middleware(_Gate, keys=keys, hosts=service.allowed_hosts, connections=connections)
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=[gate])
     app.router.redirect_slashes = False
     app.state.service = service
@@ -61,7 +65,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 @dataclass(frozen=True)
 class _Gate:
-    """Refuses requests that are ambiguous, that address the server by a wrong name, or that show no valid key.
+    """Refuses requests that are ambiguous, that address the server by a wrong name, that show no valid key, or that
+    would take the last connections.
 
     With ``hosts`` None, every name is allowed.
     """
@@ -69,6 +74,7 @@ class _Gate:
     app: ASGIApp
     keys: Sequence[bytes] = field(repr=False)
     hosts: Collection[str] | None
+    connections: Connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope, dict(scope["headers"])) if scope["type"] == "http" else None
@@ -89,6 +95,9 @@ class _Gate:
             if key is None:
                 message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if self.connections.crowded and scope["path"] not in _WATCHED:
+            message = "too many requests are being answered at once; try again later"
+            return ApiError(503, message, code="too_many_connections", headers={"retry-after": "1"})
         return None
 
     def _shown_key(self, authorization: bytes) -> bytes | None:

@@ -51,13 +51,17 @@ class QueueFull(NanoserveError):
 
 
 class EngineChild:
-    """A process that runs the engine; ``end`` it in any case."""
+    """A process that runs the engine; ``end`` it in any case. Raises RuntimeFailure if it cannot be started."""
 
     def __init__(self, program: str) -> None:
         self._directory = choose_directory()
         context = zmq.asyncio.Context(io_threads=1)
-        self.mailbox: messages.Mailbox[messages.EngineMessage] = messages.Mailbox(context, messages.EngineMessage)
-        self._process = TiedChild(program, directory=self._directory)
+        try:
+            self.mailbox: messages.Mailbox[messages.EngineMessage] = messages.Mailbox(context, messages.EngineMessage)
+            self._process = TiedChild(program, directory=self._directory)
+        except (OSError, zmq.ZMQError) as error:
+            context.destroy(linger=0)
+            raise RuntimeFailure(f"the engine process cannot be started: {error.strerror or error}") from error
         self.ready = False  # set by the owner when the engine is ready; from then on less silence is tolerated
 
     async def start(self, start: messages.EngineStart) -> None:
@@ -98,6 +102,9 @@ class EngineChild:
         try:
             async with asyncio.timeout(seconds):  # wait_for of Python 3.11 may lose a cancellation
                 await readable.wait()
+        except TimeoutError:
+            if not readable.is_set():  # after a long turn of the loop, both are found at once
+                raise
         finally:
             loop.remove_reader(self._process.pulse)
         return self._process.beats()

@@ -7,15 +7,12 @@ import signal
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanoserve.errors import RuntimeFailure
 from nanoserve.server.app import make_app
-from nanoserve.server.http_bodies import ApiError
+from nanoserve.server.connections import BoundedProtocol, Connections, most_connections
 from nanoserve.server.service import Service
 
 SEND_BUFFER_BYTES = 128 << 10
@@ -40,63 +37,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class BoundedProtocol(H11Protocol):
-    """A connection that closes if its client takes more than ``client_seconds`` to send headers or read a full buffer.
-
-    Malformed HTTP is answered in the form of every other error.
-    """
-
-    def __init__(self, *arguments: Any, client_seconds: float, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._client_seconds = client_seconds
-        self._headers_due: asyncio.TimerHandle | None = None
-        self._stalled: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._expect_headers()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            _cancel(self._headers_due)
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.cycle.response_complete:
-            self._expect_headers()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        _cancel(self._headers_due)
-        _cancel(self._stalled)
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stalled = self.loop.call_later(self._client_seconds, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        _cancel(self._stalled)
-        super().resume_writing()
-
-    def send_400_response(self, msg: str) -> None:
-        answer = ApiError(400, msg, code="invalid_http", headers={"connection": "close"}).response()
-        head = h11.Response(status_code=400, headers=answer.raw_headers)
-        with contextlib.suppress(h11.LocalProtocolError):  # the answer to an earlier request has begun
-            for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    def _expect_headers(self) -> None:
-        _cancel(self._headers_due)
-        self._headers_due = self.loop.call_later(self._client_seconds, self.transport.abort)
-
-
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
-
-
 async def run_server(
     service: Service,
     listener: socket.socket,
@@ -110,6 +50,7 @@ async def run_server(
     ``on_ready`` is called when the engine takes requests, ``say`` with lines for the user. Raises NanoserveError if the
     engine cannot start.
     """
+    server, connections = _take_connections(service, listener)
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
     def count_signal() -> None:
@@ -117,9 +58,7 @@ async def run_server(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, count_signal)
-    server = uvicorn.Server(_http_config(service))
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    http = asyncio.create_task(server.serve(sockets=[listener]))
+    http = asyncio.create_task(server.serve(sockets=[]))  # it has no listener: `connections` has
     engine = asyncio.create_task(service.engine.run())
     started = asyncio.create_task(_announce(service, on_ready, say))
     stopping = asyncio.create_task(stop.wait())
@@ -134,6 +73,7 @@ async def run_server(
                     while service.engine.running and not stop_now.is_set():
                         await asyncio.sleep(0.02)
     finally:
+        connections.close()
         # HTTP still runs here, so that the streams of a failed engine can end with an error.
         for task in (started, stopping, engine):
             task.cancel()
@@ -158,10 +98,13 @@ async def _announce(service: Service, on_ready: Callable[[], None], say: Callabl
     say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
 
 
-def _http_config(service: Service) -> uvicorn.Config:
-    return uvicorn.Config(
-        make_app(service),
-        http=partial(BoundedProtocol, client_seconds=service.limits.client_seconds),  # type: ignore[arg-type]
+def _take_connections(service: Service, listener: socket.socket) -> tuple[uvicorn.Server, Connections]:
+    """Begin to take connections; the server answers them once it runs. Raises RuntimeFailure if there are too few
+    descriptors."""
+    connections = Connections(listener, most_connections())
+    config = uvicorn.Config(
+        make_app(service, connections),
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -169,8 +112,20 @@ def _http_config(service: Service) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=_BACKLOG,
         timeout_keep_alive=20,
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
     )
+    config.load()
+    server = uvicorn.Server(config)
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    new_connection = partial(
+        BoundedProtocol,
+        config=config,
+        server_state=server.server_state,
+        app_state={},
+        connections=connections,
+        client_seconds=service.limits.client_seconds,
+    )
+    connections.accept(new_connection)
+    return server, connections

@@ -1,20 +1,23 @@
 """What the front end makes of what its engines say, in this process."""
 
 import asyncio
+import errno
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import zmq
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
-from nanoserve.server import endpoints
+from nanoserve.server import endpoints, engine_client
 from nanoserve.server.engine_client import EngineChild, EngineClient, EngineState, EngineUnavailable, QueueFull
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import (
@@ -249,3 +252,37 @@ def test_whoever_watches_an_engine_can_be_told_to_end_at_any_moment(turns: int) 
     finally:
         os.close(beating)
         os.close(pulse)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), zmq.ZMQError(errno.EMFILE)])
+def test_an_engine_that_cannot_be_started_for_want_of_descriptors_is_tried_again(
+    front: Front, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = 0
+
+    def refuse(*_: Any, **__: Any) -> None:
+        nonlocal starts
+        starts += 1
+        if starts == 3:
+            raise asyncio.CancelledError
+        raise error
+
+    monkeypatch.setattr(engine_client, "TiedChild", refuse)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(front.client.run())
+    assert starts == 3, "the front end goes on"
+
+
+def test_a_heartbeat_that_came_during_a_long_turn_of_the_loop_counts() -> None:
+    """Then the loop finds the heartbeat and the end of the time for it at once."""
+    reader, writer = os.pipe()
+    child = object.__new__(EngineChild)
+    child._process = SimpleNamespace(pulse=reader, beats=lambda: bool(os.read(reader, 9)))  # type: ignore[assignment]
+
+    async def listen() -> bool:
+        asyncio.get_running_loop().call_soon(lambda: (time.sleep(0.05), os.write(writer, b".")))
+        return await child._beats(0.01)
+
+    assert asyncio.run(listen())
+    os.close(reader)
+    os.close(writer)
