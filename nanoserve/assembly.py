@@ -1,7 +1,7 @@
 """Put a model and an engine together: LLM does so in its own process, a server in its engine process."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from nanoserve.costs.profile import Profile, read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.engine_config import AUTO, EngineConfig
-from nanoserve.errors import ModelError, UsageError
+from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.draft_heads import is_eagle3
@@ -84,10 +84,14 @@ def build_engine(
     config: EngineConfig,
     progress: ProgressCallback | None = None,
     expected: ExpectedLengths | None = None,
+    on_trace_failure: Callable[[RuntimeFailure], None] = lambda failure: None,
 ) -> BuiltEngine:
-    """Load the weights and put cache, executor and scheduler around them; the caller closes the engine. Raises
-    ModelError if the model cannot be used, UsageError if a setting makes no sense for it, RuntimeFailure if the memory
-    does not suffice or the trace cannot be written."""
+    """Load the weights and put cache, executor and scheduler around them; the caller closes the engine.
+
+    ``on_trace_failure`` is told when the trace cannot be written on; closing the engine then raises RuntimeFailure.
+    Raises ModelError if the model cannot be used, UsageError if a setting makes no sense for it, RuntimeFailure if the
+    memory does not suffice or the trace cannot be begun.
+    """
     model = read_config(resolved, config.quantization, config.device)
     default_params = _default_params(model.sampling_defaults, resolved)
     longest = model.max_position_embeddings
@@ -112,7 +116,7 @@ def build_engine(
     with ExitStack() as failing:
         file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # fails at once if it cannot be written
         built = build(resolved, config, progress, default_params)
-        _trace(built, file, config)
+        _trace(built, file, config, on_trace_failure)
         failing.pop_all()  # the end of the run closes it
     return replace(built, choice=choice)
 
@@ -148,7 +152,9 @@ def _choose_drafter(resolved: ResolvedModel, config: EngineConfig, progress: Pro
     return config
 
 
-def _trace(built: BuiltEngine, file: ChromeTraceFile, config: EngineConfig) -> None:
+def _trace(
+    built: BuiltEngine, file: ChromeTraceFile, config: EngineConfig, on_failure: Callable[[RuntimeFailure], None]
+) -> None:
     """Have what every engine does written into one file, which the first engine closes: it ends last."""
     engines = built.engine.engines if isinstance(built.engine, Dispatcher) else (built.engine,)
     for number, engine in enumerate(engines):
@@ -162,6 +168,7 @@ def _trace(built: BuiltEngine, file: ChromeTraceFile, config: EngineConfig) -> N
                 host_link_bandwidth=None if built.speeds is None else built.speeds.host_link_bandwidth,
                 name=f"engine {number}" if len(engines) > 1 else None,
                 close=file.flush if number else file.close,
+                on_failure=on_failure,
             )
         )
 

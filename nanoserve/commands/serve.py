@@ -99,6 +99,8 @@ def run(options: ServeOptions) -> None:
         tell(f"listening on http://{f'[{address}]' if ':' in address else address}:{port}")
         service = _open_service(options, limits, loading.enter_context(show_progress()))
         asyncio.run(run_server(service, listener, options.drain_timeout, on_ready=loading.close, say=tell))
+        if (reason := service.engine.trace_failure) is not None:
+            raise RuntimeFailure(f"the trace is not complete: {reason}")
 
 
 def _open_service(options: ServeOptions, limits: Any, progress: Progress) -> Any:

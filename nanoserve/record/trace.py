@@ -31,8 +31,8 @@ class RunTrace:
 
     The scheduler's tracks show each micro-batch from its submission to its result, swaps as they are planned, phases,
     cohorts of host sequences, and counters of tokens, blocks and corrections. The workers' tracks show waiting,
-    computing and sending, transitions and swaps. A full disk ends the trace, not the run: the end of the run raises
-    RuntimeFailure then.
+    computing and sending, transitions and swaps. A full disk ends the trace, not the run: ``on_failure`` is told at
+    once, and the end of the run raises RuntimeFailure.
 
     Moment ``began`` of the executor's clock becomes 0. If workers do not report times, the only worker is drawn by its
     results. ``host_link_bandwidth`` is measured, in bytes per second of one worker while all others move as much.
@@ -49,6 +49,7 @@ class RunTrace:
         host_link_bandwidth: float | None = None,
         name: str | None = None,
         close: Callable[[], None] = lambda: None,
+        on_failure: Callable[[RuntimeFailure], None] = lambda failure: None,
     ) -> None:
         whose = "" if name is None else f"{name}: "
         self._file, self._began = file, began
@@ -57,7 +58,7 @@ class RunTrace:
         # Ranks of a stage; if it changes with the layout, workers are named by their ranks.
         self._tensor_parallel = layouts[0].tensor_parallel if len(layouts) == 1 else None
         self._tells_times, self._tells_host_times = tells_times, False
-        self._link, self._close = host_link_bandwidth, close
+        self._link, self._close, self._on_failure = host_link_bandwidth, close, on_failure
         self._phases = PhaseTracker()
         self._in_flight: dict[int | None, tuple[int, Planned]] = {}  # by step: which track, and what
         self._free: dict[int, float] = {}  # by rank: since when
@@ -68,13 +69,16 @@ class RunTrace:
         self._failure: RuntimeFailure | None = None
 
     def __call__(self, event: Event) -> None:
-        """Write an event; raises RuntimeFailure at the end, if not everything could be written."""
+        """Write an event, until one cannot be written; raises RuntimeFailure at the end, if there was one."""
         try:
-            self._write(event)
+            if self._failure is None:
+                self._write(event)
             if isinstance(event, Finished):
                 self._close()
         except RuntimeFailure as failure:
-            self._failure = self._failure or failure
+            if self._failure is None:
+                self._failure = failure
+                self._on_failure(failure)
         if isinstance(event, Finished) and self._failure is not None:
             raise RuntimeFailure(f"the trace is not complete: {self._failure}")
 

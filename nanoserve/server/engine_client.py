@@ -143,6 +143,7 @@ class EngineClient:
         self.on_step: Callable[[RecentStep], None] = lambda step: None  # called with every step of an engine
         self.last = messages.StepReport()  # what the current engine said last
         self.generated_tokens = 0  # tokens sampled by all engines
+        self.trace_failure: str | None = None  # why the trace of an engine is not complete, if it is not
         self.past: list[EngineStatus] = []  # what engines before the current one said last
         self._recent: deque[RecentStep] = deque(maxlen=_LOGGED_STEPS)  # steps of the current engine
 
@@ -309,6 +310,10 @@ class EngineClient:
                 self._pass_on(update)
         elif isinstance(message, messages.LoadProgress):
             self._on_progress(message.stage, message.done, message.total)
+        elif isinstance(message, messages.TraceFailed):
+            if self.trace_failure is None:  # several engines may write one file
+                _LOG.warning("the trace ends here: %s", message.message)
+            self.trace_failure = message.message
         elif isinstance(message, messages.Failed):
             error = error_of(message.exit_code, message.message)
             if message.request_id is None:

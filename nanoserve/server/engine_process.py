@@ -114,7 +114,12 @@ def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[mess
     from nanoserve.assembly import build_engine
 
     try:
-        built = build_engine(start.model, start.config, lambda *now: mailbox.send(messages.LoadProgress(*now)))
+        built = build_engine(
+            start.model,
+            start.config,
+            lambda *now: mailbox.send(messages.LoadProgress(*now)),
+            on_trace_failure=lambda failure: mailbox.send(messages.TraceFailed(str(failure))),
+        )
     except MemoryError as error:
         raise RuntimeFailure("out of memory: choose a smaller --kv-cache-memory or --max-model-len") from error
     mailbox.send(

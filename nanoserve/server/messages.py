@@ -76,6 +76,12 @@ class Failed(_Message, frozen=True):
     request_id: str | None = None
 
 
+class TraceFailed(_Message, frozen=True):
+    """The trace of this engine (--record) ends here; the engine goes on."""
+
+    message: str
+
+
 class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sample."""
 
@@ -106,7 +112,7 @@ class StepReport(_Message, frozen=True):
     ready: bool = True  # whether a step would run at once; false while workers are stopped or being restarted
 
 
-EngineMessage = LoadProgress | EngineFacts | Failed | StepReport
+EngineMessage = LoadProgress | EngineFacts | Failed | TraceFailed | StepReport
 
 
 class Mailbox(Generic[M]):

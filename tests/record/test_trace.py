@@ -3,6 +3,7 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,15 +37,15 @@ def _scheduler(executor: Executor) -> Scheduler:
     )
 
 
-def _traced(executor: Executor, path: Path) -> Recorder:
+def _traced(executor: Executor, path: Path, **settings: Any) -> Recorder:
     recorder = Recorder(_scheduler(executor), executor)
-    recorder.add(_trace(recorder, path))
+    recorder.add(_trace(recorder, path, **settings))
     return recorder
 
 
-def _trace(recorder: Recorder, path: Path) -> RunTrace:
+def _trace(recorder: Recorder, path: Path, **settings: Any) -> RunTrace:
     file, told = ChromeTraceFile(path), isinstance(recorder.executor, Telling)
-    return RunTrace(file, recorder.now(), tells_times=told, close=file.close)
+    return RunTrace(file, recorder.now(), tells_times=told, close=file.close, **settings)
 
 
 def _run(executor: Executor, path: Path) -> None:
@@ -142,9 +143,11 @@ def test_a_full_disk_ends_the_trace_and_not_the_run() -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("there is no full device to write to")
-    traced = _traced(SimulatedExecutor(LinearTimes()), full)
+    failures: list[RuntimeFailure] = []
+    traced = _traced(SimulatedExecutor(LinearTimes()), full, on_failure=failures.append)
     for step in range(3):
         traced.submit(StepPlan(step))
         assert len(traced.collect(None)) == 1
+        assert len(failures) == 1, "it is told at once, and once"
     with pytest.raises(RuntimeFailure, match="the trace is not complete: cannot write /dev/full: No space left"):
         traced.close()

@@ -28,6 +28,7 @@ from nanoserve.server.messages import (
     SampleUpdate,
     StepReport,
     Stop,
+    TraceFailed,
 )
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
@@ -286,3 +287,11 @@ def test_a_heartbeat_that_came_during_a_long_turn_of_the_loop_counts() -> None:
     assert asyncio.run(listen())
     os.close(reader)
     os.close(writer)
+
+
+def test_a_trace_that_ends_is_told_once(front: Front, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):  # two engines of one file
+        front.client._take(TraceFailed("cannot write t: No space left on device"), cast(EngineChild, front.child))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the trace ends here: cannot write t: No space left on device"
+    ]
