@@ -141,10 +141,16 @@ def run(*first: str) -> NoReturn:
     code = EXIT_INTERRUPTED
     try:
         code = main([*first, *sys.argv[1:]])
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt but the interpreter's own end
+        _ignore_signals()
     except KeyboardInterrupt:  # one that comes when the last line is written already
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _ignore_signals()
     sys.exit(code)
+
+
+def _ignore_signals() -> None:
+    """Nothing is left to interrupt but the interpreter's own end, and the exit code is known."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

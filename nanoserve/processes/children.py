@@ -56,8 +56,13 @@ def run_module(module: str, *words: str, environment: Mapping[str, str], failing
     return answer
 
 
-class ProcessKilled(RuntimeFailure):
-    """The child was killed from outside, again and again: nothing is wrong with the question."""
+class ProcessUnavailable(RuntimeFailure):
+    """The child cannot be started, is closed, or was killed from outside again and again: nothing is wrong with the
+    question."""
+
+
+class _Killed(Exception):
+    """The child was killed from outside."""
 
 
 class LimitedProcess:
@@ -73,6 +78,7 @@ class LimitedProcess:
         self._greeting = json.dumps(greeting).encode()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     def start(self) -> None:
         """Start the child now, so that it loads in the background; otherwise `ask` starts it."""
@@ -82,25 +88,33 @@ class LimitedProcess:
     def ask(self, line: str) -> dict[str, Any] | None:
         """The child's answer; None if it died over the question, and the next question starts another child.
 
-        Raises ProcessKilled if it was killed from outside in every attempt.
+        Raises ProcessUnavailable if it cannot be started, was killed from outside in every attempt, or is closed.
         """
         with self._lock:
             for _ in range(ATTEMPTS):
-                with contextlib.suppress(ProcessKilled):
+                with contextlib.suppress(_Killed):
                     return self._ask(line)
-        raise ProcessKilled(f"{self._purpose} was killed {ATTEMPTS} times; is the machine short of memory?")
+        raise ProcessUnavailable(f"{self._purpose} was killed {ATTEMPTS} times; is the machine short of memory?")
 
     def close(self) -> None:
-        """End the process; a later question would start another."""
+        """End the process for good. The question that it is answering fails, and so does every later one."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()  # before waiting for the lock, which the question holds
         with self._lock:
             self._discard()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None:
+        if self._process is None and not self._closed:
             pipe = subprocess.PIPE
-            self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            try:
+                self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            except OSError as error:
+                raise ProcessUnavailable(f"{self._purpose} cannot be started: {error.strerror or error}") from error
             self._finalizer = weakref.finalize(self, _end, self._process)
             send_line(self._process, self._greeting)
+        if self._process is None or self._closed:
+            raise ProcessUnavailable(f"{self._purpose} was ended")
         return self._process
 
     def _discard(self) -> None:
@@ -128,7 +142,7 @@ class LimitedProcess:
                 process.wait(GRACE_SECONDS)
             self._discard()
             if process.returncode in _KILLED_FROM_OUTSIDE and not silent:
-                raise ProcessKilled
+                raise _Killed
             return None
         result: dict[str, Any] = json.loads(answer)
         return result

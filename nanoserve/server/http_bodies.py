@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from nanoserve.errors import ModelError, NanoserveError, UsageError
-from nanoserve.processes.children import ProcessKilled
+from nanoserve.processes.children import ProcessUnavailable
 from nanoserve.server.engine_client import EngineUnavailable, QueueFull
 
 _CLOSE = {"connection": "close"}
@@ -25,7 +25,7 @@ _TYPES = {
 }
 _ERRORS: tuple[tuple[type[NanoserveError], int, str], ...] = (
     (QueueFull, 429, "queue_full"),
-    (ProcessKilled, 503, "process_killed"),
+    (ProcessUnavailable, 503, "process_unavailable"),
     (EngineUnavailable, 503, "engine_unavailable"),
     (UsageError, 400, "invalid_value"),
     (ModelError, 400, "invalid_value"),  # a template that passed its check at loading: these messages make it fail

@@ -174,8 +174,11 @@ class Service:
             self.metrics.ended(stream)
             await asyncio.sleep(0)  # there is an entry for each token; other requests run in between
 
+    def end_processes(self) -> None:
+        """End the processes of templates and grammars at once; requests that need them fail from now on."""
+        self.tokenizer.close()
+        self.grammars.close()
+
     def close(self) -> None:
         for threads in (self._threads, self._unbounded_thread, self._grammar_thread):
             threads.shutdown(wait=False, cancel_futures=True)
-        self.tokenizer.close()
-        self.grammars.close()

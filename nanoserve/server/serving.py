@@ -7,6 +7,7 @@ import signal
 import socket
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 
 import uvicorn
 
@@ -54,10 +55,12 @@ async def run_server(
     stop, stop_now = asyncio.Event(), asyncio.Event()
 
     def count_signal() -> None:
-        (stop_now if stop.is_set() else stop).set()
+        if stop.is_set():
+            stop_now.set()
+            server.force_exit = True
+        stop.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, count_signal)
+    _on_signals(count_signal)
     http = asyncio.create_task(server.serve(sockets=[]))  # it has no listener: `connections` has
     engine = asyncio.create_task(service.engine.run())
     started = asyncio.create_task(_announce(service, on_ready, say))
@@ -78,10 +81,25 @@ async def run_server(
         for task in (started, stopping, engine):
             task.cancel()
         await asyncio.gather(started, stopping, engine, return_exceptions=True)
+        service.end_processes()  # requests that wait for them end with an error
         server.should_exit = True
-        server.force_exit = stop_now.is_set()
         await http
         service.close()
+
+
+def _on_signals(act: Callable[[], None]) -> None:
+    """Have SIGTERM and SIGINT call `act` in the running loop, and do nothing once that is closed.
+
+    The loop's own handlers would be gone with it, and a signal then would end the process before its exit code.
+    """
+    loop = asyncio.get_running_loop()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(act)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
 
 
 async def _first_of(*tasks: "asyncio.Task[object]") -> None:

@@ -2,9 +2,8 @@
 
 import os
 import resource
-import sys
 
-from nanoserve.commands.main import main
+from nanoserve.commands.main import run
 from nanoserve.processes import quarantine
 from nanoserve.server import engine_client
 
@@ -18,4 +17,4 @@ if __name__ == "__main__":
     engine_client.RETRY_SECONDS = float(os.environ.get("RETRY_SECONDS", "0.5"))
     quarantine.DEATHS_SECONDS = 0.5
     engine_client.EngineClient.__init__.__kwdefaults__["program"] = PROGRAM  # type: ignore[attr-defined,index]
-    sys.exit(main(["serve", *sys.argv[1:]]))
+    run("serve")

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import select
 import shutil
 import signal
 import socket
@@ -398,6 +399,38 @@ def test_a_second_signal_or_the_end_of_the_time_does_not_wait(second: bool) -> N
         assert "stopping" in reader.data and "error" in reader.data
 
 
+def test_a_stopped_template_process_does_not_delay_the_end() -> None:
+    server = Server("--port", "0", module="tests.server.fake_serve")
+    server.wait_ready()
+    (template,) = [process for process in server.descendants() if process != server.engine_process_id()]
+    os.kill(template, signal.SIGSTOP)
+    with ThreadPoolExecutor() as threads:
+        chat = threads.submit(server.post, CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
+        wait_until(lambda: _has_unread(template))
+        server.process.send_signal(signal.SIGTERM)
+        refused = chat.result()
+    assert refused.status_code == 503 and "chat template was ended" in refused.json()["error"]["message"]
+    assert server.end() == 0 and not alive(template)
+    assert "Traceback" not in server.log
+    shutil.rmtree(server.directory)
+
+
+def _has_unread(process: int) -> bool:
+    """Whether something waits to be read on a process's stdin, which is a pipe."""
+    with open(f"/proc/{process}/fd/0", "rb") as pipe:
+        return bool(select.select([pipe], [], [], 0)[0])
+
+
+def test_signals_until_the_last_moment_do_not_change_the_exit_code() -> None:
+    server = Server("--port", "0", module="tests.server.fake_serve")
+    server.wait_ready()
+    while server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    assert server.end() == 0
+    shutil.rmtree(server.directory)
+
+
 # ----------------------------------------------------------------------------------------- the queue
 
 
@@ -490,6 +523,16 @@ def test_prefixes_are_shared_only_with_the_same_key(keyed: Server) -> None:
 # ------------------------------------------------------------------------------------------ the command
 
 
+@pytest.fixture
+def own_signals() -> Iterator[None]:
+    """A command in this process does not change how the signals of this process are handled."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("own_signals")
 def test_mistakes_on_the_command_line_are_one_line(
     tmp_path: Path, fake: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,11 @@
+import errno
 import json
+import os
 import resource
 import signal
+import subprocess
+import threading
+import time
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -11,7 +16,7 @@ from jinja2 import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.processes.children import ProcessKilled
+from nanoserve.processes.children import LimitedProcess, ProcessUnavailable
 from nanoserve.server.http_bodies import as_api_error
 from nanoserve.text.chat_template import ChatTemplate, check_messages, load_chat_template
 from nanoserve.text.tokenizer import load_tokenizer
@@ -238,10 +243,10 @@ def test_one_that_is_killed_again_and_again_is_nobodys_fault(monkeypatch):
         return process
 
     monkeypatch.setattr(sandbox, "_running", killed)
-    with pytest.raises(ProcessKilled, match="the process of the chat template was killed 2 times"):
+    with pytest.raises(ProcessUnavailable, match="the process of the chat template was killed 2 times"):
         template.render([{"role": "user", "content": "a"}])
     assert len(set(started)) == 2
-    assert as_api_error(ProcessKilled("killed")).status == 503
+    assert as_api_error(ProcessUnavailable("killed")).status == 503
     template.close()
 
 
@@ -250,6 +255,40 @@ def test_closing_ends_the_process():
     process = next(iter(template._sandboxes.values()))._process
     template.close()
     assert process.returncode is not None
+
+
+def test_closing_does_not_wait_for_a_question():
+    template = ChatTemplate({"default": "{{ messages | length }}"}, {}, "here")
+    sandbox = next(iter(template._sandboxes.values()))
+    process = sandbox._process
+    process.send_signal(signal.SIGSTOP)
+    failures = []
+
+    def ask():
+        with pytest.raises(ProcessUnavailable, match="the process of the chat template was ended") as caught:
+            template.render([{"role": "user", "content": "a"}])
+        failures.append(caught.value)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while not sandbox._lock.locked():
+        time.sleep(0.001)
+    template.close()
+    asking.join()
+    assert len(failures) == 1 and process.returncode == -signal.SIGKILL
+    ask()
+    assert sandbox._process is None, "none is started any more"
+
+
+def test_a_process_that_cannot_be_started_is_not_the_clients_fault(monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    sandbox = LimitedProcess("nanoserve.text.template_process", "the process of the chat template", {})
+    with pytest.raises(ProcessUnavailable, match="chat template cannot be started: Too many open files") as caught:
+        sandbox.ask("{}")
+    assert as_api_error(caught.value).status == 503
 
 
 def test_a_refusal_is_the_users_error(tmp_path: Path):
