@@ -75,10 +75,12 @@ class Connections:
         asyncio.get_running_loop().add_reader(self._listener, self._accept_some, make_protocol)
 
     def close(self) -> None:
-        """Take no more connections; those that are open stay."""
+        """Take no more connections, and close those that wait for their client; the others stay."""
         _cancel(self._retry)
         asyncio.get_running_loop().remove_reader(self._listener)
         self._listener.close()
+        for connection in self._waiting:
+            connection.transport.abort()
 
     def waits_for_client(self, connection: "BoundedProtocol") -> None:
         """The connection has nothing to answer: from now on it may make room for another one."""

@@ -16,13 +16,10 @@ import pytest
 
 from nanoserve.server.connections import RESERVED_DESCRIPTORS, SPARE_CONNECTIONS
 from tests.server.starting import ROOT, Server, running_fake, wait_until
-from tests.server.test_faults import CHAT, COMPLETION, LONG, Reader, whole_text
+from tests.server.test_faults import CHAT, COMPLETION, LONG, SLOW_BODY, Reader, whole_text
 
 OPEN_FILES = 64
 FLOOD = 100
-SLOW_BODY = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-)
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,9 @@ BREAKING = {
 }
 """What a template does with a message that holds a word."""
 PADDING = "[PAD]"
+SLOW_BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+)
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
 
@@ -392,19 +395,22 @@ def test_a_second_signal_or_the_end_of_the_time_does_not_wait(second: bool) -> N
         reader.wait_begun()
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: any("stopping" in line for line in server.lines))
-        if second:
+        while second and server.process.poll() is None:  # until the last moment, which must not change the exit code
             server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.001)
         assert server.process.wait(PATIENCE_SECONDS) == 0
         reader.join()
         assert "stopping" in reader.data and "error" in reader.data
 
 
-def test_a_stopped_template_process_does_not_delay_the_end() -> None:
+def test_neither_a_stopped_template_process_nor_a_slow_client_delays_the_end() -> None:
     server = Server("--port", "0", module="tests.server.fake_serve")
     server.wait_ready()
     (template,) = [process for process in server.descendants() if process != server.engine_process_id()]
     os.kill(template, signal.SIGSTOP)
-    with ThreadPoolExecutor() as threads:
+    url = httpx.URL(server.url)
+    with ThreadPoolExecutor() as threads, socket.create_connection((url.host, url.port)) as slow:
+        slow.sendall(SLOW_BODY)
         chat = threads.submit(server.post, CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1})
         wait_until(lambda: _has_unread(template))
         server.process.send_signal(signal.SIGTERM)
@@ -419,16 +425,6 @@ def _has_unread(process: int) -> bool:
     """Whether something waits to be read on a process's stdin, which is a pipe."""
     with open(f"/proc/{process}/fd/0", "rb") as pipe:
         return bool(select.select([pipe], [], [], 0)[0])
-
-
-def test_signals_until_the_last_moment_do_not_change_the_exit_code() -> None:
-    server = Server("--port", "0", module="tests.server.fake_serve")
-    server.wait_ready()
-    while server.process.poll() is None:
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.001)
-    assert server.end() == 0
-    shutil.rmtree(server.directory)
 
 
 # ----------------------------------------------------------------------------------------- the queue
@@ -571,3 +567,15 @@ def test_a_log_that_is_full_is_no_reason_to_stop() -> None:
         assert process.wait(30) == 0
     finally:
         process.kill()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device to write to")
+def test_a_trace_that_cannot_be_written_is_told_at_once_and_by_the_exit_code() -> None:
+    server = Server("--port", "0", *MODEL, "--record", "/dev/full")
+    server.wait_ready()
+    assert server.post(COMPLETION, {"prompt": "Once", "max_tokens": 2}).status_code == 200
+    reason = "cannot write /dev/full: No space left on device"
+    wait_until(lambda: f"the trace ends here: {reason}" in server.log)
+    assert server.end() == 1
+    assert server.log.count(reason) == 2 and server.lines[-1] == f"nanoserve: the trace is not complete: {reason}"
+    shutil.rmtree(server.directory)
