@@ -264,8 +264,26 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
     added = settings["added_tokens_decoder"].values()
     for special, add in ((True, tokenizer.add_special_tokens), (False, tokenizer.add_tokens)):
         add([AddedToken(entry["content"], normalized=False) for entry in added if entry["special"] is special])
+    tokenizer.post_processor = _surrounding(file, vocabulary, settings)
     text: str = tokenizer.to_str()
     return text
+
+
+def _surrounding(file: GgufFile, vocabulary: Mapping[str, int], settings: Mapping[str, Any]) -> Any:
+    """The post-processor that puts BOS and EOS around a text. A tokenizer.json has it itself: the settings
+    add_bos_token and add_eos_token do not count beside it."""
+    from tokenizers import processors
+
+    added = [f"{name}_token" for name in ("bos", "eos") if settings[f"add_{name}_token"]]
+    spelled = {name: settings[name] for name in added if name in settings}
+    pieces = (spelled.get("bos_token"), "$A", spelled.get("eos_token"))
+    try:
+        return processors.TemplateProcessing(
+            single=[piece for piece in pieces if piece is not None],
+            special_tokens=[(token, vocabulary[token]) for token in spelled.values()],
+        )
+    except ValueError as error:
+        raise file.fail(f"the tokenizer's BOS or EOS is spelled in a way that is not supported ({error})") from error
 
 
 def _sentencepiece_model(vocabulary: GgufVocabulary, *, prefix: bool) -> bytes:

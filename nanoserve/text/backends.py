@@ -96,7 +96,7 @@ class Backend(Protocol):
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
         """Ids of the pieces in a row. Text pieces never become tokens of `markup_ids`. `add_special_tokens` adds the
-        tokens that the tokenizer's own file puts around a text, such as BOS."""
+        tokens that the model expects around a text, such as BOS."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -119,7 +119,8 @@ def _source(path: Path, settings: Mapping[str, Any]) -> Path:
 
 
 class TokenizersBackend:
-    """`tokenizer.json` through the `tokenizers` library.
+    """`tokenizer.json` through the `tokenizers` library. The file alone says which tokens surround a text:
+    `add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored beside it, as in HF transformers 5.
 
     The library can read special tokens as text, but then those of the template are text too. So the template's tokens
     are replaced by private separator tokens, which cut the text exactly where the control tokens would. Their ids are
@@ -210,9 +211,17 @@ class TokenizersBackend:
 
 
 class SentencePieceBackend:
-    """`tokenizer.model` through `sentencepiece`, with the tokens that other files add."""
+    """`tokenizer.model` through `sentencepiece`, with the tokens that other files add. A text begins with BOS, if the
+    model has one, and has no EOS; `add_bos_token` and `add_eos_token` of tokenizer_config.json, if given, decide."""
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], added: Mapping[str, int], template: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: Mapping[str, Any],
+        named_tokens: Mapping[str, str],
+        added: Mapping[str, int],
+        template: str,
+    ) -> None:
         from sentencepiece import SentencePieceProcessor
 
         try:
@@ -254,10 +263,20 @@ class SentencePieceBackend:
             for text, number in self.markup_ids.items()
             if number in self._processor.encode(text)
         }
-        self._bos = self._processor.bos_id()
+        bos, eos = (self._named_id(named_tokens, name) for name in ("bos_token", "eos_token"))
+        adds_bos, adds_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
+        self._before = [bos] if bos is not None and (adds_bos or adds_bos is None) else []
+        self._after = [eos] if eos is not None and adds_eos else []
+
+    def _named_id(self, named_tokens: Mapping[str, str], name: str) -> int | None:
+        """The id of BOS or EOS: of the token that the settings name, else of the model's own."""
+        if name in named_tokens:
+            return self.token_id(named_tokens[name])
+        own = {"bos_token": self._processor.bos_id(), "eos_token": self._processor.eos_id()}[name]
+        return own if own >= 0 else None
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = [self._bos] if add_special_tokens and self._bos >= 0 else []
+        ids = list(self._before) if add_special_tokens else []
         at_beginning = True
         for piece in pieces:
             for part in self._words.split(piece) if isinstance(piece, str) else [piece]:
@@ -268,7 +287,7 @@ class SentencePieceBackend:
                 else:
                     ids += self.encode_within(part)
                 at_beginning = False
-        return ids
+        return ids + self._after if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text = ""

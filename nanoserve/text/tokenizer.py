@@ -36,7 +36,6 @@ class Tokenizer:
         backend: Backend,
         template: ChatTemplate | PlainConversation,
         named_tokens: Mapping[str, str],
-        settings: Mapping[str, Any],
     ) -> None:
         self._backend = backend
         self._template = template
@@ -45,7 +44,6 @@ class Tokenizer:
         self._markup = ControlTokens(backend.markup_ids)
         readable = backend.markup_ids.keys() - backend.control_ids.keys()
         self._readable = ControlTokens({spelling: backend.markup_ids[spelling] for spelling in readable})
-        self._settings = settings
         self.vocab_size = backend.vocab_size  # one more than the largest token id
         self.special_ids = frozenset(backend.control_ids.values())  # which `decode` leaves out
         self.decode = backend.decode
@@ -90,7 +88,7 @@ class Tokenizer:
         """
         pieces = self._readable.split(check_text(text))
         self._check_length(pieces, limit)
-        return self._encode(pieces, add_special_tokens=add_special_tokens)
+        return self._backend.encode(pieces, add_special_tokens=add_special_tokens)
 
     def _check_length(self, pieces: Sequence[str | int], limit: int | None) -> None:
         """Raise PromptTooLong if a beginning of the pieces has more than twice `limit` tokens. The characters per token
@@ -102,16 +100,6 @@ class Tokenizer:
             if len(self._backend.encode(beginning, add_special_tokens=False)) > 2 * limit:
                 raise PromptTooLong(f"the prompt has more than {limit} tokens")
             length *= 4
-
-    def _encode(self, pieces: Sequence[str | int], *, add_special_tokens: bool) -> list[int]:
-        # An explicit setting beats the rules in the tokenizer's own file, as in HF transformers.
-        explicit = "add_bos_token" in self._settings or "add_eos_token" in self._settings
-        if not add_special_tokens or not explicit:
-            return self._backend.encode(pieces, add_special_tokens=add_special_tokens)
-        bos = [self.bos_token_id] if self._settings.get("add_bos_token") else []
-        eos = [self.eos_token_id] if self._settings.get("add_eos_token") else []
-        ids = [*bos, *self._backend.encode(pieces, add_special_tokens=False), *eos]
-        return [token for token in ids if token is not None]
 
     def encode_chat(
         self,
@@ -146,7 +134,7 @@ class Tokenizer:
         pieces = [piece for piece in texts if piece != ""]
         self._check_length(pieces, limit)
         # A template writes BOS itself; for the plain format the tokenizer adds it.
-        return self._encode(pieces, add_special_tokens=not self.has_chat_template)
+        return self._backend.encode(pieces, add_special_tokens=not self.has_chat_template)
 
     def opens_reasoning(self, prompt: Sequence[int]) -> bool:
         """Whether an answer to this prompt begins inside a reasoning block."""
@@ -199,7 +187,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     except BaseException:
         template.close()
         raise
-    return Tokenizer(backend, template, named_tokens, settings)
+    return Tokenizer(backend, template, named_tokens)
 
 
 def load_backend(directory: Path, template: str = "") -> Backend:
@@ -212,7 +200,7 @@ def load_backend(directory: Path, template: str = "") -> Backend:
             return TokenizersBackend(directory / "tokenizer.json", settings, special, template)
         if (directory / "tokenizer.model").is_file():
             added = read_optional_json_object(directory / "added_tokens.json")
-            return SentencePieceBackend(directory / "tokenizer.model", settings, added, template)
+            return SentencePieceBackend(directory / "tokenizer.model", settings, named_tokens, added, template)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         path = directory / "tokenizer_config.json"
         raise ModelError(f"the added tokens in {path} are malformed: {error!r}") from error

@@ -173,8 +173,10 @@ def test_any_metadata_are_an_error_or_a_model(
 def test_a_vocabulary_without_a_word_about_bos_has_it_where_llama_cpp_adds_it(
     sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for words, expected in (("llama-bpe", [1, 4]), ("qwen2", [4])):
+    both = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
+    for words, more, expected in (("llama-bpe", {}, [1, 4]), ("qwen2", {}, [4]), ("qwen2", both, [1, 4, 2])):
         found = GgufFile(sound)
+        found.metadata |= more
         found.metadata |= {f"tokenizer.ggml.{key}": value for key, value in (("model", "gpt2"), ("merges", []))}
         found.metadata["tokenizer.ggml.pre"] = words
         monkeypatch.setattr("nanoserve.models.gguf_directory.GgufFile", lambda path, found=found: found)

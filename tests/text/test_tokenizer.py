@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -248,17 +249,37 @@ def test_there_is_one_bos(tokenizers, tmp_path: Path):
     assert tokenizer.encode_chat(CONVERSATION).count(1) == 1
 
 
-@pytest.mark.parametrize(("add_bos", "expected"), [(True, [0]), (False, [])])
-def test_add_bos_token_is_obeyed(add_bos, expected, tmp_path: Path):
-    tokenizer = load_tokenizer(make_byte_level(tmp_path, add_bos_token=add_bos))
-    hello = tokenizer.encode("hello", add_special_tokens=False)
-    assert tokenizer.encode("hello") == expected + hello
+@pytest.mark.parametrize("make", [make_byte_level, make_metaspace])
+@pytest.mark.parametrize("value", [None, False, True])
+@pytest.mark.parametrize("names", [("add_bos_token",), ("add_eos_token",), ("add_bos_token", "add_eos_token")])
+def test_what_surrounds_a_text_is_what_transformers_puts_around_it(make, value, names, tmp_path: Path):
+    """The first file has no tokens around a text and the second has BOS, whatever the settings say."""
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(make(tmp_path, **dict.fromkeys(names, value)))
+    assert tokenizer.encode("hello") == AutoTokenizer.from_pretrained(tmp_path).encode("hello")
     tokenizer.close()
 
 
-def test_add_bos_token_false_beats_the_post_processor(tmp_path: Path):
-    tokenizer = load_tokenizer(make_metaspace(tmp_path, add_bos_token=False))
-    assert 1 not in tokenizer.encode("hello")
+@pytest.mark.parametrize(
+    ("settings", "before", "after"),
+    [
+        ({}, [1], []),
+        ({"add_bos_token": None}, [1], []),
+        ({"add_bos_token": True}, [1], []),
+        ({"add_bos_token": False}, [], []),
+        ({"add_eos_token": True}, [1], [2]),
+        ({"add_eos_token": False}, [1], []),
+        ({"add_eos_token": None}, [1], []),
+        ({"add_bos_token": False, "add_eos_token": True}, [], [2]),
+    ],
+)
+def test_settings_say_what_surrounds_a_text_of_sentencepiece(settings, before, after, directories, tmp_path: Path):
+    """As LlamaTokenizer, which adds BOS unless told not to, and EOS if told to."""
+    shutil.copytree(directories["sentencepiece"], tmp_path, dirs_exist_ok=True)
+    write_json(tmp_path / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", **settings})
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("hello") == before + tokenizer.encode("hello", add_special_tokens=False) + after
     tokenizer.close()
 
 
