@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,13 +18,29 @@ from nanoserve.text.tokenizer import Tokenizer
 from nanoserve.text.tool_calls import ToolCallParser
 
 
-def token_texts(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """The texts of single tokens within a longer text: at the beginning, some tokenizers drop a token's blank."""
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token as the lists of log probabilities show it."""
+
+    text: str  # within a longer text; bytes that are no characters read as U+FFFD
+    bytes: bytes
+
+    @property
+    def name(self) -> str:
+        """The text, or `bytes:\\xf0\\x9f` for a part of a character: several of them have the same text."""
+        is_part = "\ufffd" in self.text and self.text.encode() != self.bytes
+        return f"bytes:{repr(self.bytes)[2:-1]}" if is_part else self.text
+
+
+def token_texts(tokenizer: Tokenizer) -> Callable[[int], TokenText]:
+    """The texts of single tokens, control tokens included."""
 
     @lru_cache(65536)
-    def text(token: int) -> str:
+    def text(token: int) -> TokenText:
+        # Not decoded alone: at the beginning of a text, some tokenizers drop a token's blank.
         once = tokenizer.decode([token], skip_special_tokens=False)
-        return tokenizer.decode([token, token], skip_special_tokens=False)[len(once) :]
+        shown = tokenizer.decode([token, token], skip_special_tokens=False)[len(once) :]
+        return TokenText(shown, tokenizer.token_bytes(token) or shown.encode())
 
     return text
 
@@ -36,7 +53,7 @@ class CompletionFormat(ABC):
     chunk_kind: str
     """The field ``object`` of the whole answer and of its chunks."""
 
-    def __init__(self, model: str, text_of: Callable[[int], str]) -> None:
+    def __init__(self, model: str, text_of: Callable[[int], TokenText]) -> None:
         self.answer_id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._model = model
         self._text_of = text_of
@@ -59,7 +76,12 @@ class ChatFormat(CompletionFormat):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, model: str, text_of: Callable[[int], str], parser: Callable[[], ToolCallParser] | None, *, thinks: bool
+        self,
+        model: str,
+        text_of: Callable[[int], TokenText],
+        parser: Callable[[], ToolCallParser] | None,
+        *,
+        thinks: bool,
     ) -> None:
         """``thinks``: answers begin inside a reasoning block. ``parser`` makes one for each that may call tools."""
         super().__init__(model, text_of)
@@ -98,15 +120,15 @@ class ChatFormat(CompletionFormat):
         return content | ({"tool_calls": calls} if calls else {})
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        shown = self._text_of(token)
+        return {"token": shown.text, "logprob": logprob, "bytes": list(shown.bytes)}
 
 
 class TextFormat(CompletionFormat):
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model: str, text_of: Callable[[int], str], tokenizer: TokenDecoder, echoes: Iterable[str] = ()
+        self, model: str, text_of: Callable[[int], TokenText], tokenizer: TokenDecoder, echoes: Iterable[str] = ()
     ) -> None:
         """``echoes`` are the texts with which the choices begin, if they echo their prompts."""
         super().__init__(model, text_of)
@@ -138,10 +160,11 @@ class TextFormat(CompletionFormat):
             logprob, top = None, None
             if one is not None:
                 logprob, top = one.logprob, dict[str, float]()
-                # The token itself is listed too. Parts of characters have one text: the likeliest of them counts.
+                # The token itself is listed too. Of tokens with the same text, the likeliest counts.
                 for other in (*one.top, (token, logprob)):
-                    top.setdefault(self._text_of(other[0]), other[1])
-            for name, value in zip(lists, (self._text_of(token), logprob, top, self._offsets[index]), strict=True):
+                    top.setdefault(self._text_of(other[0]).name, other[1])
+            values = (self._text_of(token).name, logprob, top, self._offsets[index])
+            for name, value in zip(lists, values, strict=True):
                 lists[name].append(value)
             self._offsets[index] += len(self._detokenizers[index].push([token]))
         return lists

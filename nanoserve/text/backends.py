@@ -25,6 +25,17 @@ _READABLE = ("[TOOL_CALLS]", "<|python_tag|>")
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
+def _byte_level_alphabet() -> dict[str, int]:
+    """The characters that stand for the 256 bytes in byte-level vocabularies (GPT-2's `bytes_to_unicode`): most stand
+    for themselves, and characters from U+0100 on for the others, in order."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_alphabet()
+
+
 class ControlTokens:
     """The control tokens of a tokenizer: their spellings and ids."""
 
@@ -107,6 +118,14 @@ class Backend(Protocol):
     def is_byte(self, token_id: int) -> bool:
         """Whether the token is one raw byte of a byte-fallback vocabulary."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token in the middle of a text; empty for control, unknown and unused tokens."""
+
+
+def _byte_of(piece: str) -> bytes:
+    """The byte of a byte piece, `<0x0A>`."""
+    return bytes([int(piece[3:5], 16)])
+
 
 def _is_markup(spelling: str, template: str) -> bool:
     core = spelling.strip()  # runs of blanks and single characters are always words
@@ -150,6 +169,8 @@ class TokenizersBackend:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         self._byte_ids = frozenset(token_id for token, token_id in vocabulary.items() if _BYTE_PIECE.fullmatch(token))
+        decoder = self._tokenizer.decoder
+        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self._tokenizer.add_special_tokens(list(self.markup_ids))
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -208,6 +229,18 @@ class TokenizersBackend:
 
     def is_byte(self, token_id: int) -> bool:
         return token_id in self._byte_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None or token_id in self._skipped:
+            return b""
+        if self._is_byte_level:  # as the library decodes, which looks at the whole piece
+            known = _BYTE_LEVEL.keys() >= set(piece)
+            return bytes(_BYTE_LEVEL[character] for character in piece) if known else piece.encode()
+        if self.is_byte(token_id):
+            return _byte_of(piece)
+        # Not decoded alone: at the beginning of a text, some tokenizers drop a token's blank.
+        return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
 
 
 class SentencePieceBackend:
@@ -329,7 +362,7 @@ class SentencePieceBackend:
         if token_id >= self._size or processor.is_unknown(token_id) or processor.is_unused(token_id):
             return b""
         piece: str = processor.id_to_piece(token_id)
-        return bytes([int(piece[3:5], 16)]) if processor.is_byte(token_id) else piece.replace("▁", " ").encode()
+        return _byte_of(piece) if processor.is_byte(token_id) else piece.replace("▁", " ").encode()
 
     def encode_within(self, text: str) -> list[int]:
         """Ids of a text in the middle of another."""

@@ -48,6 +48,7 @@ class Tokenizer:
         self.special_ids = frozenset(backend.control_ids.values())  # which `decode` leaves out
         self.decode = backend.decode
         self.is_byte = backend.is_byte
+        self.token_bytes = backend.token_bytes
         self.bos_token_id = self._named_id(named_tokens, "bos_token")
         self.eos_token_id = self._named_id(named_tokens, "eos_token")
         self._turn_end = self._find_turn_end()

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoserve import LLM, SamplingParams
 from nanoserve.models.hub import resolve_model
 from nanoserve.request import CompletionOutput, RequestOutput, TokenLogprob
-from nanoserve.server.answers import TextFormat, token_texts
+from nanoserve.server.answers import ChatFormat, TextFormat, token_texts
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.server.starting import Server, running
 
@@ -102,9 +102,28 @@ def test_parts_of_a_character_begin_where_it_begins(storyteller: LLM) -> None:
     output = CompletionOutput(0, "", (), (), "length", None, cast(Any, None))
     request = RequestOutput("r", None, tuple(tokens), (output,), True, 0, scored)
     lists = TextFormat(MODEL, token_texts(tokenizer), tokenizer, [text]).choice(0, request, output)["logprobs"]
-    parts = [place for place, token in enumerate(lists["tokens"]) if "\ufffd" in token]
+    parts = [place for place, token in enumerate(lists["tokens"]) if token.startswith("bytes:")]
     assert len(parts) > 1 and {lists["text_offset"][place] for place in parts} == {text.index("\U0001f600")}
     assert lists["text_offset"][-1] == text.index(" b")
+
+
+def test_parts_of_a_character_are_told_apart_by_their_bytes(storyteller: LLM) -> None:
+    text, tokenizer = " \U0001f600", storyteller.tokenizer
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert len(tokens) == 5, "a blank, and the character's four bytes"
+    ranked = tuple((token, -1.0 - place) for place, token in enumerate(tokens))
+    scored = tuple(TokenLogprob(token, logprob, rank, ranked) for rank, (token, logprob) in enumerate(ranked, 1))
+    output = CompletionOutput(0, text, tuple(tokens), scored, "length", None, cast(Any, None))
+    request = RequestOutput("r", None, (), (output,), True, 0, None)
+    texts = token_texts(tokenizer)
+    entries = ChatFormat(MODEL, texts, None, thinks=False).choice(0, request, output)["logprobs"]["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == text.encode()
+    for entry in entries:
+        assert bytes(byte for other in entry["top_logprobs"] for byte in other["bytes"]) == text.encode()
+    lists = TextFormat(MODEL, texts, tokenizer).choice(0, request, output)["logprobs"]
+    names = [" ", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x98", r"bytes:\x80"]  # as OpenAI's completions write them
+    assert lists["tokens"] == names
+    assert lists["top_logprobs"] == [dict(zip(names, (-1.0, -2.0, -3.0, -4.0, -5.0), strict=True))] * 5
 
 
 # --------------------------------------------------------------------------------- beside transformers, item by item

@@ -283,6 +283,27 @@ def test_settings_say_what_surrounds_a_text_of_sentencepiece(settings, before, a
     tokenizer.close()
 
 
+def test_the_bytes_of_tokens_joined_are_the_text(tokenizer: Tokenizer):
+    text = "a fox 🦊, 你好, naïve\n\ufffd<think> 👩‍👩‍👧"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)).removeprefix(b" ") == text.encode()
+
+
+def test_the_bytes_of_every_token_are_those_of_its_piece(
+    directories: dict[str, Path], tokenizers: dict[str, Tokenizer]
+):
+    from tokenizers import Tokenizer as Library
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    spelled = bytes_to_unicode()
+    pieces = Library.from_file(str(directories["byte-level"] / "tokenizer.json")).get_vocab(with_added_tokens=False)
+    for piece, token in pieces.items():
+        if token not in tokenizers["byte-level"].special_ids:
+            assert "".join(spelled[byte] for byte in tokenizers["byte-level"].token_bytes(token)) == piece
+    single = [tokenizers["metaspace"]._backend.token_id(f"<0x{byte:02X}>") for byte in range(256)]
+    assert b"".join(map(tokenizers["metaspace"].token_bytes, single)) == bytes(range(256))
+
+
 def test_tokens_known_only_to_the_settings_are_added(tmp_path: Path):
     declared = {"500": {"content": "<|extra|>", "special": True}, "501": {"content": "<tool>", "special": False}}
     tokenizer = load_tokenizer(
