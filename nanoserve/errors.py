@@ -1,10 +1,31 @@
 """Errors that a user may see: one clear line each, with the exit code of the command."""
 
+LONGEST_MESSAGE = 1000  # characters of an error's message; more than nanoserve's own words have
+LONGEST_VALUE = 80  # characters of a value from a file or a client within a message
+
+
+def one_line(text: str, longest: int = LONGEST_MESSAGE) -> str:
+    """A text from outside, as a message shows it: on one line, without what a terminal would obey. A text longer than
+    ``longest`` characters loses its middle: the end often says what to change."""
+    if len(text) > longest:
+        kept = (longest - 3) // 2
+        text = f"{text[:kept]}...{text[-kept:]}"
+    printable = (character if character.isprintable() else " " for character in text)
+    return " ".join("".join(printable).split())
+
+
+def shown(value: object) -> str:
+    """A value from outside, as a message shows it: as Python writes it, on one line and shortened."""
+    return one_line(repr(value), LONGEST_VALUE)
+
 
 class NanoserveError(Exception):
     """Base of every error worded for a user; the command line prints it as one line, without a traceback."""
 
     exit_code = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(one_line(message))
 
 
 class RuntimeFailure(NanoserveError):

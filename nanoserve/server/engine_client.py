@@ -11,7 +11,7 @@ from typing import NoReturn
 import msgspec
 import zmq.asyncio
 
-from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
+from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, error_of
 from nanoserve.outputs import TokenDecoder
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.processes.sockets import listen, local_address
@@ -332,7 +332,12 @@ class EngineClient:
         self.generated_tokens += len(update.tokens)
         if (stream := self._streams.get(update.request_id)) is None:
             return
-        if stream.take(update):
+        try:
+            met_stop_string = stream.take(update)
+        except ModelError as error:  # the tokenizer fails with these tokens; the reader ends the request
+            stream.fail(error)
+            return
+        if met_stop_string:
             self._send(messages.Stop(update.request_id, update.index, FinishReason.STOP))
         if stream.finished:
             self._take_out(update.request_id)

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import ModelError, UsageError, one_line
 from nanoserve.processes.files import unusable_file
+from nanoserve.text.tokenizer_checks import check_tokenizer
 
 Piece = str | int  # a piece of a prompt: ordinary text, or the id of a control token
 
@@ -22,6 +23,7 @@ _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _MARKUP_SHAPE = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 _READABLE = ("[TOOL_CALLS]", "<|python_tag|>")
 """Tokens with which tool calls begin. Some tokenizers flag them as special, but they belong to what the model says."""
+_LONGEST_REASON = 200  # characters of the library's own words in a message
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -104,6 +106,7 @@ class Backend(Protocol):
     `<tool_call>`), flagged special or not, and added tokens that the chat template spells. Other added tokens are
     words."""
     vocab_size: int  # one more than the largest token id
+    growth: float  # how many times its length a text may have before it is divided into tokens
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
         """Ids of the pieces in a row. Text pieces never become tokens of `markup_ids`. `add_special_tokens` adds the
@@ -137,6 +140,14 @@ def _source(path: Path, settings: Mapping[str, Any]) -> Path:
     return Path(settings.get("made_from", path))
 
 
+def _as_model_error(error: BaseException, what: str) -> BaseException:
+    """A failure of the `tokenizers` library in one line; other exceptions, such as KeyboardInterrupt, as they are. The
+    library raises plain `Exception`, and for a panic of its Rust code a BaseException of a class that it hides."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return ModelError(f"{what}: {one_line(str(error), _LONGEST_REASON)}")
+    return error
+
+
 class TokenizersBackend:
     """`tokenizer.json` through the `tokenizers` library. The file alone says which tokens surround a text:
     `add_bos_token` and `add_eos_token` of tokenizer_config.json are ignored beside it, as in HF transformers 5.
@@ -152,8 +163,12 @@ class TokenizersBackend:
 
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more specific
-            raise unusable_file(path, f"{_source(path, settings)} is not a usable tokenizer: {error}") from error
+            self.growth = check_tokenizer(self._tokenizer)
+        except BaseException as error:
+            failure = _as_model_error(error, f"{_source(path, settings)} is not a usable tokenizer")
+            if isinstance(failure, ModelError):
+                failure = unusable_file(path, str(failure))
+            raise failure from error
         added = self._add_missing_tokens(settings, named_special)
         ids = {token.content: token_id for token_id, token in added.items()}
         special = {token.content for token in added.values() if token.special} | set(named_special)
@@ -209,8 +224,11 @@ class TokenizersBackend:
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool) -> list[int]:
         control = [piece for piece in pieces if isinstance(piece, int)]
         text = "".join(piece if isinstance(piece, str) else self._separator[piece] for piece in pieces)
-        # A batch of one: the library releases the GIL only for batches.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        try:
+            # A batch of one: the library releases the GIL only for batches.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            raise _as_model_error(error, "the model's tokenizer fails with this text") from error
         ids: list[int] = encoding.ids
         if control:
             following = iter(control)
@@ -219,8 +237,11 @@ class TokenizersBackend:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         skipped = self._skipped if skip_special_tokens else ()
-        shown = [token for token in token_ids if 0 <= token < self.vocab_size and token not in skipped]
-        text: str = self._tokenizer.decode(shown, skip_special_tokens=False)
+        readable = [token for token in token_ids if 0 <= token < self.vocab_size and token not in skipped]
+        try:
+            text: str = self._tokenizer.decode(readable, skip_special_tokens=False)
+        except BaseException as error:
+            raise _as_model_error(error, "the model's tokenizer fails with these tokens") from error
         return text
 
     def token_id(self, spelling: str) -> int | None:
@@ -246,6 +267,8 @@ class TokenizersBackend:
 class SentencePieceBackend:
     """`tokenizer.model` through `sentencepiece`, with the tokens that other files add. A text begins with BOS, if the
     model has one, and has no EOS; `add_bos_token` and `add_eos_token` of tokenizer_config.json, if given, decide."""
+
+    growth = 1.0  # its one normalizer only replaces characters
 
     def __init__(
         self,

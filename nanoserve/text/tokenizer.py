@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanoserve.errors import ModelError, NanoserveError, UsageError
+from nanoserve.errors import ModelError, NanoserveError, UsageError, shown
 from nanoserve.processes.files import read_json_object, read_optional_json_object, unreadable_as_model_error
 from nanoserve.text.backends import Backend, ControlTokens, SentencePieceBackend, TokenizersBackend, choose_mark
 from nanoserve.text.chat_template import (
@@ -19,6 +19,8 @@ from nanoserve.text.chat_template import (
 from nanoserve.text.reasoning import CLOSE, opens_reasoning
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+MAX_CONTROL_CHARACTERS = 256  # in the spelling of a token that structures a prompt
 
 _CHARACTERS_PER_TOKEN = 8  # more than ordinary text has, so that a text within its limit is rarely encoded twice
 
@@ -95,7 +97,8 @@ class Tokenizer:
         """Raise PromptTooLong if a beginning of the pieces has more than twice `limit` tokens. The characters per token
         have no bound, as tokenizers drop characters and join unknown ones. So ever longer beginnings are tokenized.
         Cutting changes at most the last words of a beginning, which adds far fewer tokens than the limit."""
-        length = _CHARACTERS_PER_TOKEN * (limit or 0)
+        # Of a text that may become much longer, shorter beginnings have as many tokens.
+        length = (limit or 0) * (_CHARACTERS_PER_TOKEN if self._backend.growth <= _CHARACTERS_PER_TOKEN else 1)
         while limit is not None and length < sum(len(piece) if isinstance(piece, str) else 1 for piece in pieces):
             beginning = _beginning(pieces, length)
             if len(self._backend.encode(beginning, add_special_tokens=False)) > 2 * limit:
@@ -193,6 +196,14 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 def load_backend(directory: Path, template: str = "") -> Backend:
     """The vocabulary of a model directory, whose chat template has this text; raises as `load_tokenizer` does."""
+    backend = _read_backend(directory, template)
+    longest = max(backend.markup_ids, key=len, default="")
+    if len(longest) > MAX_CONTROL_CHARACTERS:
+        raise ModelError(f"{directory}: the token {shown(longest)} is longer than {MAX_CONTROL_CHARACTERS} characters")
+    return backend
+
+
+def _read_backend(directory: Path, template: str) -> Backend:
     settings, named_tokens = _read_settings(directory)
     try:
         if (directory / "tokenizer.json").is_file():

@@ -1,0 +1,126 @@
+"""What a tokenizer.json may ask of the `tokenizers` library.
+
+The file is a program that arrives with the weights: its patterns may backtrack without end, its normalizers may make a
+gigabyte of one character, and some of its errors end the library in a panic. The library limits none of these. So the
+parts of a loaded tokenizer are checked before its first text: how much longer they make a text, and in how many ways
+their patterns may match one.
+"""
+
+import base64
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from nanoserve.errors import ModelError, shown
+from nanoserve.text.patterns import PatternError, measure_pattern
+
+MAX_GROWTH = 64  # times its length that a text may have after all steps; compatibility forms of Unicode reach 18
+MAX_ADDED = 64  # tokens that a post-processor may put around a text
+
+Step = Mapping[str, Any]
+"""One step of a tokenizer, as in tokenizer.json."""
+
+_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
+_FIXED_GROWTH = {"ByteLevel": 4.0, "Metaspace": 2.0, "BertNormalizer": 3.0}
+"""A character becomes up to four bytes, or has a mark before it, or a blank on both sides."""
+
+
+def check_tokenizer(tokenizer: Any) -> float:
+    """How many times its length a text may have before it is divided into tokens. Raises ModelError, one line, for a
+    tokenizer of the `tokenizers` library with a step whose work has no bound, or that would fail with every text."""
+    parts = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.post_processor, tokenizer.decoder)
+    before, words, after, decoding = (() if part is None else tuple(_steps(_state(part))) for part in parts)
+    growth, decoded_growth = prod(map(_growth, (*before, *words))), prod(map(_growth, decoding))
+    if max(growth, decoded_growth) > MAX_GROWTH:
+        times = f"{max(growth, decoded_growth):.3g} times as long"
+        raise ModelError(f"its steps could make a text {times}; at most {MAX_GROWTH} times is allowed")
+    if sum(step["type"] == "Precompiled" for step in before) > 1:
+        raise ModelError("it has more than one precompiled normalizer")
+    for step in words:
+        if step["type"] == "FixedLength" and step["length"] == 0:
+            raise ModelError("its pre-tokenizer makes pieces of length 0")
+    for step in decoding:
+        if step["type"] == "Strip" and step["stop"] > 0:
+            raise ModelError("its decoder strips the ends of tokens, which is not supported")
+    for step in after:
+        _check_post_processor(step, tokenizer)
+    return growth
+
+
+def _state(part: Any) -> Any:
+    return json.loads(part.__getstate__())
+
+
+def _steps(step: Step) -> Iterator[Step]:
+    """The step, or those that it puts in a row, with their patterns checked."""
+    inner = next((step[name] for name in _LISTS if name in step), None)
+    if inner is None:
+        yield step
+        return
+    for one in inner:
+        yield from _steps(one)
+
+
+def _growth(step: Step) -> float:
+    """How many characters a step may make of one."""
+    pattern, kind = step.get("pattern"), step["type"]
+    shortest = 1
+    if isinstance(pattern, dict):
+        text = pattern.get("Regex", pattern.get("String", ""))
+        shortest = _shortest_match(text) if "Regex" in pattern else len(text)
+    if kind == "Replace":
+        if shortest == 0 and step["content"]:
+            raise ModelError(f"it would put {shown(step['content'])} between all characters of a text")
+        return max(1.0, len(step["content"]) / max(1, shortest))
+    if kind == "Prepend":
+        return 1.0 + len(step["prepend"])
+    if kind == "Precompiled":
+        return float(_longest_replacement(step["precompiled_charsmap"]))
+    return _FIXED_GROWTH.get(kind, 1.0)
+
+
+def _shortest_match(pattern: str) -> int:
+    try:
+        return measure_pattern(pattern).shortest
+    except PatternError as error:
+        raise ModelError(f"the pattern {shown(pattern)} {error}") from None
+
+
+def _longest_replacement(encoded: str) -> int:
+    """The most characters that a character map of sentencepiece puts for others: it has the size of its index, the
+    index, and all replacements, each with a NUL at its end."""
+    table = base64.b64decode(encoded)
+    index = int.from_bytes(table[:4], "little")
+    if index % 4 or 4 + index > len(table):
+        raise ModelError("its precompiled normalizer is damaged")
+    replacements = table[4 + index :].decode(errors="replace").split("\0")
+    return max(1, *map(len, replacements))
+
+
+def _check_post_processor(step: Step, tokenizer: Any) -> None:
+    """The post-processor takes the text once, and adds only tokens that exist."""
+    if step["type"] in ("BertProcessing", "RobertaProcessing"):
+        added = [step["sep"][1], step["cls"][1]]
+    elif step["type"] == "TemplateProcessing":
+        added = _added_by_template(step)
+    else:
+        return
+    for token_id in added:
+        if tokenizer.id_to_token(token_id) is None:
+            raise ModelError(f"its post-processor adds the token {token_id}, which is not in the vocabulary")
+    if len(added) > MAX_ADDED:
+        raise ModelError(f"its post-processor adds {len(added)} tokens; at most {MAX_ADDED} are allowed")
+
+
+def _added_by_template(step: Step) -> Sequence[int]:
+    names = [piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece]
+    texts = [piece["Sequence"]["id"] for piece in step["single"] if "Sequence" in piece]
+    if texts != ["A"]:
+        raise ModelError("its post-processor must put tokens around one text")
+    for name in names:
+        if name not in step["special_tokens"]:
+            raise ModelError(f"its post-processor adds {shown(name)}, a token that it does not define")
+    if len(names) > MAX_ADDED:
+        raise ModelError(f"its post-processor adds {len(names)} tokens; at most {MAX_ADDED} are allowed")
+    return [token_id for name in names for token_id in step["special_tokens"][name]["ids"]]
