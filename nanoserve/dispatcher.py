@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from nanoserve.engine import Engine
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 
@@ -77,7 +77,7 @@ class Dispatcher:
         """Give a request to the engine with the fewest tokens outstanding. Raises UsageError if it can never run, names
         a token id beyond the vocabulary, or its id is in use."""
         if any(request.request_id in engine.scheduler.table.requests for engine in self.engines):
-            raise UsageError(f"request id {request.request_id!r} is in use")
+            raise UsageError(f"request id {shown(request.request_id)} is in use")
         living = self._living
         living[least_tokens([engine.scheduler.table.outstanding for engine in living])].add(request)
 

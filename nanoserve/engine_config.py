@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.layout import ParallelLayout
 from nanoserve.processes.threads import MOST_THREADS
 from nanoserve.quantization import Rounding
@@ -162,7 +162,7 @@ class EngineConfig:
     def _check_drafter(self, kind: str, colon: str, named: str) -> None:
         if kind not in DRAFTERS or bool(named) != bool(DRAFTERS[kind]) or bool(named) != bool(colon):
             known = ", ".join(f"{name}:{what}" if what else name for name, what in DRAFTERS.items())
-            raise UsageError(f"--speculate {self.speculate!r:.60} is none of {known}")
+            raise UsageError(f"--speculate {shown(self.speculate)} is none of {known}")
         if self.decode_layout is not None:
             raise UsageError(f"--speculate works in one layout: leave it out with {' and '.join(PAIR_OPTIONS)}")
         if self.attends_on_host:
@@ -172,7 +172,7 @@ class EngineConfig:
 
     def _check_choice(self) -> None:
         if self.parallel not in (None, AUTO):
-            raise UsageError(f"parallel is auto or left out, not {self.parallel!r:.60}")
+            raise UsageError(f"parallel is auto or left out, not {shown(self.parallel)}")
         if self.parallel is None:
             if self.devices is not None:
                 raise UsageError("--devices is for --parallel auto, which chooses their layout: give both, or neither")

@@ -10,13 +10,12 @@ def one_line(text: str, longest: int = LONGEST_MESSAGE) -> str:
     if len(text) > longest:
         kept = (longest - 3) // 2
         text = f"{text[:kept]}...{text[-kept:]}"
-    printable = (character if character.isprintable() else " " for character in text)
-    return " ".join("".join(printable).split())
+    return "".join(character if character.isprintable() else "\ufffd" for character in " ".join(text.split()))
 
 
-def shown(value: object) -> str:
+def shown(value: object, longest: int = LONGEST_VALUE) -> str:
     """A value from outside, as a message shows it: as Python writes it, on one line and shortened."""
-    return one_line(repr(value), LONGEST_VALUE)
+    return one_line(repr(value), longest)
 
 
 class NanoserveError(Exception):

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 
 _PART = re.compile("([DTP])([0-9]{1,4})")
 _DEGREES = {"D": "data_parallel", "T": "tensor_parallel", "P": "pipeline_parallel"}
@@ -30,9 +30,9 @@ class ParallelLayout:
         parts = _PART.findall(name.upper())
         degrees = {_DEGREES[letter]: int(degree) for letter, degree in parts}
         if not parts or "".join(f"{letter}{degree}" for letter, degree in parts) != name.upper():
-            raise UsageError(f"{name!r} is no layout such as P4 (pipeline), T4 (tensor) or T2P2")
+            raise UsageError(f"{shown(name)} is no layout such as P4 (pipeline), T4 (tensor) or T2P2")
         if len(degrees) < len(parts):
-            raise UsageError(f"the layout {name!r} names a degree twice")
+            raise UsageError(f"the layout {shown(name)} names a degree twice")
         return cls(**degrees)
 
     @property

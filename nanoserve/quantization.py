@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoserve.errors import ModelError, UsageError
+from nanoserve.errors import ModelError, UsageError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +75,19 @@ class Quantization:
         if method == "gguf" and isinstance(types := config.get("tensor_types"), dict):
             return cls("gguf", tensor_types=tuple((name, str(kind)) for name, kind in types.items()))
         instead = "choose one of compressed-tensors, GPTQ, AWQ, fp8, MXFP4 or GGUF, or 16 bits and --quantization int4"
-        raise ModelError(f"{source}: quantization method {method!r:.40} is not read; {instead}")
+        raise ModelError(f"{source}: quantization method {shown(method)} is not read; {instead}")
 
     @classmethod
     def _of_words(cls, method: str, config: Mapping[str, Any], source: str) -> "Quantization":
         bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
         if not (isinstance(bits, int) and bits in ((4, 8) if method == "gptq" else (4,)) and _is_group(group)):
-            raise ModelError(f"{source}: {method} with {bits!r:.20} bits in groups of {group!r:.20} is not read")
+            raise ModelError(f"{source}: {method} with {shown(bits)} bits in groups of {shown(group)} is not read")
         version = config.get("version", "gemm")
         if method == "awq" and str(version).lower() != "gemm":
-            raise ModelError(f"{source}: AWQ of version {version!r:.20} is not read; only gemm is")
+            raise ModelError(f"{source}: AWQ of version {shown(version)} is not read; only gemm is")
         packing = config.get("checkpoint_format") or "gptq"
         if method == "gptq" and (packing not in ("gptq", "gptq_v2") or config.get("is_marlin_format")):
-            raise ModelError(f"{source}: GPTQ in the format {packing!r:.20} is not read; only gptq and gptq_v2 are")
+            raise ModelError(f"{source}: GPTQ in the format {shown(packing)} is not read; only gptq and gptq_v2 are")
         return cls(method, bits, group, zero_is_stored_less_one=method == "gptq" and packing == "gptq")
 
     @classmethod
@@ -101,12 +101,12 @@ class Quantization:
             raise ModelError(f"{source}: quantization_config must have one entry of config_groups with weights")
         stored, bits, kind = config.get("format"), weights.get("num_bits"), weights.get("type")
         if stored not in (None, *_COMPRESSED_FORMATS):
-            raise ModelError(f"{source}: format {stored!r:.40} is not read; only {', '.join(_COMPRESSED_FORMATS)} are")
+            raise ModelError(f"{source}: format {shown(stored)} is not read; only {', '.join(_COMPRESSED_FORMATS)} are")
         rows, group = 1, weights.get("group_size") or -1
         if weights.get("strategy") == "block":
             rows, group = _block(weights.get("block_structure"), source)
         if (kind, bits, rows > 1) not in _COMPRESSED_TYPES or not _is_group(group):
-            what = f"type {kind!r:.20} in {bits!r:.20} bits and groups of {group!r:.20}"
+            what = f"type {shown(kind)} in {shown(bits)} bits and groups of {shown(group)}"
             raise ModelError(f"{source}: weights of {what} are not read")
         has_zeros = weights.get("symmetric") is False
         return cls("compressed-tensors", int(bits or 0), group, rows, has_zeros=has_zeros, is_float=kind == "float")
@@ -162,7 +162,9 @@ def _is_group(value: Any) -> bool:
 def _block(value: Any, source: str) -> tuple[int, int]:
     """Rows and columns of a block."""
     if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
-        raise ModelError(f"{source}: the block of rows and columns that share a scale must be two sizes: {value!r:.40}")
+        raise ModelError(
+            f"{source}: the block of rows and columns that share a scale must be two sizes: {shown(value)}"
+        )
     return value[0], value[1]
 
 
@@ -186,7 +188,9 @@ class Rounding:
         """int4 or int8, perhaps with a group, as int4:64. Raises UsageError."""
         named = re.fullmatch(r"(int4|int8)(?::(\d{1,6}))?", str(text), re.ASCII)
         if named is None:
-            raise UsageError(f"quantization must be int4 or int8, perhaps with a group as in int4:64, not {text!r:.40}")
+            raise UsageError(
+                f"quantization must be int4 or int8, perhaps with a group as in int4:64, not {shown(text)}"
+            )
         group = None if named[2] is None else int(named[2])
         if group is not None and (group == 0 or group % 32):
             raise UsageError(f"quantization {text}: a group is a multiple of 32 columns")

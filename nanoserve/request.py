@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 
 MAX_SAMPLES = 16
 MAX_LOGPROBS = 20
@@ -111,7 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_LENGTH:
                 raise UsageError(f"every stop string must have 1 to {MAX_STOP_STRING_LENGTH} characters")
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise UsageError(f"the stop string {text!r} is not valid Unicode: no answer can contain it")
+                raise UsageError(f"the stop string {shown(text)} is not valid Unicode: no answer can contain it")
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
             raise UsageError(f"stop_token_ids may name at most {MAX_STOP_TOKENS} tokens")
         for token in self.stop_token_ids:
@@ -161,7 +161,7 @@ def _token_id(key: object) -> object:
 
 def _check_integer(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise UsageError(f"{name} must be a whole number from {low} to {high}, not {value!r:.60}")
+        raise UsageError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}")
 
 
 def _check_number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
@@ -169,7 +169,7 @@ def _check_number(name: str, value: object, low: float, high: float, *, above: b
     is_right = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
     if not is_right or (above and value == low):
         bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-        raise UsageError(f"{name} must be a number {bounds}, not {value!r:.60}")
+        raise UsageError(f"{name} must be a number {bounds}, not {shown(value)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 
 _PORTS = {"http": 80, "https": 443}
 _VERSION = "/v1"
@@ -40,7 +40,7 @@ def parse_url(text: str) -> ServerAddress:
 
     Raises UsageError for any other text.
     """
-    wanted = f"--url takes http://HOST:PORT or https://HOST/PATH/v1, not {text!r:.200}"
+    wanted = f"--url takes http://HOST:PORT or https://HOST/PATH/v1, not {shown(text)}"
     if not _ORDINARY.fullmatch(text):
         raise UsageError(wanted)
     try:

@@ -13,7 +13,7 @@ from nanoserve.commands.options import HARDWARE_PANEL, option
 from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine
 from nanoserve.costs.analysis import Analysis, BatchRow, OperatorRow
 from nanoserve.costs.hardware import GIBI, GIGA
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Note, Panel, draw
 from nanoserve.measures.workloads import RequestShape, parse_lengths, parse_sizes
 from nanoserve.models.hub import find_shape
@@ -43,7 +43,7 @@ _NEARBY = 1.6  # points whose coordinates differ by less than this factor share 
 def _parse_length(text: str, flag: str) -> RequestShape:
     shape, *others = parse_lengths(text, flag)
     if others:
-        raise UsageError(f"{flag} takes one length here, not {text!r:.60}")
+        raise UsageError(f"{flag} takes one length here, not {shown(text)}")
     return shape
 
 
@@ -101,12 +101,12 @@ def run(options: AnalyzeOptions) -> None:
         rates |= {"tokens_per_s_with_prefill": row.tokens_per_second_with_prefill}
         report.add({"batch": row.batch, **rates, "kv_share": row.kv_share, "fits": row.fits})
     # Decoding is shown at the largest of the batch sizes that fits.
-    shown = max((size for size in batches if size <= analysis.largest_batch), default=batches[0])
-    decode = analysis.decode_work(shown)
-    one_of = f" (a micro-batch of {decode.decodes:,})" if decode.decodes < shown else ""
+    largest = max((size for size in batches if size <= analysis.largest_batch), default=batches[0])
+    decode = analysis.decode_work(largest)
+    one_of = f" (a micro-batch of {decode.decodes:,})" if decode.decodes < largest else ""
     phases = {
         f"prefill of {analysis.input_tokens:,} tokens": analysis.operator_rows("prefill", analysis.prefill_work()),
-        f"decode of {shown:,} sequences{one_of}": analysis.operator_rows("decode", decode),
+        f"decode of {largest:,} sequences{one_of}": analysis.operator_rows("decode", decode),
     }
     report.put("operators", [row for operators in phases.values() for row in operators])
     report.finish()

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import RuntimeFailure, UsageError, shown
 from nanoserve.processes.files import unwritable_as_failure
 
 _ROW_BEGINS = b'{"index":'  # how every line of ours begins; nothing else is ever cut off
@@ -37,7 +37,7 @@ class PromptRow(msgspec.Struct, frozen=True):
     @property
     def repeated(self) -> "PromptRow":
         """The row as an error, where one before it has the same id."""
-        return PromptRow(self.index, self.id, error=f"the id {self.id!r} appears a second time")
+        return PromptRow(self.index, self.id, error=f"the id {shown(self.id)} appears a second time")
 
 
 def read_rows(path: Path) -> list[PromptRow]:

@@ -31,7 +31,7 @@ from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.engine_config import DEFAULT_POLICY
-from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.errors import NanoserveError, UsageError, shown
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts
 from nanoserve.models.hub import ResolvedModel, resolve_model
@@ -84,7 +84,7 @@ def run(options: CompareOptions) -> None:
     names = [name.strip() for name in options.peers.split(",") if name.strip()]
     cases = options.cases()
     if unknown := [name for name in names if name not in PEERS]:
-        raise UsageError(f"--peers {unknown[0]!r} is not one of {', '.join(PEERS)}")
+        raise UsageError(f"--peers {shown(unknown[0])} is not one of {', '.join(PEERS)}")
     present = [name for name in names if not PEERS[name].missing]
     settings = {"peers": present, "cases": [case.name for case in cases], "rounds": options.rounds}
     with options.reported("compare", settings, _show) as report, ExitStack() as opened:
@@ -105,7 +105,7 @@ def _compare_guessing(options: CompareOptions) -> None:
 
     names, cases = [name.strip() for name in options.workloads.split(",") if name.strip()], options.cases()
     if unknown := [name for name in names if name not in WORKLOADS]:
-        raise UsageError(f"--workloads {unknown[0]!r} is not one of {', '.join(WORKLOADS)}")
+        raise UsageError(f"--workloads {shown(unknown[0])} is not one of {', '.join(WORKLOADS)}")
     settings = {"workloads": names, "cases": [case.name for case in cases], "rounds": options.rounds}
     settings |= {"speculate": options.speculate}
     with options.reported("speculation", settings, _show_guessing) as report, ExitStack() as opened:

@@ -7,7 +7,7 @@ from nanoserve.benchmarks.gpu.running import BUDGETS, PARTS, TUNING, read_result
 from nanoserve.commands.bench_options import RESULTS_PANEL, make_directory
 from nanoserve.commands.options import Options, option
 from nanoserve.commands.terminal import remark
-from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.errors import RuntimeFailure, UsageError, shown
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
 
@@ -17,7 +17,7 @@ def _parse_budgets(text: str, flag: str) -> dict[str, float]:
     for word in text.split(","):
         name, _, seconds = word.partition("=")
         if name not in BUDGETS or not (seconds.isascii() and seconds.isdigit()):
-            raise UsageError(f"{flag} takes PART=SECONDS such as kernels=60,engine=300, not {word!r}")
+            raise UsageError(f"{flag} takes PART=SECONDS such as kernels=60,engine=300, not {shown(word)}")
         budgets[name] = float(seconds)
     return budgets
 
@@ -61,7 +61,7 @@ def run(options: GpuOptions) -> int | None:
         raise UsageError("--tune measures on a GPU, and nothing else: leave out --dry-run and --part")
     for name in options.part or ():
         if name not in PARTS:
-            raise UsageError(f"--part {name!r} is not one of {', '.join(PARTS)}")
+            raise UsageError(f"--part {shown(name)} is not one of {', '.join(PARTS)}")
     parts = [TUNING] if options.tune else [name for name in PARTS if not options.part or name in options.part]
     prepare_threads()
     if not options.dry_run:

@@ -16,7 +16,7 @@ from nanoserve.commands.bench_variants import Comparison, Table, VariantsOptions
 from nanoserve.commands.options import option
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.measures.workloads import parse_lengths
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.policies import find_policy, parse_policies
@@ -103,7 +103,7 @@ class TierComparison(Comparison):
             )
         shapes = parse_lengths(options.lengths, "--lengths")
         if len({shape.input_tokens for shape in shapes}) > 1:
-            raise UsageError(f"--lengths takes prompts of one length here, not {options.lengths!r:.60}")
+            raise UsageError(f"--lengths takes prompts of one length here, not {shown(options.lengths)}")
         self.work = work = KvCases(
             input_tokens=shapes[0].input_tokens,
             outputs=sorted(shape.output_tokens for shape in shapes),
@@ -208,7 +208,7 @@ def parse_shares(text: str) -> tuple[float, ...]:
     except ValueError:
         shares = {math.nan}
     if not all(0 < share <= 1 for share in shares):
-        raise UsageError(f"--kv-limits takes shares above 0 and up to 1 such as 0.25,0.5,1, not {text!r:.60}")
+        raise UsageError(f"--kv-limits takes shares above 0 and up to 1 such as 0.25,0.5,1, not {shown(text)}")
     return tuple(sorted(shares))
 
 

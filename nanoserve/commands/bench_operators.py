@@ -11,7 +11,7 @@ from nanoserve.commands.bench_options import ResultOptions, print_counting, prin
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.threads import MOST_THREADS
 
@@ -30,7 +30,7 @@ def _parse_cells(text: str, flag: str) -> list[tuple[int, int]]:
         try:
             cells.append((parse_sizes(batch, flag)[0], parse_sizes(context, flag)[0]))
         except UsageError:
-            raise UsageError(f"{flag} takes sequences x context such as 16x2048,4x512, not {part!r}") from None
+            raise UsageError(f"{flag} takes sequences x context such as 16x2048,4x512, not {shown(part)}") from None
     return cells
 
 

@@ -18,7 +18,7 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import MOST_PARALLEL, PAIR_OPTIONS
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 from nanoserve.scheduler.policies import parse_policies
 
@@ -108,10 +108,10 @@ class StageComparison(Comparison):
             )
         config, (self.rate, *others) = options.config(), parse_rates(options.rate, "--rate")
         if others:
-            raise UsageError(f"--rate takes one rate here, not {options.rate!r:.40}")
+            raise UsageError(f"--rate takes one rate here, not {shown(options.rate)}")
         self.metadata = [one for one in METADATA if options.metadata in (one, "both")]
         if not self.metadata:
-            raise UsageError(f"--metadata {options.metadata!r:.40} is not one of {', '.join(METADATA)}, both")
+            raise UsageError(f"--metadata {shown(options.metadata)} is not one of {', '.join(METADATA)}, both")
         if len(self.metadata) > 1 and TorchrunProcess.from_environment() is not None:
             raise UsageError("--metadata both takes two groups of workers, but torchrun started one: measure each")
         self.policies = tuple(parse_policies(options.policy, options.max_num_batched_tokens))

@@ -13,7 +13,7 @@ import msgspec
 from nanoserve.commands.answers import ChatAnswer, ChatModel, ContextFull
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.prompt import private_file
-from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, shown
 from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 from nanoserve.request import SamplingParams
 from nanoserve.text.reasoning import Part, Piece, ReasoningSplitter
@@ -131,7 +131,7 @@ class ChatSession:
         """Change one setting; None puts the default back. Raises UsageError for a wrong name or value."""
         if name not in CHANGEABLE:
             guess = did_you_mean(name, CHANGEABLE)
-            raise UsageError(f"unknown setting {name!r:.40}{guess}; there are {', '.join(CHANGEABLE)}")
+            raise UsageError(f"unknown setting {shown(name)}{guess}; there are {', '.join(CHANGEABLE)}")
         settings = {key: old for key, old in self.settings.items() if key != name}
         settings |= {} if value is None else {name: value}
         self.sampling_params(settings)

@@ -24,7 +24,7 @@ from nanoserve.engine_config import (
     EngineConfig,
     layout_settings,
 )
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel, known_models, resolve_model
 from nanoserve.processes.interrupts import deferred_interrupts
@@ -262,7 +262,7 @@ def parsed_split(layers: str | None) -> tuple[int, ...] | None:
         return None
     words = layers.split(",")
     if not all(word.isascii() and word.isdigit() and len(word) < 6 for word in words):
-        raise UsageError(f"--pp-split {layers!r:.40} is no list of layers such as 14,14")
+        raise UsageError(f"--pp-split {shown(layers)} is no list of layers such as 14,14")
     return tuple(int(word) for word in words)
 
 

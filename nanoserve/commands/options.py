@@ -13,6 +13,8 @@ from typing import Annotated, Any, ClassVar, dataclass_transform, get_type_hints
 
 import typer
 
+from nanoserve.errors import shown
+
 Action = Callable[[], int | None]
 HARDWARE_PANEL = "Hardware"
 
@@ -68,7 +70,7 @@ def option(
 
     def check(value: Any) -> Any:
         if value is not None and choices and value not in choices:
-            raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+            raise typer.BadParameter(f"{shown(value)} is not one of {', '.join(choices)}")
         if value is not None and maximum is not None and value > maximum:
             raise typer.BadParameter(f"{value} is more than {maximum}")
         return value

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nanoserve.commands.terminal import remark
-from nanoserve.errors import RuntimeFailure
+from nanoserve.errors import RuntimeFailure, shown
 from nanoserve.processes.temporary import temporary_directory
 
 PROMPT, CONTINUATION = ">>> ", "... "
@@ -86,4 +86,4 @@ def edit_text(text: str) -> str:
             subprocess.run([*shlex.split(editor), str(path)], check=True)
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError, subprocess.CalledProcessError) as error:
-            raise RuntimeFailure(f"the editor {editor!r} failed: {error}") from None
+            raise RuntimeFailure(f"the editor {shown(editor)} failed: {error}") from None

@@ -11,10 +11,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO, TypeVar
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, one_line
 
 REDRAW_SECONDS = 0.1  # nobody sees more
-_LONGEST_MESSAGE = 1000
 _FIRST_COLUMN = re.compile(r" *(?:\S+(?: \S+)* {2,})?")
 T = TypeVar("T")
 
@@ -49,9 +48,7 @@ def remark(text: str) -> None:
 
 def say(message: str) -> None:
     """Write one line to stderr, on a terminal broken between words; a stderr that is gone is no reason to fail."""
-    line = " ".join(message.split())[:_LONGEST_MESSAGE]
-    # A message may quote a model's files, and those may hold what steers a terminal.
-    line = "".join(character if character.isprintable() else "\ufffd" for character in line)
+    line = one_line(message)  # it may quote a model's files, and those may hold what steers a terminal
     try:
         sys.stdout.flush()
     except OSError:

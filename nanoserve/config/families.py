@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from nanoserve.config import LayerShape, MlaConfig, ModelConfig, MoeConfig, RopeConfig, RopeKind, SamplingDefaults
-from nanoserve.errors import ModelError
+from nanoserve.errors import LONGEST_VALUE, ModelError, one_line, shown
 from nanoserve.quantization import Quantization
 
 _MAX_LAYERS = 10_000  # more than any real model, few enough to be refused before memory runs out
@@ -287,7 +287,7 @@ def _own_sizes(fields: "_Fields", windows: tuple[int, ...], num_kv_heads: int, *
             raise ModelError(f"{source}: per_layer_config must have layers below {len(windows)} as keys, each once")
         if not isinstance(sizes, dict) or not sizes.keys() <= {"head_dim", "num_key_value_heads"}:
             wanted = "head_dim and num_key_value_heads alone"
-            raise ModelError(f"{source}: per_layer_config of layer {layer} must have {wanted}, found {sizes!r:.80}")
+            raise ModelError(f"{source}: per_layer_config of layer {layer} must have {wanted}, found {shown(sizes)}")
         own[layer] = _Fields(sizes, source)
     return (own.get(layer, _Fields({}, source)) for layer in range(len(windows)))
 
@@ -338,7 +338,7 @@ class _Fields:
         return default if value is None else value
 
     def _fail(self, key: str, wanted: str) -> ModelError:
-        return ModelError(f"{self.source}: {key} must be {wanted}, found {self.values.get(key)!r}")
+        return ModelError(f"{self.source}: {key} must be {wanted}, found {shown(self.values.get(key))}")
 
     def section(self, key: str) -> dict[str, Any] | None:
         value = self.get(key)
@@ -398,14 +398,15 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
     is_chatglm = model_type == "chatglm"
     family = "glm" if is_chatglm else model_type
     named = ", ".join(str(name) for name in architectures) if isinstance(architectures, list) else ""
+    listed = one_line(named, LONGEST_VALUE)
     if not isinstance(family, str) or family not in _FAMILIES:
         supported = ", ".join((*_FAMILIES, "chatglm"))
         raise ModelError(
-            f"{source}: architecture {named or 'unnamed'} (model_type {model_type!r}) is not supported;"
+            f"{source}: architecture {listed or 'unnamed'} (model_type {shown(model_type)}) is not supported;"
             f" supported model types: {supported}"
         )
     if named and not is_chatglm and "ForCausalLM" not in named:
-        raise ModelError(f"{source}: {named} is not a text generation model (...ForCausalLM)")
+        raise ModelError(f"{source}: {listed} is not a text generation model (...ForCausalLM)")
     known = _FAMILIES[family]
     values = {**known.defaults, **{key: value for key, value in config.items() if value is not None}}
     values |= {key: config[key] for key in _NULLABLE if key in config}
@@ -418,7 +419,7 @@ def _normalize(config: Mapping[str, Any], source: str) -> tuple[dict[str, Any], 
     if known.fields.get("activation") == "gelu_tanh":
         key, accepted = "hidden_activation", ["gelu_pytorch_tanh"]
     if (found := values.get(key, "silu")) not in accepted:
-        raise ModelError(f"{source}: hidden_act {found!r} is not supported; only {accepted[0]} is")
+        raise ModelError(f"{source}: hidden_act {shown(found)} is not supported; only {accepted[0]} is")
     if config.get("per_layer_config") and known is not _GEMMA4:
         raise ModelError(f"{source}: per_layer_config is not supported for {family}: its layers must be alike")
     if values.get("use_bidirectional_attention") not in (None, False, "vision"):  # that of images, which are not read
@@ -504,7 +505,8 @@ def _rope(fields: _Fields, family: str, head_dim: int, layer_kind: str | None = 
     rope = _Fields(merged, fields.source)
     kind: Any = merged.get("rope_type") or merged.get("type") or "default"
     if kind not in _ROPE_KINDS:
-        raise ModelError(f"{fields.source}: rope type {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}")
+        supported = ", ".join(_ROPE_KINDS)
+        raise ModelError(f"{fields.source}: rope type {shown(kind)} is not supported; supported: {supported}")
     is_glm = family in ("glm", "glm4")
     # Other families rotate whole heads, whatever the key says.
     rotary_dim = int(head_dim * (rope.number("partial_rotary_factor", 0.5) if is_glm else 1.0))
@@ -573,13 +575,13 @@ def _layer_types(fields: _Fields, num_layers: int) -> list[bool] | None:
     if layer_types is None:
         return None
     if not isinstance(layer_types, list) or len(layer_types) != num_layers:
-        found = len(layer_types) if isinstance(layer_types, list) else repr(layer_types)
+        found = len(layer_types) if isinstance(layer_types, list) else shown(layer_types)
         raise ModelError(
             f"{fields.source}: layer_types must name a kind for each of {num_layers} layers, found {found}"
         )
     for kind in layer_types:
         if not isinstance(kind, str) or kind not in _WINDOWS:
-            raise ModelError(f"{fields.source}: layer_types names {kind!r:.40}; known are {' and '.join(_WINDOWS)}")
+            raise ModelError(f"{fields.source}: layer_types names {shown(kind)}; known are {' and '.join(_WINDOWS)}")
     return [_WINDOWS[kind] for kind in layer_types]
 
 
@@ -617,7 +619,7 @@ def _deepseek_experts(fields: _Fields, family: str, num_layers: int) -> MoeConfi
     if family == "deepseek_v2":
         method = fields.get("topk_method", "greedy")
         if method not in ("greedy", "group_limited_greedy"):
-            raise ModelError(f"{fields.source}: topk_method {method!r:.40} is not supported")
+            raise ModelError(f"{fields.source}: topk_method {shown(method)} is not supported")
         if method == "greedy":
             groups = chosen = 1
     if num_experts % groups or not chosen <= groups:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from nanoserve.costs.tables import read_toml
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 
 SHIPPED = Path(__file__).with_name("hardware.toml")
 GIGA = 1e9
@@ -203,7 +203,7 @@ def load_machine(name: str) -> Machine:
     tables = _shipped()
     if name not in tables["machines"] and name not in tables["devices"]:
         raise UsageError(
-            f"unknown hardware {name!r}; use a .toml file, a device ({', '.join(tables['devices'])})"
+            f"unknown hardware {shown(name)}; use a .toml file, a device ({', '.join(tables['devices'])})"
             f" or a machine ({', '.join(tables['machines'])})"
         )
     return _machine(tables, name, SHIPPED.name)

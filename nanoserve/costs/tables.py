@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.processes.files import read_bytes, read_json_object, unreadable_as_model_error
 
 SHIPPED_MODELS = Path(__file__).with_name("models.toml")
@@ -47,6 +47,6 @@ def load_shape(spec: str) -> ModelConfig:
     shapes = published_shapes()
     if name not in shapes:
         raise UsageError(
-            f"unknown model {spec!r}: no config.json, no directory with one, and none of {', '.join(shapes)}"
+            f"unknown model {shown(spec)}: no config.json, no directory with one, and none of {', '.join(shapes)}"
         )
     return ModelConfig.from_hf(shapes[name], source=name)

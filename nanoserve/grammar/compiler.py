@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.grammar import CANNOT_FOLLOW
 from nanoserve.processes.installation import install_command
 from nanoserve.text.backends import SentencePieceBackend
 from nanoserve.text.tokenizer import load_backend
@@ -129,7 +130,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarFailure(f"the JSON schema cannot be followed: {_first_line(self._matcher.get_error())}")
+            raise GrammarFailure(f"{CANNOT_FOLLOW}: {_first_line(self._matcher.get_error())}")
 
 
 class GrammarCompiler:

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 import msgspec
 import numpy as np
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 
 MILLISECONDS = 1000.0
 
@@ -169,6 +169,6 @@ def parse_slo(text: str | None) -> Slo | None:
         except ValueError:
             limit = -1.0
         if name not in SLO_NAMES or name in limits or not 0 < limit < float("inf"):
-            raise UsageError(f"--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000, not {text!r:.100}")
+            raise UsageError(f"--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000, not {shown(text)}")
         limits[name] = limit
     return Slo(**limits)

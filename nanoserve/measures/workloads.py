@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 
 LARGEST_SIZE = 2**20
 _LATEST = 1e12  # seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost
@@ -86,7 +86,7 @@ def parse_sizes(text: str, flag: str) -> tuple[int, ...]:
     """Whole numbers from 1, separated by commas: "1,4,16". Raises UsageError, naming the flag."""
     sizes = [_size(part.strip()) for part in text.split(",")]
     if not all(sizes):
-        raise UsageError(f"{flag} takes whole numbers from 1 to {LARGEST_SIZE} such as 1,4,16, not {text!r}")
+        raise UsageError(f"{flag} takes whole numbers from 1 to {LARGEST_SIZE} such as 1,4,16, not {shown(text)}")
     return tuple(dict.fromkeys(sizes))
 
 
@@ -96,7 +96,7 @@ def parse_lengths(text: str, flag: str) -> tuple[RequestShape, ...]:
     for part in text.split(","):
         words = part.split("+")
         if len(words) != 2:
-            raise UsageError(f"{flag} takes tokens in and out such as 512+128, not {part!r:.60}")
+            raise UsageError(f"{flag} takes tokens in and out such as 512+128, not {shown(part)}")
         shapes.append(RequestShape(*(parse_sizes(word, flag)[0] for word in words)))
     return tuple(dict.fromkeys(shapes))
 
@@ -161,14 +161,14 @@ def _moment(text: str, place: str) -> float:
     with suppress(ValueError):
         seconds = float(text)
     if not -_LATEST <= seconds <= _LATEST:  # nor is a NaN
-        raise UsageError(f"{place}: {text!r:.60} is no time in seconds or as 2023-11-16 18:17:03.97")
+        raise UsageError(f"{place}: {shown(text)} is no time in seconds or as 2023-11-16 18:17:03.97")
     return seconds
 
 
 def _length(text: str, place: str) -> int:
     size = _size(text.strip().removesuffix(".0"))
     if not size:
-        raise UsageError(f"{place}: {text!r:.60} is not a number of tokens from 1 to {LARGEST_SIZE}")
+        raise UsageError(f"{place}: {shown(text)} is not a number of tokens from 1 to {LARGEST_SIZE}")
     return size
 
 

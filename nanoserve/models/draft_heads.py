@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nanoserve.checkpoint_names import CheckpointNames
 from nanoserve.config import ModelConfig
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, shown
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm, VocabularyEmbedding
 from nanoserve.models.loading import check_finite, read_tensors
@@ -225,7 +225,7 @@ def _feature_layers(directory: Path, fields: Mapping[str, Any], num_layers: int)
 def _count(directory: Path, fields: Mapping[str, Any], key: str, default: int) -> int:
     value = fields.get(key, default)
     if not isinstance(value, int) or value < 1:
-        raise ModelError(f"{directory / 'config.json'}: {key} must be an integer from 1 on, found {value!r}")
+        raise ModelError(f"{directory / 'config.json'}: {key} must be an integer from 1 on, found {shown(value)}")
     return value
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.processes.threads import processor_name_and_flags
 from triton_ops.cpu import cpu_operators
 
@@ -30,7 +30,7 @@ def resolve_dtype(name: str, device: torch.device, stored: str = "float32") -> t
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" or _cpu_is_fast_in_bf16(stored) else torch.float32
     if name not in DTYPES:
-        raise UsageError(f"unknown dtype {name!r}; use auto, {', '.join(DTYPES)}")
+        raise UsageError(f"unknown dtype {shown(name)}; use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 

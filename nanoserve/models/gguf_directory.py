@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.config import ModelConfig
+from nanoserve.errors import shown
 from nanoserve.models.gguf_file import GgufFile
 from nanoserve.models.gguf_vocabulary import BYTE, CONTROL, USER_DEFINED, GgufVocabulary, listed, read_vocabulary
 from nanoserve.processes.files import replace_file
@@ -102,7 +103,7 @@ def gguf_directory(path: Path) -> Path:
 def _config(file: GgufFile) -> dict[str, Any]:
     architecture = file.get("general.architecture", str, "")
     if architecture not in _FAMILIES:
-        raise file.fail(f"architecture {architecture!r:.80} is not supported; supported: {', '.join(_FAMILIES)}")
+        raise file.fail(f"architecture {shown(architecture)} is not supported; supported: {', '.join(_FAMILIES)}")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise file.fail("tensor token_embd.weight is missing")
@@ -243,12 +244,12 @@ def _byte_level_tokenizer(file: GgufFile, tokens: list[str], settings: Mapping[s
         logging.getLogger("nanoserve").warning("nanoserve: %s: %s: convert the model again", file.path, told)
     words = file.get("tokenizer.ggml.pre", str, "gpt-2")
     if words not in _WORDS:
-        raise file.fail(f"pre-tokenizer {words!r:.80} is not supported; supported: {', '.join(_WORDS)}")
+        raise file.fail(f"pre-tokenizer {shown(words)} is not supported; supported: {', '.join(_WORDS)}")
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed(file, "merges", str))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     for left, right in pairs:  # the library checks both halves, and panics without the whole
         if left + right not in vocabulary:
-            raise file.fail(f"the tokenizer's merges do not fit its tokens ({left + right!r:.80} is none)")
+            raise file.fail(f"the tokenizer's merges do not fit its tokens ({shown(left + right)} is none)")
     try:
         model = models.BPE(vocabulary, pairs, ignore_merges=words == "llama-bpe")
     except Exception as error:  # the library raises nothing more specific

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, shown
 from nanoserve.processes.files import unusable_file
 from nanoserve.quantization import BLOCK_TYPES, BlockType
 
@@ -98,7 +98,7 @@ class GgufFile:
             name = f"{first[1]}-{number:05}-of-{first[2]}{first[3]}"
             other = GgufFile(self.path.with_name(name), is_first=False)
             if known := self.tensors.keys() & other.tensors.keys():
-                raise other.fail(f"tensor {min(known)!r:.80} is also in an earlier file of the model")
+                raise other.fail(f"tensor {shown(min(known))} is also in an earlier file of the model")
             self.tensors |= other.tensors
 
     def find(self, key: str, kind: type[Item]) -> Item | None:
@@ -140,7 +140,7 @@ class GgufFile:
         for _ in range(num_entries):
             key = self._string(_MAX_NAME_BYTES)
             if key in self.metadata:
-                raise self.fail(f"metadata key {key!r:.80} occurs twice")
+                raise self.fail(f"metadata key {shown(key)} occurs twice")
             self.metadata[key] = self._value(self._number("I"))
         alignment = self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment <= 0 or alignment % 8:
@@ -149,9 +149,9 @@ class GgufFile:
         start = -(-self._position // alignment) * alignment
         for tensor in described:
             if tensor.name in self.tensors:
-                raise self.fail(f"tensor {tensor.name!r:.80} occurs twice")
+                raise self.fail(f"tensor {shown(tensor.name)} occurs twice")
             if tensor.offset % alignment:
-                raise self.fail(f"tensor {tensor.name!r:.80} does not begin at a multiple of {alignment} bytes")
+                raise self.fail(f"tensor {shown(tensor.name)} does not begin at a multiple of {alignment} bytes")
             self.tensors[tensor.name] = replace(tensor, offset=start + tensor.offset)
         self._check_places()
 
@@ -159,15 +159,15 @@ class GgufFile:
         placed = sorted(self.tensors.values(), key=lambda tensor: tensor.offset)
         for tensor, following in pairwise(placed):
             if tensor.offset + tensor.num_bytes > following.offset:
-                raise self.fail(f"tensors {tensor.name!r:.80} and {following.name!r:.80} overlap")
+                raise self.fail(f"tensors {shown(tensor.name)} and {shown(following.name)} overlap")
         if placed and placed[-1].offset + placed[-1].num_bytes > len(self.data):
-            raise self.fail(f"tensor {placed[-1].name!r:.80} ends beyond the file, which is truncated")
+            raise self.fail(f"tensor {shown(placed[-1].name)} ends beyond the file, which is truncated")
 
     def _tensor(self) -> GgufTensor:
         """The next description, whose offset is counted from the data's beginning."""
         name, num_dimensions = self._string(_MAX_NAME_BYTES), self._number("I")
         if not 0 < num_dimensions <= _MAX_DIMENSIONS:
-            raise self.fail(f"tensor {name!r:.80} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are read")
+            raise self.fail(f"tensor {shown(name)} has {num_dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are read")
         shape = tuple(self._number("Q") for _ in range(num_dimensions))[::-1]
         number, offset = self._number("I"), self._number("Q")
         names = _TYPE_NAMES.split()
@@ -175,11 +175,11 @@ class GgufFile:
         block_type = BLOCK_TYPES.get(type_name)
         if block_type is None:
             known = ", ".join(BLOCK_TYPES)
-            raise self.fail(f"tensor {name!r:.80} has type {type_name}, which is not read; use a file of {known}")
+            raise self.fail(f"tensor {shown(name)} has type {type_name}, which is not read; use a file of {known}")
         if not 0 < math.prod(shape) * block_type.num_bytes <= len(self.data) * block_type.size:
-            raise self.fail(f"tensor {name!r:.80} of shape {list(shape)} does not fit into the file")
+            raise self.fail(f"tensor {shown(name)} of shape {list(shape)} does not fit into the file")
         if shape[-1] % block_type.size:
-            raise self.fail(f"tensor {name!r:.80}: rows of {shape[-1]} are not whole blocks of {block_type.size}")
+            raise self.fail(f"tensor {shown(name)}: rows of {shape[-1]} are not whole blocks of {block_type.size}")
         return GgufTensor(name, shape, block_type, self.data, offset)
 
     # ------------------------------------------------------------------------------------ Reading bytes in order
@@ -233,4 +233,4 @@ class GgufFile:
 
 
 def _shown(value: Metadata) -> str:
-    return "an array" if isinstance(value, list | memoryview) else f"{value!r:.40}"
+    return "an array" if isinstance(value, list | memoryview) else shown(value)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanoserve.errors import shown
 from nanoserve.models.gguf_file import GgufFile, Item
 
 # Token types of GGUF, which are those of sentencepiece.
@@ -54,14 +55,14 @@ def read_vocabulary(file: GgufFile) -> GgufVocabulary | None:
     if kind in ("none", "no_vocab"):
         return None
     if kind not in _KINDS:
-        raise file.fail(f"tokenizer {kind!r:.80} is not supported; supported: {', '.join(_KINDS)}")
+        raise file.fail(f"tokenizer {shown(kind)} is not supported; supported: {', '.join(_KINDS)}")
     tokens = listed(file, "tokens", str)
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
     if len(set(tokens)) < len(tokens):
         ((token, _),) = Counter(tokens).most_common(1)
         first = tokens.index(token)
         places = f"as {first} and {tokens.index(token, first + 1)}"
-        raise file.fail(f"the tokenizer's piece {token!r:.80} occurs twice, {places}; convert the model again")
+        raise file.fail(f"the tokenizer's piece {shown(token)} occurs twice, {places}; convert the model again")
     types = _filled(file, "token_type", int, NORMAL, len(tokens))
     scores = _filled(file, "scores", float, 0.0, len(tokens)) if kind == "llama" else []
     named = _named_tokens(file, kind, len(tokens))

@@ -15,7 +15,7 @@ from typing import Any
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.tables import load_shape, published_shapes
-from nanoserve.errors import ModelError, first_line
+from nanoserve.errors import ModelError, first_line, shown
 from nanoserve.models.gguf_directory import gguf_config, gguf_directory
 from nanoserve.models.gguf_file import is_gguf
 from nanoserve.processes.files import read_json_object, read_optional_json_object, unreadable_as_model_error
@@ -34,6 +34,7 @@ BUNDLED = "storyteller"
 DRAFT = "storyteller-draft"
 """Name of a smaller bundled model, to guess tokens for the other."""
 _BUNDLED_FILES = Path(__file__).parent.parent / "assets" / "storyteller"
+_LONGEST_PATH = 300  # characters of a path in a message
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _PATH_LIKE = re.compile(r"^[./~\\]|^[A-Za-z]:\\|[/\\]$|/.*/")
 
@@ -82,7 +83,8 @@ def resolve_model(
         )
     if _PATH_LIKE.search(name) or not _HUB_ID.fullmatch(name):
         raise ModelError(
-            f"no such directory: {name!r}; --model takes a directory, a .gguf file, a hub id (owner/name) or dummy:NAME"
+            f"no such directory: {shown(name, _LONGEST_PATH)};"
+            " --model takes a directory, a .gguf file, a hub id (owner/name) or dummy:NAME"
         )
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     directory = _download(name, progress, offline=offline)
@@ -155,7 +157,7 @@ def _download(name: str, progress: ProgressCallback | None, *, offline: bool) ->
             f"{name} is gated: accept its terms on the Hugging Face hub and log in, or {instead}"
         ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise ModelError(f"no directory and no Hugging Face hub model is called {name!r}; {instead}") from error
+        raise ModelError(f"no directory and no Hugging Face hub model is called {shown(name)}; {instead}") from error
     except errors.LocalEntryNotFoundError as error:
         why = "is not in the local cache, and downloading is off" if offline else "cannot be downloaded: no network"
         raise ModelError(f"{name} {why}; {instead}") from error
@@ -202,7 +204,7 @@ def dummy_shape(spec: str) -> dict[str, Any]:
             raise ModelError(f"{path}: no such file; dummy: takes a config.json or a name")
         return read_json_object(path)
     if name.lower() not in SHAPES:
-        raise ModelError(f"unknown shape {name!r}; use a path to a config.json or one of: {', '.join(SHAPES)}")
+        raise ModelError(f"unknown shape {shown(name)}; use a path to a config.json or one of: {', '.join(SHAPES)}")
     return dict(SHAPES[name.lower()])
 
 

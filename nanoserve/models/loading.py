@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.errors import ModelError
+from nanoserve.errors import ModelError, shown
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
 from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
@@ -245,7 +245,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     for name in weight_map.values():
         # Files lie beside their index; another path would read files that the user did not offer.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index}: {name!r} is not the name of a safetensors file in this directory")
+            raise ModelError(f"{index}: {shown(name)} is not the name of a safetensors file in this directory")
     return weight_map
 
 

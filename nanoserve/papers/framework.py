@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, Protocol, TypeVar
 
 from nanoserve.benchmarks.tables import Column
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.measures.charts import Chart
 from nanoserve.papers.claims import Claim
 
@@ -84,13 +84,13 @@ class Paper:
         found = [figure for figure in self.figures if number in (None, figure.number)]
         if not found:
             known = ", ".join(figure.number for figure in self.figures)
-            raise UsageError(f"{self.title} has no figure {number!r} here; choose one of {known}")
+            raise UsageError(f"{self.title} has no figure {shown(number)} here; choose one of {known}")
         return found
 
 
 def load_paper(name: str) -> Paper:
     """The paper of that name; a UsageError lists the names."""
     if name not in PAPERS:
-        raise UsageError(f"unknown paper {name!r}; choose one of {', '.join(PAPERS)}")
+        raise UsageError(f"unknown paper {shown(name)}; choose one of {', '.join(PAPERS)}")
     paper: Paper = import_module(f"nanoserve.papers.{name}").PAPER
     return paper

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure
+from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, shown
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def read_bytes(path: Path, failure: type[NanoserveError] = ModelError) -> bytes:
     except OSError as error:
         raise failure(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:  # a path with a NUL in it
-        raise failure(f"cannot read {str(path)!r}: {error}") from error
+        raise failure(f"cannot read {shown(str(path))}: {error}") from error
     if not regular:  # a directory, or a pipe or device that might never end
         raise failure(f"{path} is not a regular file")
     return content

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from nanoserve.errors import PolicyFailed, UsageError, first_line
+from nanoserve.errors import PolicyFailed, UsageError, first_line, shown
 
 if TYPE_CHECKING:  # the registry of policies is imported for --help, which must not load the cost model
     from nanoserve.costs.predictor import Predictor
@@ -235,7 +235,7 @@ class Policy(ABC):
     def ordered(cls, order: str, aging: int) -> type[Self]:
         """The same policy with that ``order`` and ``aging``. Raises UsageError if one makes no sense."""
         if order not in [*ORDERS] or not isinstance(aging, int) or aging < 1:
-            raise UsageError(f"order must be one of {', '.join(ORDERS)}, not {order!r:.40}, and aging at least 1")
+            raise UsageError(f"order must be one of {', '.join(ORDERS)}, not {shown(order)}, and aging at least 1")
         changed = {"__slots__": (), "order": order, "aging": aging}
         return cls if (order, aging) == (cls.order, cls.aging) else type(cls.__name__, (cls,), changed)
 

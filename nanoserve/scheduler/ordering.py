@@ -3,6 +3,7 @@
 from collections import deque
 from statistics import median_low
 
+from nanoserve.errors import shown
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy, policy_failures
 
@@ -32,7 +33,7 @@ class Ordering:
         with policy_failures(f"{type(self._policy).__name__}.rank"):
             rank = self._policy.rank(request, start)
             if not isinstance(rank, int | float) or rank != rank:
-                raise ValueError(f"a rank is a number, not {rank!r:.60}")
+                raise ValueError(f"a rank is a number, not {shown(rank)}")
         self._starts[request.request_id], self._asked[request.user] = start, start + len(request.prompt)
         if len(self._asked) > MOST_USERS:
             self._virtual_time = max(self._virtual_time, median_low(self._asked.values()))

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from nanoserve.errors import PolicyFailed, UsageError, first_line
+from nanoserve.errors import PolicyFailed, UsageError, first_line, shown
 from nanoserve.processes.files import read_bytes
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.load import Decision, Load, Policy, policy_failures
@@ -37,13 +37,13 @@ class _FromFile(Policy):
 def _check(decision: Any) -> None:
     """Raises ValueError for what no scheduler could carry out."""
     if not isinstance(decision, Decision):
-        raise ValueError(f"it answers {decision!r:.60}, which is no Decision")
+        raise ValueError(f"it answers {shown(decision)}, which is no Decision")
     for name in ("prefill_tokens", "decodes", "swap_out", "swap_in", "layout"):
         value = getattr(decision, name)
         if type(value) is not int or not 0 <= value <= sys.maxsize:
-            raise ValueError(f"{name} must be a whole number from 0, not {value!r:.60}")
+            raise ValueError(f"{name} must be a whole number from 0, not {shown(value)}")
     if not isinstance(decision.bound, str):
-        raise ValueError(f"bound must be text, not {decision.bound!r:.60}")
+        raise ValueError(f"bound must be text, not {shown(decision.bound)}")
     if decision.strategy != "device" or decision.host_decodes != (0, 0) or decision.alternatives != ():
         raise ValueError("only policies of nanoserve have the CPU attend: leave strategy and host_decodes out")
 

@@ -8,7 +8,7 @@ from itertools import count
 from operator import attrgetter
 from typing import Literal
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.kv import NO_BLOCK, SequenceBlocks
 from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
@@ -116,7 +116,7 @@ class SequenceTable:
         """Queue the first sample of a request; the others wait until its prompt is computed. Raises UsageError if it
         can never run to its end, or its id is in use."""
         if request.request_id in self.requests:
-            raise UsageError(f"request id {request.request_id!r} is in use")
+            raise UsageError(f"request id {shown(request.request_id)} is in use")
         self._check_admissible(request)
         end_tokens = () if request.params.ignore_eos else request.end_tokens
         stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples

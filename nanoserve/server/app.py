@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanoserve.errors import NanoserveError
+from nanoserve.errors import NanoserveError, shown
 from nanoserve.server import endpoints
 from nanoserve.server.connections import Connections
 from nanoserve.server.hosts import is_allowed
@@ -87,8 +87,8 @@ class _Gate:
             return ApiError(400, message, code="invalid_http", headers={"connection": "close"})
         host = headers.get(b"host")  # HTTP/1.0 may omit it; no browser does
         if self.hosts is not None and host is not None and not is_allowed(host, self.hosts):
-            shown = host.decode("latin-1")
-            message = f"the host {shown!r:.100} is none of this server's names: use localhost, or start it with "
+            named = host.decode("latin-1")
+            message = f"the host {shown(named)} is none of this server's names: use localhost, or start it with "
             return ApiError(403, message + "--allowed-hosts NAME", code="host_not_allowed", param="Host")
         if self.keys and scope["path"] != "/health":  # a load balancer has no key
             key = scope["api_key"] = self._shown_key(headers.get(b"authorization", b""))
@@ -102,6 +102,6 @@ class _Gate:
 
     def _shown_key(self, authorization: bytes) -> bytes | None:
         """The key that the client shows, if it is valid. Comparisons take the same time, right or wrong."""
-        scheme, _, shown = authorization.partition(b" ")
-        matches = [key for key in self.keys if hmac.compare_digest(key, shown.strip())]
+        scheme, _, given = authorization.partition(b" ")
+        matches = [key for key in self.keys if hmac.compare_digest(key, given.strip())]
         return matches[0] if matches and scheme.lower() == b"bearer" else None

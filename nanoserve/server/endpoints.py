@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanoserve import __version__
-from nanoserve.errors import NanoserveError, RuntimeFailure
+from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.grammar import CANNOT_FOLLOW
 from nanoserve.request import CompletionOutput, SamplingParams
 from nanoserve.server import schemas
 from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat
@@ -203,6 +204,8 @@ class CompletionAnswer:
 
 def _check(sample: CompletionOutput) -> None:
     if sample.error is not None:
+        if sample.error.startswith(CANNOT_FOLLOW):
+            raise UsageError(sample.error)
         raise RuntimeFailure(sample.error)
 
 

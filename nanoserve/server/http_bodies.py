@@ -48,7 +48,7 @@ class ApiError(NanoserveError):
     ) -> None:
         super().__init__(message)
         self.status = status  # the HTTP status
-        self.message = message[:1000]  # one line that says what to change
+        self.message = str(self)  # one line that says what to change
         self.code = code  # for programs, such as ``context_length_exceeded``
         self.param = param  # the wrong field of the request
         self.headers = dict(headers or {})  # in addition to those of every answer

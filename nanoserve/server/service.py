@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.errors import NanoserveError, UsageError
+from nanoserve.errors import NanoserveError, UsageError, shown
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
 from nanoserve.server.answers import token_texts
@@ -83,7 +83,7 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise ApiError (404) for the name of another model."""
         if name not in (None, self.model_name):
-            message = f"the model {name!r:.100} does not exist; this server has {self.model_name!r}"
+            message = f"the model {shown(name)} does not exist; this server has {shown(self.model_name)}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, context: int | None = None) -> list[int]:

@@ -9,7 +9,7 @@ from random import Random
 from typing import Literal, cast
 
 from nanoserve.costs.work import StepWork
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes, Times
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, Swap, work_of
 from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
@@ -42,7 +42,7 @@ class SimulatedDrafter:
             shares = tuple(map(float, rates.split(",")))
             return cls(shares, float(cost)) if cost else cls(shares)
         except ValueError:
-            raise UsageError(f"{text!r:.60} is not RATE,RATE,...:COST, as 0.8,0.7,0.6:0.05") from None
+            raise UsageError(f"{shown(text)} is not RATE,RATE,...:COST, as 0.8,0.7,0.6:0.05") from None
 
 
 class DummyModel:

@@ -6,7 +6,7 @@ from itertools import count
 
 from nanoserve.dispatcher import Router, least_tokens
 from nanoserve.engine import Engine
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.record.metrics import LatencyMetrics, LayoutTime, StepMetrics
 from nanoserve.request import Request
 from nanoserve.scheduler.scheduler import Scheduler
@@ -106,7 +106,7 @@ ROUTERS: Mapping[str, Callable[[], Router]] = {"round-robin": round_robin, "leas
 def make_router(name: str) -> Router:
     """A new router of that name; raises UsageError, listing the names, if there is none."""
     if name not in ROUTERS:
-        raise UsageError(f"unknown router {name!r:.40}; choose one of {', '.join(ROUTERS)}")
+        raise UsageError(f"unknown router {shown(name)}; choose one of {', '.join(ROUTERS)}")
     return ROUTERS[name]()
 
 

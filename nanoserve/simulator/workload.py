@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 import msgspec
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.measures.workloads import RequestShape, parse_sizes
 from nanoserve.request import Request, SamplingParams
 from nanoserve.simulator.executor import DUMMY_TOKEN, END_TOKEN
@@ -83,7 +83,7 @@ def named_lengths(name: str, seed: int, others: Sequence[str] = ()) -> Iterator[
     parts = name.split("+")
     if len(parts) != 2:
         known = ", ".join((*others, GLLMS_SHAREGPT, *length_tables()))
-        raise UsageError(f"--lengths takes tokens in and out such as 512+128, or one of {known}; not {name!r}")
+        raise UsageError(f"--lengths takes tokens in and out such as 512+128, or one of {known}; not {shown(name)}")
     return fixed_lengths(*(parse_sizes(part, "--lengths")[0] for part in parts))
 
 

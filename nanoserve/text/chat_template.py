@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoserve.errors import ModelError, UsageError
+from nanoserve.errors import ModelError, UsageError, shown
 from nanoserve.processes.children import LimitedProcess
 from nanoserve.processes.files import read_text
 
@@ -63,7 +63,7 @@ def _check_message(message: Any, name: str) -> dict[str, Any]:
     role = message.get("role")
     role = _ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise UsageError(f"{name}.role must be one of {', '.join((*ROLES, *_ROLE_ALIASES))}, not {role!r:.40}")
+        raise UsageError(f"{name}.role must be one of {', '.join((*ROLES, *_ROLE_ALIASES))}, not {shown(role)}")
     if unknown := sorted(str(field) for field in set(message) - _FIELDS):
         raise UsageError(f"{name} has unknown fields: {', '.join(unknown)[:80]}")
     calls = message.get("tool_calls")
@@ -96,7 +96,7 @@ def _check_content(message: Mapping[str, Any], name: str) -> str:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(part, Mapping) or kind != "text":
-            raise UsageError(f"{name}[{index}] must have type 'text', not {kind!r:.40}; nanoserve reads text only")
+            raise UsageError(f"{name}[{index}] must have type 'text', not {shown(kind)}; nanoserve reads text only")
         texts.append(check_text(part.get("text"), f"{name}[{index}].text"))
     return "\n".join(texts)
 
@@ -121,7 +121,7 @@ def check_template_arguments(arguments: Mapping[str, Any] | None) -> dict[str, A
     arguments = arguments or {}
     for name in arguments:
         if name in RESERVED_ARGUMENTS:
-            raise UsageError(f"template argument {name!r} is set by nanoserve; choose another name")
+            raise UsageError(f"template argument {shown(name)} is set by nanoserve; choose another name")
     return {check_text(name): _check_value(value, f"template argument {name}") for name, value in arguments.items()}
 
 

@@ -215,7 +215,7 @@ def _read_backend(directory: Path, template: str) -> Backend:
             return SentencePieceBackend(directory / "tokenizer.model", settings, named_tokens, added, template)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         path = directory / "tokenizer_config.json"
-        raise ModelError(f"the added tokens in {path} are malformed: {error!r}") from error
+        raise ModelError(f"the added tokens in {path} are malformed: {shown(error)}") from error
     raise ModelError(f"no tokenizer in {directory}: it needs a tokenizer.json or a tokenizer.model")
 
 

@@ -67,8 +67,7 @@ def _growth(step: Step) -> float:
     pattern, kind = step.get("pattern"), step["type"]
     shortest = 1
     if isinstance(pattern, dict):
-        text = pattern.get("Regex", pattern.get("String", ""))
-        shortest = _shortest_match(text) if "Regex" in pattern else len(text)
+        shortest = _shortest_match(pattern["Regex"]) if "Regex" in pattern else len(pattern["String"])
     if kind == "Replace":
         if shortest == 0 and step["content"]:
             raise ModelError(f"it would put {shown(step['content'])} between all characters of a text")
@@ -100,12 +99,11 @@ def _longest_replacement(encoded: str) -> int:
 
 def _check_post_processor(step: Step, tokenizer: Any) -> None:
     """The post-processor takes the text once, and adds only tokens that exist."""
+    added: Sequence[int] = ()
     if step["type"] in ("BertProcessing", "RobertaProcessing"):
         added = [step["sep"][1], step["cls"][1]]
     elif step["type"] == "TemplateProcessing":
         added = _added_by_template(step)
-    else:
-        return
     for token_id in added:
         if tokenizer.id_to_token(token_id) is None:
             raise ModelError(f"its post-processor adds the token {token_id}, which is not in the vocabulary")

@@ -51,6 +51,22 @@ def test_any_object(client: openai.OpenAI) -> None:
             assert choice.finish_reason == "length" and text.startswith("{")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_fails_after_many_tokens_is_an_error_of_the_request(
+    client: openai.OpenAI, *, stream: bool
+) -> None:
+    """It has a million parts; more are built with every token, until the limit of one grammar."""
+    format_: Any = formatted({"type": "string", "pattern": "^(a{1,1000}){300,1000}$"})
+    with pytest.raises(openai.APIError, match="the JSON schema cannot be followed: ") as caught:
+        answer: Any = client.chat.completions.create(
+            model=MODEL, messages=STORY, max_tokens=900, response_format=format_, stream=stream
+        )
+        list(answer)
+    body: Any = caught.value.body
+    assert body["type"] == "invalid_request_error" and body["code"] == "invalid_value"
+    assert stream or isinstance(caught.value, openai.BadRequestError)
+
+
 def test_plain_text_stays_as_it_was(client: openai.OpenAI) -> None:
     settings: dict[str, Any] = {"model": MODEL, "messages": STORY, "temperature": 0, "max_tokens": 8}
     plain = client.chat.completions.create(**settings).choices[0].message.content

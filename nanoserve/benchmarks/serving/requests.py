@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import DUMMY_PREFIX
 
@@ -144,6 +144,6 @@ def parse_rates(text: str, flag: str) -> tuple[float, ...]:
         except ValueError:
             rate = math.nan
         if not (0 < rate <= _HIGHEST_RATE or rate == math.inf):
-            raise UsageError(f"{flag} takes requests per second such as 0.5,2,inf, not {text!r:.100}")
+            raise UsageError(f"{flag} takes requests per second such as 0.5,2,inf, not {shown(text)}")
         rates.append(rate)
     return tuple(dict.fromkeys(rates))

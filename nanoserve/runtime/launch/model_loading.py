@@ -19,7 +19,7 @@ import torch
 
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
-from nanoserve.errors import RuntimeFailure, UsageError, first_line
+from nanoserve.errors import RuntimeFailure, UsageError, first_line, shown
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import make_dummy_model
@@ -43,7 +43,7 @@ def usable_device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise UsageError(f"unknown device {name!r}; choose cpu, cuda or cuda:N with N the number of a GPU")
+        raise UsageError(f"unknown device {shown(name)}; choose cpu, cuda or cuda:N with N the number of a GPU")
     if device.type == "cpu":
         return torch.device("cpu")
     return usable_gpu(device.index, asked=f"--device {name}", instead="choose --device cpu")

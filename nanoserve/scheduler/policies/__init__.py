@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-from nanoserve.errors import UsageError
+from nanoserve.errors import UsageError, shown
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelining, AsynchronousOverlap
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill, DecodeFirst, PrefillFirst
@@ -86,7 +86,7 @@ def find_policy(name: str) -> tuple[PolicyEntry, list[str]]:
     if first.endswith(".py"):
         return PolicyEntry(load_policy_class(first, words[0] if words else ""), "", ""), words[1:]
     if first not in POLICIES:
-        raise UsageError(f"unknown policy {first!r:.60}; choose one of {', '.join(POLICIES)}, or FILE.py:CLASS")
+        raise UsageError(f"unknown policy {shown(first)}; choose one of {', '.join(POLICIES)}, or FILE.py:CLASS")
     return POLICIES[first], words
 
 
@@ -102,7 +102,7 @@ def make_policy(
     defaults = entry.defaults | {"order": entry.kind.order, "aging": entry.kind.aging}
     chosen = _parse_parameters(words, defaults) | dict(parameters or {})
     if unknown := sorted(chosen.keys() - defaults):
-        raise UsageError(f"the policy has no parameter {unknown[0]!r:.60}; it has {', '.join(defaults)}")
+        raise UsageError(f"the policy has no parameter {shown(unknown[0])}; it has {', '.join(defaults)}")
     if "min_prefill" in defaults:  # its default may be more than a small budget allows
         chosen.setdefault("min_prefill", min(defaults["min_prefill"], token_budget))
     if entry.budget in signature(entry.kind).parameters:  # a user's own policy may have none
@@ -118,7 +118,7 @@ def _parse_parameters(words: Sequence[str], defaults: Mapping[str, Any]) -> dict
     for word in words:
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if key in parameters:
-            raise UsageError(f"{key} is given twice: {':'.join(words)!r:.60}")
+            raise UsageError(f"{key} is given twice: {shown(':'.join(words))}")
         kind = type(defaults.get(key, 0.0))
         try:
             parameters[key] = value if kind is str else _PARSERS[kind](value if equals else "true")
@@ -126,7 +126,7 @@ def _parse_parameters(words: Sequence[str], defaults: Mapping[str, Any]) -> dict
             parameters[key] = math.nan
         if kind is not str and not -math.inf < parameters[key] < math.inf:
             wanted = f"{key} is a whole number, " if kind is int else ""
-            raise UsageError(f"{wanted}{word!r:.60} is no parameter such as iterations=4 or without_wt")
+            raise UsageError(f"{wanted}{shown(word)} is no parameter such as iterations=4 or without_wt")
     return parameters
 
 
