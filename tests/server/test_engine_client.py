@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from nanoserve.engine_config import EngineConfig
-from nanoserve.errors import RuntimeFailure
+from nanoserve.errors import ModelError, RuntimeFailure
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
@@ -55,6 +55,8 @@ class FakeChild:
 class Front:
     """An engine client without a process."""
 
+    hearing = ""  # the request of the update that it takes
+
     def __init__(self) -> None:
         start = EngineStart(ResolvedModel("none", None, Path()), EngineConfig())
         self.client = EngineClient(start, Letters(), max_queue=10)
@@ -83,6 +85,7 @@ class Front:
 
     def answer(self, name: str, *, ends: bool = True) -> None:
         """The engine tells of a token, and perhaps of the end."""
+        self.hearing = name
         reason = FinishReason.LENGTH if ends else None
         update = SampleUpdate(name, 0, (5,), started=0.0, finish_reason=reason)
         self.client._take(StepReport((update,)), cast(EngineChild, self.child))
@@ -104,6 +107,25 @@ class Front:
 @pytest.fixture
 def front() -> Iterator[Front]:
     yield Front()
+
+
+def test_tokens_with_which_the_tokenizer_fails_end_their_request_alone(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = Letters.decode
+
+    def failing(letters: Letters, token_ids: Any, **settings: Any) -> str:
+        if front.hearing == "broken":
+            raise ModelError("the model's tokenizer fails with these tokens")
+        return decode(letters, token_ids, **settings)
+
+    broken, sound = front.add("broken"), front.add("sound")
+    monkeypatch.setattr(Letters, "decode", failing)
+    for name in ("broken", "sound", "broken"):
+        front.answer(name, ends=name == "sound")
+    with pytest.raises(ModelError, match="fails with these tokens"):
+        broken.whole()
+    assert sound.whole().outputs[0].text == "f" and front.client.state is EngineState.READY
 
 
 def test_ready_says_no_while_workers_are_gone(front: Front) -> None:
