@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import jinja2
 import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -83,7 +84,6 @@ def test_ends_of_text_and_turn_are_both_ends() -> None:
 
 
 def test_chat_template_writes_turns() -> None:
-    jinja2 = pytest.importorskip("jinja2")
     template = json.loads((STORYTELLER / "tokenizer_config.json").read_text())["chat_template"]
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     rendered = jinja2.Template(template).render(

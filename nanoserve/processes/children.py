@@ -162,6 +162,12 @@ def limit_resources(memory: int, stack: int | None = None) -> None:
         resource.setrlimit(resource.RLIMIT_STACK, (stack, stack))
 
 
+def forbid_files_and_processes() -> None:
+    """Let this process open no file or socket, write no file and start no process, whatever code runs in it."""
+    for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        resource.setrlimit(limit, (0, 0))  # stdin and stdout stay open
+
+
 def limit_time(seconds: float) -> None:
     """End this process when it has computed for `seconds`; 0 lifts the limit. Waiting does not count."""
     signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -22,7 +22,7 @@ from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
-from nanoserve.text.chat_template import check_text
+from nanoserve.text.chat_template import LONG_CONVERSATION, check_text
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
 _INLINE_CHARACTERS = 4096  # longer texts are tokenized in a thread, because other requests would wait too long
@@ -65,6 +65,7 @@ class Service:
         self._random = random.Random(seed)
         self._grammar_thread = ThreadPoolExecutor(1, "grammar")
         self._threads = ThreadPoolExecutor(2, "tokenize")
+        # Long texts without a bound and conversations of many messages, so that they delay only each other.
         self._unbounded_thread = ThreadPoolExecutor(1, "tokenize-only")
 
     def facts(self) -> EngineFacts:
@@ -90,7 +91,10 @@ class Service:
         """Token ids. Raises UsageError for invalid Unicode, and early ApiError (400) if far more than ``context``."""
         check_text(text)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, limit=context)
-        return await self._tokenize(encode, "prompt", context, characters=len(text))
+        threads = None if len(text) <= _INLINE_CHARACTERS else self._threads
+        if context is None and len(text) > _LONG_CHARACTERS:
+            threads = self._unbounded_thread
+        return await self._tokenize(encode, "prompt", context, threads)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, context: int | None = None, **settings: Any
@@ -109,9 +113,10 @@ class Service:
             for message in messages
         ]
         encode = partial(self.tokenizer.encode_chat, given, limit=context, **settings)
+        is_long = context is None and len(msgspec.json.encode([given, settings])) > _LONG_CHARACTERS
         # Rendering waits for another process, so it always runs in a thread.
-        characters = max(_INLINE_CHARACTERS + 1, len(msgspec.json.encode([given, settings])))
-        return await self._tokenize(encode, "messages", context, characters=characters)
+        threads = self._unbounded_thread if is_long or len(given) > LONG_CONVERSATION else self._threads
+        return await self._tokenize(encode, "messages", context, threads)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         decode = partial(self.tokenizer.decode, token_ids, skip_special_tokens=skip_special_tokens)
@@ -128,12 +133,11 @@ class Service:
             raise ApiError(400, str(error), code="invalid_value", param=param) from None
 
     async def _tokenize(
-        self, encode: Callable[[], list[int]], param: str, context: int | None, *, characters: int
+        self, encode: Callable[[], list[int]], param: str, context: int | None, threads: ThreadPoolExecutor | None
     ) -> list[int]:
-        # Long texts without a bound have a thread of their own, so that they delay only each other.
-        threads = self._unbounded_thread if context is None and characters > _LONG_CHARACTERS else self._threads
+        """Token ids, encoded in one of the threads, or at once if None."""
         try:
-            if characters > _INLINE_CHARACTERS:
+            if threads is not None:
                 return await asyncio.get_running_loop().run_in_executor(threads, encode)
             await asyncio.sleep(0)  # a request may have many short prompts; other requests run in between
             return encode()

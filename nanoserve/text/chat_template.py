@@ -1,7 +1,6 @@
 """Conversations: their check, and the chat template that turns one into the string a model was trained to continue."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,22 +15,23 @@ MAX_NESTING = 64
 """More levels than any tool call needs, and few enough for the recursive steps after the check."""
 RESERVED_ARGUMENTS = ("messages", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TEMPLATE_CHARACTERS = 1 << 19
+LONG_CONVERSATION = 256
+"""A conversation of more messages may take seconds to render; see `_SECONDS_PER_MESSAGE`."""
 
 _ROLE_ALIASES = {"developer": "system"}  # OpenAI's new name for `system`, which templates do not know
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 
-# Limits of one rendering. A long conversation takes a few milliseconds; only a hostile template meets these.
+# Limits of one rendering. A long conversation takes a few milliseconds under most templates. Some look at all messages
+# for each of them: 4,096 messages take three seconds there. What a template does with tools grows with their text.
 _SECONDS = 0.5
-_FUEL = 500_000
-_FUEL_PER_CHARACTER = 20
+_SECONDS_PER_MESSAGE = 2.5e-3
+_SECONDS_PER_CHARACTER = 1e-6
+_MAX_SECONDS = 12.0
+_COMPILING_SECONDS_PER_CHARACTER = 1e-5
 _MAX_CHARACTERS = 1 << 20
 _MAX_GROWTH = 4
 
 _PROBES: tuple[tuple[str, ...], ...] = (("user",), ("system", "user", "assistant", "user"))
-_BLOCK = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
-_DUNDER = re.compile(r"__[a-zA-Z_]+__")
-# A statement that only training code understands: the text between is the assistant's. For serving, `if true`.
-_GENERATION = re.compile(r"(\{%[-+]?)\s*(end)?generation\s*([-+]?%\})")
 
 
 def check_text(text: Any, name: str = "the prompt") -> str:
@@ -134,11 +134,14 @@ class ChatTemplate:
         """`sources`: templates by name. Raises ModelError when one is malformed, hostile or never ends."""
         self._special_tokens = dict(special_tokens)
         self._texts = dict(sources)
-        self._sandboxes: dict[str, LimitedProcess] = {}
         self._origin = origin
-        for source in sources.values():
-            _check_source(source, origin)
-        self._sandbox(self._default_name())
+        if any(len(source) > MAX_TEMPLATE_CHARACTERS for source in sources.values()):
+            raise ModelError(f"the chat template in {origin} is longer than {MAX_TEMPLATE_CHARACTERS} characters")
+        # Long conversations have a process of their own: renderings of seconds would delay those of milliseconds.
+        self._sandboxes = {
+            (name, long): _make_sandbox(source) for name, source in sources.items() for long in (False, True)
+        }
+        self._sandboxes[self._default_name(), False].start()  # the others start when they are asked
 
     def check(self) -> None:
         """Render probe conversations. Raises ModelError when the template fails or exceeds its limits."""
@@ -161,15 +164,16 @@ class ChatTemplate:
         or output than any conversation does."""
         arguments = arguments or {}
         name = "tool_use" if arguments.get("tools") and "tool_use" in self._texts else self._default_name()
-        given = {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        given = {"messages": [*map(_with_thinking, messages)], "add_generation_prompt": add_generation_prompt}
         context = {"tools": None, "documents": None, **self._special_tokens, **arguments, **given}
         request = json.dumps({"context": context})
+        seconds = _SECONDS + _SECONDS_PER_MESSAGE * len(messages) + _SECONDS_PER_CHARACTER * len(request)
         limits = {
-            "fuel": _FUEL + _FUEL_PER_CHARACTER * len(request),
             "max_characters": _MAX_CHARACTERS + _MAX_GROWTH * len(request),
-            "seconds": _SECONDS,
+            "seconds": min(seconds, _MAX_SECONDS),
         }
-        answer = self._sandbox(name).ask(request[:-1] + ", " + json.dumps(limits)[1:])
+        sandbox = self._sandboxes[name, len(messages) > LONG_CONVERSATION]
+        answer = sandbox.ask(request[:-1] + ", " + json.dumps(limits)[1:])
         if answer is None:
             answer = {"error": "it needs more memory or time than a template may have"}
         if "refusal" in answer:
@@ -190,16 +194,6 @@ class ChatTemplate:
 
     def _default_name(self) -> str:
         return "default" if "default" in self._texts else next(iter(self._texts))
-
-    def _sandbox(self, name: str) -> LimitedProcess:
-        """The process of one template, which starts on first use."""
-        if name not in self._sandboxes:
-            template = _GENERATION.sub(_replace_generation, self._texts[name])
-            self._sandboxes[name] = LimitedProcess(
-                "nanoserve.text.template_process", "the process of the chat template", {"template": template}
-            )
-            self._sandboxes[name].start()
-        return self._sandboxes[name]
 
 
 class PlainConversation:
@@ -223,6 +217,13 @@ class PlainConversation:
 
     def close(self) -> None:
         """Do nothing: there is no process to end."""
+
+
+def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasoning under both names that templates know; gpt-oss reads `thinking`."""
+    if "reasoning_content" not in message:
+        return message
+    return {"thinking": message["reasoning_content"], **message}
 
 
 def load_chat_template(
@@ -252,14 +253,7 @@ def _named_sources(value: Any, origin: Path) -> dict[str, str]:
     return value
 
 
-def _check_source(source: str, origin: str) -> None:
-    if len(source) > MAX_TEMPLATE_CHARACTERS:
-        raise ModelError(f"the chat template in {origin} is longer than {MAX_TEMPLATE_CHARACTERS} characters")
-    for block in _BLOCK.findall(source):
-        if found := _DUNDER.search(block):
-            raise ModelError(f"the chat template in {origin} reaches for {found.group()}; refusing to use it")
-
-
-def _replace_generation(match: re.Match[str]) -> str:
-    opening, end, closing = match.groups()
-    return f"{opening} {'endif' if end else 'if true'} {closing}"
+def _make_sandbox(source: str) -> LimitedProcess:
+    seconds = _SECONDS + _COMPILING_SECONDS_PER_CHARACTER * len(source)
+    greeting = {"template": source, "seconds": seconds}
+    return LimitedProcess("nanoserve.text.template_process", "the process of the chat template", greeting)

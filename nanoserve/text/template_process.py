@@ -1,35 +1,112 @@
 """The process in which chat templates run: `python -c "from nanoserve.text.template_process import main; main()"`.
 
-A chat template is a small program that arrives with the weights. minijinja offers it no way out, and fuel bounds its
-instructions, but thirty that each double a string ask for a terabyte. Memory and processor time can only be bounded for
-a process, so each template gets one. It reads one JSON object per line: first {"template": source}, then {"context":
-{...}, "fuel": n, "max_characters": n, "seconds": t} for each rendering. It answers each rendering with {"text": ...},
-{"refusal": the template's own words to the user} or {"error": ...}.
+A chat template is a small program that arrives with the weights. The sandbox of jinja2 offers it no way to Python's
+objects, but thirty instructions that each double a string ask for a terabyte. Memory and processor time can only be
+bounded for a process, so each template gets one. That process can open neither files nor sockets and start no other
+process, so a way out of the sandbox would lead nowhere.
+
+It reads one JSON object per line: first {"template": source, "seconds": t}, then {"context": {...}, "max_characters":
+n, "seconds": t} for each rendering. It answers each rendering with {"text": ...}, {"refusal": the template's own words
+to the user} or {"error": ...}.
 """
 
+import codecs
+import importlib
 import json
+import re
 import sys
+import time
+import traceback
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
-import minijinja
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
-from nanoserve.processes.children import answer_requests, limit_resources
+from nanoserve.processes.children import answer_requests, forbid_files_and_processes, limit_resources, limit_time
 
 MEMORY_LIMIT = 256 << 20
+TOO_MUCH_MEMORY = "it needs more memory than a template may have"
+
+_LONGEST_MESSAGE = 300
+_LATE_MODULES = ("html", "jinja2.debug", "pprint", "textwrap", "unicodedata")
+_DUNDER = re.compile(r"__[a-zA-Z_]+__")
+_FILE_NAME = "<template>"  # the name that jinja2 gives to a template without a file
 
 
 class Refusal(Exception):
     """The template called `raise_exception`."""
 
 
-def build_environment() -> minijinja.Environment:
-    """minijinja with the settings, filters and functions that HF transformers gives to chat templates."""
-    environment = minijinja.Environment(trim_blocks=True, lstrip_blocks=True)
-    environment.auto_escape_callback = lambda _name: False
-    environment.add_filter("tojson", to_json)
-    environment.add_global("raise_exception", refuse)
-    environment.add_global("strftime_now", lambda layout: datetime.now().strftime(layout))
+class GenerationTag(Extension):
+    """The statement `generation`, with which training code finds the assistant's text. It writes what stands in it."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """A call of the block, because training code makes one: variables that are set inside end with it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+
+    def _written(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox of jinja2. What it hides is an error at once, where jinja2 would show an empty value."""
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        """Raise SecurityError for an attribute that is Python's own, or that would change a value."""
+        raise SecurityError(f"{attribute!r} of {type(obj).__name__!r} is not for templates")
+
+
+class PlainNamespace(Namespace):
+    """The function `namespace` of templates. Names with an underscore in front are Python's own, and refused."""
+
+    def __init__(self, /, *values: Any, **names: Any) -> None:
+        attributes = dict(*values, **names)
+        for name in attributes:
+            check_name(name)
+        super().__init__(attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name)
+        super().__setitem__(name, value)
+
+
+class DictMaker:
+    """The function `dict` of templates: Python's class would have more to offer than new dicts."""
+
+    def __call__(self, *values: Any, **names: Any) -> dict[Any, Any]:
+        return dict(*values, **names)
+
+    def fromkeys(self, *values: Any) -> dict[Any, Any]:
+        """A dict with these keys."""
+        return dict.fromkeys(*values)
+
+
+def check_name(name: Any) -> None:
+    """Raise SecurityError for a name that a namespace must not have."""
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attribute {name!r}")
+
+
+def build_environment() -> Sandbox:
+    """The sandbox with the settings, filters and functions that HF transformers gives to chat templates."""
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    environment.globals["dict"] = DictMaker()
+    environment.globals["namespace"] = PlainNamespace
+    del environment.globals["lipsum"]  # dummy text, which reads another file
     return environment
 
 
@@ -44,28 +121,68 @@ def to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def refuse(message: str) -> None:
+def refuse(message: Any) -> None:
     """The function `raise_exception`, which a template calls when it cannot render a conversation."""
-    raise Refusal(message)
+    raise Refusal(one_line(message))
 
 
-def describe(error: minijinja.TemplateError) -> str:
-    """The message of an error and its line, without the excerpt of the source."""
-    line = f" (line {error.line})" if error.line else ""
-    return f"{error.message.split(' (in <string>')[0]}{line}"
+def one_line(message: Any) -> str:
+    """The message on one line, cut where it is very long."""
+    return " ".join(str(message).split())[:_LONGEST_MESSAGE]
 
 
-def render(environment: minijinja.Environment, template: str, request: dict[str, Any]) -> dict[str, str]:
-    """Answer one request; see the module's docstring."""
-    environment.fuel = request["fuel"]
+def describe(error: Exception) -> str:
+    """The message of an error and the line of the template, on one line."""
+    if isinstance(error, MemoryError):
+        return TOO_MUCH_MEMORY
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == _FILE_NAME]
+    if isinstance(error, TemplateSyntaxError):
+        lines = [error.lineno]
+    name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+    return name + one_line(error) + "".join(f" (line {line})" for line in lines[-1:])
+
+
+def check_names(tree: nodes.Template) -> None:
+    """Raise SecurityError for a template that names Python's own attributes, even where it would not come to that."""
+    for node in tree.find_all((nodes.Name, nodes.Getattr, nodes.Const)):
+        words = (getattr(node, "name", None), getattr(node, "attr", None), getattr(node, "value", None))
+        for word in words:
+            if isinstance(word, str) and (found := _DUNDER.search(word)):
+                raise SecurityError(f"it reaches for {found.group()} in line {node.lineno}")
+
+
+def load_files() -> None:
+    """Load what jinja2, Python and the C library would load while a template runs, when no file can be opened."""
+    for module in _LATE_MODULES:
+        importlib.import_module(module)
+    codecs.lookup("unicode_escape")  # decodes the strings of templates
+    time.localtime()  # reads the time zone
+
+
+def compile_template(source: str) -> Callable[[dict[str, Any]], dict[str, str]]:
+    """The function that answers requests with this template. If it is malformed, each answer says so."""
+    environment = build_environment()
     try:
-        text = environment.render_str(template, **request["context"])
+        tree = environment.parse(source)
+        check_names(tree)
+        template = environment.from_string(tree)
+    except Exception as error:  # also those of Python's own compiler
+        failure = {"error": describe(error)}
+        return lambda _: failure
+    return lambda request: render(template, request)
+
+
+def render(template: Template, request: dict[str, Any]) -> dict[str, str]:
+    """Answer one request; see the module's docstring."""
+    try:
+        text = template.render(request["context"])
+        text.encode()
     except Refusal as refusal:
         return {"refusal": str(refusal)}
-    except minijinja.TemplateError as error:
+    except UnicodeEncodeError:
+        return {"error": "it wrote a lone surrogate, which is not valid Unicode"}
+    except Exception as error:  # a template reaches the methods of all plain values, and their errors
         return {"error": describe(error)}
-    except (TypeError, ValueError, RecursionError, MemoryError) as error:
-        return {"error": f"{type(error).__name__}: {error}"}
     if len(text) > request["max_characters"]:
         return {"error": f"it wrote more than {request['max_characters']} characters"}
     return {"text": text}
@@ -74,6 +191,10 @@ def render(environment: minijinja.Environment, template: str, request: dict[str,
 def main() -> None:
     """Serve renderings until stdin closes."""
     limit_resources(MEMORY_LIMIT)
-    environment = build_environment()
-    template = json.loads(sys.stdin.buffer.readline())["template"]
-    answer_requests(lambda request: render(environment, template, request))
+    load_files()
+    forbid_files_and_processes()
+    greeting = json.loads(sys.stdin.buffer.readline())
+    limit_time(greeting["seconds"])
+    answer = compile_template(greeting["template"])
+    limit_time(0)
+    answer_requests(answer)

@@ -31,6 +31,7 @@ from nanoserve.server.schemas import (
     parse,
 )
 from nanoserve.server.service import ClientLimits, Service
+from nanoserve.text.chat_template import LONG_CONVERSATION
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.building import make_byte_level
 
@@ -205,6 +206,20 @@ def test_only_what_nothing_bounds_waits_for_its_like(edge: Edge, monkeypatch: py
     for text, context in (("a", None), ("a " * 5_000, None), ("a " * 50_000, None), ("a " * 50_000, 1 << 20)):
         asyncio.run(edge.service.encode(text, context=context))
     assert threads == ["MainThread", "tokenize", "tokenize-only", "tokenize"]
+
+
+def test_a_conversation_of_many_messages_waits_for_its_like(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def noting(*arguments: Any, **settings: Any) -> list[int]:
+        threads.append(threading.current_thread().name.rstrip("_0123456789"))
+        return []
+
+    monkeypatch.setattr(edge.service.tokenizer, "encode_chat", noting)
+    monkeypatch.setattr(edge.service, "limits", ClientLimits())
+    for count in (LONG_CONVERSATION, LONG_CONVERSATION + 1):
+        asyncio.run(edge.service.encode_chat([{"role": "user", "content": "a"}] * count, context=1 << 20))
+    assert threads == ["tokenize", "tokenize-only"]
 
 
 def test_the_number_of_messages_is_bounded(edge: Edge) -> None:

@@ -1,24 +1,27 @@
 import errno
 import json
 import os
+import re
 import resource
 import signal
+import struct
 import subprocess
 import threading
 import time
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jinja2 import Template
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.processes.children import LimitedProcess, ProcessUnavailable
+from nanoserve.processes.children import SILENCE_SECONDS, LimitedProcess, ProcessUnavailable
 from nanoserve.server.http_bodies import as_api_error
-from nanoserve.text.chat_template import ChatTemplate, check_messages, load_chat_template
+from nanoserve.text.chat_template import LONG_CONVERSATION, ChatTemplate, check_messages, load_chat_template
+from nanoserve.text.template_process import compile_template
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.text.building import make_byte_level
 from tests.text.templates import STYLES
@@ -67,32 +70,11 @@ ARGUMENTS = {
 }
 
 
-class Refused(Exception):
-    pass
-
-
-@cache
-def jinja2_template(template: str) -> Template:
-    """What transformers does: the same environment, filters and functions."""
-
-    def refuse(message):
-        raise Refused(message)
-
-    def to_json(value, *, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+def render_with_transformers(template: str, messages, *, add_generation_prompt: bool, arguments) -> str:
+    (rendered,), _ = render_jinja_template(
+        [messages], chat_template=template, add_generation_prompt=add_generation_prompt, **SPECIAL, **arguments
     )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    return environment.from_string(template)
-
-
-def render_with_jinja2(template: str, messages, *, add_generation_prompt: bool, arguments) -> str:
-    context = {"tools": None, "documents": None, **SPECIAL, **arguments}
-    return jinja2_template(template).render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
+    return rendered
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +88,14 @@ def styles():
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-def test_minijinja_renders_what_jinja2_renders(style, conversation, arguments, styles):
+def test_templates_render_as_in_transformers(style, conversation, arguments, styles):
     messages, given = CONVERSATIONS[conversation], ARGUMENTS[arguments]
     for add_generation_prompt in (True, False):
         try:
-            expected = render_with_jinja2(
+            expected = render_with_transformers(
                 STYLES[style], messages, add_generation_prompt=add_generation_prompt, arguments=given
             )
-        except Refused as refused:
+        except TemplateError as refused:
             with pytest.raises(UsageError, match=str(refused)):
                 styles[style].render(messages, add_generation_prompt=add_generation_prompt, arguments=given)
         else:
@@ -171,10 +153,64 @@ ESCAPES = [
     "{% import 'os' as os %}",
     "{{ self._TemplateReference__context }}",
     "{{ open('/etc/passwd') }}",
+    "{{ '\\ud800' }}",
+    "{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}",
+    "{{" * 100_000,
     "{{ lipsum() }}",
     "{% for x in %}",
     "{{ 1 / 0 }}",
 ]
+
+
+HIDDEN = [
+    "{{ '' | attr('__cla' ~ 'ss__') }}",
+    "{{ ''['__cla' ~ 'ss__'] }}",
+    "{{ messages | map(attribute='_' ~ '_class__') | list }}",
+    "{{ messages | map('attr', '_' ~ '_class__') | list }}",
+    "{{ messages | groupby('_' ~ '_class__') | list }}",
+    "{{ messages | sort(attribute='_' ~ '_class__') }}",
+    "{{ ('{0._' ~ '_class__}').format('') }}",
+    "{{ ('{x._' ~ '_class__}').format_map({'x': ''}) }}",
+    "{{ (('{0._' ~ '_class__}') | attr('format'))('') }}",
+    "{{ (['{0._' ~ '_class__}'] | map('attr', 'format') | first)('') }}",
+    "{{ (('{0._' ~ '_class__}') | safe).format('') }}",
+    "{{ ('{:{x._' ~ '_class__}}').format(1, x='') }}",
+    "{% set f = ''.format %}{{ f['_' ~ '_self__'].upper() }}",
+    "{{ cycler['_' ~ '_init__'] }}",
+    "{{ joiner['_' ~ '_init__'] }}",
+    "{{ namespace.mro() }}",
+    "{{ namespace(**{'_' ~ '_class__': 1}) }}",
+    "{{ namespace({'_' ~ '_class__': 1}) }}",
+    "{% set n = namespace() %}{% set n._attrs = {} %}",
+    "{% set namespace.kept = messages %}",
+    "{{ namespace()._Namespace__attrs }}",
+    "{{ dict['_' ~ '_class__'] }}",
+    "{{ dict.fromkeys['_' ~ '_func__'] }}",
+    "{{ range['_' ~ '_globals__'] }}",
+    "{{ strftime_now['_' ~ '_code__'] }}",
+    "{{ raise_exception['_' ~ '_globals__'] }}",
+    "{% macro m() %}{% endmacro %}{{ m._func }}",
+    "{% for i in [1] recursive %}{{ loop._recurse }}{% endfor %}",
+    "{% set g = messages | select %}{{ g.gi_frame }}",
+    "{% set g = messages | select %}{{ g['gi_code'] }}",
+    "{% set g = messages | select %}{{ g | attr('gi_frame') }}",
+    "{% set g = messages | select %}{{ '{0.gi_frame}'.format(g) }}",
+    "{% set g = messages | select %}{{ g.throw(1) }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({}) }}",
+    "{{ (messages | attr('pop'))() }}",
+    "{{ missing._fail_with_undefined_error }}",
+    "{{ messages | tojson(default=cycler) }}",
+]
+"""Ways to Python's objects that other sandboxes had, and ways to change what the next conversation would see."""
+
+
+@pytest.mark.parametrize("template", HIDDEN)
+def test_no_template_sees_python_itself(template):
+    context = {"messages": [{"role": "user", "content": "a"}]}
+    answer = compile_template(template)({"context": context, "max_characters": 100})
+    assert list(answer) == ["error"] and "\n" not in answer["error"]
+    assert context["messages"] == [{"role": "user", "content": "a"}]
 
 
 @pytest.mark.parametrize("template", ESCAPES)
@@ -186,11 +222,117 @@ def test_an_escape_attempt_or_a_broken_template_is_a_load_error(template, tmp_pa
     assert "\n" not in str(caught.value)
 
 
+def test_the_process_of_a_template_can_reach_nothing():
+    template = ChatTemplate({"default": "{{ messages | length }}"}, {}, "here")
+    template.render([{"role": "user", "content": "a"}])
+    process = template._sandboxes["default", False]._process
+    limits = dict(re.findall(r"Max ([a-z ]+?)  +(\d+) ", Path(f"/proc/{process.pid}/limits").read_text()))
+    assert int(limits["address space"]) == 256 << 20
+    for none in ("open files", "file size", "processes", "core file size"):
+        assert limits[none] == "0"
+    template.close()
+
+
+def test_the_time_of_a_template_is_the_local_time(tmp_path: Path, monkeypatch):
+    # RFC 8536: a header, then one type of local time, 14 hours ahead of UTC, and its name
+    zone = b"TZif" + bytes(16) + struct.pack(">6I", 0, 0, 0, 0, 1, 4) + struct.pack(">ibB", 14 * 3600, 0, 0) + b"FAR\0"
+    (tmp_path / "zone").write_bytes(zone)
+    monkeypatch.setenv("TZ", f":{tmp_path / 'zone'}")
+    template = ChatTemplate({"default": "{{ strftime_now('%d %H:%M') }}"}, {}, "here")
+    far = timezone(timedelta(hours=14))
+    before = datetime.now(far)
+    rendered = template.render([{"role": "user", "content": "a"}])
+    template.close()
+    assert rendered in (before.strftime("%d %H:%M"), datetime.now(far).strftime("%d %H:%M"))
+
+
+PYTHONS = {
+    "none is iterable": "False",
+    "'a' is sequence": "True",
+    "raise_exception is callable": "True",
+    "'%s' % 3": "3",
+    "'' | int": "0",
+    "'abc'.removeprefix('a')": "bc",
+    "'a-b'.partition('-') | join('/')": "a/-/b",
+    "1.0 | tojson": "1.0",
+    "1e3 | tojson": "1000.0",
+    "'%.2f' % 0.125": "0.12",
+    "'a b' | wordwrap(1) | tojson": '"a\\nb"',
+    "'\\N{BULLET}'": "•",
+    "{'a': none} | pprint": "{'a': None}",
+    "'<b>x</b>' | striptags": "x",
+}
+"""Expressions whose values Python and the documentation of jinja2 define."""
+
+
+def test_expressions_have_the_values_of_python_and_lines_end_in_one_character():
+    source = "".join("{{ " + expression + " }}\r\n" for expression in PYTHONS)
+    assert rendered(ChatTemplate({"default": source + "\r\n"}, {}, "here")) == "\n".join([*PYTHONS.values(), ""])
+
+
+@pytest.mark.parametrize("template", ["{{ messages.unknown() }}", "{{ messages[0].content.unknown('a') }}"])
+def test_a_method_that_an_object_lacks_is_named_and_the_process_lives(template):
+    template = ChatTemplate({"default": "{% if messages | length > 1 %}\n" + template + "{% endif %}"}, {}, "here")
+    message = {"role": "user", "content": "a"}
+    assert template.render([message]) == ""
+    process = template._sandboxes["default", False]._process
+    with pytest.raises(
+        ModelError, match=r"^the chat template in here fails: .* has no attribute 'unknown' \(line 2\)$"
+    ):
+        template.render([message, message])
+    assert template.render([message]) == "" and template._sandboxes["default", False]._process is process
+    template.close()
+
+
+def test_what_a_template_says_is_one_short_line():
+    template = ChatTemplate({"default": "{{ raise_exception('no\n' * 5000) }}"}, {}, "here")
+    with pytest.raises(UsageError, match="refuses these messages: no no no") as caught:
+        template.render(CONVERSATIONS["one"])
+    template.close()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+QUADRATIC = """{% for message in messages %}{% set found = namespace(last=true) %}
+{% for later in messages[loop.index:] %}{% if later.role == 'assistant' %}
+{% set found.last = false %}{% endif %}{% endfor %}{{ message.content if found.last }}{% endfor %}"""
+"""Like gpt-oss's: for each message it looks at all later ones."""
+
+
+@pytest.mark.parametrize("count", [1601, pytest.param(4096, marks=pytest.mark.slow)])
+def test_a_template_may_look_at_all_messages_for_each(count):
+    template = ChatTemplate({"default": QUADRATIC}, {}, "here")
+    assert template.render([{"role": "user", "content": "a"}] * count) == "a" * count
+    template.close()
+
+
+def test_the_time_for_a_conversation_grows_with_it_and_is_bounded(monkeypatch):
+    template = ChatTemplate({"default": ""}, {}, "here")
+    asked = []
+    for sandbox in template._sandboxes.values():
+        monkeypatch.setattr(sandbox, "ask", lambda line: asked.append(json.loads(line)["seconds"]) or {"text": ""})
+    for count in (1, 4096, 20_000):
+        template.render([{"role": "user", "content": "a"}] * count)
+    template.close()
+    short, long, longest = asked
+    assert short < 0.6  # a hostile template costs no more, at first
+    assert long > 3 * 3.0  # three seconds under gpt-oss's template, here, and a slower machine
+    assert longest < SILENCE_SECONDS  # after which the process would be taken for dead
+
+
+def test_a_long_conversation_does_not_delay_a_short_one():
+    template = ChatTemplate({"default": "{{ messages | length }}"}, {}, "here")
+    message = {"role": "user", "content": "a"}
+    with template._sandboxes["default", True]._lock:  # as while it renders
+        assert template.render([message] * LONG_CONVERSATION) == "256"
+    assert template.render([message] * (LONG_CONVERSATION + 1)) == "257"
+    template.close()
+
+
 def test_a_bomb_that_waits_for_its_moment_harms_only_that_conversation(tmp_path: Path):
     bomb = BOMBS["doubling"]
     template = "{% if messages[0].content == 'now' %}" + bomb + "{% endif %}{{ messages[0].content }}"
     tokenizer = load_tokenizer(make_byte_level(tmp_path, chat_template=template))
-    with pytest.raises(ModelError, match=r"memory or time|out of fuel"):  # newer versions of the library count bytes
+    with pytest.raises(ModelError, match="needs more memory than"):
         tokenizer.encode_chat([{"role": "user", "content": "now"}])
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "later"}])) == "later"
     tokenizer.close()
@@ -386,20 +528,6 @@ def test_malformed_messages_are_named(messages, problem):
 def test_template_arguments_cannot_replace_what_nanoserve_sets(name, tokenizers):
     with pytest.raises(UsageError, match=name):
         tokenizers["byte-level"].encode_chat(CONVERSATIONS["one"], template_arguments={name: "x"})
-
-
-def test_the_oracle_is_transformers_own_environment(tmp_path: Path):
-    from transformers import PreTrainedTokenizerFast
-
-    oracle = PreTrainedTokenizerFast.from_pretrained(make_byte_level(tmp_path, **SPECIAL))
-    for source in STYLES.values():
-        rendered = oracle.apply_chat_template(
-            CONVERSATIONS["one"], chat_template=source, add_generation_prompt=True, tokenize=False, tools=TOOLS
-        )
-        arguments = {"tools": TOOLS, "unk_token": None}
-        assert rendered == render_with_jinja2(
-            source, CONVERSATIONS["one"], add_generation_prompt=True, arguments=arguments
-        )
 
 
 def test_arguments_of_calls_come_as_text_and_reach_the_template_as_an_object():
