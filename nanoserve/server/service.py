@@ -99,8 +99,8 @@ class Service:
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, context: int | None = None, **settings: Any
     ) -> list[int]:
-        """Token ids of a conversation. Null fields of a message count as absent; ``context`` as for ``encode``. The
-        settings are those of `Tokenizer.encode_chat`.
+        """Token ids of a conversation; ``context`` as for ``encode``. The settings are those of
+        `Tokenizer.encode_chat`.
 
         Raises UsageError or ModelError for messages that are malformed or that the template refuses, and ApiError (400)
         if there are too many of them or they are far too long.
@@ -109,8 +109,7 @@ class Service:
             message = f"{len(messages)} messages in one conversation; at most {self.limits.messages} are taken"
             raise ApiError(400, message, code="invalid_value", param="messages")
         given = [
-            {name: value for name, value in message.items() if value is not None and (name, value) != _NO_ANNOTATIONS}
-            for message in messages
+            {name: value for name, value in message.items() if (name, value) != _NO_ANNOTATIONS} for message in messages
         ]
         encode = partial(self.tokenizer.encode_chat, given, limit=context, **settings)
         is_long = context is None and len(msgspec.json.encode([given, settings])) > _LONG_CHARACTERS

@@ -60,6 +60,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 def _check_message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UsageError(f"{name} must be an object with role and content, not {type(message).__name__}")
+    message = {field: value for field, value in message.items() if value is not None}  # as clients write absent ones
     role = message.get("role")
     role = _ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
@@ -74,20 +75,25 @@ def _check_message(message: Any, name: str) -> dict[str, Any]:
     return {**checked, "role": role, "content": _check_content(message, f"{name}.content")}
 
 
-def _with_arguments(call: Any) -> Any:
-    """A tool call with its arguments as templates expect them, as an object. OpenAI's clients send the object's text;
-    other text, which a model may have written, stays."""
-    with suppress(TypeError, LookupError, ValueError, RecursionError):
-        function = call["function"]
-        if isinstance(arguments := json.loads(function["arguments"]), dict):
-            return {**call, "function": {**function, "arguments": arguments}}
-    return call
+def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool call with its arguments as templates expect them, as an object. OpenAI's clients send the object's text.
+    A model may have written other text, or less than an object: that counts as no arguments."""
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, Mapping):
+        arguments = {}
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _check_content(message: Mapping[str, Any], name: str) -> str:
     content = message.get("content")
-    if content is None and message.get("role") == "assistant" and message.get("tool_calls"):
-        return ""
+    if content is None and message.get("role") == "assistant":
+        return ""  # an answer that has only tool calls, or was cut off while the model reasoned
     if isinstance(content, str):
         return check_text(content, name)
     if not isinstance(content, Sequence) or isinstance(content, bytes):

@@ -489,6 +489,25 @@ def test_content_parts_are_joined():
     assert check_messages([{"role": "developer", "content": content}]) == [{"role": "system", "content": "a\nb"}]
 
 
+@pytest.mark.parametrize("extra", [{"reasoning_content": "hm"}, {"tool_calls": []}, {"tool_calls": None}, {}])
+def test_an_answer_without_content_is_an_empty_one(extra):
+    (message,) = check_messages([{"role": "assistant", "content": None, **extra}])
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        **{key: value for key, value in extra.items() if value is not None},
+    }
+
+
+def test_reasoning_has_both_names_that_templates_know():
+    source = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "hm"}]
+    template = ChatTemplate({"default": source}, SPECIAL, "here")
+    expected = render_with_transformers(source, messages, add_generation_prompt=True, arguments={})
+    assert template.render(messages) == expected and '"thinking": "hm"' in expected
+    template.close()
+
+
 def nested(levels: int) -> list:
     return [nested(levels - 1)] if levels else []
 
@@ -537,8 +556,8 @@ def test_arguments_of_calls_come_as_text_and_reach_the_template_as_an_object():
         return message["tool_calls"][0]["function"]["arguments"]
 
     assert given('{"a": [1, "x"]}') == given({"a": [1, "x"]}) == {"a": [1, "x"]}
-    for text in ("", "[1]", '{"a":', "[" * 10_000):  # what a model may have written
-        assert given(text) == text
+    for other in ("null", "", "[1]", '{"a":', "[" * 10_000, None, [1]):  # what a model may have written
+        assert given(other) == {}
     for text in ('{"a": "\\ud800"}', '{"a": "\\u0000"}', '{"a":' * 70 + "1" + "}" * 70):
         with pytest.raises(UsageError):
             given(text)
