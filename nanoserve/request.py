@@ -50,7 +50,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     """Added to the logits of these token ids, -100 to 100."""
     seed: int | None = None
-    """Equal requests with equal seeds give equal tokens; None draws a seed."""
+    """Equal requests with equal seeds give equal tokens; None draws a seed, and so does vLLM's -1."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
@@ -77,11 +77,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        optional = {"seed": (0, MAX_SEED), "max_tokens": (1 if self.prompt_logprobs is None else 0, MAX_TOKENS)}
+        optional = {"seed": (-1, MAX_SEED), "max_tokens": (1 if self.prompt_logprobs is None else 0, MAX_TOKENS)}
         optional |= dict.fromkeys(("logprobs", "prompt_logprobs"), (0, MAX_LOGPROBS))
         for name, bounds in optional.items():
             if (value := getattr(self, name)) is not None:
                 _check_integer(name, value, *bounds)
+        if self.seed == -1:
+            msgspec.structs.force_setattr(self, "seed", None)
         _check_integer("min_tokens", self.min_tokens, 0, MAX_TOKENS if self.max_tokens is None else self.max_tokens)
         self._check_stops()
         self._check_logit_bias()

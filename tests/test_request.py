@@ -41,7 +41,7 @@ from nanoserve.request import (
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -2}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"max_tokens": 0}, "max_tokens must be a whole number from 1"),
         ({"max_tokens": 0, "min_tokens": 1, "prompt_logprobs": 0}, "min_tokens must be a whole number from 0 to 0"),
@@ -128,3 +128,7 @@ def test_metrics_are_the_fields_definitions() -> None:
     assert metrics.latency == 8.0
     assert metrics.time_per_output_token == 2.0
     assert RequestMetrics(0.0, None, None, None, None, 0).time_per_output_token is None
+
+
+def test_a_seed_of_minus_one_is_none_as_in_vllm() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams() == SamplingParams.from_mapping({"seed": -1})

@@ -31,6 +31,7 @@ def make_app(service: Service, connections: Connections) -> Starlette:
         Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
         Route("/v1/models", endpoints.models),
+        Route("/v1/models/", endpoints.models),  # some clients ask so; vLLM redirects them
         Route("/v1/models/{name:path}", endpoints.model),
         Route("/tokenize", endpoints.tokenize, methods=["POST"]),
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),

@@ -102,7 +102,7 @@ NUMBER = "temperature must be a number from 0 to 100, not "
         ("n=3", "unknown setting 'n'"),
         ("temperature=1e999", f"{NUMBER}inf"),
         ("top_k=1.5", "top_k must be a whole number from -1 to 2147483647, not 1.5"),
-        ("seed=-1", "seed must be a whole number from 0 to"),
+        ("seed=-2", "seed must be a whole number from -1 to"),
         ("max_tokens=0", "max_tokens must be a whole number from 1 to"),
         ("=3", "say /set NAME=VALUE"),
         ('stop=["a"', 'stop takes a text or a JSON list of texts, as ["a", "b"], not ["a"'),

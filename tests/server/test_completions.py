@@ -269,4 +269,5 @@ def test_the_state_of_the_server(server: Server) -> None:
     for name in ("num_requests_running", "num_requests_waiting", "num_preemptions_total", "request_success_total"):
         assert server.metric(f"vllm:{name}") >= 0
     assert server.get("/v1/models").headers["content-type"] == "application/json"
+    assert server.get("/v1/models/").json() == server.get("/v1/models").json()
     assert "access-control-allow-origin" not in server.get("/v1/models").headers
