@@ -22,6 +22,10 @@ class BrokenStream(RuntimeFailure):
     """A server sent something else than a stream of completion chunks."""
 
 
+class _Incomplete(BrokenStream):
+    """The data is no JSON, or only the beginning of it."""
+
+
 class Delta(msgspec.Struct, frozen=True):
     """New text of a chat. Reasoning has two names: one of vLLM and llama.cpp, one of ollama and OpenRouter."""
 
@@ -77,6 +81,7 @@ class EventReader:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._begun: list[bytes] = []  # the lines of an event whose JSON is not complete yet
         self.done = False  # whether the server has ended the answer
 
     def push(self, data: bytes) -> Iterator[Chunk]:
@@ -87,19 +92,30 @@ class EventReader:
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
         for line in lines:
-            # Comments, event names and blank lines are skipped; a chunk's JSON is always on one line.
-            if not line.startswith(_DATA):
-                continue
-            payload = line[len(_DATA) :].strip()
+            payload = line[len(_DATA) :].strip() if line.startswith(_DATA) else b""
+            if self._begun and (not line.strip() or payload == _DONE):  # a blank line ends an event
+                yield _decode(b"\n".join(self._begun))
+                self._begun = []
             if payload == _DONE:
                 self.done = True
+            elif payload and self._begun:
+                self._begun.append(payload)
             elif payload:
+                # Most events have one line, and some servers leave out the blank one.
                 try:
-                    yield _CHUNKS.decode(payload)
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    raise BrokenStream(f"the server sent a chunk that makes no sense: {error}") from None
-        if len(self._rest) > LONGEST_LINE:
+                    yield _decode(payload)
+                except _Incomplete:
+                    self._begun = [payload]
+        if len(self._rest) + sum(map(len, self._begun)) > LONGEST_LINE:
             raise BrokenStream(f"the server sent a line of more than {LONGEST_LINE} bytes")
+
+
+def _decode(data: bytes) -> Chunk:
+    try:
+        return _CHUNKS.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        broken = _Incomplete if type(error) is msgspec.DecodeError else BrokenStream
+        raise broken(f"the server sent a chunk that makes no sense: {error}") from None
 
 
 class ErrorFacts(msgspec.Struct, frozen=True):

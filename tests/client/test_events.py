@@ -45,7 +45,33 @@ def test_other_dialects() -> None:
 )
 def test_junk_is_the_servers_fault(line: bytes) -> None:
     with pytest.raises(BrokenStream):
-        list(EventReader().push(b"data: " + line + b"\n"))
+        list(EventReader().push(b"data: " + line + b"\n\n"))
+
+
+def test_the_json_of_an_event_may_be_on_several_lines() -> None:
+    # The standard of server-sent events joins the data lines of an event with line feeds; a blank line ends it.
+    stream = (
+        b'data: {"choices":\r\ndata: [{"text": "a"}]\r\n: a comment\r\ndata: }\r\n\r\n'
+        b'data: {\ndata:\ndata:   "choices": [{"text": "b"}]}\n\ndata: {"choices": [{"text": "c"}]}\n\ndata: [DONE]\n\n'
+    )
+    for size in (1, 7, len(stream)):
+        reader, chunks = EventReader(), []
+        for start in range(0, len(stream), size):
+            chunks += reader.push(stream[start : start + size])
+        assert texts(chunks) == ["a", "b", "c"] and reader.done
+
+
+@pytest.mark.parametrize("end", [b"\n", b"data: [DONE]\n"])
+def test_an_event_that_ends_before_its_json_is_the_servers_fault(end: bytes) -> None:
+    with pytest.raises(BrokenStream, match="makes no sense"):
+        list(EventReader().push(b'data: {"choices":\ndata: [\n' + end))
+
+
+def test_an_event_without_an_end_is_not_collected_for_ever() -> None:
+    reader = EventReader()
+    with pytest.raises(BrokenStream, match="a line of more than"):
+        for _ in range(3):
+            list(reader.push(b'data: {"x": [' + b"1," * (LONGEST_LINE // 4) + b"\n"))
 
 
 def test_a_line_without_an_end_is_not_collected_for_ever() -> None:
