@@ -6,6 +6,7 @@ computed again, and a torn last line is cut off.
 
 import fcntl
 import os
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -43,7 +44,7 @@ class PromptRow(msgspec.Struct, frozen=True):
 def read_rows(path: Path) -> list[PromptRow]:
     """Rows of a ``.jsonl`` file, or one prompt per line of any other; blank lines are no rows. Raises UsageError."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(BOM_UTF8).splitlines()  # Windows' editors begin files with the mark
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     parse = _json_row if path.suffix.lower() in (".jsonl", ".ndjson") else _text_row

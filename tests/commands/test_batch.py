@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.commands.batch_files import ResultFile
+from nanoserve.commands.batch_files import ResultFile, read_rows
 from tests.commands.conftest import ROOT, start
 from tests.commands.fake_llm import FakeLLM
 from tests.commands.test_terminal import Terminal
@@ -78,6 +78,13 @@ def test_rows_have_settings_of_their_own(command: Run, fake: list[FakeLLM], sour
     assert results[2]["text"] == ["You said: y"] * 2
     assert results[2]["finish_reason"] == ["stop"] * 2
     assert results[2]["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.txt"])
+def test_the_mark_that_windows_editors_write_is_no_text(name: str, tmp_path: Path) -> None:
+    text = '{"prompt": "l’été"}\n' if name.endswith("jsonl") else "l’été\n"
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert [(row.prompt, row.error) for row in read_rows(tmp_path / name)] == [("l’été", None)]
 
 
 BAD_ROWS: list[tuple[bytes, str]] = [
