@@ -1,6 +1,10 @@
 """Errors that a user may see: one clear line each, with the exit code of the command."""
 
+from collections.abc import Sequence
+from subprocess import CalledProcessError, TimeoutExpired
+
 LONGEST_MESSAGE = 1000  # characters of an error's message; more than nanoserve's own words have
+LONGEST_LINE = 300  # characters of the first line of an error from elsewhere
 LONGEST_VALUE = 80  # characters of a value from a file or a client within a message
 
 
@@ -58,5 +62,20 @@ def error_of(exit_code: int, message: str) -> NanoserveError:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; empty if it has none."""
-    return (str(error).strip().splitlines() or [""])[0]
+    """The first line of an error's message, cut where it is very long; empty if it has none.
+
+    Of a command that failed, it is the first line that the command wrote, or how it ended: a compiler's command alone
+    may have a thousand characters.
+    """
+    message = str(error)
+    if isinstance(error, CalledProcessError):
+        said = error.stderr or error.stdout or b""
+        message = said.decode("utf-8", "replace") if isinstance(said, bytes) else said
+        message = message.strip() or f"{_program(error.cmd)} ended with exit code {error.returncode}"
+    elif isinstance(error, TimeoutExpired):
+        message = f"{_program(error.cmd)} took more than {error.timeout:g} s"
+    return (message.strip().splitlines() or [""])[0][:LONGEST_LINE]
+
+
+def _program(command: str | Sequence[str]) -> str:
+    return command.split()[0] if isinstance(command, str) else command[0]

@@ -1,6 +1,8 @@
 """Errors are one line of bounded length, whatever a file or a client has put into them."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.tables import published_shapes
-from nanoserve.errors import LONGEST_MESSAGE, ModelError, NanoserveError, UsageError, one_line, shown
+from nanoserve.errors import LONGEST_MESSAGE, ModelError, NanoserveError, UsageError, first_line, one_line, shown
 from nanoserve.models.hub import resolve_model
 from nanoserve.text.tokenizer import load_backend, load_tokenizer
 from tests.text.building import make_byte_level, make_metaspace, make_sentencepiece, write_json
@@ -163,3 +165,32 @@ def test_a_long_name_of_a_model() -> None:
         with pytest.raises(ModelError) as caught:
             resolve_model(name, offline=True)
         check_message(caught.value)
+
+
+WORDS = ["-I/a/long/path"] * 60
+"""As many as the command of a compiler has."""
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("sys.exit(3)", f"{sys.executable} ended with exit code 3"),
+        ("sys.exit('x.c:1: no such file\\nmore')", "x.c:1: no such file"),
+        ("print('said'); sys.exit(1)", "said"),
+    ],
+)
+def test_a_command_that_failed_is_not_repeated(program: str, expected: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        subprocess.run([sys.executable, "-ISc", f"import sys; {program}", *WORDS], check=True, capture_output=True)
+    assert first_line(caught.value) == expected
+
+
+def test_nor_is_one_that_took_too_long() -> None:
+    assert first_line(subprocess.TimeoutExpired(["gcc", *WORDS], 10.0)) == "gcc took more than 10 s"
+    assert first_line(subprocess.TimeoutExpired("gcc " + " ".join(WORDS), 0.5)) == "gcc took more than 0.5 s"
+
+
+def test_a_message_is_its_first_line_and_not_too_much_of_it() -> None:
+    assert first_line(ValueError("\n one\ntwo")) == "one"
+    assert first_line(ValueError()) == ""
+    assert first_line(ValueError("x" * 1000)) == "x" * 300

@@ -149,7 +149,8 @@ def compile_layer(job: LayerJob, temporary: Path) -> Path:
                 operator_calls.rename(temporary.with_name(temporary.name + ".json"))
             return made.rename(temporary.with_name(temporary.name + ".so"))
     except Exception as error:  # torch's compiler may fail in any way; layers then run without it
-        raise CannotBuild(f"{type(error).__name__}: {first_line(error)}") from error
+        cause = getattr(error, "inner_exception", error)  # torch wraps what its backends raise
+        raise CannotBuild(f"{type(cause).__name__}: {first_line(cause)}") from error
 
 
 def _examples(
