@@ -71,6 +71,16 @@ def test_the_loop_of_a_client_with_tools(caller: openai.OpenAI) -> None:
         assert last.finish_reason == "length" and last.message.content and not last.message.tool_calls
 
 
+def test_answers_that_were_cut_off_go_back_as_they_came(caller: openai.OpenAI) -> None:
+    question = {"role": "user", "content": "Think of a story."}
+    reasoning = ask(caller, [question], max_tokens=8).choices[0].message
+    assert reasoning.content is None and reasoning.reasoning_content
+    function = {"name": "get_weather", "arguments": '{"city": "Par'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
+    for history in ([question, reasoning, question], [question, call, {"role": "tool", "content": "no city"}]):
+        assert ask(caller, history, max_tokens=3).choices[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize("choice", ["required", named("get_time")], ids=str)
 def test_a_stream_has_the_same_call(caller: openai.OpenAI, choice: Any) -> None:
     whole = ask(caller, tools=TOOLS, tool_choice=choice, n=2, temperature=1.5).choices
