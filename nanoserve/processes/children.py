@@ -163,9 +163,12 @@ def limit_resources(memory: int, stack: int | None = None) -> None:
 
 
 def forbid_files_and_processes() -> None:
-    """Let this process open no file or socket, write no file and start no process, whatever code runs in it."""
+    """Let this process open no file or socket, write no file and start no process, whatever code runs in it.
+
+    Its stdin and stdout stay open. A process of root could lift these limits again.
+    """
     for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
-        resource.setrlimit(limit, (0, 0))  # stdin and stdout stay open
+        resource.setrlimit(limit, (0, 0))
 
 
 def limit_time(seconds: float) -> None:

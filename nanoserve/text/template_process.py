@@ -2,8 +2,8 @@
 
 A chat template is a small program that arrives with the weights. The sandbox of jinja2 offers it no way to Python's
 objects, but thirty instructions that each double a string ask for a terabyte. Memory and processor time can only be
-bounded for a process, so each template gets one. That process can open neither files nor sockets and start no other
-process, so a way out of the sandbox would lead nowhere.
+bounded for a process, so each template gets one. That process can open neither files nor sockets: code that found a
+way out of the sandbox could read nothing and send nothing.
 
 It reads one JSON object per line: first {"template": source, "seconds": t}, then {"context": {...}, "max_characters":
 n, "seconds": t} for each rendering. It answers each rendering with {"text": ...}, {"refusal": the template's own words
@@ -32,7 +32,6 @@ from jinja2.utils import Namespace
 from nanoserve.processes.children import answer_requests, forbid_files_and_processes, limit_resources, limit_time
 
 MEMORY_LIMIT = 256 << 20
-TOO_MUCH_MEMORY = "it needs more memory than a template may have"
 
 _LONGEST_MESSAGE = 300
 _LATE_MODULES = ("html", "jinja2.debug", "pprint", "textwrap", "unicodedata")
@@ -134,7 +133,7 @@ def one_line(message: Any) -> str:
 def describe(error: Exception) -> str:
     """The message of an error and the line of the template, on one line."""
     if isinstance(error, MemoryError):
-        return TOO_MUCH_MEMORY
+        return "it needs more memory than a template may have"
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == _FILE_NAME]
     if isinstance(error, TemplateSyntaxError):
         lines = [error.lineno]
