@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from datetime import datetime, timedelta, timezone
-from functools import cache
 from pathlib import Path
 from typing import Any
 
