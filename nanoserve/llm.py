@@ -156,10 +156,17 @@ class LLM:
         # As in `generate`, mypy cannot infer which it is.
         return self._run_all([messages] if one else list(messages), params)  # type: ignore[list-item, arg-type]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
-        """Yield new output as it comes; closing the generator aborts the request. Raises UsageError at once, if the
-        prompt can never run here."""
-        stream = self._stream(self._add(prompt, params))
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield new output as it comes; closing the generator aborts the request. ``template_arguments`` are those of
+        `Tokenizer.encode_chat`, for the messages of a conversation. Raises UsageError at once, if the prompt can never
+        run here."""
+        stream = self._stream(self._add(prompt, params, template_arguments=template_arguments))
         next(stream)  # closing a generator that has not started would not run its `finally`
         return stream
 
@@ -229,9 +236,16 @@ class LLM:
 
     # ---- engine -----------------------------------------------------------------------------------------------
 
-    def _add(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0, user: str = "") -> RequestTracker:
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int = 0,
+        user: str = "",
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> RequestTracker:
         params = params or self.default_sampling_params()
-        text, tokens = self._tokenize(prompt)
+        text, tokens = self._tokenize(prompt, template_arguments)
         limit = self.config.max_position_embeddings  # --max-model-len cannot be raised beyond it
         if len(tokens) + (params.max_tokens != 0) > limit:
             raise UsageError(
@@ -261,13 +275,16 @@ class LLM:
         status = self.status
         return status.waiting < self.engine_config.max_num_seqs * len(status.layouts)
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, SequenceOf[int]]:
+    def _tokenize(
+        self, prompt: Prompt, template_arguments: Mapping[str, Any] | None
+    ) -> tuple[str | None, SequenceOf[int]]:
         if isinstance(prompt, str):
             if not prompt:  # with a BOS in front, the token ids would not be empty
                 raise UsageError("the prompt is empty: give some text")
             return prompt, self.tokenizer.encode(prompt)
         if len(prompt) > 0 and isinstance(prompt[0], Mapping):
-            return None, self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]  # it checks every message itself
+            # It checks every message itself.
+            return None, self.tokenizer.encode_chat(prompt, template_arguments=template_arguments)  # type: ignore[arg-type]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             raise UsageError("a prompt is text, a list of token ids, or a list of messages")
         return None, prompt  # type: ignore[return-value]  # checked above

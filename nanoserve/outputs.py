@@ -2,6 +2,7 @@
 times. It runs beside the engine (LLM) or in another process (a server), never inside a step."""
 
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -15,7 +16,7 @@ from nanoserve.request import (
     SequenceUpdate,
     TokenLogprob,
 )
-from nanoserve.text.reasoning import length_of_partial_tag
+from nanoserve.text.answers.reader import length_of_partial_tag
 
 MAX_DELTAS = 64  # deltas of a sample that may wait for their reader. Later updates are merged into the last one
 
@@ -29,6 +30,9 @@ class TokenDecoder(Protocol):
 
     special_ids: frozenset[int]
     vocab_size: int
+
+    @property
+    def markers(self) -> Collection[int]: ...
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str: ...
 
@@ -77,6 +81,14 @@ class Detokenizer:
         self._emitted = len(text)
         return fresh
 
+    def cut(self) -> str:
+        """The text before a marker token, as `flush`. What follows does not complete a character before it."""
+        fresh = self.flush()
+        if self._tokenizer.decode(self._window).endswith(_REPLACEMENT):
+            self._window, self._emitted = [], 0
+        self._known_ids = len(self._window)
+        return fresh
+
     def _readable(self, token_ids: SequenceOf[int]) -> list[int]:
         """The ids that have a text: no control tokens, no rows that only pad the embedding."""
         skipped, vocab_size = self._tokenizer.special_ids, self._tokenizer.vocab_size
@@ -121,9 +133,11 @@ class _Sample:
         self.index = index
         self._params = request.params
         self._arrival_time = request.arrival_time
+        self._markers = tokenizer.markers
         self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._stops = StopStrings(request.params.stop)
         self._text: list[str] = []
+        self._marks: list[tuple[int, int]] = []  # the number of pieces of text before a marker token, and its id
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._sequence: Sequence | None = None
@@ -152,7 +166,9 @@ class _Sample:
         for token in update.new_tokens:
             self._tokens.append(token)
             self._logprobs += logprobs[len(self._tokens) - 1 : len(self._tokens)]
-            if not (update.finished and token == update.sequence.stop_token):
+            if token in self._markers:
+                self._mark(token)
+            elif not (update.finished and token == update.sequence.stop_token):
                 self._show(self._detokenizer.push([token]))
             if self.stop_string is not None:
                 self.finished = True
@@ -168,22 +184,31 @@ class _Sample:
             text, self.stop_string = self._stops.push(text)
         self._text.append(text)
 
+    def _mark(self, token: int) -> None:
+        """Note a marker token after all text before it; no stop string reaches over it."""
+        self._show(self._detokenizer.cut())
+        if self.stop_string is None:
+            self._text.append(self._stops.flush())
+            self._marks.append((len(self._text), token))
+
     def delta(self) -> CompletionOutput:
         """The oldest update that no delta has returned yet."""
         text, tokens = self._shown_text, self._shown_tokens
         self._shown_text, self._shown_tokens, ended = self._deltas.popleft()
         new = slice(tokens, self._shown_tokens)
-        return self._output(self._text[text : self._shown_text], self._tokens[new], self._logprobs[new], ended=ended)
+        pieces = slice(text, self._shown_text)
+        return self._output(pieces, self._tokens[new], self._logprobs[new], ended=ended)
 
     def whole(self) -> CompletionOutput:
-        return self._output(self._text, self._tokens, self._logprobs, ended=self.finished)
+        pieces = slice(0, len(self._text))
+        return self._output(pieces, self._tokens, self._logprobs, ended=self.finished)
 
     @property
     def has_news(self) -> bool:
         return bool(self._deltas)
 
     def _output(
-        self, text: list[str], tokens: list[int], logprobs: list[TokenLogprob], *, ended: bool
+        self, pieces: slice, tokens: list[int], logprobs: list[TokenLogprob], *, ended: bool
     ) -> CompletionOutput:
         begun, sequence = self._sequence, self._sequence if ended else None
         reason = None
@@ -199,13 +224,18 @@ class _Sample:
         )
         return CompletionOutput(
             index=self.index,
-            text="".join(text),
+            text="".join(self._text[pieces]),
             token_ids=tuple(tokens),
             logprobs=None if self._params.logprobs is None else tuple(logprobs),
             finish_reason=None if reason is None else reason.value,
             stop_reason=None if sequence is None else self.stop_string or sequence.stop_token,
             metrics=metrics,
             error=None if sequence is None else sequence.error,
+            marks=tuple(
+                (sum(map(len, self._text[pieces.start : before])), token)
+                for before, token in self._marks
+                if pieces.start < before <= pieces.stop
+            ),
         )
 
     @property

@@ -440,6 +440,9 @@ class CompletionOutput:
     """The stop string or the token id that ended it, if one did."""
     metrics: RequestMetrics
     error: str | None = None
+    marks: tuple[tuple[int, int], ...] = ()
+    """Control tokens by which the model's chat format tells reasoning, text and tool calls apart: the place in `text`
+    and the token's id, in order. They are no part of the text."""
 
 
 @dataclass(frozen=True, slots=True)

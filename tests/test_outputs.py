@@ -19,6 +19,7 @@ class _Letters:
     """Token 0 is a special end token; token k reads as the k-th letter."""
 
     special_ids = frozenset({0})
+    markers = ()
     vocab_size = 27
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str:

@@ -18,6 +18,7 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import REDRAW_SECONDS
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, RequestOutput, SamplingParams
+from nanoserve.text.answers.forms import AnswerParser, answer_form
 
 Conversation = Sequence[Mapping[str, str]]
 Settings = Mapping[str, Any]
@@ -72,6 +73,7 @@ class ChatAnswer:
     reasoning: str  # what was told apart already; while the answer goes on, ``text`` may hold more of it between tags
     usage: AnswerUsage  # until now
     finish_reason: str | None  # None while it goes on, and when it was interrupted
+    marks: tuple[tuple[int, int], ...] = ()  # see `CompletionOutput`
 
     def line(self, context: int | None) -> str:
         """One line (t/s: tokens per second); ``context`` is the most tokens of prompt and answer together, if known."""
@@ -121,6 +123,7 @@ class LocalModel:
         self, name: str, open_llm: "Callable[..., nanoserve.LLM]", notify: Callable[[str], None], seed: int | None
     ) -> None:
         self.name, self.seed, self._open, self._notify = name, seed, open_llm, notify
+        self.thinking: bool | None = None  # None leaves it to the model's chat template whether it reasons
         self._opening: Future[nanoserve.LLM] | None = None
         self._stage: tuple[str, int, int] | None = None
         self._is_closed = False
@@ -180,26 +183,49 @@ class LocalModel:
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
         """How long the conversation is as the model sees it; None if nobody can tell."""
-        return len(self.llm.tokenizer.encode_chat(conversation, add_generation_prompt=add_generation_prompt))
+        return len(self._encode(conversation, add_generation_prompt=add_generation_prompt))
 
-    def opens_reasoning(self, conversation: Conversation) -> bool:
-        return self.llm.tokenizer.opens_reasoning(self.llm.tokenizer.encode_chat(conversation))
+    def answer_parser(self, conversation: Conversation) -> AnswerParser:
+        """A parser for the answer to this conversation."""
+        return self.llm.tokenizer.answer_parser(self._encode(conversation))
+
+    @property
+    def can_switch_thinking(self) -> bool:
+        """Whether the model's chat template has a switch for reasoning."""
+        return self.llm.tokenizer.thinking_switch is not None
+
+    def _template_arguments(self) -> Mapping[str, Any]:
+        switch = self.llm.tokenizer.thinking_switch
+        if switch is None or self.thinking is None:
+            return {}
+        return switch.on if self.thinking else switch.off
+
+    def _encode(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> list[int]:
+        return self.llm.tokenizer.encode_chat(
+            conversation, add_generation_prompt=add_generation_prompt, template_arguments=self._template_arguments()
+        )
 
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:
-        return stream_answer(self.llm, conversation, settings)
+        return stream_answer(self.llm, conversation, settings, self._template_arguments())
 
 
-def stream_answer(llm: "nanoserve.LLM", prompt: str | Conversation, settings: Settings) -> Answers:
+def stream_answer(
+    llm: "nanoserve.LLM",
+    prompt: str | Conversation,
+    settings: Settings,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> Answers:
     """Answer. Raises NanoserveError if there is no answer, or none any more."""
     tokens = steps = 0
-    with closing(llm.stream(prompt, sampling_params(llm.default_sampling_params(), settings))) as stream:
+    params = sampling_params(llm.default_sampling_params(), settings)
+    with closing(llm.stream(prompt, params, template_arguments=template_arguments)) as stream:
         for output in stream:
             sample = output.outputs[0]
             if sample.error is not None:
                 raise RuntimeFailure(sample.error)
             tokens, steps = tokens + len(sample.token_ids), steps + bool(sample.token_ids)
             usage = AnswerUsage.of(output, tokens, steps if llm.engine_config.speculate else None)
-            yield ChatAnswer(sample.text, "", usage, sample.finish_reason)
+            yield ChatAnswer(sample.text, "", usage, sample.finish_reason, sample.marks)
 
 
 class RemoteModel:
@@ -211,6 +237,7 @@ class RemoteModel:
 
     defaults: SamplingParams | None = None  # only the server knows them, and its seed
     seed: int | None = None
+    can_switch_thinking = True  # nobody but the server knows its template
 
     def __init__(
         self,
@@ -222,6 +249,7 @@ class RemoteModel:
     ) -> None:
         self._client, self._notify, self._clock, self._sleep = client, notify, clock, sleep
         self._can_count = True
+        self.thinking: bool | None = None  # None leaves it to the server whether the model reasons
         self._look_up(model)
 
     def start(self, failed: Callable[[BaseException], None]) -> None:
@@ -246,14 +274,16 @@ class RemoteModel:
         count = counted.get("count") if isinstance(counted, dict) else None
         return count if isinstance(count, int) else None
 
-    def opens_reasoning(self, _: Conversation) -> bool:
-        """Nobody but the server sees the prompt that it makes."""
-        return False
+    def answer_parser(self, _: Conversation) -> AnswerParser:
+        """A parser for an answer whose reasoning the server has told apart, or left between the usual tags."""
+        return AnswerParser(answer_form(""), {})
 
     def stream(self, conversation: Conversation, settings: Settings) -> Answers:
         """Send only what the user has set; ask a server again that is loading and says when to come again."""
         body = {"model": self._id, "messages": conversation, "stream": True, **settings}
         body["stream_options"] = {"include_usage": True}
+        if self.thinking is not None:  # the names of Qwen, GLM and Gemma, and of Granite and DeepSeek
+            body["chat_template_kwargs"] = {"enable_thinking": self.thinking, "thinking": self.thinking}
         waited = 0
         while True:
             try:

@@ -29,7 +29,7 @@ from nanoserve.commands.terminal import (
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
-from nanoserve.text.reasoning import Piece
+from nanoserve.text.answers.reader import Piece
 
 
 class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", has_variables=True):
@@ -37,7 +37,8 @@ class ChatOptions(ServerOptions, WorkersOptions, SamplingOptions, panel="Chat", 
     system: str | None = option(None, "System prompt, kept at the start of the context.", "-s", metavar="TEXT")
     json: bool = option(False, "One JSON object instead of text.")
     plain: bool = option(False, "Do not render markdown on a terminal.")
-    hide_thinking: bool = option(False, "Do not show <think> blocks.")
+    thinking: str | None = option(None, "Whether the model reasons, if it has a switch.", choices=("on", "off"))
+    hide_thinking: bool = option(False, "Do not show reasoning.")
     continue_: bool = option(False, "Go on with the last conversation.", variables=())
     no_history: bool = option(False, "Log no conversations and no input lines.")
 
@@ -67,6 +68,8 @@ def run(options: ChatOptions) -> None:
     else:
         model = RemoteModel(options.client(options), options.model, say)
         settings |= {} if options.seed is None else {"seed": options.seed}
+    if options.thinking is not None:
+        model.thinking = options.thinking == "on"
     with closing(model):
         session = ChatSession(model, notify=say, system=options.system, settings=settings)
         logs = state_directory() / "conversations"
@@ -79,7 +82,8 @@ def run(options: ChatOptions) -> None:
             return Conversation(session, options).run()
         pieces = session.ask(question)
         if not options.json:
-            return _show_answer(session, pieces, _printer(plain=options.plain, hide_thinking=options.hide_thinking))
+            hide_thinking = options.hide_thinking or options.thinking == "off"
+            return _show_answer(session, pieces, _printer(plain=options.plain, hide_thinking=hide_thinking))
         deque(pieces, maxlen=0)
         if session.last_answer is not None:
             print(session.last_answer.json(model.name))
@@ -109,7 +113,7 @@ class Conversation:
 
     def __init__(self, session: ChatSession, options: ChatOptions):
         self._session, self._options = session, options
-        self._thinking, self._has_ended = not options.hide_thinking, False
+        self._thinking, self._has_ended = not options.hide_thinking and options.thinking != "off", False
         self._table: dict[str, tuple[Callable[[str], str | None], str, str]] = {
             "help": (self._help, "", "this list"),
             "reset": (self._reset, "", "forget the conversation, keep system prompt and settings"),
@@ -117,7 +121,7 @@ class Conversation:
             "set": (self._set, "NAME=VALUE", f"change a setting ({', '.join(CHANGEABLE)}); 'none' undoes it"),
             "show": (self._show, "", "model, system prompt and settings"),
             "stats": (self._stats, "", "tokens and times of the last answer"),
-            "think": (self._think, "on|off", "show or hide the model's reasoning"),
+            "think": (self._think, "[on|off]", "let the model reason or not; alone, show its last reasoning"),
             "save": (self._save, "FILE", "write the conversation and settings as JSON"),
             "load": (self._load, "FILE", "go on with a saved conversation"),
             "regen": (lambda _: self._answer(session.regenerate), "", "answer the last message again"),
@@ -221,10 +225,23 @@ class Conversation:
         return self._session.last_answer.line(self._session.model.context)
 
     def _think(self, argument: str) -> str:
+        """Set the template's own switch; reasoning that a model without one writes is at least not shown."""
+        if not argument:
+            return self._last_reasoning()
         if argument not in ("on", "off"):
             raise UsageError("say /think on or /think off")
-        self._thinking = argument == "on"
-        return f"reasoning is {'shown' if self._thinking else 'hidden'}"
+        model = self._session.model
+        model.thinking = self._thinking = argument == "on"
+        if model.can_switch_thinking:
+            return f"reasoning is {argument}"
+        shown = "shown" if self._thinking else "hidden"
+        return f"reasoning is {shown}: the model's chat template has no switch for it"
+
+    def _last_reasoning(self) -> str:
+        answer = self._session.last_answer
+        if answer is None or not answer.reasoning:
+            raise UsageError("the last answer has no reasoning")
+        return answer.reasoning
 
     def _save(self, argument: str) -> str:
         path = _path(argument, "/save")

@@ -16,7 +16,7 @@ from nanoserve.commands.prompt import private_file
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, shown
 from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 from nanoserve.request import SamplingParams
-from nanoserve.text.reasoning import Part, Piece, ReasoningSplitter
+from nanoserve.text.answers.reader import Part, Piece
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -79,7 +79,7 @@ class ChatSession:
 
     def _answer(self, message: Message, steps: Steps) -> Iterator[Piece]:
         conversation = self._for_model([*self.turns, message])
-        splitter = ReasoningSplitter(starts_inside=self.model.opens_reasoning(conversation))
+        parser = self.model.answer_parser(conversation)
         texts: dict[Part, str] = {"answer": "", "thinking": ""}
 
         def collected(pieces: list[Piece]) -> list[Piece]:
@@ -92,12 +92,12 @@ class ChatSession:
             with closing(self.model.stream(conversation, self.settings)) as stream:
                 for last in steps(stream):
                     yield from collected([("thinking", last.reasoning)] if last.reasoning else [])
-                    yield from collected(splitter.push(last.text))
+                    yield from collected(parser.push(last.text, last.marks))
         except NanoserveError as error:
             if last is None or not texts["answer"]:
                 raise
             failure = error
-        yield from collected(splitter.flush())
+        yield from collected(parser.push("", ended=True))
         if last is not None:
             last = self.last_answer = replace(last, text=texts["answer"], reasoning=texts["thinking"])
         self._conclude(message, last)
@@ -226,8 +226,8 @@ class ChatSession:
         self._dropped += turns
 
     def _conclude(self, message: Message, answer: ChatAnswer | None) -> None:
-        if answer is None or (answer.finish_reason is None and not answer.text):
-            self.notify("stopped before the answer began; the message was taken back")
+        if answer is None or not answer.text:  # some templates refuse an answer without text
+            self.notify(f"{_why_without_text(answer)}; the message was taken back")
             return
         self.turns += [message, Message("assistant", answer.text, interrupted=answer.finish_reason is None)]
         self._record(2)
@@ -235,6 +235,14 @@ class ChatSession:
         total, context = answer.usage.total_tokens, self.model.context
         if answer.finish_reason == "length" and total is not None and context is not None and total >= context:
             self.notify("the answer was cut where the context ends")
+
+
+def _why_without_text(answer: ChatAnswer | None) -> str:
+    if answer is None or answer.finish_reason is None:
+        return "stopped before the answer began"
+    if answer.finish_reason == "length" and answer.reasoning:
+        return "the answer was cut off while the model reasoned"
+    return "the answer has no text"
 
 
 def last_log(directory: Path) -> Path:

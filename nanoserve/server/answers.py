@@ -13,9 +13,9 @@ import msgspec
 
 from nanoserve.outputs import Detokenizer, TokenDecoder
 from nanoserve.request import CompletionOutput, RequestOutput, TokenLogprob
-from nanoserve.text.reasoning import ReasoningSplitter
+from nanoserve.text.answers.forms import AnswerParser
+from nanoserve.text.answers.reader import Piece
 from nanoserve.text.tokenizer import Tokenizer
-from nanoserve.text.tool_calls import ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +76,18 @@ class ChatFormat(CompletionFormat):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self,
-        model: str,
-        text_of: Callable[[int], TokenText],
-        parser: Callable[[], ToolCallParser] | None,
-        *,
-        thinks: bool,
+        self, model: str, text_of: Callable[[int], TokenText], parser: Callable[[], AnswerParser], *, parallel: bool = True
     ) -> None:
-        """``thinks``: answers begin inside a reasoning block. ``parser`` makes one for each that may call tools."""
+        """``parser`` makes one for each answer. Without ``parallel`` only the first call of an answer is sent."""
         super().__init__(model, text_of)
-        self._readers = defaultdict[int, tuple[ReasoningSplitter, ToolCallParser | None]](
-            lambda: (ReasoningSplitter(starts_inside=thinks), parser() if parser else None)
-        )
+        self._parsers = defaultdict[int, AnswerParser](parser)
+        self._calls = Counter[int]()  # by choice
+        self._parallel = parallel
 
     def choice(
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
     ) -> dict[str, Any]:
-        content = self._content(index, output.text, ended=output.finish_reason is not None)
+        content = self._content(index, output)
         for call in content.get("tool_calls", ()) if name == "message" else ():
             del call["index"]  # for chunks
         entries = [
@@ -100,24 +95,39 @@ class ChatFormat(CompletionFormat):
             for one in output.logprobs or ()
         ]
         logprobs = None if output.logprobs is None else {"content": entries}
-        parser, reason = self._readers[index][1], output.finish_reason
-        reason = "tool_calls" if reason == "stop" and parser and parser.calls else reason
+        reason = "tool_calls" if output.finish_reason == "stop" and self._calls[index] else output.finish_reason
         return {"index": index, name: content, "logprobs": logprobs, "finish_reason": reason}
 
-    def _content(self, index: int, text: str, *, ended: bool) -> dict[str, Any]:
+    def _content(self, index: int, output: CompletionOutput) -> dict[str, Any]:
         """The message, or what is new of it."""
-        splitter, parser = self._readers[index]
-        parts = splitter.push(text) + (splitter.flush() if ended else [])
-        answer, thoughts = ("".join(one for kind, one in parts if kind == part) for part in ("answer", "thinking"))
-        answer, calls = parser.push(answer, ended=ended) if parser else (answer, [])
+        ended = output.finish_reason is not None
+        pieces = self._parsers[index].push(output.text, output.marks, ended=ended)
+        answer, thoughts = ("".join(one for kind, one in pieces if kind == part) for part in ("answer", "thinking"))
+        calls = self._call_parts(index, pieces)
         if not (answer or thoughts or calls or ended):
             return {}
         content: dict[str, Any] = {"content": answer} if answer else {}
         if index not in self._offsets:  # the role comes with the first text: clients time the first chunk
             content = {"role": "assistant", "content": answer or (None if thoughts or calls else "")}
-        self._offsets[index] += len(text)
+        self._offsets[index] += len(output.text)
         content |= {"reasoning_content": thoughts} if thoughts else {}
         return content | ({"tool_calls": calls} if calls else {})
+
+    def _call_parts(self, index: int, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """The parts of calls in OpenAI's form, one for each call that something is new of."""
+        parts: dict[int, dict[str, Any]] = {}
+        for kind, text in pieces:
+            if kind == "call":
+                place = self._calls[index]
+                self._calls[index] += 1
+                # The id has nine characters because Mistral's templates insist on it.
+                identity = {"index": place, "id": secrets.token_hex(5)[:9], "type": "function"}
+                parts[place] = identity | {"function": {"name": text, "arguments": ""}}
+            elif kind == "arguments":
+                place = self._calls[index] - 1
+                part = parts.setdefault(place, {"index": place, "function": {"arguments": ""}})
+                part["function"]["arguments"] += text
+        return [part for place, part in parts.items() if self._parallel or place == 0]
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         shown = self._text_of(token)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -22,7 +23,9 @@ from nanoserve.server.engine_client import EngineState
 from nanoserve.server.http_bodies import ApiError, JsonResponse, as_api_error, read_json_body, until_client_goes
 from nanoserve.server.service import Service
 from nanoserve.server.streams import RequestStream, deltas, wholes
-from nanoserve.server.tools import tool_use
+from nanoserve.server.tools import ToolUse, tool_use
+from nanoserve.text.answers.forms import PLAIN, REQUIRED_CALL, AnswerParser
+from nanoserve.text.tokenizer import Tokenizer
 
 Fields = TypeVar("Fields", bound=schemas.ModelField)
 T = TypeVar("T")
@@ -52,17 +55,35 @@ async def _asked(http: HttpRequest, schema: type[Fields]) -> tuple[Service, Fiel
 async def chat_completions(http: HttpRequest) -> "CompletionAnswer":
     service, asked = await _asked(http, schemas.ChatRequest)
     facts = service.facts()
-    use = tool_use(asked, service.tokenizer.template_text)
-    prompt = await service.encode_chat(asked.messages, context=facts.max_model_len, **(use.rendering() if use else {}))
+    tokenizer = service.tokenizer
+    use = tool_use(asked, tokenizer.answer_form)
+    opening = "" if schemas.wants_json(asked) else None
+    arguments = schemas.template_arguments(asked, tokenizer)
+    if use:
+        opening = use.opening
+        arguments["tools"] = msgspec.to_builtins(use.tools)
+    prompt = await service.encode_chat(
+        asked.messages, context=facts.max_model_len, template_arguments=arguments, answer=opening
+    )
     schemas.check_token_ids(prompt, facts, "messages")
     schema = use.call_schema() if use and use.required else None
     params = schemas.chat_params(asked, facts, len(prompt), schema)
     if params.json_schema is not None:
         await service.check_json_schema(params.json_schema, "tools" if schema else "response_format")
-    # An answer that a schema constrains holds no reasoning, whatever the prompt opens.
-    thinks = params.json_schema is None and service.tokenizer.opens_reasoning(prompt)
-    answer = ChatFormat(service.model_name, service.text_of, use.parser if use else None, thinks=thinks)
+    parser = partial(_answer_parser, tokenizer, prompt, use, constrained=params.json_schema is not None)
+    parallel = asked.parallel_tool_calls is not False
+    answer = ChatFormat(service.model_name, service.text_of, parser, parallel=parallel)
     return _begin(http, asked, answer, [prompt], [params])
+
+
+def _answer_parser(
+    tokenizer: Tokenizer, prompt: Sequence[int], use: ToolUse | None, *, constrained: bool
+) -> AnswerParser:
+    """A parser for one answer to the prompt. One that a schema constrains is a call, or JSON, and nothing else."""
+    tools = use.schemas if use else {}
+    if not constrained:
+        return tokenizer.answer_parser(prompt, tools)
+    return AnswerParser(REQUIRED_CALL if use else PLAIN, tokenizer.markers, tools)
 
 
 async def completions(http: HttpRequest) -> "CompletionAnswer":

@@ -5,7 +5,7 @@ fields that nanoserve does not support. Their values that ask for nothing are ac
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
@@ -15,6 +15,8 @@ from nanoserve.errors import UsageError
 from nanoserve.request import SamplingParams
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
+from nanoserve.text.chat_template import RESERVED_ARGUMENTS
+from nanoserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -131,12 +133,14 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[_Name, bool | int | float | str | None] | None = None
+    """vLLM's: arguments for the model's chat template. What it does not know changes nothing."""
     functions: Annotated[Any, _nothing("[]")] = None
     function_call: Annotated[Any, _nothing('"none"', '"auto"')] = None
     modalities: Annotated[Any, _nothing('["text"]')] = None
     audio: Annotated[Any, _nothing()] = None
     prediction: Annotated[Any, _nothing()] = None
-    reasoning_effort: Annotated[Any, _nothing()] = None
     verbosity: Annotated[Any, _nothing()] = None
     web_search_options: Annotated[Any, _nothing()] = None
     store: Annotated[Any, _nothing("false")] = None
@@ -204,6 +208,31 @@ def _explained(message: str) -> ApiError:
         return ApiError(400, f"{name} is not supported", code="unsupported_parameter", param=name)
     text = _PATH.sub("", message).replace("`", "")
     return ApiError(400, f"{named}: {text}" if named else text, code="invalid_type", param=param)
+
+
+_SET_BY_NANOSERVE = (*RESERVED_ARGUMENTS, "tools", "documents", "raise_exception", "strftime_now")
+
+
+def template_arguments(asked: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The arguments that a request has for the chat template. Raises ApiError (400) for those that nanoserve sets."""
+    given = asked.chat_template_kwargs or {}
+    if reserved := sorted(set(given) & set(_SET_BY_NANOSERVE)):
+        name = f"chat_template_kwargs.{reserved[0]}"
+        raise ApiError(400, f"{name} is set by nanoserve: leave it out", code="invalid_value", param=name)
+    if not tokenizer.has_chat_template:
+        return {}
+    effort: Mapping[str, Any] = {}
+    if asked.reasoning_effort == "none":
+        switch = tokenizer.thinking_switch
+        effort = {} if switch is None else switch.off
+    elif asked.reasoning_effort is not None:
+        effort = {"reasoning_effort": asked.reasoning_effort}
+    return {**effort, **given}
+
+
+def wants_json(asked: ChatRequest) -> bool:
+    """Whether the answer has to be JSON."""
+    return asked.response_format is not None and asked.response_format.type != "text"
 
 
 _ANY_OBJECT = '{"type":"object"}'

@@ -7,30 +7,29 @@ from typing import Any
 import msgspec
 
 from nanoserve.server.http_bodies import ApiError
-from nanoserve.server.schemas import ChatRequest, Function, Tool
-from nanoserve.text.tool_calls import CallForm, ToolCallParser, call_form
+from nanoserve.server.schemas import ChatRequest, Function, Tool, wants_json
+from nanoserve.text.answers.forms import AnswerForm
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """What a request does with its tools."""
 
-    form: CallForm
+    form: AnswerForm
     tools: Sequence[Tool]
     callable: Sequence[Function]
     """Those that the answer may call: all, or the one that is named."""
     required: bool
-    parallel: bool
 
-    def rendering(self) -> dict[str, Any]:
-        """Settings of `Tokenizer.encode_chat`."""
-        answer = self.form.opening if self.required else None
-        return {"template_arguments": {"tools": msgspec.to_builtins(self.tools)}, "answer": answer}
+    @property
+    def opening(self) -> str | None:
+        """The text with which an answer has to begin that must be a call."""
+        return self.form.call_opening if self.required else None
 
-    def parser(self) -> ToolCallParser:
-        """A parser for one answer."""
-        form = CallForm() if self.required else self.form
-        return ToolCallParser(form, [one.name for one in self.callable], parallel=self.parallel)
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """The JSON schemas of the arguments, by the names of the tools that may be called."""
+        return {one.name: one.parameters or {} for one in self.callable}
 
     def call_schema(self) -> str:
         """The JSON schema of a call. Raises ApiError (400) for tools whose arguments are no object."""
@@ -41,18 +40,18 @@ class ToolUse:
                 raise _wrong(f"the parameters of the tool {function.name} must have the type object", "tools")
             if not arguments.keys() & {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}:
                 arguments.setdefault("additionalProperties", False)
-            root = f'"$ref":"#/anyOf/{place}/properties/{self.form.key}'  # where references to "#" lead now
+            root = f'"$ref":"#/anyOf/{place}/properties/{self.form.call_key}'  # where references to "#" lead now
             moved = msgspec.json.encode(arguments).replace(b'"$ref":"#', root.encode())
-            call = {"name": {"const": function.name}, self.form.key: msgspec.Raw(moved)}
+            call = {"name": {"const": function.name}, self.form.call_key: msgspec.Raw(moved)}
             strict = {"required": [*call], "additionalProperties": False}
             options.append({"type": "object", "properties": call, **strict})
         return msgspec.json.encode({"anyOf": options}).decode()
 
 
-def tool_use(asked: ChatRequest, template: str) -> ToolUse | None:
-    """What a request does with its tools, or None; ``template`` is the text of the model's chat template.
+def tool_use(asked: ChatRequest, form: AnswerForm) -> ToolUse | None:
+    """What a request does with its tools, or None; ``form`` is that of the model's answers.
 
-    Raises ApiError (400) for tools and choices that do not fit, and UsageError for a template without tools.
+    Raises ApiError (400) for tools and choices that do not fit, and UsageError for a form without calls.
     """
     tools, choice = [tool.function for tool in asked.tools or ()], asked.tool_choice or "auto"
     names = [tool.name for tool in tools]
@@ -64,11 +63,11 @@ def tool_use(asked: ChatRequest, template: str) -> ToolUse | None:
         raise _wrong(f"tool_choice names {choice.function.name}, which is none of the tools", "tool_choice")
     if not tools or choice == "none":
         return None
-    if asked.response_format is not None and asked.response_format.type != "text":
+    if wants_json(asked):
         raise _wrong("response_format does not go with tools: give one of them, or tool_choice none", "response_format")
     chosen = [tool for tool in tools if not isinstance(choice, Tool) or tool.name == choice.function.name]
-    parallel = asked.parallel_tool_calls is not False
-    return ToolUse(call_form(template), asked.tools or (), chosen, choice != "auto", parallel)
+    form.check_calls()
+    return ToolUse(form, asked.tools or (), chosen, choice != "auto")
 
 
 def _wrong(message: str, param: str) -> ApiError:

@@ -21,8 +21,6 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 # The form of control tokens, for tokenizers that do not flag them as special (the role tokens of some families).
 _CONTROL_SHAPE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
 _MARKUP_SHAPE = re.compile(r"<.*>|\[.*\]", re.DOTALL)
-_READABLE = ("[TOOL_CALLS]", "<|python_tag|>")
-"""Tokens with which tool calls begin. Some tokenizers flag them as special, but they belong to what the model says."""
 _LONGEST_REASON = 200  # characters of the library's own words in a message
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -173,9 +171,7 @@ class TokenizersBackend:
         ids = {token.content: token_id for token_id, token in added.items()}
         special = {token.content for token in added.values() if token.special} | set(named_special)
         self.control_ids: Mapping[str, int] = {
-            text: number
-            for text, number in ids.items()
-            if text not in _READABLE and (text in special or _CONTROL_SHAPE.fullmatch(text))
+            text: number for text, number in ids.items() if text in special or _CONTROL_SHAPE.fullmatch(text)
         }
         self.markup_ids: Mapping[str, int] = {
             text: number for text, number in ids.items() if text in self.control_ids or _is_markup(text, template)
@@ -292,9 +288,7 @@ class SentencePieceBackend:
         controls = {piece: number for number, piece in enumerate(pieces) if self._processor.is_control(number)}
         known = {**added, **controls}
         self.control_ids: Mapping[str, int] = {
-            text: number
-            for text, number in known.items()
-            if text not in _READABLE and (text in controls or text not in plain)
+            text: number for text, number in known.items() if text in controls or text not in plain
         }
         self.markup_ids: Mapping[str, int] = {
             text: number for text, number in known.items() if text in self.control_ids or _is_markup(text, template)

@@ -7,6 +7,9 @@ from typing import Any
 
 from nanoserve.errors import ModelError, NanoserveError, UsageError, shown
 from nanoserve.processes.files import read_json_object, read_optional_json_object, unreadable_as_model_error
+from nanoserve.text.answers.forms import AnswerForm, AnswerParser, answer_form
+from nanoserve.text.answers.reader import Tools
+from nanoserve.text.answers.settings import ThinkingSwitch, thinking_switch, with_reasoning
 from nanoserve.text.backends import Backend, ControlTokens, SentencePieceBackend, TokenizersBackend, choose_mark
 from nanoserve.text.chat_template import (
     ChatTemplate,
@@ -16,7 +19,6 @@ from nanoserve.text.chat_template import (
     check_text,
     load_chat_template,
 )
-from nanoserve.text.reasoning import CLOSE, opens_reasoning
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -41,7 +43,10 @@ class Tokenizer:
     ) -> None:
         self._backend = backend
         self._template = template
-        self.template_text = template.source  # empty without a chat template
+        self.answer_form: AnswerForm = answer_form(template.source)
+        markers = {backend.control_ids.get(spelling): spelling for spelling in self.answer_form.markers}
+        self.markers = {token: spelling for token, spelling in markers.items() if token is not None}
+        """The control tokens that the model's answers are read by: ids and spellings."""
         self._control = ControlTokens(backend.control_ids)
         self._markup = ControlTokens(backend.markup_ids)
         readable = backend.markup_ids.keys() - backend.control_ids.keys()
@@ -133,22 +138,29 @@ class Tokenizer:
             arguments=self._markup.mark_all(arguments, mark),
         )
         if answer is not None:
-            rendered += (f"\n{CLOSE}\n\n" if opens_reasoning(rendered) else "") + answer
+            rendered += self.answer_form.answer_opening(rendered) + answer
         texts = [piece if isinstance(piece, int) else piece.replace(mark, "") for piece in self._markup.split(rendered)]
         pieces = [piece for piece in texts if piece != ""]
         self._check_length(pieces, limit)
         # A template writes BOS itself; for the plain format the tokenizer adds it.
         return self._backend.encode(pieces, add_special_tokens=not self.has_chat_template)
 
-    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether an answer to this prompt begins inside a reasoning block."""
-        return opens_reasoning(self.decode(prompt[-16:], skip_special_tokens=False))  # blanks may follow the tag
+    def answer_parser(self, prompt: Sequence[int], tools: Tools | None = None) -> AnswerParser:
+        """A parser for one answer to this prompt, which may call these tools."""
+        end = self.decode(prompt[-16:], skip_special_tokens=False)  # blanks may follow the tag that opens reasoning
+        inside = self.answer_form.opens_reasoning(end)
+        return AnswerParser(self.answer_form, self.markers, tools, starts_inside=inside)
 
     def _mark(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
         marked: dict[str, Any] = self._markup.mark_all(message, mark)
         if message["role"] == "assistant":
             marked["content"] = self._control.mark(message["content"], mark)
-        return marked | {"role": message["role"]}
+        return with_reasoning(marked | {"role": message["role"]}, self._template.source)
+
+    @property
+    def thinking_switch(self) -> ThinkingSwitch | None:
+        """The template arguments that switch the model's reasoning on and off, if its chat template has some."""
+        return thinking_switch(self._template.source)
 
     @property
     def has_chat_template(self) -> bool:

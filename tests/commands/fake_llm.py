@@ -22,6 +22,8 @@ from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageEr
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams, SequenceUpdate
+from nanoserve.text.answers.forms import AnswerParser, answer_form
+from nanoserve.text.answers.settings import ThinkingSwitch
 
 PAUSE = 0.02
 
@@ -37,12 +39,16 @@ class FakeTokenizer:
     has_chat_template = True
     notice: str | None = None
 
-    def encode_chat(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
+    thinking_switch = ThinkingSwitch({"enable_thinking": True}, {"enable_thinking": False})
+
+    def encode_chat(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True, template_arguments: Any = None
+    ) -> list[int]:
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join(lines) + ("assistant: " if add_generation_prompt else ""))
 
-    def opens_reasoning(self, prompt: Sequence[int]) -> bool:
-        return False
+    def answer_parser(self, prompt: Sequence[int]) -> AnswerParser:
+        return AnswerParser(answer_form(""), {})
 
     def encode(self, text: str) -> list[int]:
         return [len(word) for word in words(text)]
@@ -82,6 +88,7 @@ class FakeLLM:
         self.tokenizer = FakeTokenizer()
         self.prompts: list[Any] = []
         self.params: list[SamplingParams] = []
+        self.template_arguments: list[Any] = []
         self.aborted = self.steps = 0
         self.closed = False
         self.speeds = None
@@ -121,12 +128,13 @@ class FakeLLM:
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.8, top_p=0.95)
 
-    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(self, prompt: Any, params: SamplingParams, template_arguments: Any = None) -> Iterator[RequestOutput]:
         text, ids = self._tokenize(prompt)
         if len(ids) >= self.max_model_len:
             raise UsageError(f"the prompt has {len(ids)} tokens, the context {self.max_model_len}")
         self.prompts.append(prompt)
         self.params.append(params)
+        self.template_arguments.append(template_arguments)
         return self._stream(text, ids, params)
 
     def generate_as_completed(

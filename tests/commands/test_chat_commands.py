@@ -184,7 +184,14 @@ def test_commands_that_ask_the_model(
     assert len(fake(session).prompts) == 3
 
 
-def test_reasoning_is_shown_or_not(said: Said) -> None:
-    assert said("/think off") == "reasoning is hidden"
-    assert said("/think on") == "reasoning is shown"
+def test_reasoning_is_switched_and_shown(session: ChatSession, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "has no reasoning" in said("/think")
+    assert said("/think off") == "reasoning is off"
+    assert session.model.thinking is False
+    assert said("/think on") == "reasoning is on"
+    assert session.model.thinking is True
     assert "say /think" in said("/think maybe")
+    answer(session, "<think>well now</think> so be it")
+    assert said("/think") == "well now"
+    monkeypatch.setattr(fake(session).tokenizer, "thinking_switch", None, raising=False)
+    assert said("/think off") == "reasoning is hidden: the model's chat template has no switch for it"

@@ -322,3 +322,18 @@ def test_a_log_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     answer(session, "two")
     assert len(session.turns) == 4
     assert notices == [f"the conversation is not logged: cannot write to {tmp_path / 'file'}: File exists"]
+
+
+def test_the_template_is_told_whether_the_model_reasons() -> None:
+    session, _ = make_session()
+    for thinking, told in ((None, {}), (False, {"enable_thinking": False}), (True, {"enable_thinking": True})):
+        session.model.thinking = thinking
+        answer(session, "hello")
+        assert fake(session).template_arguments[-1] == told
+
+
+def test_an_answer_that_is_only_reasoning_is_taken_back() -> None:
+    session, notices = make_session(settings={"max_tokens": 2})
+    assert answer(session, "<think>hm hm hm</think> yes") == ""
+    assert session.turns == []
+    assert notices == ["the answer was cut off while the model reasoned; the message was taken back"]

@@ -177,6 +177,22 @@ def test_reasoning_in_either_dialect() -> None:
         assert session.turns[-1].content == "yes"
 
 
+def test_a_server_is_told_whether_the_model_reasons() -> None:
+    bodies = []
+
+    def remembered(asked: Asked) -> Scripted:
+        bodies.append(asked.body)
+        return HELLO
+
+    with foreign(chat=remembered) as server:
+        session, _ = session_with(server)
+        answer(session, "hi")
+        session.model.thinking = False
+        answer(session, "hi")
+    assert "chat_template_kwargs" not in bodies[0]
+    assert bodies[1]["chat_template_kwargs"] == {"enable_thinking": False, "thinking": False}
+
+
 def test_a_full_context_drops_the_oldest_turn_and_says_so() -> None:
     def three_messages_at_most(asked: Asked) -> Scripted:
         full = len(asked.body["messages"]) > 3

@@ -55,3 +55,15 @@ def test_reasoning_is_not_the_answer(command: Run) -> None:
 def test_a_length_that_ends_it(command: Run) -> None:
     result = json.loads(command("chat", "one two three", "--json", "--max-tokens", "2")[1])
     assert (result["text"], result["finish_reason"]) == ("You said: ", "length")
+
+
+def test_thinking_sets_the_switch_of_the_template(command: Run, fake: list[FakeLLM]) -> None:
+    for given, told in (
+        ((), {}),
+        (("--thinking", "off"), {"enable_thinking": False}),
+        (("--thinking", "on"), {"enable_thinking": True}),
+    ):
+        assert command("chat", "hello", *given)[0] == 0
+        assert fake[-1].template_arguments == [told]
+    code, _, err = command("chat", "hello", "--thinking", "perhaps")
+    assert code == 2 and "on, off" in err

@@ -174,7 +174,7 @@ def test_messages_that_are_none(server: Server, messages: Any) -> None:
     [
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "json_object", "x": 1}}, "response_format"),
-        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"logprobs": 5}, "logprobs"),

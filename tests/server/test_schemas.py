@@ -12,7 +12,15 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.server.endpoints import _begin
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
-from nanoserve.server.schemas import ChatRequest, CompletionRequest, chat_params, completion_params, parse
+from nanoserve.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    chat_params,
+    completion_params,
+    parse,
+    template_arguments,
+)
+from nanoserve.text.answers.settings import thinking_switch
 from nanoserve.text.chat_template import check_messages
 
 FACTS = EngineFacts(1024, 4096, (0,), SamplingParams(), 256)
@@ -75,7 +83,6 @@ def test_so_they_do_in_completions(fields: dict[str, Any]) -> None:
         ({"function_call": {"name": "f"}}, '"none"'),
         ({"prediction": {"type": "content", "content": "a"}}, "null"),
         ({"audio": {}}, "null"),
-        ({"reasoning_effort": "high"}, "null"),
         ({"verbosity": "low"}, "null"),
         ({"prompt_cache_key": "a"}, "null"),
         ({"web_search_options": {}}, "null"),
@@ -91,6 +98,47 @@ def test_what_asks_for_something_that_is_not_there_is_refused_by_name(fields: di
     assert (error.status, error.code, error.param) == (400, "unsupported_parameter", name)
     assert error.message.startswith(f"{name} is not supported: leave it out, or give ")
     assert accepted in error.message and error.message.endswith("null")
+
+
+def _tokenizer(template: str) -> Any:
+    return SimpleNamespace(has_chat_template=bool(template), thinking_switch=thinking_switch(template))
+
+
+QWEN_SWITCH = "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{% endif %}"
+EFFORT = "{{ 'Reasoning: ' + reasoning_effort }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "arguments"),
+    [
+        (QWEN_SWITCH, {}, {}),
+        (QWEN_SWITCH, {"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        (QWEN_SWITCH, {"reasoning_effort": "none"}, {"enable_thinking": False}),
+        (QWEN_SWITCH, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True, "a": 1.5}},
+         {"enable_thinking": True, "a": 1.5}),
+        (EFFORT, {"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        (EFFORT, {"reasoning_effort": "none"}, {"reasoning_effort": "low"}),
+        ("", {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {}),
+    ],
+)  # fmt: skip
+def test_what_a_request_gives_to_the_chat_template(
+    template: str, fields: dict[str, Any], arguments: dict[str, Any]
+) -> None:
+    assert template_arguments(_chat(**fields), _tokenizer(template)) == arguments
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "documents", "bos_token", "add_generation_prompt"])
+def test_template_arguments_that_nanoserve_sets_are_refused(name: str) -> None:
+    with pytest.raises(ApiError, match="is set by nanoserve") as caught:
+        template_arguments(_chat(chat_template_kwargs={name: "x"}), _tokenizer(QWEN_SWITCH))
+    assert caught.value.param == f"chat_template_kwargs.{name}" and caught.value.status == 400
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}])
+def test_template_arguments_are_scalars(value: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        _chat(chat_template_kwargs={"a": value})
+    assert caught.value.status == 400 and "chat_template_kwargs" in str(caught.value.param)
 
 
 def test_options_of_a_stream_are_named_with_their_path() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat
 from nanoserve.server.messages import SampleUpdate
 from nanoserve.server.schemas import ChatRequest, CompletionRequest, SamplingFields, parse
 from nanoserve.server.streams import RequestStream
+from nanoserve.text.answers.forms import PLAIN, AnswerParser
 
 CHAT = parse(b'{"messages": [{"role": "user", "content": "Hi"}], "stream": true}', ChatRequest)
 COMPLETION = parse(b'{"prompt": "Hi", "stream": true}', CompletionRequest)
@@ -23,6 +25,7 @@ class Letters:
     """Token k reads as the k-th letter."""
 
     special_ids: frozenset[int] = frozenset()
+    markers = ()
     vocab_size = 27
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -39,7 +42,9 @@ class Client:
         letters = Letters()
         texts: Any = None  # of log probabilities, which nobody asks for
         answer: CompletionFormat = (
-            ChatFormat("letters", texts, None, thinks=False) if asked is CHAT else TextFormat("letters", texts, letters)
+            ChatFormat("letters", texts, partial(AnswerParser, PLAIN, {}))
+            if asked is CHAT
+            else TextFormat("letters", texts, letters)
         )
         request = Request("r", (1, 2), SamplingParams(**params), seed=0)
         self.stream = RequestStream(request, letters, asyncio.Event())

@@ -10,7 +10,8 @@ import pytest
 from nanoserve.models.hub import resolve_model
 from nanoserve.request import CompletionOutput
 from nanoserve.server.answers import ChatFormat
-from nanoserve.text.tool_calls import ToolCallParser, call_form
+from nanoserve.text.answers.forms import AnswerParser, answer_form
+from nanoserve.text.answers.harmony import HarmonyAnswers
 from tests.server.conftest import MODEL
 from tests.server.starting import Server, running
 from tests.text.templates import QWEN
@@ -56,6 +57,20 @@ def test_an_answer_by_a_schema_is_no_reasoning(caller: openai.OpenAI) -> None:
     schema = {"name": "answer", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}}
     answer = ask(caller, messages, response_format={"type": "json_schema", "json_schema": schema}).choices[0].message
     assert answer.content.startswith("{") and not hasattr(answer, "reasoning_content")
+
+
+def test_arguments_for_the_chat_template(caller: openai.OpenAI) -> None:
+    """Qwen's template writes an empty reasoning block where thinking is off."""
+
+    def prompt_tokens(**fields: Any) -> int:
+        tokens: int = ask(caller, max_tokens=1, extra_body=fields).usage.prompt_tokens
+        return tokens
+
+    plain = prompt_tokens(chat_template_kwargs={"unknown": "x"}, reasoning_effort="high")
+    off = prompt_tokens(chat_template_kwargs={"enable_thinking": False})
+    assert plain == prompt_tokens() < off == prompt_tokens(reasoning_effort="none")
+    with pytest.raises(openai.BadRequestError, match=r"chat_template_kwargs\.messages is set by nanoserve"):
+        prompt_tokens(chat_template_kwargs={"messages": "x"})
 
 
 def test_the_loop_of_a_client_with_tools(caller: openai.OpenAI) -> None:
@@ -163,8 +178,7 @@ def test_reasoning_text_and_calls_of_one_answer() -> None:
     )
 
     def answer() -> ChatFormat:
-        names = ["get_time"]
-        return ChatFormat("m", str, lambda: ToolCallParser(call_form(QWEN), names), thinks=False)
+        return ChatFormat("m", str, lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}}))
 
     def output(text: str, reason: str | None) -> CompletionOutput:
         return CompletionOutput(0, text, (), None, reason, None, None)
@@ -185,3 +199,40 @@ def test_reasoning_text_and_calls_of_one_answer() -> None:
     assert [part["index"] for part in parts] == [0] * len(parts) and parts[0]["type"] == "function"
     assert "".join(part["function"]["arguments"] for part in parts) == '{"a": 1}'
     assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_one_call_alone() -> None:
+    """``parallel_tool_calls`` false: the calls after the first are not sent."""
+    request: Any = None
+    first = '<tool_call>\n{"name": "get_time", "arguments": {"a": 1}}\n</tool_call>'
+    late = '<tool_call>{"arguments": {}, "name": "get_time"}</tool_call>'
+    for answer in (first + "\n" + first, late + first):
+        form = ChatFormat("m", str, lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}}), parallel=False)
+        streamed = [
+            form.choice(0, request, CompletionOutput(0, one, (), None, None, None, None), "delta")["delta"]
+            for one in answer
+        ]
+        parts = [part for delta in streamed for part in delta.get("tool_calls", ())]
+        assert {part["index"] for part in parts} == {0} and len([part for part in parts if "id" in part]) == 1
+        assert not any(delta.get("content") for delta in streamed)
+
+
+def test_marker_tokens_of_an_answer_reach_the_client_as_fields() -> None:
+    """The text of a Harmony answer comes without its markers, and their places beside it."""
+    markers = {1: "<|channel|>", 2: "<|message|>", 3: "<|end|>", 4: "<|start|>", 5: "<|constrain|>"}
+    parts: list[Any] = [1, "analysis", 2, "hm", 3, 4, "assistant", 1, "commentary to=functions.get_time ", 5, "json"]
+    parts += [2, '{"a": 1}']
+    text, marks = "", list[tuple[int, int]]()
+    for part in parts:
+        if isinstance(part, int):
+            marks.append((len(text), part))
+        else:
+            text += part
+    request: Any = None
+    answer = ChatFormat("m", str, lambda: AnswerParser(HarmonyAnswers(), markers, {"get_time": {}}))
+    output = CompletionOutput(0, text, (), None, "stop", None, None, marks=tuple(marks))
+    choice = answer.choice(0, request, output)
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": None, "reasoning_content": "hm"}
+    assert call["function"] == {"name": "get_time", "arguments": '{"a": 1}'}
+    assert choice["finish_reason"] == "tool_calls"

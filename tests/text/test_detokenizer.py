@@ -83,6 +83,7 @@ def test_special_tokens_have_no_text(tokenizer: Tokenizer):
 def test_the_time_per_token_does_not_grow(tokenizers):
     class Counting:
         special_ids: frozenset[int] = frozenset()
+        markers = ()
         vocab_size = tokenizers["byte-level"].vocab_size
         longest = 0
 

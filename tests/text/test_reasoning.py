@@ -2,13 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.text.reasoning import ReasoningSplitter, opens_reasoning
+from nanoserve.text.answers.forms import AnswerParser, answer_form
 from tests.text.building import PATIENT
 
 
 def split(pieces: list[str], *, starts_inside: bool = False) -> tuple[str, str]:
-    splitter = ReasoningSplitter(starts_inside=starts_inside)
-    found = [part for piece in pieces for part in splitter.push(piece)] + splitter.flush()
+    parser = AnswerParser(answer_form(""), {}, starts_inside=starts_inside)
+    found = [part for piece in pieces for part in parser.push(piece)] + parser.push("", ended=True)
     assert all(text for _, text in found)
     return tuple("".join(text for part, text in found if part == wanted) for wanted in ("thinking", "answer"))
 
@@ -43,14 +43,15 @@ def test_how_the_text_arrives_does_not_matter(pieces, starts_inside):
 
 
 def test_an_answer_is_shown_as_it_arrives():
-    splitter = ReasoningSplitter()
-    assert splitter.push("<think>one") == [("thinking", "one")]
-    assert splitter.push(" two </th") == [("thinking", " two")]
-    assert splitter.push("ink>\n\n") == []
-    assert splitter.push("Yes") == [("answer", "Yes")]
-    assert splitter.push(" </think>") == [("answer", " </think>")]
+    parser = AnswerParser(answer_form(""), {})
+    assert parser.push("<think>one") == [("thinking", "one")]
+    assert parser.push(" two </th") == [("thinking", " two")]
+    assert parser.push("ink>\n\n") == []
+    assert parser.push("Yes") == [("answer", "Yes")]
+    assert parser.push(" </think>") == [("answer", " </think>")]
 
 
 def test_a_prompt_may_open_the_reasoning():
-    assert opens_reasoning("<|assistant|><think>\n")
-    assert not opens_reasoning("<|assistant|><think>\n\n</think>\n\n")
+    form = answer_form("")
+    assert form.opens_reasoning("<|assistant|><think>\n")
+    assert not form.opens_reasoning("<|assistant|><think>\n\n</think>\n\n")

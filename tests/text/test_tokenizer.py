@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.errors import ModelError, UsageError
+from nanoserve.outputs import RequestTracker
+from nanoserve.request import Request, SamplingParams, Sequence, SequenceUpdate, Status
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer, load_tokenizer
 from tests.text.building import (
     CHAT_TOKENS,
@@ -489,7 +491,7 @@ def test_text_never_imports_torch():
     import subprocess
     import sys
 
-    modules = "tokenizer, reasoning"
+    modules = "tokenizer"
     program = (
         f"import sys; sys.modules['torch'] = None; from nanoserve.text import {modules}; import nanoserve.models.hub"
     )
@@ -497,12 +499,23 @@ def test_text_never_imports_torch():
 
 
 @pytest.mark.parametrize("make", [make_byte_level, make_sentencepiece])
-def test_markers_of_tool_calls_are_read_although_they_are_special(tmp_path: Path, make: Any):
-    declared = {"900": {"content": "[TOOL_CALLS]", "special": True}, "901": {"content": "<|python_tag|>"}}
-    declared |= {"902": {"content": "<|eot|>", "special": True}}
-    tokenizer = load_tokenizer(make(tmp_path, added_tokens_decoder=declared))
-    ids = [tokenizer._backend.token_id(entry["content"]) for entry in declared.values()]
-    assert tokenizer.decode(ids) == "[TOOL_CALLS]<|python_tag|>"
+def test_control_tokens_that_begin_tool_calls_are_no_text_but_markers(tmp_path: Path, make: Any):
+    declared = {"900": {"content": "[TOOL_CALLS]", "special": True}, "901": {"content": "<|eot|>", "special": True}}
+    template = "{{ tools }}{{ messages[0].content }}[TOOL_CALLS]"
+    tokenizer = load_tokenizer(make(tmp_path, added_tokens_decoder=declared, chat_template=template))
+    begin, end = [tokenizer._backend.token_id(entry["content"]) for entry in declared.values()]
+    assert tokenizer.decode([begin, end]) == ""
+    assert tokenizer.markers == {begin: "[TOOL_CALLS]"}
+    call = tokenizer._backend.encode(['[{"name": "f", "arguments": {}}]'], add_special_tokens=False)
+    spelled = tokenizer._backend.encode(["[TOOL_CALLS]"], add_special_tokens=False)
+    for tokens, calls in (([begin, *call], ["f"]), ([*spelled, *call], [])):
+        request = Request("r", (1,), SamplingParams(), seed=0)
+        tracker = RequestTracker(request, tokenizer)
+        sample = Sequence(0, request, 0, [1, *tokens], status=Status.DECODE)
+        tracker.take(SequenceUpdate("r", 0, tuple(tokens), sample), 0.0)
+        output = tracker.whole().outputs[0]
+        pieces = tokenizer.answer_parser((1,), {"f": {}}).push(output.text, output.marks, ended=True)
+        assert [text for part, text in pieces if part == "call"] == calls
     tokenizer.close()
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.errors import UsageError
-from nanoserve.text.tool_calls import CallForm, ToolCallParser, call_form
+from nanoserve.text.answers.forms import REQUIRED_CALL, AnswerForm, AnswerParser, answer_form
+from nanoserve.text.answers.reader import Piece
 from tests.text.templates import CHATML, GLM, LLAMA_3, MISTRAL, QWEN
 
 NAMES = ("get_weather", "get_time", "add")
@@ -69,27 +70,40 @@ CASES: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 ]
 
 
-def read(parser: ToolCallParser, pieces: list[str]) -> Read:
+def pieces_of(form: AnswerForm, parts: list[str]) -> list[Piece]:
+    parser = AnswerParser(form, {}, {name: {} for name in NAMES})
+    pieces = list[Piece]()
+    for number, part in enumerate(parts, 1):
+        pieces += parser.push(part, ended=number == len(parts))
+    return pieces
+
+
+def raw(form: AnswerForm, parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
+    """The text of an answer that came in these parts, and its calls with the text of their arguments."""
     shown, calls = "", list[tuple[str, str]]()
-    for number, piece in enumerate(pieces, 1):
-        text, parts = parser.push(piece, ended=number == len(pieces))
-        shown += text
-        for part in parts:
-            if "id" in part:
-                assert (part["type"], len(part["id"])) == ("function", 9)
-                calls.append((part["function"]["name"], ""))
-            assert part["index"] == len(calls) - 1
-            calls[-1] = (calls[-1][0], calls[-1][1] + part["function"]["arguments"])
+    for kind, text in pieces_of(form, parts):
+        if kind == "call":
+            calls.append((text, ""))
+        elif kind == "arguments":
+            calls[-1] = (calls[-1][0], calls[-1][1] + text)
+        else:
+            assert kind == "answer"
+            shown += text
+    return shown, calls
+
+
+def read(form: AnswerForm, parts: list[str]) -> Read:
+    shown, calls = raw(form, parts)
     return shown, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 @pytest.mark.parametrize(("template", "answer", "text", "calls"), CASES)
 def test_each_family_cut_at_every_place(template: str, answer: str, text: str, calls: list[tuple[str, Any]]) -> None:
-    form = call_form(template)
-    assert read(ToolCallParser(form, NAMES), [answer]) == (text, calls)
-    assert read(ToolCallParser(form, NAMES), [*answer]) == (text, calls), "one character at a time"
+    form = answer_form(template)
+    assert read(form, [answer]) == (text, calls)
+    assert read(form, [*answer]) == (text, calls), "one character at a time"
     for cut in range(len(answer)):
-        assert read(ToolCallParser(form, NAMES), [answer[:cut], answer[cut:]]) == (text, calls), cut
+        assert read(form, [answer[:cut], answer[cut:]]) == (text, calls), cut
 
 
 PARTS = (
@@ -105,57 +119,29 @@ PARTS = (
         max_size=12,
     ),
     size=st.integers(1, 5),
-    parallel=st.booleans(),
 )
-def test_pieces_of_any_size_give_the_same(template: str, parts: list[str], size: int, *, parallel: bool) -> None:
-    answer, form = "".join(parts), call_form(template)
-
-    def raw(pieces: list[str]) -> tuple[str, list[str]]:
-        parser, shown, calls = ToolCallParser(form, NAMES, parallel=parallel), "", list[str]()
-        for number, piece in enumerate(pieces, 1):
-            text, new = parser.push(piece, ended=number == len(pieces))
-            shown += text
-            for part in new:
-                calls += [part["function"]["name"] + " "] if "id" in part else []
-                calls[-1] += part["function"]["arguments"]
-        return shown, calls
-
-    assert raw([answer]) == raw([answer[at : at + size] for at in range(0, len(answer), size)] or [""])
+def test_pieces_of_any_size_give_the_same(template: str, parts: list[str], size: int) -> None:
+    answer, form = "".join(parts), answer_form(template)
+    assert raw(form, [answer]) == raw(form, [answer[at : at + size] for at in range(0, len(answer), size)] or [""])
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA_3, MISTRAL, GLM])
 def test_a_demanded_call_is_json_alone(template: str) -> None:
-    form = call_form(template)
-    answer = f'{{"name": "get_weather", "{form.key}": {spelled(PARIS)}}}'
-    assert read(ToolCallParser(CallForm(), NAMES), [*answer]) == ("", [("get_weather", PARIS)])
+    answer = f'{{"name": "get_weather", "{answer_form(template).call_key}": {spelled(PARIS)}}}'
+    assert read(REQUIRED_CALL, [*answer]) == ("", [("get_weather", PARIS)])
 
 
 def test_arguments_arrive_as_they_are_written() -> None:
-    parser = ToolCallParser(call_form(QWEN), NAMES)
-    assert parser.push('Well. <tool_call>{"name": "add"') == ("Well.", [])
-    text, (part,) = parser.push(', "arguments": {"a": ')
-    assert (text, part["function"]) == ("", {"name": "add", "arguments": '{"a": '})
-    assert parser.push("1, ") == ("", [{"index": 0, "function": {"arguments": "1, "}}])
-    assert parser.push('"b": 2}}</tool') == ("", [{"index": 0, "function": {"arguments": '"b": 2}'}}])
-    assert parser.push("_call>", ended=True) == ("", [])
+    parser = AnswerParser(answer_form(QWEN), {}, {name: {} for name in NAMES})
+    assert parser.push('Well. <tool_call>{"name": "add"') == [("answer", "Well.")]
+    assert parser.push(', "arguments": {"a": ') == [("call", "add"), ("arguments", '{"a": ')]
+    assert parser.push("1, ") == [("arguments", "1, ")]
+    assert parser.push('"b": 2}}</tool') == [("arguments", '"b": 2}')]
+    assert parser.push("_call>", ended=True) == []
 
 
-def test_one_call_alone() -> None:
-    for answer in (HERMES + "\n" + HERMES, f'<tool_call>{{"arguments": {{}}, "name": "add"}}</tool_call>{HERMES}'):
-        text, calls = read(ToolCallParser(call_form(QWEN), NAMES, parallel=False), [*answer])
-        assert (text, len(calls)) == ("", 1)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (CHATML, "takes no tools"),
-        ("", "takes no tools"),
-        (QWEN + "<arg_key>", "<arg_key>"),
-        (QWEN + "<function=", "<function="),
-        (MISTRAL + "[ARGS]", r"\[ARGS\]"),
-    ],
-)
-def test_forms_that_are_not_read(template: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        call_form(template)
+@pytest.mark.parametrize("template", [CHATML, "", "{{ tools }}<|odd_call|>"])
+def test_templates_without_a_form_that_is_read(template: str) -> None:
+    with pytest.raises(UsageError, match="takes no tools") as caught:
+        answer_form(template).check_calls()
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,188 @@
+"""The form in which a model writes its answers, found from its chat template, and the parser of one answer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from nanoserve.errors import UsageError
+from nanoserve.text.answers.gemma_calls import GemmaCalls
+from nanoserve.text.answers.harmony import HarmonyAnswers
+from nanoserve.text.answers.json_calls import LineCalls, NamedCalls, ObjectCalls
+from nanoserve.text.answers.reader import AnswerReader, Marks, Piece, Steps, Tools
+from nanoserve.text.answers.reasoning import ReasoningTags, reasoning_tags
+from nanoserve.text.answers.tagged_calls import KeyValueCalls, ParameterCalls
+
+
+class CallForm(Protocol):
+    """How a family of models writes a tool call."""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The tags that may begin a call in a text."""
+
+    @property
+    def bare(self) -> bool:
+        """Whether an answer may begin with a call that has no tag."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The spellings that may be marker tokens."""
+
+    @property
+    def opening(self) -> str:
+        """The beginning of an answer that has to be a call; a JSON object with a name and arguments follows."""
+
+    @property
+    def key(self) -> str:
+        """The name of the arguments in that object."""
+
+    def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
+        """Read the call after a tag, or several. False, and nothing is read, if no call of a known tool follows."""
+
+
+class AnswerForm(Protocol):
+    """How a family of models writes an answer."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The spellings that may be marker tokens."""
+
+    @property
+    def call_opening(self) -> str:
+        """The beginning of an answer that has to be a call; a JSON object with a name and arguments follows."""
+
+    @property
+    def call_key(self) -> str:
+        """The name of the arguments in that object."""
+
+    def check_calls(self) -> None:
+        """Raise UsageError if the model shows no form of tool calls."""
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside it."""
+
+    def answer_opening(self, prompt: str) -> str:
+        """What has to follow a rendered prompt so that the answer begins without any reasoning."""
+
+    def read(self, answer: AnswerReader, tools: Tools, *, starts_inside: bool) -> Steps[None]:
+        """Read a whole answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedAnswers:
+    """Reasoning between tags, if there is any, then text with tool calls in it. Blanks around calls are dropped."""
+
+    reasoning: ReasoningTags | None
+    calls: CallForm | None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The spellings that may be marker tokens."""
+        return tuple(tag for part in (self.reasoning, self.calls) if part is not None for tag in part.markers)
+
+    @property
+    def call_opening(self) -> str:
+        """See `AnswerForm`."""
+        return "" if self.calls is None else self.calls.opening
+
+    @property
+    def call_key(self) -> str:
+        """See `AnswerForm`."""
+        return "" if self.calls is None else self.calls.key
+
+    def check_calls(self) -> None:
+        """See `AnswerForm`."""
+        if self.calls is None:
+            raise UsageError(
+                "the model's chat template takes no tools, or has calls in a form that nanoserve does not read: leave "
+                "tools out, or serve a model whose calls are read"
+            )
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """See `AnswerForm`."""
+        return self.reasoning is not None and self.reasoning.opens(prompt)
+
+    def answer_opening(self, prompt: str) -> str:
+        """See `AnswerForm`."""
+        return "" if self.reasoning is None else self.reasoning.answer_opening(prompt)
+
+    def read(self, answer: AnswerReader, tools: Tools, *, starts_inside: bool) -> Steps[None]:
+        """See `AnswerForm`."""
+        dropped: tuple[str, ...] = ()
+        if self.reasoning is not None:
+            dropped = yield from self.reasoning.read(answer, starts_inside=starts_inside)
+        calls = self.calls if tools else None
+        if calls is not None and calls.bare:
+            yield from calls.read(answer, "", tools)
+        starts = [] if calls is None else [answer.tag(start) for start in calls.starts]
+        thoughts = [] if self.reasoning is None else filter(answer.is_token, self.reasoning.openings)
+        openings = [answer.tag(opening) for opening in thoughts]
+        write = partial(answer.write, "answer")
+        while tag := (yield from answer.copy_until(write, *starts, *openings, *dropped)):
+            if tag in dropped:
+                answer.drop(tag)
+            elif self.reasoning is not None and tag in openings:
+                answer.drop(tag)
+                yield from self.reasoning.read_inside(answer)
+            elif calls is None or not (yield from calls.read(answer, tag, tools)):
+                answer.show(tag)
+
+
+_HARMONY = ("<|channel|>", "<|message|>")
+_LLAMA = ObjectCalls(starts=("<|python_tag|>",), key="parameters", bare=True)
+_CALLS: dict[str, CallForm] = {
+    "<arg_key>": KeyValueCalls(),
+    "<function=": ParameterCalls(),
+    "[ARGS]": NamedCalls(),
+    "<|tool_call>": GemmaCalls(),
+    "<|tool_call|>": ObjectCalls(starts=("<|tool_call|>",), end="<|/tool_call|>", opening="<|tool_call|>["),
+    "<tool_call>": ObjectCalls(starts=("<tool_call>",), opening="<tool_call>\n"),
+    "[TOOL_CALLS]": ObjectCalls(starts=("[TOOL_CALLS]",), opening="[TOOL_CALLS] ["),
+    "<|python_tag|>": _LLAMA,
+    '"parameters": ': _LLAMA,
+    "<|observation|>": LineCalls(),
+}
+"""The forms of calls by what a chat template spells: GLM-4.5, Qwen3-Coder, Mistral since 2025, Gemma 4, Granite 3,
+Hermes, Qwen and Granite 4, Mistral, Llama 3, and GLM-4. The first one counts."""
+
+REQUIRED_CALL = TaggedAnswers(None, ObjectCalls(bare=True))
+"""The form of an answer that a grammar makes a call: a JSON object alone."""
+PLAIN = TaggedAnswers(None, None)
+"""The form of an answer that a grammar makes JSON: it holds neither reasoning nor calls."""
+
+
+def answer_form(template: str) -> AnswerForm:
+    """The form of answers that a chat template shows."""
+    if all(sign in template for sign in _HARMONY):
+        return HarmonyAnswers()
+    calls = None
+    if "tools" in template:
+        calls = next((form for sign, form in _CALLS.items() if sign in template), None)
+    return TaggedAnswers(reasoning_tags(template), calls)
+
+
+class AnswerParser:
+    """Takes one answer as it arrives, and tells its reasoning, its text and its tool calls apart.
+
+    A call counts if its tool is one of `tools`; anything else is text. All pieces joined do not depend on how the
+    answer was cut.
+    """
+
+    def __init__(
+        self,
+        form: AnswerForm,
+        markers: Mapping[int, str],
+        tools: Tools | None = None,
+        *,
+        starts_inside: bool = False,
+    ) -> None:
+        """`markers`: the spellings of the form's marker tokens, by id. `starts_inside`: see `opens_reasoning`."""
+        self._reader = AnswerReader(markers)
+        self._steps = form.read(self._reader, tools or {}, starts_inside=starts_inside)
+
+    def push(self, text: str, marks: Marks = (), *, ended: bool = False) -> list[Piece]:
+        """The pieces that are certain now; with `ended` the rest too. `marks` are the marker tokens in the text."""
+        self._reader.feed(text, marks, ended=ended)
+        next(self._steps, None)
+        return self._reader.take_pieces()

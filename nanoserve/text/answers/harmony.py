@@ -1,0 +1,89 @@
+"""Harmony, the form of gpt-oss: an answer is a row of messages, each with a header that says where it goes.
+
+``<|channel|>analysis<|message|>`` begins reasoning and ``<|channel|>final<|message|>`` the answer;
+``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>`` begins a tool call. ``<|end|>`` ends a message,
+and ``<|start|>assistant`` begins another one. The first of them begins in the prompt.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+from nanoserve.text.answers.reader import AnswerReader, Part, Steps, Tools, untouched
+
+_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_RECIPIENT = re.compile(r"\bto=functions\.([\w-]+)")
+_BETWEEN_MESSAGES = "\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class HarmonyAnswers:
+    """Answers in Harmony, with reasoning and calls."""
+
+    markers: ClassVar[tuple[str, ...]] = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
+    call_opening: ClassVar[str] = ""
+    call_key: ClassVar[str] = "arguments"
+
+    def check_calls(self) -> None:
+        """Do nothing: every model that writes Harmony writes calls."""
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside it."""
+        return prompt.endswith(f"{_CHANNEL}analysis{_MESSAGE}")
+
+    def answer_opening(self, prompt: str) -> str:
+        """What has to follow a rendered prompt so that the answer begins without any reasoning."""
+        begun = f"{_ENDS[0]}{_START}assistant" if prompt.endswith(_MESSAGE) else ""
+        return f"{begun}{_CHANNEL}final{_MESSAGE}"
+
+    def read(self, answer: AnswerReader, tools: Tools, *, starts_inside: bool) -> Steps[None]:
+        """Read the messages of an answer."""
+        parts = set[Part]()
+        if starts_inside:
+            parts.add("thinking")
+            yield from self._body(answer, "thinking")
+        while (yield from answer.peek()):
+            yield from self._message(answer, tools, parts)
+
+    def _message(self, answer: AnswerReader, tools: Tools, parts: set[Part]) -> Steps[None]:
+        """Read a header and the message after it. Text where a header should be is the answer's."""
+        if (yield from answer.comes_next(*map(answer.tag, _ENDS))):
+            return
+        begun = yield from answer.comes_next(*map(answer.tag, (_START, _CHANNEL)), "to=")
+        if not begun:
+            yield from self._next_of("answer", answer, parts)
+            return
+        header: list[str] = [begun]
+        tags = [answer.tag(tag) for tag in (_MESSAGE, *_ENDS)]
+        found = yield from answer.copy_until(header.append, *tags)
+        if not found:
+            return
+        answer.drop(found)
+        if found != tags[0]:
+            return
+        head = "".join(header)
+        call = _RECIPIENT.search(head)
+        if call and call[1] in tools:
+            answer.write("call", call[1])
+            yield from self._body(answer, "arguments")
+        elif f"{answer.tag(_CHANNEL)}analysis" in head:
+            yield from self._next_of("thinking", answer, parts)
+        else:
+            yield from self._next_of("answer", answer, parts)
+
+    def _next_of(self, part: Part, answer: AnswerReader, parts: set[Part]) -> Steps[None]:
+        """Read a message of a part that may have had messages before."""
+        if part in parts:
+            answer.write(part, _BETWEEN_MESSAGES)
+        parts.add(part)
+        yield from self._body(answer, part)
+
+    def _body(self, answer: AnswerReader, part: Part) -> Steps[None]:
+        """Read a message up to its end, or up to the header of another one that nothing separates."""
+        ends = [answer.tag(tag) for tag in _ENDS]
+        others = [answer.tag(tag) for tag in (_START, _CHANNEL)]
+        found = yield from answer.copy_until(partial(answer.write, part), *ends, *others, trim=untouched)
+        if found in ends:
+            answer.drop(found)

@@ -1,0 +1,177 @@
+"""What has arrived of an answer and is not read yet, and the pieces that are read from it.
+
+A form of answers reads with generators. They yield wherever they need text that has not arrived, so that a form is
+written as if the whole answer were there, and hands on each piece as soon as it is certain.
+"""
+
+import re
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Literal, TypeVar
+
+Part = Literal["thinking", "answer", "call", "arguments"]
+Piece = tuple[Part, str]
+"""A part of an answer and new text of it. A call begins with its tool's name; what follows of it is JSON."""
+Marks = Collection[tuple[int, int]]
+"""Places in a text at which a marker token stands, each with the token's id, in order."""
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+Tools = Mapping[str, Mapping[str, object]]
+"""The JSON schemas of the arguments of the tools that may be called, by name."""
+
+_Name = tuple[str, str]
+
+# A marker token is one lone surrogate in the text that is held: no decoded text contains one.
+_FIRST_SIGN = 0xD800
+_SIGN = re.compile("[\ud800-\udfff]")
+
+
+def length_of_partial_tag(text: str, tag: str) -> int:
+    """Number of characters at the end of `text` that may begin a tag."""
+    longest = min(len(text), len(tag) - 1)
+    return next((length for length in range(longest, 0, -1) if tag.startswith(text[-length:])), 0)
+
+
+def ignore(_: str) -> None:
+    """Drop text that belongs to no part of the answer."""
+
+
+def untouched(text: str) -> str:
+    """The text itself: nothing is dropped before a tag."""
+    return text
+
+
+class AnswerReader:
+    """Text that is held until it is certain what it belongs to. Marker tokens are told apart from text that spells
+    them; a marker token that no form expects where it stands is dropped."""
+
+    def __init__(self, markers: Mapping[int, str]) -> None:
+        """`markers`: the spellings of the marker tokens, by id. Tags that are no such token are looked for in text."""
+        self._signs = {token: chr(_FIRST_SIGN + place) for place, token in enumerate(markers)}
+        self._markers = markers
+        self._pieces: list[Piece] = []
+        self.held = ""
+        self.ended = False
+
+    def tag(self, spelling: str) -> str:
+        """A tag as it stands in the held text: its marker tokens, if it has some, are one character each."""
+        for token, sign in self._signs.items():
+            spelling = spelling.replace(self._markers[token], sign)
+        return spelling
+
+    def is_token(self, spelling: str) -> bool:
+        """Whether a tag begins with a marker token, so that no text can be taken for it."""
+        return _SIGN.match(self.tag(spelling)) is not None
+
+    def feed(self, text: str, marks: Marks, *, ended: bool) -> None:
+        """Hold what has arrived; `ended` if nothing follows."""
+        done = 0
+        for place, token in marks:
+            self.held += text[done:place] + self._signs[token]
+            done = place
+        self.held += text[done:]
+        self.ended = ended
+
+    def write(self, part: Part, text: str) -> None:
+        """Add text to the pieces; a call is a piece of its own."""
+        text = _SIGN.sub("", text)
+        if not text:
+            return
+        if part != "call" and self._pieces and self._pieces[-1][0] == part:
+            text = self._pieces.pop()[1] + text
+        self._pieces.append((part, text))
+
+    def take_pieces(self) -> list[Piece]:
+        """The pieces since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def take(self, length: int) -> str:
+        """The first characters that are held; they are read then."""
+        taken, self.held = self.held[:length], self.held[length:]
+        return taken
+
+    def skip_blanks(self) -> Steps[None]:
+        """Drop blanks until something else arrives, or the end."""
+        while not self._without_blanks() and not self.ended:
+            yield
+
+    def peek(self) -> Steps[str]:
+        """The first character that is no blank; an empty text at the end. Blanks before it are dropped."""
+        yield from self.skip_blanks()
+        return self.held[:1]
+
+    def _without_blanks(self) -> str:
+        self.held = self.held.lstrip()
+        return self.held
+
+    def comes_next(self, *tags: str) -> Steps[str]:
+        """The tag that comes next, after blanks; it and the blanks are read. An empty text if none of them does, and
+        then nothing is read."""
+        while True:
+            start = self.held.lstrip()
+            for tag in tags:
+                if start.startswith(tag):
+                    self.held = start[len(tag) :]
+                    return tag
+            if self.ended or not any(tag.startswith(start) for tag in tags):
+                return ""
+            yield
+
+    def copy_until(
+        self,
+        write: Callable[[str], object],
+        *tags: str,
+        trim: Callable[[str], str] = str.rstrip,
+        keep_partial_tag: bool = True,
+    ) -> Steps[str]:
+        """Pass text on until one of the tags, and return it; an empty text at the end of the answer.
+
+        `trim` drops what does not count before a tag, such as blanks. It stays held, with the tag: see `drop`. The
+        beginning of a tag at the end of the answer is text, unless `keep_partial_tag` is false.
+        """
+        while True:
+            found = [(place, -len(tag), tag) for tag in tags if (place := self.held.find(tag)) >= 0]
+            if found:
+                place, _, tag = min(found)
+                write(self.take(len(trim(self.held[:place]))))
+                return tag
+            if not tags or (self.ended and keep_partial_tag):
+                write(self.take(len(self.held)))
+            undecided = max((length_of_partial_tag(self.held, tag) for tag in tags), default=0)
+            write(self.take(len(trim(self.held[: len(self.held) - undecided]))))
+            if self.ended:
+                self.held = ""
+                return ""
+            yield
+
+    def drop(self, tag: str) -> None:
+        """Drop the tag that `copy_until` found, and what it held back before it."""
+        self.take(self.held.index(tag) + len(tag))
+
+    def after(self, tag: str) -> str:
+        """What is held after the tag that `copy_until` found."""
+        return self.held[self.held.index(tag) + len(tag) :]
+
+    def show(self, tag: str) -> None:
+        """Pass on the tag that `copy_until` found as ordinary text, with what it held back before it."""
+        self.write("answer", self.take(self.held.index(tag) + len(tag)))
+
+    def name_after(self, tag: str, names: Collection[str], *, ends: Sequence[str], before: str = "") -> Steps[_Name]:
+        """The one of the names that stands after the tag that `copy_until` found, and the one of the ends that follows
+        it. Both are read. If anything else stands there, both are empty, and nothing is read."""
+        while True:
+            body, undecided = self.after(tag).lstrip(), False
+            for name in names:
+                start = before + name
+                if not body.startswith(start):
+                    undecided = undecided or start.startswith(body)
+                    continue
+                rest = body[len(start) :].lstrip()
+                for end in ends:
+                    if rest.startswith(end):
+                        self.held = rest[len(end) :]
+                        return name, end
+                    undecided = undecided or end.startswith(rest)
+            if self.ended or not undecided:
+                return "", ""
+            yield

@@ -1,0 +1,54 @@
+"""What a chat template takes beside the messages: a switch for reasoning, and the reasoning of earlier answers."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_BLOCK = re.compile(r"\{%.*?%\}|\{\{.*?\}\}", re.DOTALL)
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingSwitch:
+    """The arguments of a chat template with which a model reasons, and without which it does not."""
+
+    on: Mapping[str, Any]
+    off: Mapping[str, Any]
+
+
+def thinking_switch(template: str) -> ThinkingSwitch | None:
+    """The switch for reasoning that a chat template has, found from the variables that it reads.
+
+    A model whose reasoning has only degrees is told the lowest one.
+    """
+    variables = _variables(template)
+    for name in ("enable_thinking", "thinking"):
+        if name in variables:
+            return ThinkingSwitch({name: True}, {name: False})
+    if "reasoning_effort" in variables:
+        has_none = "'none'" in template or '"none"' in template
+        return ThinkingSwitch({}, {"reasoning_effort": "none" if has_none else "low"})
+    return None
+
+
+def _variables(template: str) -> set[str]:
+    """The names that a template uses, without those of attributes and what stands in quotes."""
+    return {name for block in _BLOCK.findall(template) for name in _NAME.findall(_QUOTED.sub("''", block))}
+
+
+def with_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """A message with its reasoning where a chat template looks for it: in `reasoning_content`, in `thinking`, or in a
+    chunk of the content."""
+    reasoning = message.get("reasoning_content")
+    if not reasoning or message["role"] != "assistant" or "reasoning_content" in template:
+        return message
+    moved = {name: value for name, value in message.items() if name != "reasoning_content"}
+    content = message["content"]
+    if ".thinking" in template and not (content and message.get("tool_calls")):
+        moved["thinking"] = reasoning  # gpt-oss's template refuses it beside text in a message with calls
+    elif "['thinking']" in template:
+        text = [{"type": "text", "text": content}] if content else []
+        moved["content"] = [{"type": "thinking", "thinking": reasoning}, *text]
+    return moved

@@ -1,0 +1,132 @@
+"""Tool calls that are written between tags, argument by argument: of Qwen3-Coder and GLM-4.5.
+
+Their values have no quotes, so the schema of the tool says what they are. They are passed on as JSON.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from nanoserve.text.answers.reader import AnswerReader, Steps, Tools, ignore, untouched
+from nanoserve.text.answers.values import escaped, types_of, value_as_json
+
+
+class _Arguments:
+    """Writes the arguments of one call as a JSON object, piece by piece."""
+
+    def __init__(self, answer: AnswerReader, schema: object) -> None:
+        self._answer, self._schema = answer, schema
+        self._next = "{"
+
+    def value(self, key: str, closing: str, trim: Callable[[str], str]) -> Steps[bool]:
+        """Read an argument's value and its closing tag. False if the answer ends before the tag."""
+        answer = self._answer
+        answer.write("arguments", f'{self._next}"{escaped(key)}": ')
+        self._next = ", "
+        types = types_of(self._schema, key)
+        if types == {"string"}:
+            answer.write("arguments", '"')
+            found = yield from answer.copy_until(self._write_string, closing, trim=trim, keep_partial_tag=False)
+        else:
+            texts: list[str] = []
+            found = yield from answer.copy_until(texts.append, closing, trim=trim)
+        if not found:
+            return False
+        answer.write("arguments", '"' if types == {"string"} else value_as_json("".join(texts), types))
+        answer.drop(closing)
+        return True
+
+    def _write_string(self, text: str) -> None:
+        self._answer.write("arguments", escaped(text))
+
+    def end(self) -> None:
+        """Close the object."""
+        self._answer.write("arguments", "{}" if self._next == "{" else "}")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCalls:
+    """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``; a line break belongs to
+    each tag. Some models leave the outer tag out."""
+
+    starts: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    opening: ClassVar[str] = ""
+    key: ClassVar[str] = "arguments"
+    bare: ClassVar[bool] = False
+
+    def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
+        """Read a call as `ObjectCalls` does."""
+        before = "" if tag == "<function=" else "<function="
+        name, _ = yield from answer.name_after(tag, tools, ends=(">",), before=before)
+        if not name:
+            return False
+        answer.write("call", name)
+        arguments = _Arguments(answer, tools[name])
+        closing = answer.tag("</tool_call>")
+        while (found := (yield from answer.copy_until(ignore, "<parameter=", "</function>", closing))) == "<parameter=":
+            answer.drop(found)
+            keys: list[str] = []
+            if not (yield from answer.copy_until(keys.append, ">")):
+                return True
+            answer.drop(">")
+            yield from self._skip_line_break(answer)
+            if not (yield from arguments.value("".join(keys), "</parameter>", _without_line_break)):
+                return True
+        if found:
+            answer.drop(found)
+            arguments.end()
+            yield from answer.comes_next(closing)
+            yield from answer.skip_blanks()
+        return True
+
+    def _skip_line_break(self, answer: AnswerReader) -> Steps[None]:
+        while not answer.held and not answer.ended:
+            yield
+        answer.held = answer.held.removeprefix("\n")
+
+
+def _without_line_break(text: str) -> str:
+    return text.removesuffix("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValueCalls:
+    """``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``, in lines or in one."""
+
+    starts: ClassVar[tuple[str, ...]] = ("<tool_call>",)
+    markers: ClassVar[tuple[str, ...]] = (
+        *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"),
+        *("<arg_value>", "</arg_value>"),
+    )
+    opening: ClassVar[str] = ""
+    key: ClassVar[str] = "arguments"
+    bare: ClassVar[bool] = False
+
+    def read(self, answer: AnswerReader, tag: str, tools: Tools) -> Steps[bool]:
+        """Read a call as `ObjectCalls` does."""
+        key_opening, key_closing = answer.tag("<arg_key>"), answer.tag("</arg_key>")
+        value_opening, value_closing = answer.tag("<arg_value>"), answer.tag("</arg_value>")
+        closing = answer.tag("</tool_call>")
+        name, found = yield from answer.name_after(tag, tools, ends=(key_opening, closing))
+        if not name:
+            return False
+        answer.write("call", name)
+        arguments = _Arguments(answer, tools[name])
+        while found == key_opening:
+            keys: list[str] = []
+            if not (yield from answer.copy_until(keys.append, key_closing)):
+                return True
+            answer.drop(key_closing)
+            if not (yield from answer.copy_until(ignore, value_opening)):
+                return True
+            answer.drop(value_opening)
+            if not (yield from arguments.value("".join(keys).strip(), value_closing, untouched)):
+                return True
+            found = yield from answer.copy_until(ignore, key_opening, closing)
+            if found:
+                answer.drop(found)
+        if found:
+            arguments.end()
+            yield from answer.skip_blanks()
+        return True

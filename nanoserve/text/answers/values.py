@@ -1,0 +1,91 @@
+"""Values of arguments that a model writes without JSON's quotes, made into JSON by the schema of the tool."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_KINDS = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    type(None): "null",
+    dict: "object",
+    list: "array",
+}
+"""JSON schema's words for the types of JSON values in Python."""
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_ANY = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
+
+
+def escaped(text: str) -> str:
+    """Text as it stands within the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def value_as_json(text: str, types: frozenset[str]) -> str:
+    """The JSON of a value of one of these types that was written as text.
+
+    It is what the text says as JSON, or in Python's words, if one of the types allows that. Else it is a string, unless
+    only the types stand against what the text says.
+    """
+    literal = text.strip()
+    literal = _PYTHON_WORDS.get(literal, literal)
+    kind = _kind_of(literal)
+    is_allowed = kind in types or (kind == "integer" and "number" in types)
+    if kind is None or ("string" in types and (kind == "string" or not is_allowed)):
+        return json.dumps(text, ensure_ascii=False)
+    return literal
+
+
+def _kind_of(literal: str) -> str | None:
+    """JSON schema's word for the type of a JSON text; None for text that is no JSON."""
+    try:
+        value = json.loads(literal, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return _KINDS[type(value)]
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)  # NaN and the infinities, which are not JSON
+
+
+def types_of(schema: Any, name: str) -> frozenset[str]:
+    """The types that a tool's JSON schema allows for one argument; all of them if it does not say."""
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping) or name not in properties:
+        return _ANY
+    return _allowed(properties[name], schema, set())
+
+
+def _allowed(schema: Any, root: Mapping[str, Any], met: set[str]) -> frozenset[str]:
+    """The types that part of a schema allows. A reference counts where it is `met` first: schemas may have cycles."""
+    allowed = _ANY
+    if not isinstance(schema, Mapping):
+        return allowed
+    if isinstance(declared := schema.get("type"), str):
+        allowed &= {declared}
+    elif isinstance(declared, list):
+        allowed &= {kind for kind in declared if isinstance(kind, str)}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        allowed &= {kind for value in values if (kind := _kind_of(json.dumps(value))) is not None}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference not in met:
+        met.add(reference)
+        allowed &= _allowed(_referred(reference, root), root, met)
+    for word in ("anyOf", "oneOf"):
+        if isinstance(options := schema.get(word), list):
+            allowed &= frozenset[str]().union(*(_allowed(option, root, met) for option in options))
+    if isinstance(parts := schema.get("allOf"), list):
+        for part in parts:
+            allowed &= _allowed(part, root, met)
+    return allowed
+
+
+def _referred(reference: str, root: Any) -> Any:
+    """The part of the schema that a reference such as "#/$defs/City" names, or None."""
+    for step in reference.removeprefix("#").split("/")[1:]:
+        root = root.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root
