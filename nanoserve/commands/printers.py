@@ -83,17 +83,29 @@ class _LineSplitter(BlockSplitter):
         return [Block(_TEXT, line) for line in lines]
 
 
+class _ThoughtSplitter(BlockSplitter):
+    """Reasoning under its heading, of which one line stays when it has ended."""
+
+    def push(self, text: str) -> list[Block]:
+        self.pending = (self.pending or "Thinking…\n") + text
+        return []
+
+    def cut(self, *, ended: bool = False) -> list[Block]:
+        words, self.pending = self.pending.split()[1:], ""
+        return [Block(_TEXT, f"Thought: {len(words)} {'word' if len(words) == 1 else 'words'}")]
+
+
 class AnswerPrinter:
     """Shows one answer: raw where nobody watches, else in whole words, and rendered if it is markdown.
 
-    The reasoning goes to another terminal or the same; None hides it.
+    The reasoning goes to another terminal or the same, and is folded when it ends; None hides it.
     """
 
     def __init__(self, answers: Console, thoughts: Console | None = None, *, markdown: bool = False) -> None:
         self._file, self._markdown = answers.file, markdown
         splitter = BlockSplitter() if markdown else _LineSplitter()
         self._answer = _Redrawn(answers, splitter) if markdown or is_terminal(answers.file) else None
-        self._thoughts = None if thoughts is None else _Redrawn(thoughts, _LineSplitter(), style="dim")
+        self._thoughts = None if thoughts is None else _Redrawn(thoughts, _ThoughtSplitter(), style="dim")
         self._last = "\n"
 
     def thinking(self, text: str) -> None:

@@ -209,9 +209,19 @@ def test_reasoning_stands_apart() -> None:
     printer, _, screen = printer_on(40, 10)
     printer.thinking("hm **hm")
     printer.thinking("**")
+    assert screen.text == "Thinking…\nhm **hm**"
     printer.answer("**yes**")
     printer.finish()
-    assert screen.text == "hm **hm**\n\nyes"
+    assert screen.text == "Thought: 2 words\n\nyes"
+
+
+def test_reasoning_longer_than_the_window_is_folded_to_one_line() -> None:
+    printer, _, screen = printer_on(20, 6)
+    for number in range(40):
+        printer.thinking(f"line {number}\n" if number % 7 else "a line that is longer than the window is wide\n")
+    assert len(screen.lines) <= 6, "nothing has gone where it could not be erased"
+    printer.finish()
+    assert screen.text == f"Thought: {34 * 2 + 6 * 10} words"
 
 
 def test_escape_sequences_do_not_reach_a_terminal() -> None:
