@@ -322,6 +322,37 @@ def test_granite_as_it_is_published(tmp_path: Path, template: str, text: str, ex
     tokenizer.close()
 
 
+FUNCTIONARY = "{{ tools }}<|start_header_id|><function=example_function_name>{}</function>{{ messages[0].content }}"
+COHERE = "{{ tools }}<|START_THINKING|><|END_THINKING|><|START_ACTION|><|END_ACTION|>{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "expected"),
+    [
+        (
+            FUNCTIONARY,
+            '<function=get_weather>{"city": "a } b"}</function><function=get_time>{}</function>',
+            ("", "", [("get_weather", {"city": "a } b"}), ("get_time", {})]),
+        ),
+        (
+            COHERE,
+            "<|START_THINKING|>hm<|END_THINKING|><|START_ACTION|>[\n"
+            '{"tool_call_id": "0", "tool_name": "get_weather", '
+            '"parameters": {"city": "Rome"}},\n    {"tool_call_id": "1", "tool_name": "get_time", "parameters": {}}\n]'
+            "<|END_ACTION|>",
+            ("hm", "", [("get_weather", {"city": "Rome"}), ("get_time", {})]),
+        ),
+    ],
+)
+def test_other_published_forms(tmp_path: Path, template: str, text: str, expected: Parsed) -> None:
+    control = ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>")
+    tokenizer = load_family(tmp_path, Family(template, control))
+    answer = Answer(spelled(tokenizer, "Hi"), spelled(tokenizer, text))
+    assert parsed(pieces_of(tokenizer, answer)) == expected
+    assert parsed(pieces_of(tokenizer, answer, range(len(answer.tokens)))) == expected
+    tokenizer.close()
+
+
 @pytest.mark.parametrize(
     ("template", "on", "off"),
     [

@@ -137,6 +137,7 @@ _CALLS: dict[str, CallForm] = {
     "[ARGS]": NamedCalls(),
     "<|tool_call>": GemmaCalls(),
     "<|tool_call|>": ObjectCalls(starts=("<|tool_call|>",), end="<|/tool_call|>", opening="<|tool_call|>["),
+    "<|START_ACTION|>": ObjectCalls(starts=("<|START_ACTION|>",), end="<|END_ACTION|>", key="parameters"),
     "<tool_call>": ObjectCalls(starts=("<tool_call>",), opening="<tool_call>\n"),
     "[TOOL_CALLS]": ObjectCalls(starts=("[TOOL_CALLS]",), opening="[TOOL_CALLS] ["),
     "<|python_tag|>": _LLAMA,
@@ -144,7 +145,7 @@ _CALLS: dict[str, CallForm] = {
     "<|observation|>": LineCalls(),
 }
 """The forms of calls by what a chat template spells: GLM-4.5, Qwen3-Coder, Mistral since 2025, Gemma 4, Granite 3,
-Hermes, Qwen and Granite 4, Mistral, Llama 3, and GLM-4. The first one counts."""
+Cohere, Hermes, Qwen and Granite 4, Mistral, Llama 3, and GLM-4. The first one counts."""
 
 REQUIRED_CALL = TaggedAnswers(None, ObjectCalls(bare=True))
 """The form of an answer that a grammar makes a call: a JSON object alone."""

@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are written as JSON: of Hermes and Qwen, Llama 3, Mistral, Granite, and GLM-4.
+"""Tool calls whose arguments are written as JSON: of Hermes and Qwen, Llama 3, Mistral, Granite, Cohere and GLM-4.
 
 The arguments are passed on as the model writes them.
 """
@@ -16,7 +16,7 @@ _NAME_FIRST = re.compile(r'\{\s*"name"\s*:\s*"([\w-]+)"\s*,\s*"(?:arguments|para
 _NAME_IN_LINE = re.compile(r"([\w-]+)[ \t]*\n\s*(?=\{)")
 
 
-class _Braces:
+class Braces:
     """Counts the JSON objects that are open, in text that arrives in pieces."""
 
     def __init__(self, text: str = "") -> None:
@@ -81,7 +81,7 @@ class ObjectCalls:
         while head is not None:
             answer.write("call", head.name)
             answer.write("arguments", head.arguments)
-            braces = _Braces(head.text)
+            braces = Braces(head.text)
             if not head.arguments:
                 yield from braces.copy(answer, left=1)
                 yield from braces.copy(answer, left=0, shown=False)  # such as Mistral's id
@@ -103,7 +103,8 @@ class ObjectCalls:
                 with suppress(ValueError, RecursionError):
                     call, end = json.JSONDecoder().raw_decode(body)
                     arguments = json.dumps(call.get("arguments", call.get("parameters")), ensure_ascii=False)
-                    head, undecided = _Head(str(call.get("name")), body[:end], arguments), False
+                    name = call.get("name", call.get("tool_name"))
+                    head, undecided = _Head(str(name), body[:end], arguments), False
             if head is not None and head.name in tools and head.arguments[:1] in ("", "{"):
                 answer.held = body[end:]
                 return head
@@ -137,7 +138,7 @@ class LineCalls:
         while (name := (yield from self._name(answer, tools))) is not None:
             called = True
             answer.write("call", name)
-            yield from _Braces().copy(answer, left=0)
+            yield from Braces().copy(answer, left=0)
             yield from answer.skip_blanks()
         return called
 
@@ -173,6 +174,6 @@ class NamedCalls:
         if end == identified and (yield from answer.copy_until(ignore, arguments)):
             answer.drop(arguments)
         if (yield from answer.peek()) == "{":
-            yield from _Braces().copy(answer, left=0)
+            yield from Braces().copy(answer, left=0)
             yield from answer.skip_blanks()
         return True

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from nanoserve.text.answers.json_calls import Braces
 from nanoserve.text.answers.reader import AnswerReader, Steps, Tools, ignore, untouched
 from nanoserve.text.answers.values import escaped, types_of, value_as_json
 
@@ -47,7 +48,7 @@ class _Arguments:
 @dataclass(frozen=True, slots=True)
 class ParameterCalls:
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``; a line break belongs to
-    each tag. Some models leave the outer tag out."""
+    each tag. Some models leave the outer tag out, and some write all arguments as one JSON object."""
 
     starts: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
@@ -62,23 +63,31 @@ class ParameterCalls:
         if not name:
             return False
         answer.write("call", name)
-        arguments = _Arguments(answer, tools[name])
         closing = answer.tag("</tool_call>")
-        while (found := (yield from answer.copy_until(ignore, "<parameter=", "</function>", closing))) == "<parameter=":
+        if (yield from answer.peek()) == "{":
+            yield from Braces().copy(answer, left=0)
+            yield from answer.comes_next("</function>")
+        else:
+            yield from self._parameters(answer, tools[name], closing)
+        yield from answer.comes_next(closing)
+        yield from answer.skip_blanks()
+        return True
+
+    def _parameters(self, answer: AnswerReader, schema: object, closing: str) -> Steps[None]:
+        """Read all parameters, and the end of the function. Nothing is left of the answer if it ends before."""
+        arguments = _Arguments(answer, schema)
+        while found := (yield from answer.copy_until(ignore, "<parameter=", "</function>", closing)):
             answer.drop(found)
+            if found != "<parameter=":
+                arguments.end()
+                return
             keys: list[str] = []
             if not (yield from answer.copy_until(keys.append, ">")):
-                return True
+                return
             answer.drop(">")
             yield from self._skip_line_break(answer)
             if not (yield from arguments.value("".join(keys), "</parameter>", _without_line_break)):
-                return True
-        if found:
-            answer.drop(found)
-            arguments.end()
-            yield from answer.comes_next(closing)
-            yield from answer.skip_blanks()
-        return True
+                return
 
     def _skip_line_break(self, answer: AnswerReader) -> Steps[None]:
         while not answer.held and not answer.ended:
