@@ -27,8 +27,12 @@ _SIGN = re.compile("[\ud800-\udfff]")
 
 def length_of_partial_tag(text: str, tag: str) -> int:
     """Number of characters at the end of `text` that may begin a tag."""
-    longest = min(len(text), len(tag) - 1)
-    return next((length for length in range(longest, 0, -1) if tag.startswith(text[-length:])), 0)
+    place = text.find(tag[0], max(0, len(text) - len(tag) + 1))
+    while place >= 0:
+        if tag.startswith(text[place:]):
+            return len(text) - place
+        place = text.find(tag[0], place + 1)
+    return 0
 
 
 def ignore(_: str) -> None:
@@ -137,8 +141,9 @@ class AnswerReader:
                 return tag
             if not tags or (self.ended and keep_partial_tag):
                 write(self.take(len(self.held)))
-            undecided = max((length_of_partial_tag(self.held, tag) for tag in tags), default=0)
-            write(self.take(len(trim(self.held[: len(self.held) - undecided]))))
+            else:
+                undecided = max(length_of_partial_tag(self.held, tag) for tag in tags)
+                write(self.take(len(trim(self.held[: len(self.held) - undecided]))))
             if self.ended:
                 self.held = ""
                 return ""
