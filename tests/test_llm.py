@@ -52,6 +52,13 @@ def test_a_stream_adds_up_to_what_generate_gives(storyteller: LLM) -> None:
         assert logprob.token == token and logprob.logprob <= logprob.top[0][1] <= 0 and len(logprob.top) == 2
 
 
+def test_arguments_of_the_chat_template_reach_it(storyteller: LLM) -> None:
+    told = list(storyteller.stream(STORY, GREEDY, template_arguments={"enable_thinking": False}))
+    assert told[-1].finished and told[-1].outputs[0].marks == ()
+    with pytest.raises(UsageError, match="'messages' is set by nanoserve"):
+        storyteller.stream(STORY, GREEDY, template_arguments={"messages": "x"})
+
+
 def test_a_seed_gives_the_same_story_in_any_company(storyteller: LLM) -> None:
     params = SamplingParams(temperature=0.9, seed=11, n=2, max_tokens=25)
     alone = storyteller.chat(STORY, params)[0]

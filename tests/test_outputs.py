@@ -1,8 +1,9 @@
 """Tokens to text: stop strings over several tokens, end tokens, deltas that add up to the whole."""
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 
-from nanoserve.outputs import RequestTracker
+from nanoserve.outputs import RequestTracker, TokenDecoder
 from nanoserve.request import (
     FinishReason,
     Request,
@@ -19,7 +20,7 @@ class _Letters:
     """Token 0 is a special end token; token k reads as the k-th letter."""
 
     special_ids = frozenset({0})
-    markers = ()
+    markers: Collection[int] = ()
     vocab_size = 27
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool = True) -> str:
@@ -29,6 +30,9 @@ class _Letters:
         return False
 
 
+_LETTERS = _Letters()
+
+
 def _ids(text: str) -> tuple[int, ...]:
     return tuple(ord(letter) - ord("a") + 1 for letter in text)
 
@@ -36,9 +40,9 @@ def _ids(text: str) -> tuple[int, ...]:
 class _Life:
     """A request with one sample whose tokens are fed by hand."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, tokenizer: TokenDecoder = _LETTERS) -> None:
         self.request = Request("r", _ids("prompt"), params, seed=0, end_tokens=(0,))
-        self.tracker = RequestTracker(self.request, _Letters(), prompt="prompt")
+        self.tracker = RequestTracker(self.request, tokenizer, prompt="prompt")
         self.now = 0.0
         self.sequence = Sequence(0, self.request, 0, list(self.request.prompt), status=Status.DECODE)
 
@@ -123,3 +127,36 @@ def test_the_pace_is_known_before_the_end() -> None:
     life.feed(*_ids("c"))
     metrics = life.whole().outputs[0].metrics
     assert (metrics.time_per_output_token, metrics.latency) == (2.0, None)
+
+
+class _Marked(_Letters):
+    """Token 26, which would be a z, is a marker."""
+
+    special_ids = frozenset({0, 26})
+    markers = (26,)
+
+
+def test_marker_tokens_have_a_place_and_no_text() -> None:
+    life = _Life(SamplingParams(), _Marked())
+    deltas = []
+    for tokens in ((26,), _ids("ab"), (*_ids("c"), 26, 26, *_ids("d")), (), (26,)):
+        life.feed(*tokens)
+        if life.tracker.has_news:
+            deltas.append(life.tracker.delta().outputs[0])
+    assert [(delta.text, delta.marks) for delta in deltas] == [
+        ("", ((0, 26),)),
+        ("ab", ()),
+        ("cd", ((1, 26), (1, 26))),
+        ("", ((0, 26),)),
+    ]
+    life.feed(0, finish=FinishReason.STOP)
+    whole = life.whole().outputs[0]
+    assert (whole.text, whole.marks) == ("abcd", ((0, 26), (3, 26), (3, 26), (4, 26)))
+
+
+def test_no_stop_string_reaches_over_a_marker_token() -> None:
+    life = _Life(SamplingParams(stop=("ab",)), _Marked())
+    assert not life.feed(*_ids("a"), 26, *_ids("b"))
+    assert life.feed(*_ids("ab"))
+    whole = life.whole().outputs[0]
+    assert (whole.text, whole.marks, whole.stop_reason) == ("ab", ((1, 26),), "ab")

@@ -13,6 +13,9 @@ import pytest
 from nanoserve.commands.answers import LocalModel
 from nanoserve.commands.chat_session import ChatSession, Message, Steps, last_log
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
+from nanoserve.request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from nanoserve.text.answers.forms import AnswerParser
+from nanoserve.text.answers.harmony import HarmonyAnswers
 from tests.commands.fake_llm import FakeLLM
 
 
@@ -337,3 +340,26 @@ def test_an_answer_that_is_only_reasoning_is_taken_back() -> None:
     assert answer(session, "<think>hm hm hm</think> yes") == ""
     assert session.turns == []
     assert notices == ["the answer was cut off while the model reasoned; the message was taken back"]
+
+
+def test_control_tokens_of_an_answer_tell_its_reasoning_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss: the channels are no part of the text, and no history holds them or the reasoning."""
+    session, _ = make_session()
+    markers = {1: "<|channel|>", 2: "<|message|>", 3: "<|end|>", 4: "<|start|>"}
+    updates = [("analysis", ((0, 1), (8, 2))), ("Hm.", ()), ("", ((0, 3), (0, 4))), ("assistant", ())]
+    updates += [("final", ((0, 1), (5, 2))), ("Yes", ()), (".", ())]
+
+    def answered(text: str, ids: tuple[int, ...], params: SamplingParams) -> Iterator[RequestOutput]:
+        for step, (new, marks) in enumerate(updates, 1):
+            reason = "stop" if step == len(updates) else None
+            metrics = RequestMetrics(0.0, 0.25, 0.5, 0.5, None, step)
+            sample = CompletionOutput(0, new, (step,), None, reason, None, metrics, marks=marks)
+            yield RequestOutput("fake", None, ids, (sample,), reason is not None)
+
+    monkeypatch.setattr(fake(session), "_stream", answered)
+    monkeypatch.setattr(
+        fake(session).tokenizer, "answer_parser", lambda _: AnswerParser(HarmonyAnswers(), markers), raising=False
+    )
+    assert list(session.ask("hi")) == [("thinking", "Hm."), ("answer", "Yes"), ("answer", ".")]
+    assert session.turns[-1] == Message("assistant", "Yes.")
+    assert session.last_answer is not None and session.last_answer.reasoning == "Hm."

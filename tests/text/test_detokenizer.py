@@ -98,3 +98,15 @@ def test_the_time_per_token_does_not_grow(tokenizers):
     ids = tokenizers["byte-level"].encode("The fox said hello to 🦊. " * 50)
     stream(counting, ids, ids)
     assert counting.longest <= 12
+
+
+@pytest.mark.parametrize("kind", ["metaspace", "sentencepiece", "byte-level"])
+def test_what_stands_before_a_marker_token_is_whole_and_comes_before_it(tokenizers, kind: str):
+    tokenizer = tokenizers[kind]
+    fox = tokenizer.encode("a 🦊", add_special_tokens=False)
+    for ids, before in ((fox, "a 🦊"), (fox[:-1], "a \ufffd")):
+        detokenizer = Detokenizer(tokenizer)
+        pieces = "".join(detokenizer.push([token]) for token in ids) + detokenizer.cut()
+        assert pieces.rstrip("\ufffd") == before.rstrip("\ufffd") and pieces.endswith(before[-1])
+        after = "".join(detokenizer.push([token]) for token in tokenizer.encode("the end", add_special_tokens=False))
+        assert (after + detokenizer.flush()).strip() == "the end"
