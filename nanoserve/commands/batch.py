@@ -29,9 +29,10 @@ from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.counters import EngineStatus
-from nanoserve.request import RequestOutput, SamplingParams, SequenceUpdate
+from nanoserve.request import CompletionOutput, RequestOutput, SamplingParams, SequenceUpdate
 from nanoserve.simulator.advice import advise
 from nanoserve.simulator.planning import CacheLimits, PlannedWork
+from nanoserve.text.answers.reader import Piece
 from nanoserve.text.tokenizer import Tokenizer
 
 _SAMPLED_ROWS = 200  # the most rows whose prompts are tokenized; the others are taken to be like them
@@ -178,7 +179,8 @@ class _Batch:
 
                 lost: str | None = None
                 for position, outcome in llm.generate_as_completed(prompts, on_step=look):
-                    result = _result(outcome)
+                    is_chat = not isinstance(prompts[position][0], str)
+                    result = _result(outcome, llm.tokenizer if is_chat else None)
                     if isinstance(outcome, NanoserveError) or result.get("error") not in llm.driven.failures:
                         self._write(items[position][0], result)
                         continue
@@ -256,17 +258,32 @@ class _Batch:
             draw(at_end=True)  # all rows are done
 
 
-def _result(outcome: RequestOutput | NanoserveError) -> dict[str, Any]:
+def _result(outcome: RequestOutput | NanoserveError, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What is written of an outcome. The answer to a conversation needs the ``tokenizer``, which knows its form."""
     if isinstance(outcome, NanoserveError):
         return {"error": str(outcome)}
     samples = sorted(outcome.outputs, key=lambda sample: sample.index)
     if errors := [sample.error for sample in samples if sample.error is not None]:
         return {"error": errors[0]}
     usage = AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts()
-    texts, reasons = [sample.text for sample in samples], [sample.finish_reason for sample in samples]
+    pieces = [_pieces(sample, outcome.prompt_token_ids, tokenizer) for sample in samples]
+    columns = {
+        "text": ["".join(text for part, text in each if part == "answer") for each in pieces],
+        "reasoning": ["".join(text for part, text in each if part == "thinking") for each in pieces],
+        "finish_reason": [sample.finish_reason for sample in samples],
+    }
+    if not any(columns["reasoning"]):
+        del columns["reasoning"]
     if len(samples) > 1:
-        return {"text": texts, "finish_reason": reasons, "usage": usage}
-    return {"text": texts[0], "finish_reason": reasons[0], "usage": usage}
+        return {**columns, "usage": usage}
+    return {**{name: values[0] for name, values in columns.items()}, "usage": usage}
+
+
+def _pieces(sample: CompletionOutput, prompt: Sequence[int], tokenizer: Tokenizer | None) -> list[Piece]:
+    """The reasoning and the text of a sample."""
+    if tokenizer is None:
+        return [("answer", sample.text)]
+    return tokenizer.answer_parser(prompt).push(sample.text, sample.marks, ended=True)
 
 
 def advice_for(

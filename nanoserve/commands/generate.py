@@ -35,6 +35,7 @@ def run(options: GenerateOptions) -> None:
 
     A row of a .jsonl file is an object with "prompt" or "messages", and if you
     like "id" and sampling settings, as {"id": 7, "prompt": "Once", "top_p": 0.9}.
+    The answer to "messages" has its reasoning, if any, in "reasoning".
     Results are written as they finish; the same command goes on where an earlier
     run was stopped. A row that cannot be used becomes an error row; delete its
     line from the output to try it again.

@@ -87,6 +87,17 @@ def test_the_mark_that_windows_editors_write_is_no_text(name: str, tmp_path: Pat
     assert [(row.prompt, row.error) for row in read_rows(tmp_path / name)] == [("l’été", None)]
 
 
+def test_reasoning_is_told_apart_in_conversations_and_not_in_texts(command: Run, source: Path, target: Path) -> None:
+    said = "<think>well now</think> so be it"
+    rows = [{"prompt": said}, *({"messages": [{"role": "user", "content": said}], "n": n} for n in (1, 2))]
+    source.write_text("\n".join(map(json.dumps, rows)))
+    assert command("generate", "-f", str(source), "-o", str(target))[0] == 0
+    plain, one, two = by_index(target)
+    assert plain["text"] == said and "reasoning" not in plain
+    assert (one["text"], one["reasoning"]) == ("so be it", "well now")
+    assert (two["text"], two["reasoning"]) == (["so be it"] * 2, ["well now"] * 2)
+
+
 BAD_ROWS: list[tuple[bytes, str]] = [
     (b"{", "not valid JSON"),
     (b"[1]", "not a JSON object"),
