@@ -267,7 +267,7 @@ def _result(outcome: RequestOutput | NanoserveError, tokenizer: Tokenizer | None
         return {"error": errors[0]}
     usage = AnswerUsage.of(outcome, sum(len(sample.token_ids) for sample in samples)).counts()
     pieces = [_pieces(sample, outcome.prompt_token_ids, tokenizer) for sample in samples]
-    columns = {
+    columns: dict[str, list[Any]] = {
         "text": ["".join(text for part, text in each if part == "answer") for each in pieces],
         "reasoning": ["".join(text for part, text in each if part == "thinking") for each in pieces],
         "finish_reason": [sample.finish_reason for sample in samples],
