@@ -76,7 +76,12 @@ class ChatFormat(CompletionFormat):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, model: str, text_of: Callable[[int], TokenText], parser: Callable[[], AnswerParser], *, parallel: bool = True
+        self,
+        model: str,
+        text_of: Callable[[int], TokenText],
+        parser: Callable[[], AnswerParser],
+        *,
+        parallel: bool = True,
     ) -> None:
         """``parser`` makes one for each answer. Without ``parallel`` only the first call of an answer is sent."""
         super().__init__(model, text_of)
