@@ -39,16 +39,17 @@ def _variables(template: str) -> set[str]:
 
 
 def with_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """A message with its reasoning where a chat template looks for it: in `reasoning_content`, in `thinking`, or in a
-    chunk of the content."""
+    """A message with its reasoning where a chat template looks for it: in a chunk of the content, or in a field, of which
+    `ChatTemplate` gives it both names."""
     reasoning = message.get("reasoning_content")
     if not reasoning or message["role"] != "assistant" or "reasoning_content" in template:
         return message
-    moved = {name: value for name, value in message.items() if name != "reasoning_content"}
     content = message["content"]
-    if ".thinking" in template and not (content and message.get("tool_calls")):
-        moved["thinking"] = reasoning  # gpt-oss's template refuses it beside text in a message with calls
-    elif "['thinking']" in template:
+    without = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if ".thinking" in template:
+        # gpt-oss's template refuses reasoning beside text in a message with calls.
+        return without if content and message.get("tool_calls") else message
+    if "['thinking']" in template:
         text = [{"type": "text", "text": content}] if content else []
-        moved["content"] = [{"type": "thinking", "thinking": reasoning}, *text]
-    return moved
+        return without | {"content": [{"type": "thinking", "thinking": reasoning}, *text]}
+    return without
