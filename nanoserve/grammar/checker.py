@@ -20,7 +20,7 @@ from urllib.parse import unquote
 import msgspec
 
 from nanoserve.errors import NanoserveError, UsageError
-from nanoserve.processes.children import LimitedProcess, answer_requests, limit_resources, limit_time
+from nanoserve.processes.children import LimitedProcess, answer_requests, limit_resources, take_questions
 
 if TYPE_CHECKING:
     from nanoserve.grammar.compiler import GrammarCompiler
@@ -83,9 +83,6 @@ def check(compiler: "GrammarCompiler", request: dict[str, Any]) -> dict[str, str
     """Compile a schema and take the first step; {} if that works."""
     schema = request["schema"]
     try:
-        limit_time(0)
-        assert compiler.vocabulary  # the time to load it does not count
-        limit_time(request["seconds"])
         matcher = compiler.matcher(schema)
         compiler.forget(schema)
         check_schema(msgspec.json.decode(schema))
@@ -96,12 +93,18 @@ def check(compiler: "GrammarCompiler", request: dict[str, Any]) -> dict[str, str
 
 
 def main() -> None:
-    """Serve checks until stdin closes."""
+    """Serve checks until stdin closes. The time to load the vocabulary is none of the first check's."""
     from nanoserve.grammar.compiler import GrammarCompiler  # numpy and the tokenizer: for this process alone
 
     limit_resources(MEMORY_LIMIT, STACK_LIMIT)
     compiler = GrammarCompiler(Path(json.loads(sys.stdin.buffer.readline())["directory"]))
-    answer_requests(lambda request: check(compiler, request))
+    failure: dict[str, str] | None = None
+    try:
+        assert compiler.vocabulary
+    except NanoserveError as error:
+        failure = {"error": str(error)}
+    take_questions()
+    answer_requests(lambda request: failure or check(compiler, request))
 
 
 # ---- checks beyond those of llguidance: it accepts schemas that no finite text meets, and some that it cannot enforce

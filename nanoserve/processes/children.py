@@ -1,7 +1,8 @@
 """Child processes that run nanoserve's code, and those among them that do untrusted work.
 
 If a `LimitedProcess` hangs, crashes or eats memory, nothing else is harmed. The child's side is a module whose `main`
-sets its limits with `limit_resources` and then calls `answer_requests`. Questions and answers are lines of JSON.
+sets its limits with `limit_resources`, calls `take_questions` when it has loaded what it needs, and then
+`answer_requests`. Questions and answers are lines of JSON.
 """
 
 import contextlib
@@ -12,18 +13,21 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import RuntimeFailure
 
 ATTEMPTS = 2  # tries at a question whose process is killed from outside, as the system does when memory is short
-SILENCE_SECONDS = 20.0  # limit for a child that neither computes nor answers; its processor time is limited inside it
+SILENCE_SECONDS = 20.0
+"""Limit for a child that neither computes nor answers, as if it is stopped. Its processor time is limited inside it."""
+START_SECONDS = 60.0  # processor time until it takes questions: large vocabularies take a second
+_LOOKS = 20  # times that a silent child's processor time is read until it is given up
 GRACE_SECONDS = 2.0  # time for a child to end by itself before it is killed
 _KILLED_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # a child's own limits end it by other signals
+_USER_TICKS, _SYSTEM_TICKS = 11, 12  # places in /proc/PID/stat, counted from after the program's name (proc(5))
 _PACKAGES = str(Path(__file__).parents[2])
 """The directory of the package. An editable installation is found by an import hook, which children may lack."""
 
@@ -62,7 +66,7 @@ class ProcessUnavailable(RuntimeFailure):
 
 
 class _Killed(Exception):
-    """The child was killed from outside."""
+    """The child was killed from outside, or was stopped."""
 
 
 class LimitedProcess:
@@ -78,6 +82,7 @@ class LimitedProcess:
         self._greeting = json.dumps(greeting).encode()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._takes_questions = False
         self._closed = False
 
     def start(self) -> None:
@@ -88,13 +93,15 @@ class LimitedProcess:
     def ask(self, line: str) -> dict[str, Any] | None:
         """The child's answer; None if it died over the question, and the next question starts another child.
 
-        Raises ProcessUnavailable if it cannot be started, was killed from outside in every attempt, or is closed.
+        Raises ProcessUnavailable if it cannot be started, was killed from outside or stopped in every attempt, or is
+        closed, and RuntimeFailure if it dies before it takes questions.
         """
         with self._lock:
             for _ in range(ATTEMPTS):
                 with contextlib.suppress(_Killed):
                     return self._ask(line)
-        raise ProcessUnavailable(f"{self._purpose} was killed {ATTEMPTS} times; is the machine short of memory?")
+        killed = f"{self._purpose} was killed {ATTEMPTS} times, or stopped"
+        raise ProcessUnavailable(f"{killed}; is the machine short of memory?")
 
     def close(self) -> None:
         """End the process for good. The question that it is answering fails, and so does every later one."""
@@ -120,32 +127,67 @@ class LimitedProcess:
     def _discard(self) -> None:
         if self._process is not None:
             self._finalizer()
-            self._process = None
+            self._process, self._takes_questions = None, False
 
     def _ask(self, line: str) -> dict[str, Any] | None:
         process = self._running()
-        assert process.stdout is not None
+        if not self._takes_questions:
+            if not self._read_line(process):
+                raise RuntimeFailure(f"{self._purpose} does not start: it ended with code {process.returncode}")
+            self._takes_questions = True
         send_line(process, line.encode())
-        deadline = time.monotonic() + SILENCE_SECONDS
-        watchdog = threading.Timer(SILENCE_SECONDS, process.kill)
-        watchdog.start()
+        answer = self._read_line(process)
+        return json.loads(answer) if answer else None
+
+    def _read_line(self, process: subprocess.Popen[bytes]) -> bytes:
+        """The next line of the child; empty if it died without one, by its own limits. Raises _Killed if it was killed
+        from outside, or was silent for too long."""
+        assert process.stdout is not None
         try:
-            answer = process.stdout.readline()
+            with _killed_in_silence(process):
+                line = process.stdout.readline()
         except BaseException:
             self._discard()  # otherwise the answer would be read as that of the next question
             raise
-        finally:
-            watchdog.cancel()
-        if not answer:
-            silent = time.monotonic() >= deadline
+        if not line:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_SECONDS)
             self._discard()
-            if process.returncode in _KILLED_FROM_OUTSIDE and not silent:
+            if process.returncode in _KILLED_FROM_OUTSIDE:
                 raise _Killed
-            return None
-        result: dict[str, Any] = json.loads(answer)
-        return result
+        return line
+
+
+@contextlib.contextmanager
+def _killed_in_silence(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kill a process that computes nothing for SILENCE_SECONDS within. On a busy machine it may take minutes for what
+    takes seconds alone, so the clock decides nothing as long as it gets on."""
+    answered = threading.Event()
+
+    def watch() -> None:
+        computed, looks = processor_seconds(process.pid), 0
+        while looks < _LOOKS and not answered.wait(SILENCE_SECONDS / _LOOKS):
+            before, computed = computed, processor_seconds(process.pid)
+            looks = looks + 1 if computed == before else 0
+        if not answered.is_set():
+            process.kill()
+
+    watcher = threading.Thread(target=watch, name="silence", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        answered.set()
+        watcher.join()
+
+
+def processor_seconds(process: int) -> float:
+    """Processor time of a process so far. Always 0 where there is no /proc (macOS), so that it seems not to compute."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -154,8 +196,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def limit_resources(memory: int, stack: int | None = None) -> None:
-    """Bound this process's memory and stack, in bytes. Ctrl-C at the terminal then reaches the parent alone."""
+    """Bound this process's memory and stack, in bytes, and the time until it takes questions. Ctrl-C at the terminal
+    then reaches the parent alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    limit_time(START_SECONDS)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if stack is not None:
@@ -176,12 +220,21 @@ def limit_time(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
+def take_questions() -> None:
+    """Tell the parent that this process takes questions. If it dies from here on, that is an answer to one."""
+    _say({})
+
+
 def answer_requests(answer: Callable[[dict[str, Any]], dict[str, str]]) -> None:
     """Answer the objects on stdin, one per line, until it closes. `seconds` of each is its processor time."""
     for line in sys.stdin.buffer:
         request = json.loads(line)
         limit_time(request["seconds"])
         result = answer(request)
-        limit_time(0)
-        sys.stdout.buffer.write(json.dumps(result).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        _say(result)
+
+
+def _say(result: dict[str, str]) -> None:
+    limit_time(0)
+    sys.stdout.buffer.write(json.dumps(result).encode() + b"\n")
+    sys.stdout.buffer.flush()

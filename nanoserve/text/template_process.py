@@ -29,7 +29,13 @@ from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from nanoserve.processes.children import answer_requests, forbid_files_and_processes, limit_resources, limit_time
+from nanoserve.processes.children import (
+    answer_requests,
+    forbid_files_and_processes,
+    limit_resources,
+    limit_time,
+    take_questions,
+)
 
 MEMORY_LIMIT = 256 << 20
 
@@ -193,6 +199,7 @@ def main() -> None:
     load_files()
     forbid_files_and_processes()
     greeting = json.loads(sys.stdin.buffer.readline())
+    take_questions()
     limit_time(greeting["seconds"])
     answer = compile_template(greeting["template"])
     limit_time(0)

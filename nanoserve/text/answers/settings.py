@@ -39,8 +39,10 @@ def _variables(template: str) -> set[str]:
 
 
 def with_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """A message with its reasoning where a chat template looks for it: in a chunk of the content, or in a field, of which
-    `ChatTemplate` gives it both names."""
+    """A message with its reasoning where a chat template looks for it: in a chunk of the content, or in a field.
+
+    `ChatTemplate` gives the field both names that templates know.
+    """
     reasoning = message.get("reasoning_content")
     if not reasoning or message["role"] != "assistant" or "reasoning_content" in template:
         return message
