@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypeAlias
 
 from nanoserve.errors import ModelError, UsageError, shown
 from nanoserve.processes.children import LimitedProcess
@@ -13,12 +14,14 @@ from nanoserve.processes.files import read_text
 ROLES = ("system", "user", "assistant", "tool")
 MAX_NESTING = 64
 """More levels than any tool call needs, and few enough for the recursive steps after the check."""
+MAX_NAME = 80  # characters of the name of a place in an error
 RESERVED_ARGUMENTS = ("messages", "add_generation_prompt", "bos_token", "eos_token", "unk_token", "pad_token")
 MAX_TEMPLATE_CHARACTERS = 1 << 19
 LONG_CONVERSATION = 256
 """A conversation of more messages may take seconds to render; see `_SECONDS_PER_MESSAGE`."""
 
 _ROLE_ALIASES = {"developer": "system"}  # OpenAI's new name for `system`, which templates do not know
+_PLAIN = (int, float, NoneType)  # bool too, which is an int
 _FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"})
 
 # Limits of one rendering. A long conversation takes a few milliseconds under most templates. Some look at all messages
@@ -34,16 +37,30 @@ _MAX_GROWTH = 4
 _PROBES: tuple[tuple[str, ...], ...] = (("user",), ("system", "user", "assistant", "user"))
 
 
-def check_text(text: Any, name: str = "the prompt") -> str:
+_Place: TypeAlias = "str | tuple[_Place, str | int]"
+"""Where a value stands: a name, or the place of what holds it with its key or number there."""
+
+
+def _spelled(place: _Place) -> str:
+    """The name of a place. Only errors need it: of deep places with long keys, names are longer than all the rest."""
+    parts: list[str] = []
+    while not isinstance(place, str):
+        place, part = place
+        parts.append(f"[{part}]" if isinstance(part, int) else f".{part:.{MAX_NAME}}")
+    return "".join((place, *reversed(parts)))[:MAX_NAME]
+
+
+def check_text(text: Any, place: _Place = "the prompt") -> str:
     """`text` itself. Raises UsageError unless it is a string of Unicode characters without NUL."""
     if not isinstance(text, str):
-        raise UsageError(f"{name} must be text, not {type(text).__name__}")
+        raise UsageError(f"{_spelled(place)} must be text, not {type(text).__name__}")
     if "\0" in text:
-        raise UsageError(f"{name} contains a NUL character; remove it")
+        raise UsageError(f"{_spelled(place)} contains a NUL character; remove it")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is not valid Unicode: a lone surrogate at character {error.start}") from error
+        message = f"{_spelled(place)} is not valid Unicode: a lone surrogate at character {error.start}"
+        raise UsageError(message) from error
     return text
 
 
@@ -54,25 +71,26 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
         raise UsageError("messages must be a list of {role, content} objects")
     if not messages:
         raise UsageError("messages is empty; give at least one message")
-    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_check_message(message, ("messages", index)) for index, message in enumerate(messages)]
 
 
-def _check_message(message: Any, name: str) -> dict[str, Any]:
+def _check_message(message: Any, place: _Place) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise UsageError(f"{name} must be an object with role and content, not {type(message).__name__}")
+        raise UsageError(f"{_spelled(place)} must be an object with role and content, not {type(message).__name__}")
     message = {field: value for field, value in message.items() if value is not None}  # as clients write absent ones
     role = message.get("role")
     role = _ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
-        raise UsageError(f"{name}.role must be one of {', '.join((*ROLES, *_ROLE_ALIASES))}, not {shown(role)}")
+        roles = ", ".join((*ROLES, *_ROLE_ALIASES))
+        raise UsageError(f"{_spelled(place)}.role must be one of {roles}, not {shown(role)}")
     if unknown := sorted(str(field) for field in set(message) - _FIELDS):
-        raise UsageError(f"{name} has unknown fields: {', '.join(unknown)[:80]}")
+        raise UsageError(f"{_spelled(place)} has unknown fields: {', '.join(unknown)[:80]}")
     calls = message.get("tool_calls")
     if not isinstance(calls or [], list) or not all(isinstance(one, Mapping) for one in calls or []):
-        raise UsageError(f"{name}.tool_calls must be a list of objects")
+        raise UsageError(f"{_spelled(place)}.tool_calls must be a list of objects")
     given = {**message, "tool_calls": [*map(_with_arguments, calls)]} if isinstance(calls, list) else message
-    checked = {field: _check_value(value, f"{name}.{field}") for field, value in given.items() if field != "content"}
-    return {**checked, "role": role, "content": _check_content(message, f"{name}.content")}
+    checked = {field: _check_value(value, (place, field)) for field, value in given.items() if field != "content"}
+    return {**checked, "role": role, "content": _check_content(message, (place, "content"))}
 
 
 def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,36 +108,37 @@ def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _check_content(message: Mapping[str, Any], name: str) -> str:
+def _check_content(message: Mapping[str, Any], place: _Place) -> str:
     content = message.get("content")
     if content is None and message.get("role") == "assistant":
         return ""  # an answer that has only tool calls, or was cut off while the model reasoned
     if isinstance(content, str):
-        return check_text(content, name)
+        return check_text(content, place)
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise UsageError(f"{name} must be text or a list of text parts, not {type(content).__name__}")
+        raise UsageError(f"{_spelled(place)} must be text or a list of text parts, not {type(content).__name__}")
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(part, Mapping) or kind != "text":
-            raise UsageError(f"{name}[{index}] must have type 'text', not {shown(kind)}; nanoserve reads text only")
-        texts.append(check_text(part.get("text"), f"{name}[{index}].text"))
+            name = _spelled((place, index))
+            raise UsageError(f"{name} must have type 'text', not {shown(kind)}; nanoserve reads text only")
+        texts.append(check_text(part.get("text"), ((place, index), "text")))
     return "\n".join(texts)
 
 
-def _check_value(value: Any, name: str, levels: int = MAX_NESTING) -> Any:
+def _check_value(value: Any, place: _Place, levels: int = MAX_NESTING) -> Any:
     """A JSON value with its strings checked. Raises UsageError for what JSON cannot hold, and for deep nesting."""
     if levels == 0:
-        raise UsageError(f"{name:.80} is nested more than {MAX_NESTING} levels deep")
+        raise UsageError(f"{_spelled(place)} is nested more than {MAX_NESTING} levels deep")
     if isinstance(value, str):
-        return check_text(value, name)
-    if value is None or isinstance(value, bool | int | float):
+        return check_text(value, place)
+    if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
-        return {check_text(key, name): _check_value(item, f"{name}.{key}", levels - 1) for key, item in value.items()}
+        return {check_text(key, place): _check_value(item, (place, key), levels - 1) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [_check_value(item, f"{name}[{index}]", levels - 1) for index, item in enumerate(value)]
-    raise UsageError(f"{name} must be plain JSON, not {type(value).__name__}")
+        return [_check_value(item, (place, index), levels - 1) for index, item in enumerate(value)]
+    raise UsageError(f"{_spelled(place)} must be plain JSON, not {type(value).__name__}")
 
 
 def check_template_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -128,7 +147,7 @@ def check_template_arguments(arguments: Mapping[str, Any] | None) -> dict[str, A
     for name in arguments:
         if name in RESERVED_ARGUMENTS:
             raise UsageError(f"template argument {shown(name)} is set by nanoserve; choose another name")
-    return {check_text(name): _check_value(value, f"template argument {name}") for name, value in arguments.items()}
+    return {check_text(name): _check_value(value, ("template arguments", name)) for name, value in arguments.items()}
 
 
 class ChatTemplate:

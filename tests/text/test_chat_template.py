@@ -560,3 +560,24 @@ def test_arguments_of_calls_come_as_text_and_reach_the_template_as_an_object():
     for text in ('{"a": "\\ud800"}', '{"a": "\\u0000"}', '{"a":' * 70 + "1" + "}" * 70):
         with pytest.raises(UsageError):
             given(text)
+
+
+def test_only_errors_spell_out_where_a_value_is():
+    spelled = []
+
+    class Key(str):
+        def __format__(self, layout: str) -> str:
+            spelled.append(self)
+            return super().__format__(layout)
+
+    def chat(innermost: Any) -> list:
+        for _ in range(58):
+            innermost = {Key("k" * 1000): innermost}
+        return [{"role": "user", "content": [{"type": "text", "text": "a"}], "tool_calls": [innermost, *[{}] * 100]}]
+
+    (message,) = check_messages(chat([1, "a", None, {Key("b"): 2.5}] * 1000))
+    assert message["tool_calls"] == chat([1, "a", None, {"b": 2.5}] * 1000)[0]["tool_calls"]
+    assert spelled == []
+    with pytest.raises(UsageError, match=r"^messages\[0\]\.tool_calls\[0\]\.kkk.* contains a NUL character") as caught:
+        check_messages(chat([1, "\0"]))
+    assert len(spelled) == 58 and len(str(caught.value)) < 150
