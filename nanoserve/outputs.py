@@ -4,6 +4,7 @@ times. It runs beside the engine (LLM) or in another process (a server), never i
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
 from typing import Protocol
 
 from nanoserve.request import (
@@ -16,7 +17,6 @@ from nanoserve.request import (
     SequenceUpdate,
     TokenLogprob,
 )
-from nanoserve.text.answers.reader import length_of_partial_tag
 
 MAX_DELTAS = 64  # deltas of a sample that may wait for their reader. Later updates are merged into the last one
 
@@ -95,6 +95,40 @@ class Detokenizer:
         return [token for token in token_ids if token not in skipped and token < vocab_size]
 
 
+class _StopString:
+    """A stop string that texts are searched for as they grow, each character once (Knuth, Morris, Pratt 1977)."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        # By the length of a beginning: the longest shorter beginning that it ends with.
+        self._shorter = [0, 0]
+        for last in text[1:-1]:
+            length = self._shorter[-1]
+            while length and text[length] != last:
+                length = self._shorter[length]
+            self._shorter.append(length + 1 if text[length] == last else 0)
+
+    def advance(self, matched: int, new: str) -> tuple[int, int | None]:
+        """Read the ``new`` end of a text that ended with the first ``matched`` characters. Returns with how many it
+        ends now, and how many of the new ones complete the string, if they do."""
+        text, place = self.text, 0
+        while place < len(new):
+            if not matched and (place := new.find(text[0], place)) < 0:
+                return 0, None
+            while matched and text[matched] != new[place]:
+                matched = self._shorter[matched]
+            if text[matched] == new[place]:
+                matched += 1
+            place += 1
+            if matched == len(text):
+                return matched, place
+        return matched, None
+
+
+_stop_string = lru_cache(256)(_StopString)
+"""The samples of a request share its stop strings, and so do the requests for its prompts."""
+
+
 class StopStrings:
     """Passes text on until a stop string appears, without it; holds back an end that may be the beginning of one.
 
@@ -103,7 +137,8 @@ class StopStrings:
     """
 
     def __init__(self, stops: SequenceOf[str]) -> None:
-        self._stops = stops
+        self._stops = [_stop_string(stop) for stop in stops]
+        self._matched = [0] * len(stops)  # of each, how many characters the text ends with
         self._held = ""
         self._stopped: str | None = None
 
@@ -111,18 +146,23 @@ class StopStrings:
         """(text that is safe to show, the stop string that was met or None). After a match all text is dropped."""
         if self._stopped is not None:
             return "", self._stopped
+        ends: dict[str, int] = {}
+        for number, stop in enumerate(self._stops):
+            self._matched[number], end = stop.advance(self._matched[number], text)
+            if end is not None:
+                ends[stop.text] = len(self._held) + end
         known = self._held + text
-        ends = {stop: known.index(stop) + len(stop) for stop in self._stops if stop in known}
         if ends:
             self._held, self._stopped = "", min(ends, key=lambda stop: (ends[stop], -len(stop)))
             return known[: ends[self._stopped] - len(self._stopped)], self._stopped
-        cut = len(known) - max((length_of_partial_tag(known, stop) for stop in self._stops), default=0)
+        cut = len(known) - max(self._matched, default=0)
         self._held = known[cut:]
         return known[:cut], None
 
     def flush(self) -> str:
-        """The text that was held back, at the end of the output: it was no stop string after all."""
+        """The text that was held back, where the text ends or a marker stands: it was no stop string after all."""
         held, self._held = self._held, ""
+        self._matched = [0] * len(self._stops)
         return held
 
 

@@ -1,3 +1,6 @@
+import sys
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,3 +73,33 @@ def test_without_stop_strings_everything_passes():
     matcher = StopStrings([])
     assert matcher.push("abc") == ("abc", None)
     assert matcher.flush() == ""
+
+
+def _calls(work: Callable[[], object]) -> int:
+    """How many functions some work calls, of Python and of C."""
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_an_end_that_may_be_a_beginning_is_not_read_again():
+    """Of stop strings of a thousand characters, a text always ends with a thousand of the first."""
+    matcher = StopStrings(["a" * 1015 + "b", *(chr(99 + number) + "a" * 1015 for number in range(15))])
+    matcher.push("a" * 1000)
+    # One call to push, and for each stop string one call that reads the character, with a handful of others in it.
+    assert _calls(lambda: [matcher.push("a") for _ in range(100)]) < 100 * 16 * 5
+    shown, found = matcher.push("b")
+    assert (shown, found) == ("", "a" * 1015 + "b")
+
+
+def test_samples_share_stop_strings():
+    assert StopStrings(["one", "two"])._stops == StopStrings(["one", "two"])._stops
