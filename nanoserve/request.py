@@ -99,6 +99,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Whether the host keeps a table of adjusted logits: penalties, bias, and end tokens that must wait."""
         return self.penalizes_tokens or self.min_tokens > 0 or bool(self.logit_bias)
 
+    def listed_tokens(self, known: int) -> int:
+        """How many tokens the executor goes through when a sequence begins with so many: those that the parameters name
+        and, for penalties, those so far."""
+        return len(self.logit_bias) + len(self.stop_token_ids) + (known if self.penalizes_tokens else 0)
+
     @property
     def may_be_fed(self) -> bool:
         """Whether the next token can be sampled before the host knows the one before it. It cannot where the host

@@ -15,29 +15,33 @@ import zmq
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import NanoserveError, PolicyFailed, RuntimeFailure, UsageError, WorkersFailed
+from nanoserve.processes.memory import keep_what_is_loaded
 from nanoserve.processes.sockets import connect
 from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.record.counters import RecentStep
 from nanoserve.request import Sequence, SequenceUpdate
 from nanoserve.server import messages
 
-COMMAND_BYTES = 256 << 10
-"""Commands that are taken between two steps, or one longer command: a large request delays no other."""
+COMMAND_BYTES, COMMAND_SAMPLES = 64 << 10, 256
+"""Size of the commands that are taken between two steps, and the samples that they ask for, or one larger command: a
+large request delays no other."""
 COMMAND_SECONDS = 0.1
 """Longest wait for a result before commands are read again: other processes may be slow, or may be starting."""
 WATCH_SECONDS = 1.0  # interval at which an idle engine checks that its workers live
 
 
 def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list[messages.Command]:
-    """The commands that are there, up to COMMAND_BYTES; waits up to `seconds` for the first one."""
+    """The commands that are there, up to COMMAND_BYTES and COMMAND_SAMPLES; waits up to `seconds` for the first one."""
     commands: list[messages.Command] = []
-    size = 0
+    size = samples = 0
     mailbox.socket.poll(int(1000 * seconds))
     with suppress(zmq.Again):
-        while size < COMMAND_BYTES:
+        while size < COMMAND_BYTES and samples < COMMAND_SAMPLES:
             data = mailbox.socket.recv(zmq.NOBLOCK)
             size += len(data)
-            commands += mailbox.decoded(data)
+            for command in mailbox.decoded(data):
+                commands.append(command)
+                samples += command.request.params.n if isinstance(command, messages.Add) else 0
     return commands
 
 
@@ -154,6 +158,7 @@ def main(build: Callable[..., Engine | Dispatcher] = build_from_model) -> None:
         mailbox.send(messages.Failed(str(error), error.exit_code))
         mailbox.close()
         sys.exit(error.exit_code)
+    keep_what_is_loaded()
     EngineLoop(engine, mailbox).run()
     engine.close()
     mailbox.close()

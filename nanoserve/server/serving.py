@@ -12,6 +12,7 @@ from types import FrameType
 import uvicorn
 
 from nanoserve.errors import RuntimeFailure
+from nanoserve.processes.memory import keep_what_is_loaded
 from nanoserve.server.app import make_app
 from nanoserve.server.connections import BoundedProtocol, Connections, most_connections
 from nanoserve.server.service import Service
@@ -112,6 +113,7 @@ async def _first_of(*tasks: "asyncio.Task[object]") -> None:
 async def _announce(service: Service, on_ready: Callable[[], None], say: Callable[[str], None]) -> None:
     await service.engine.became_ready.wait()
     facts = service.facts()
+    keep_what_is_loaded()
     on_ready()
     say(f"ready: {service.model_name}, context {facts.max_model_len} tokens")
 

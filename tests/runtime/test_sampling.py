@@ -262,6 +262,7 @@ def test_many_adjusted_tokens_in_rows_of_different_length() -> None:
     states = [state(SamplingParams(logit_bias=each), 64) for each in ({3: -2.0}, {}, bias)]
     rows = sampling_rows(states, [3, 3, 3])
     assert rows.adjustments is not None
+    assert len(rows.adjustments.tokens) == 1 + 0 + 30, "a long table makes no other longer"
     expected = torch.zeros(3, 64)
     expected[0, 3] = -2
     expected[2, list(bias)] = torch.tensor(list(bias.values()))

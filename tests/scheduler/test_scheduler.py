@@ -309,3 +309,38 @@ def test_without_the_admission_reserve_a_prompt_takes_the_block_that_a_decode_gr
 
     assert preemptions(admission_reserve=True) == 0
     assert preemptions(admission_reserve=False) == 1
+
+
+def _begins_by_plan(requests: list[Request]) -> list[int]:
+    """How many sequences begin with each plan in which any does."""
+    engine = _engine(1024, budget=512)
+    for request in requests:
+        engine.add(request)
+    _finish(engine)
+    return [len(plan.begin) for plan in _plans(engine) if plan.begin]
+
+
+BIAS = dict.fromkeys(range(2, 8), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("length", "params", "most"),
+    [
+        (4, {"logit_bias": BIAS, "stop_token_ids": (40, 41)}, 32 // 8),
+        (8, {"frequency_penalty": 1.0}, 32 // 8),
+        (8, {"logit_bias": BIAS, "repetition_penalty": 2.0}, 32 // 14),
+        (20, {"logit_bias": BIAS, "presence_penalty": 1.0}, 1),
+        (31, {"logit_bias": BIAS, "presence_penalty": 1.0}, 1),  # lists more than a plan may, but one always begins
+    ],
+)
+def test_the_tables_of_many_samples_are_made_some_a_plan(
+    monkeypatch: pytest.MonkeyPatch, length: int, params: dict[str, object], most: int
+) -> None:
+    monkeypatch.setattr("nanoserve.scheduler.plan_builder.MOST_LISTED", 32)
+    begun = _begins_by_plan([_request(f"r{number}", length, n=8, max_tokens=1, **params) for number in range(5)])
+    assert sum(begun) == 40 and max(begun) == most
+
+
+def test_samples_that_list_nothing_begin_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanoserve.scheduler.plan_builder.MOST_LISTED", 32)
+    assert _begins_by_plan([_request(f"r{number}", 4, n=16, max_tokens=1) for number in range(8)]) == [8, 120]

@@ -171,20 +171,22 @@ class TokenAdjustments:
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentRows:
-    """The tables of P of the batch's rows, padded to the longest: [P, 1] per row, [P, L] per token."""
+    """The tables of P of the batch's rows, one after the other: N entries in all. A long table makes no other longer."""
 
     rows: Tensor
-    """int64 [P, 1], places in the batch."""
+    """int64 [P], places in the batch."""
+    penalties: Tensor
+    """float32 [P, 3]: for repetition, presence and frequency."""
+    tables: Tensor
+    """int64 [N], from 0 to P - 1: the table of each entry."""
     tokens: Tensor
-    """int64; a row's padding repeats its first entry, which is harmless as it writes the same value again."""
+    """int64 [N]."""
     bias: Tensor
     counts: Tensor
     seen: Tensor
     """The token is in the prompt or the output."""
     forbidden: Tensor
     """An end token before min_tokens."""
-    penalties: Tensor
-    """float32 [P, 3]: for repetition, presence and frequency."""
 
     @classmethod
     def stage(
@@ -194,24 +196,22 @@ class AdjustmentRows:
         chosen = [(row, table) for row, table in tables.items() if len(table.entries)]
         if not chosen:
             return None
-        packed = np.empty((len(chosen), max(len(table.entries) for _, table in chosen)), _ENTRY)
-        penalties = np.empty((len(chosen), 3), np.float32)
-        waiting = np.empty((len(chosen), 1), np.bool_)
-        for place, (row, table) in enumerate(chosen):
-            params = table.params
-            packed[place, : len(table.entries)] = table.entries
-            packed[place, len(table.entries) :] = table.entries[0]
-            penalties[place] = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-            waiting[place] = output_lengths[row] < params.min_tokens
+        params = [table.params for _, table in chosen]
+        penalties = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in params]
+        waiting = [output_lengths[row] < one.min_tokens for (row, _), one in zip(chosen, params, strict=True)]
+        owners = np.repeat(np.arange(len(chosen)), [len(table.entries) for _, table in chosen])
+        # As bytes: to put many together costs far less than to concatenate arrays of such a dtype.
+        packed = np.frombuffer(b"".join([table.entries for _, table in chosen]), _ENTRY)
         tokens, bias, counts, seen = (staging.add(packed[name].copy()) for name in ("token", "bias", "count", "seen"))
         return cls(
-            staging.add(np.array([[row] for row, _ in chosen])),
-            tokens,
-            bias,
-            counts,
-            seen,
-            forbidden=staging.add(packed["end"] & waiting),
-            penalties=staging.add(penalties),
+            rows=staging.add(np.array([row for row, _ in chosen])),
+            penalties=staging.add(np.array(penalties, np.float32)),
+            tables=staging.add(owners),
+            tokens=tokens,
+            bias=bias,
+            counts=counts,
+            seen=seen,
+            forbidden=staging.add(packed["end"] & np.array(waiting)[owners]),
         )
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -220,8 +220,8 @@ class AdjustmentRows:
         Repetition divides positive and multiplies negative logits (CTRL, arXiv 1909.05858, as Hugging Face has it);
         presence and frequency subtract for tokens of the output alone (OpenAI).
         """
-        rows, tokens, counts = self.rows, self.tokens, self.counts
-        repetition, presence, frequency = self.penalties[:, :, None].unbind(1)
+        rows, tokens, counts = self.rows[self.tables], self.tokens, self.counts
+        repetition, presence, frequency = self.penalties[self.tables].unbind(1)
         values = logits[rows, tokens] + self.bias
         punished = torch.where(values > 0, values / repetition, values * repetition)
         values = torch.where(self.seen, punished, values)
