@@ -1,13 +1,14 @@
 """The JSON objects of an answer, whole or in chunks, for both kinds of completion."""
 
+import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +17,24 @@ from nanoserve.request import CompletionOutput, RequestOutput, TokenLogprob
 from nanoserve.text.answers.forms import AnswerParser
 from nanoserve.text.answers.reader import Piece
 from nanoserve.text.tokenizer import Tokenizer
+
+PIECE = 128
+"""Entries of a long list that are made at a time: log probabilities take up to 0.1 ms each."""
+
+T = TypeVar("T")
+
+
+async def in_pieces(entries: Sequence[T]) -> AsyncIterator[Sequence[T]]:
+    """Some entries at a time. Other requests run in between: an answer may have a million log probabilities."""
+    for start in range(0, len(entries), PIECE):
+        if start:
+            await asyncio.sleep(0)
+        yield entries[start : start + PIECE]
+
+
+def _as_json(value: object) -> msgspec.Raw:
+    """The value as JSON. An answer that is put together of such parts is written at once, however large it is."""
+    return msgspec.Raw(msgspec.json.encode(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +80,11 @@ class CompletionFormat(ABC):
         self._offsets = Counter[int]()  # where the next text begins, by choice
 
     @abstractmethod
-    def choice(
+    async def choice(
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
     ) -> dict[str, Any]:
-        """One choice of a request, or what is new of it; a chat has its text in the field ``name``."""
+        """One choice of a request, or what is new of it; a chat has its text in the field ``name``. Other requests run
+        while a long one is made."""
 
     def envelope(self, kind: str, choices: Sequence[dict[str, Any] | msgspec.Raw]) -> dict[str, Any]:
         """The whole answer or a chunk of it, with these choices."""
@@ -89,16 +109,17 @@ class ChatFormat(CompletionFormat):
         self._calls = Counter[int]()  # by choice
         self._parallel = parallel
 
-    def choice(
+    async def choice(
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
     ) -> dict[str, Any]:
         content = self._content(index, output)
         for call in content.get("tool_calls", ()) if name == "message" else ():
             del call["index"]  # for chunks
-        entries = [
-            self._entry(one.token, one.logprob) | {"top_logprobs": [self._entry(*other) for other in one.top]}
-            for one in output.logprobs or ()
-        ]
+        entries: list[msgspec.Raw] = []
+        async for piece in in_pieces(output.logprobs or ()):
+            for one in piece:
+                top = {"top_logprobs": [self._entry(*other) for other in one.top]}
+                entries.append(_as_json(self._entry(one.token, one.logprob) | top))
         logprobs = None if output.logprobs is None else {"content": entries}
         reason = "tool_calls" if output.finish_reason == "stop" and self._calls[index] else output.finish_reason
         return {"index": index, name: content, "logprobs": logprobs, "finish_reason": reason}
@@ -151,7 +172,7 @@ class TextFormat(CompletionFormat):
         self._echoes = dict(enumerate(echoes))  # not sent yet, by choice
         self._detokenizers: dict[int, Detokenizer] = {}  # by choice
 
-    def choice(
+    async def choice(
         self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
     ) -> dict[str, Any]:
         echo, logprobs = self._echoes.pop(index, None), None
@@ -163,23 +184,25 @@ class TextFormat(CompletionFormat):
                 continued = ()
             if index not in self._detokenizers:
                 self._detokenizers[index] = Detokenizer(self._tokenizer, continued)
-            logprobs = self._logprobs(index, scored)
+            logprobs = await self._logprobs(index, scored)
         text = (echo or "") + output.text
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
-    def _logprobs(self, index: int, scored: Iterable[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+    async def _logprobs(self, index: int, scored: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
         """Parallel lists; ``text_offset`` says where each token's text begins in the choice. Nothing predicts the first
         token of a prompt, so it has None."""
         lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, one in scored:
-            logprob, top = None, None
-            if one is not None:
-                logprob, top = one.logprob, dict[str, float]()
-                # The token itself is listed too. Of tokens with the same text, the likeliest counts.
-                for other in (*one.top, (token, logprob)):
-                    top.setdefault(self._text_of(other[0]).name, other[1])
-            values = (self._text_of(token).name, logprob, top, self._offsets[index])
-            for name, value in zip(lists, values, strict=True):
-                lists[name].append(value)
-            self._offsets[index] += len(self._detokenizers[index].push([token]))
+        async for piece in in_pieces(scored):
+            for token, one in piece:
+                logprob, top = None, None
+                if one is not None:
+                    logprob, texts = one.logprob, dict[str, float]()
+                    # The token itself is listed too. Of tokens with the same text, the likeliest counts.
+                    for other in (*one.top, (token, logprob)):
+                        texts.setdefault(self._text_of(other[0]).name, other[1])
+                    top = _as_json(texts)
+                values = (self._text_of(token).name, logprob, top, self._offsets[index])
+                for name, value in zip(lists, values, strict=True):
+                    lists[name].append(value)
+                self._offsets[index] += len(self._detokenizers[index].push([token]))
         return lists

@@ -161,6 +161,7 @@ class CompletionAnswer:
         async def emit_chunks() -> None:
             async for chunk in self.chunks():
                 await emit(chunk)
+                await asyncio.sleep(0)  # a step may end thousands of samples; other requests run in between
 
         headers = [*_EVENT_HEADERS, (b"x-request-id", self.answer.answer_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -186,7 +187,7 @@ class CompletionAnswer:
             _check(sample)
             tokens += len(sample.token_ids)
             # One at a time: thousands of samples with log probabilities take long, and other requests run in between.
-            choices.append(msgspec.Raw(msgspec.json.encode(self.answer.choice(place, output, sample))))
+            choices.append(msgspec.Raw(msgspec.json.encode(await self.answer.choice(place, output, sample))))
             await asyncio.sleep(0)
         usage = self._usage(tokens, sum(output.cached_tokens for output in outputs))
         return self.answer.envelope(self.answer.kind, choices) | {"usage": usage}
@@ -200,7 +201,7 @@ class CompletionAnswer:
                 _check(sample)
                 tokens += len(sample.token_ids)
                 index = place * self.streams[0].request.params.n + sample.index
-                choice = self.answer.choice(index, output, sample, name="delta")
+                choice = await self.answer.choice(index, output, sample, name="delta")
                 if any(choice.get(name) for name in ("delta", "text", "finish_reason", "logprobs")):
                     chunk = self._chunk(choice)
                     if options.include_usage:

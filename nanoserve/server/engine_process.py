@@ -6,7 +6,7 @@ It never waits for the front end: commands and reports queue in the socket. It l
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import msgspec
@@ -27,6 +27,8 @@ COMMAND_BYTES, COMMAND_SAMPLES = 64 << 10, 256
 large request delays no other."""
 COMMAND_SECONDS = 0.1
 """Longest wait for a result before commands are read again: other processes may be slow, or may be starting."""
+PROMPT_PIECE = 1024
+"""Log probabilities of a prompt in one message. The front end takes 3 us for each, times as many likeliest tokens."""
 WATCH_SECONDS = 1.0  # interval at which an idle engine checks that its workers live
 
 
@@ -83,8 +85,14 @@ class EngineLoop:
         return []
 
     def _report(self, updates: list[SequenceUpdate], steps: list[RecentStep]) -> None:
+        for update in updates:
+            for piece in self._prompt_pieces(update):
+                self._send([piece], [])
+        self._send(list(map(self._as_message, updates)), steps)
+
+    def _send(self, updates: list[messages.SampleUpdate], steps: list[RecentStep]) -> None:
         report = messages.StepReport(
-            updates=tuple(map(self._as_message, updates)),
+            updates=tuple(updates),
             status=self._engine.status,
             steps=tuple(steps),
             added=self._added,
@@ -93,8 +101,18 @@ class EngineLoop:
         )
         self._mailbox.send(report)
 
+    def _prompt_pieces(self, update: SequenceUpdate) -> Iterator[messages.SampleUpdate]:
+        """The log probabilities of the prompt, with the first update of its sequence: the front end takes in a message
+        at once, and there may be a million."""
+        if update.sequence in self._reported:
+            return
+        logprobs = update.sequence.prompt_logprobs
+        for start in range(0, len(logprobs), PROMPT_PIECE):
+            piece = tuple(logprobs[start : start + PROMPT_PIECE])
+            yield messages.SampleUpdate(update.request_id, update.index, (), prompt_logprobs=piece, prompt_start=start)
+
     def _as_message(self, update: SequenceUpdate) -> messages.SampleUpdate:
-        """The update with everything of its sequence that was not reported yet."""
+        """The update with the log probabilities of its sequence that were not reported yet."""
         sequence = update.sequence
         reported = self._reported.pop(sequence, None)
         if not sequence.finished:
@@ -104,7 +122,6 @@ class EngineLoop:
             index=update.index,
             tokens=update.new_tokens,
             logprobs=tuple(sequence.logprobs[reported or 0 :]),
-            prompt_logprobs=tuple(sequence.prompt_logprobs) if reported is None else (),
             cached_tokens=sequence.cached_tokens,
             started=sequence.first_scheduled_time,
             finish_reason=sequence.finish_reason if sequence.finished else None,

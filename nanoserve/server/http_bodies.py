@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
 from nanoserve.errors import ModelError, NanoserveError, UsageError
 from nanoserve.processes.children import ProcessUnavailable
 from nanoserve.server.engine_client import EngineUnavailable, QueueFull
 
+PIECE_BYTES = 1 << 20  # of a body that is sent
 _CLOSE = {"connection": "close"}
 _TYPES = {
     401: "authentication_error",
@@ -63,10 +64,19 @@ class ApiError(NanoserveError):
 
 
 class JsonResponse(Response):
+    """Sent in pieces, as fast as the client reads: an answer may have hundreds of megabytes."""
+
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
         return msgspec.json.encode(content)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for start in range(0, len(self.body), PIECE_BYTES):
+            piece = self.body[start : start + PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
 
 
 def as_api_error(error: NanoserveError) -> ApiError:

@@ -92,7 +92,8 @@ class SampleUpdate(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     """One per token, if the request asks for them."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """Those of the whole prompt, in one update, if the request asks for them."""
+    """Some of the prompt's, from ``prompt_start`` on, if the request asks for them; before its first token."""
+    prompt_start: int = 0
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     started: float | None = None  # time of the first plan with the sample, in seconds of the machine's monotonic clock
     finish_reason: FinishReason | None = None  # None while the sample runs

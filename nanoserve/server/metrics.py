@@ -1,7 +1,7 @@
 """Metrics for Prometheus, under vLLM's names where it has them."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -58,16 +58,20 @@ class Metrics(Collector):
         if value is not None:
             self._histograms[name].observe(max(0.0, value))
 
+    def passed(self, gaps: Sequence[float]) -> None:
+        """Count these seconds from one token to the next."""
+        for gap in gaps:
+            self._observe("vllm:inter_token_latency_seconds", gap)
+
     def ended(self, stream: RequestStream) -> None:
-        """Count a request that has ended, for any reason; a sample that never ended counts as aborted."""
+        """Count a request that has ended, for any reason, without its gaps; a sample that never ended counts as
+        aborted."""
         output = stream.tracker.whole()
         prompt_tokens = len(output.prompt_token_ids)
         self._counters["vllm:prompt_tokens"].inc(prompt_tokens)
         self._observe("vllm:request_prompt_tokens", prompt_tokens)
         self._counters["vllm:prefix_cache_queries"].inc(prompt_tokens)
         self._counters["vllm:prefix_cache_hits"].inc(output.cached_tokens)
-        for gap in stream.gaps:
-            self._observe("vllm:inter_token_latency_seconds", gap)
         for sample in output.outputs:
             self._ended.labels(self._model, sample.finish_reason or FinishReason.ABORT.value).inc()
             self._observe("vllm:request_generation_tokens", len(sample.token_ids))

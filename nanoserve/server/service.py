@@ -16,7 +16,7 @@ import msgspec
 from nanoserve.errors import NanoserveError, UsageError, shown
 from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
-from nanoserve.server.answers import token_texts
+from nanoserve.server.answers import in_pieces, token_texts
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
 from nanoserve.server.http_bodies import ApiError
 from nanoserve.server.messages import EngineFacts
@@ -174,8 +174,10 @@ class Service:
 
     async def _count(self, streams: Sequence[RequestStream]) -> None:
         for stream in streams:
+            async for gaps in in_pieces(stream.gaps):  # there is one for each token; other requests run in between
+                self.metrics.passed(gaps)
             self.metrics.ended(stream)
-            await asyncio.sleep(0)  # there is an entry for each token; other requests run in between
+            await asyncio.sleep(0)
 
     def end_processes(self) -> None:
         """End the processes of templates and grammars at once; requests that need them fail from now on."""

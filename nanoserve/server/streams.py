@@ -39,8 +39,8 @@ class RequestStream:
         sample, now = self._samples[update.index], time.monotonic()
         sample.tokens += update.tokens
         sample.logprobs += update.logprobs
-        if not sample.prompt_logprobs:
-            sample.prompt_logprobs += update.prompt_logprobs
+        if update.prompt_logprobs:
+            sample.keep_prompt_logprobs(update.prompt_start, update.prompt_logprobs)
         if sample.first_scheduled_time is None:
             sample.first_scheduled_time = update.started
             sample.cached_tokens = update.cached_tokens

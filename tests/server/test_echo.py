@@ -1,5 +1,6 @@
 """Completions that echo their prompts: what lm-evaluation-harness asks for, on the bundled model."""
 
+import asyncio
 from typing import Any, cast
 
 import openai
@@ -101,7 +102,8 @@ def test_parts_of_a_character_begin_where_it_begins(storyteller: LLM) -> None:
     scored = (None, *(TokenLogprob(token, -2.0, 2, ((token, -2.0),)) for token in tokens[1:]))
     output = CompletionOutput(0, "", (), (), "length", None, cast(Any, None))
     request = RequestOutput("r", None, tuple(tokens), (output,), True, 0, scored)
-    lists = TextFormat(MODEL, token_texts(tokenizer), tokenizer, [text]).choice(0, request, output)["logprobs"]
+    answer = TextFormat(MODEL, token_texts(tokenizer), tokenizer, [text])
+    lists = asyncio.run(answer.choice(0, request, output))["logprobs"]
     parts = [place for place, token in enumerate(lists["tokens"]) if token.startswith("bytes:")]
     assert len(parts) > 1 and {lists["text_offset"][place] for place in parts} == {text.index("\U0001f600")}
     assert lists["text_offset"][-1] == text.index(" b")

@@ -1,9 +1,12 @@
 """The engine's side of the wire, in this process: commands in, reports out, rubbish dropped."""
 
+import asyncio
 import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,11 +16,11 @@ from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.processes.sockets import connect, listen, local_address
 from nanoserve.record.counters import EngineStatus
-from nanoserve.request import FinishReason, Request, SamplingParams
+from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceUpdate, TokenLogprob
 from nanoserve.scheduler.plan import Executor, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.server.engine_process import EngineLoop
+from nanoserve.server.engine_process import PROMPT_PIECE, EngineLoop
 from nanoserve.server.messages import (
     Add,
     Command,
@@ -27,6 +30,7 @@ from nanoserve.server.messages import (
     StepReport,
     Stop,
 )
+from nanoserve.server.streams import RequestStream
 from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens
@@ -273,3 +277,22 @@ def test_log_probabilities_are_told_once(wire: Wire) -> None:
     for report in wire.finish():
         for update in report.updates:
             assert len(update.logprobs) <= len(update.tokens)
+
+
+def test_log_probabilities_of_a_prompt_are_told_in_pieces(wire: Wire) -> None:
+    request = Request("r", tuple(range(2500)), SamplingParams(prompt_logprobs=1), seed=0)
+    sequence = Sequence(0, request, 0, list(request.prompt))
+    scored = [TokenLogprob(token, -1.0, 1, ((token, -1.0),)) for token in request.prompt[1:]]
+    sequence.prompt_logprobs += scored
+    sequence.tokens.append(5)
+    for _ in range(2):
+        wire.loop._report([SequenceUpdate("r", 0, (5,), sequence)], [])
+    updates = [update for _ in range(5) for update in wire.report().updates]
+    lengths = [len(update.prompt_logprobs) for update in updates]
+    assert lengths == [PROMPT_PIECE, PROMPT_PIECE, 2499 % PROMPT_PIECE, 0, 0]
+    decoder: Any = SimpleNamespace(special_ids=(), vocab_size=9999, is_byte=lambda _token: True)
+    decoder.decode = lambda ids, **_settings: "".join(map(chr, ids))
+    stream = RequestStream(request, decoder, asyncio.Event())
+    for update in (*updates[:2], *updates[:3]):  # an engine died, and another began again
+        stream.take(update)
+    assert stream.whole().prompt_logprobs == (None, *scored)

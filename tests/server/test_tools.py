@@ -1,5 +1,6 @@
 """Tools over HTTP, through OpenAI's own client: calls of the bundled model, with a template in the style of Qwen's."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -184,14 +185,14 @@ def test_reasoning_text_and_calls_of_one_answer() -> None:
         return CompletionOutput(0, text, (), None, reason, None, None)
 
     request: Any = None
-    whole = answer().choice(0, request, output(text, "stop"))
+    whole = asyncio.run(answer().choice(0, request, output(text, "stop")))
     call = whole["message"].pop("tool_calls")[0]
     assert whole["message"] == {"role": "assistant", "content": "Let me see.", "reasoning_content": "hm"}
     assert call["function"] == {"name": "get_time", "arguments": '{"a": 1}'} and "index" not in call
     assert whole["finish_reason"] == "tool_calls"
     streamed = answer()
-    choices = [streamed.choice(0, request, output(one, None), "delta") for one in text]
-    choices.append(streamed.choice(0, request, output("", "stop"), "delta"))
+    pieces = [*(output(one, None) for one in text), output("", "stop")]
+    choices = [asyncio.run(streamed.choice(0, request, piece, "delta")) for piece in pieces]
     deltas = [choice["delta"] for choice in choices if choice["delta"]]
     assert deltas[0] == {"role": "assistant", "content": None, "reasoning_content": "h"}
     assert "".join(delta.get("content") or "" for delta in deltas) == "Let me see."

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, MutableMapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +14,13 @@ import pytest
 import zmq
 
 from nanoserve.processes.sockets import connect, listen, local_address
-from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams
+from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams, TokenLogprob
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server import endpoints
-from nanoserve.server.answers import TextFormat
+from nanoserve.server.answers import PIECE, ChatFormat, CompletionFormat, TextFormat
 from nanoserve.server.engine_process import COMMAND_BYTES, COMMAND_SAMPLES, receive
-from nanoserve.server.http_bodies import ApiError
+from nanoserve.server.http_bodies import PIECE_BYTES, ApiError, JsonResponse
 from nanoserve.server.messages import Add, Command, EngineFacts, Mailbox
 from nanoserve.server.schemas import (
     MAX_LOGPROBS_PER_REQUEST,
@@ -110,11 +110,11 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
     seen: list[int] = []
 
     class Counting(TextFormat):
-        def choice(
+        async def choice(
             self, index: int, request: RequestOutput, output: CompletionOutput, name: str = "message"
         ) -> dict[str, Any]:
             made.append(index)
-            return super().choice(index, request, output, name)
+            return await super().choice(index, request, output, name)
 
     async def outputs(_streams: object) -> list[RequestOutput]:
         return [RequestOutput(str(number), None, (1,), samples, True, 0, None) for number in range(128)]
@@ -140,21 +140,86 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
     assert max(after - before for before, after in pairwise(seen)) == 1
 
 
-def test_the_books_of_a_request_are_kept_one_prompt_at_a_time(edge: "Edge") -> None:
+def _most_between(work: Coroutine[Any, Any, Any], done: Callable[[], int]) -> tuple[Any, int]:
+    """What some work returns, and how much of it is done at most while nothing else runs."""
+    seen: list[int] = [done()]
+
+    async def other(task: "asyncio.Task[Any]") -> None:
+        while not task.done():
+            seen.append(done())
+            await asyncio.sleep(0)
+        seen.append(done())
+
+    async def both() -> Any:
+        task = asyncio.ensure_future(work)
+        await other(task)
+        return task.result()
+
+    return asyncio.run(both()), max(after - before for before, after in pairwise(seen))
+
+
+TOKENS = 1000
+LOGPROBS = tuple(TokenLogprob(number, -1.0, 2, ((number + 1, -0.5),)) for number in range(TOKENS))
+
+
+@pytest.mark.parametrize("kind", ["chat", "echo"])
+def test_log_probabilities_are_put_into_an_answer_in_pieces(kind: str) -> None:
+    told: list[int] = []
+
+    def text_of(token: int) -> str:
+        told.append(token)
+        return str(token)
+
+    decoder: Any = SimpleNamespace(special_ids=(), vocab_size=9999, is_byte=lambda _token: False)
+    decoder.decode = lambda ids, **_settings: "".join(map(str, ids))
+    form: CompletionFormat
+    if kind == "chat":
+        form, prompt, scored = ChatFormat("m", text_of, None, thinks=False), (5,), None
+        output = CompletionOutput(0, "a", tuple(range(TOKENS)), LOGPROBS, "stop", None, cast(Any, None))
+    else:
+        form, prompt, scored = TextFormat("m", text_of, decoder, ["text"]), tuple(range(TOKENS)), (None, *LOGPROBS[1:])
+        output = CompletionOutput(0, "a", (), (), "stop", None, cast(Any, None))
+    request = RequestOutput("r", None, prompt, (output,), True, 0, scored)
+    choice, most = _most_between(form.choice(0, request, output), lambda: len(told))
+    logprobs = msgspec.json.decode(msgspec.json.encode(choice))["logprobs"]
+    if kind == "chat":
+        entry = {"token": "7", "logprob": -1.0, "bytes": [55]}
+        assert logprobs["content"][7] == entry | {"top_logprobs": [{"token": "8", "logprob": -0.5, "bytes": [56]}]}
+        assert len(logprobs["content"]) == TOKENS and most == 2 * PIECE
+    else:
+        assert logprobs["top_logprobs"][:2] == [None, {"2": -0.5, "1": -1.0}]
+        assert list(map(len, logprobs.values())) == [TOKENS] * 4 and most == 3 * PIECE
+
+
+def test_a_large_body_is_sent_in_pieces() -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(dict(message))
+
+    response = JsonResponse("x" * (5 * PIECE_BYTES), headers={"x-request-id": "r"})
+    asyncio.run(response({}, cast(Any, None), send))
+    assert dict(sent[0]["headers"])[b"content-length"] == str(5 * PIECE_BYTES + 2).encode()
+    bodies = [message.get("body", b"") for message in sent[1:]]
+    assert b"".join(bodies) == response.body and max(map(len, bodies)) == PIECE_BYTES
+    assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
+
+
+def test_the_books_of_a_request_are_kept_some_gaps_at_a_time(edge: "Edge") -> None:
     ended: list[object] = []
-    seen: list[int] = []
+    passed: list[float] = []
     edge.service.engine.forget = lambda _stream: None  # type: ignore[method-assign]
     edge.service.metrics.ended = ended.append  # type: ignore[method-assign,assignment]
+    edge.service.metrics.passed = passed.extend  # type: ignore[method-assign]
+    streams = [SimpleNamespace(gaps=[float(number)] * 300) for number in range(128)]
 
     async def end() -> None:
-        edge.service.end(cast(Any, list(range(128))))
-        while len(ended) < 128:
-            seen.append(len(ended))
-            await asyncio.sleep(0)
+        edge.service.end(cast(Any, streams))
+        await asyncio.gather(*edge.service._counting)
 
-    asyncio.run(end())
-    assert ended == list(range(128))
-    assert max(after - before for before, after in pairwise(seen)) == 1
+    _, most = _most_between(end(), lambda: len(passed))
+    assert ended == streams and sorted(passed) == [gap for stream in streams for gap in stream.gaps]
+    assert most == PIECE
 
 
 # ------------------------------------------------------------------------------------------------- tokenizing

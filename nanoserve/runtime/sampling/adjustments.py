@@ -171,7 +171,7 @@ class TokenAdjustments:
 
 @dataclass(frozen=True, slots=True)
 class AdjustmentRows:
-    """The tables of P of the batch's rows, one after the other: N entries in all. A long table makes no other longer."""
+    """The tables of P of the batch's rows, one after the other: N entries in all. A long one makes no other longer."""
 
     rows: Tensor
     """int64 [P], places in the batch."""
