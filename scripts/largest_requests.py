@@ -22,7 +22,10 @@ BODY_CHARACTERS = 1_000_000
 WORDS = "a " * (BODY_CHARACTERS // 2)
 TOKENS = list(range(300, 1324))
 STOPS = [chr(65 + index) + "a" * 1022 + "b" for index in range(16)]
+HELD = ["a" * 1023 + "b", *(chr(99 + index) + "a" * 1023 for index in range(15))]
+"""Of the first, a text of nothing but a's always ends with a beginning; of the others it never does."""
 BIAS = {str(token): -1 for token in TOKENS}
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": 1}
 ALL_FIELDS = {"stop": STOPS, "stop_token_ids": TOKENS, "logit_bias": BIAS, "frequency_penalty": 1, "min_tokens": 1}
 HI = [{"role": "user", "content": "Hi"}]
 PARTS = [{"type": "text", "text": "a"}] * (BODY_CHARACTERS // 30)
@@ -31,6 +34,7 @@ LARGE_SCHEMA = {"name": "s", "schema": {"type": "object", "properties": NUMBERS,
 SHORT = {"max_tokens": 4, "ignore_eos": True}
 STRUCTURED = {"max_tokens": 16, "ignore_eos": False}
 MANY = {"prompt": ["a"] * 128}
+LONG = list(range(5, 1000))
 COMPLETIONS: Mapping[str, dict[str, Any]] = {
     "nothing": {},
     "prompts x repeated stop_token_ids": {**MANY, "stop_token_ids": list(range(4096)) * 40},
@@ -39,9 +43,15 @@ COMPLETIONS: Mapping[str, dict[str, Any]] = {
     "prompts x n x stop": {**MANY, "n": 16, "stop": STOPS},
     "prompts x n x stop_token_ids": {**MANY, "n": 16, "stop_token_ids": TOKENS},
     "prompts x n x logit_bias": {**MANY, "n": 16, "logit_bias": BIAS},
+    "prompts x n x logit_bias x penalties": {**MANY, "n": 16, "logit_bias": BIAS, **PENALTIES, "max_tokens": 16},
+    "prompts x n x stop, nearly met": {**MANY, "n": 16, "stop": HELD, "logit_bias": {"69": 100}, "max_tokens": 64},
     "prompts x n x all of these": {**MANY, "n": 16, **ALL_FIELDS},
+    "prompts x n, streamed": {**MANY, "n": 16, "max_tokens": 16, "stream": True},
     "prompts x n x logprobs": {**MANY, "n": 16, "logprobs": 20, "max_tokens": 16},
-    "long token prompts": {"prompt": [list(range(5, 1000))] * 128},
+    "long token prompts": {"prompt": [LONG] * 128},
+    "long token prompts x n x penalties": {"prompt": [LONG] * 128, "n": 16, **PENALTIES},
+    "echo with logprobs": {"prompt": LONG, "echo": True, "logprobs": 20},
+    "long token prompts, echo with logprobs": {"prompt": [LONG] * 128, "echo": True, "logprobs": 20},
     "long text prompts": {"prompt": ["a b" * 600] * 128},
     "a prompt too long": {"prompt": WORDS},
     "token ids too many": {"prompt": [5] * (BODY_CHARACTERS // 3)},

@@ -22,8 +22,9 @@ class RequestStream:
         self.gaps: list[float] = []  # seconds from one token to the next, in all samples
         self.news = news  # set at each update; the streams of one reader share it
         self.tracker = RequestTracker(request, tokenizer)
-        # A copy of the engine's sequences, as of its last update.
-        self._samples = [Sequence(index, request, index, list(request.prompt)) for index in range(request.params.n)]
+        # Copies of the engine's sequences as of their last updates, by sample. Each is made with the first, as prompts
+        # may be long and samples many.
+        self._samples: dict[int, Sequence] = {}
         self._last_token_times: dict[int, float] = {}  # by sample, in seconds of the monotonic clock
         self._ended: set[int] = set()
         self.failure: NanoserveError | None = None
@@ -36,6 +37,8 @@ class RequestStream:
         """Add an update; true if the sample's text met a stop string, so that the engine must end it."""
         if update.index in self._ended:
             return False
+        if update.index not in self._samples:
+            self._samples[update.index] = Sequence(update.index, self.request, update.index, list(self.request.prompt))
         sample, now = self._samples[update.index], time.monotonic()
         sample.tokens += update.tokens
         sample.logprobs += update.logprobs
@@ -67,7 +70,10 @@ class RequestStream:
 
     def resumed(self) -> Add:
         """The command that makes a new engine continue the request where the last one died."""
-        outputs = tuple(tuple(sample.output_tokens) for sample in self._samples)
+        if not self._samples:
+            return Add(self.request)
+        known = {index: tuple(sample.output_tokens) for index, sample in self._samples.items()}
+        outputs = tuple(known.get(index, ()) for index in range(self.request.params.n))
         return Add(replace(self.request, resumed=outputs), tuple(sorted(self._ended)))
 
     def whole(self) -> RequestOutput:

@@ -1,7 +1,7 @@
 """What a client is sent of a stream, chunk by chunk, in this process: the engine's updates are made by hand."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -152,3 +152,21 @@ def test_what_came_before_an_error_is_sent_before_it() -> None:
     with pytest.raises(RuntimeFailure, match=r"^no memory$"):
         client.read(script)
     assert [chunk["choices"][0]["delta"]["content"] for chunk in client.chunks] == ["a"]
+
+
+def test_a_prompt_is_copied_for_a_sample_with_its_first_update() -> None:
+    copies = 0
+
+    class Prompt(tuple[int, ...]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal copies
+            copies += 1
+            return super().__iter__()
+
+    request = Request("r", Prompt(range(300, 400)), SamplingParams(n=16, max_tokens=9), seed=0)
+    stream = RequestStream(request, Letters(), asyncio.Event())
+    assert stream.resumed().request.resumed == () and copies == 0
+    for token in (5, 6):
+        stream.take(SampleUpdate("r", 3, (token,), started=0.0))
+    assert copies == 1
+    assert stream.resumed().request.resumed == ((),) * 3 + ((5, 6),) + ((),) * 12

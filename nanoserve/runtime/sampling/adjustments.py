@@ -201,7 +201,7 @@ class AdjustmentRows:
         waiting = [output_lengths[row] < one.min_tokens for (row, _), one in zip(chosen, params, strict=True)]
         owners = np.repeat(np.arange(len(chosen)), [len(table.entries) for _, table in chosen])
         # As bytes: to put many together costs far less than to concatenate arrays of such a dtype.
-        packed = np.frombuffer(b"".join([table.entries for _, table in chosen]), _ENTRY)
+        packed = np.frombuffer(b"".join([table.entries.data for _, table in chosen]), _ENTRY)
         tokens, bias, counts, seen = (staging.add(packed[name].copy()) for name in ("token", "bias", "count", "seen"))
         return cls(
             rows=staging.add(np.array([row for row, _ in chosen])),
