@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.sampling.sampler import SamplingRows, SamplingState, keep_likely, sample
+from nanoserve.runtime.sampling.sampler import Draw, SamplingRows, SamplingState, keep_likely, sample
 from nanoserve.runtime.step.answers import LogprobColumns
 from nanoserve.scheduler.plan import Begin
 from tests.runtime.staged_rows import sampling_rows
@@ -224,6 +224,24 @@ def test_top_k_1_and_tiny_temperatures_are_greedy() -> None:
     best = logits.argmax(1).tolist()
     for params in (SamplingParams(top_k=1), SamplingParams(temperature=1e-30), SamplingParams(top_p=1e-9)):
         assert draw_tokens(logits, [state(params, 500, seed=seed) for seed in range(3)], [3] * 3) == best
+
+
+def test_a_large_batch_is_drawn_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = (SamplingParams(top_p=0.9), SamplingParams(top_k=7), SamplingParams(), SamplingParams(temperature=0))
+    logits, states = random_logits(60, 100, seed=4), [state(kinds[row % 4], 100, seed=row) for row in range(60)]
+    drawn: list[int] = []
+
+    def counting(scaled: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn.append(len(scaled))
+        return keep_likely(scaled, draw)
+
+    monkeypatch.setattr("nanoserve.runtime.sampling.sampler.keep_likely", counting)
+    whole = draw_tokens(logits, states, [3] * 60)
+    assert drawn == [15] * 3
+    drawn.clear()
+    monkeypatch.setattr("nanoserve.runtime.sampling.sampler._CACHED_LOGITS", 450)
+    assert draw_tokens(logits, states, [3] * 60) == whole
+    assert drawn == [4, 4, 4, 3] * 3
 
 
 # ----------------------------------------------------------------------------- penalties, bias, tokens that must wait

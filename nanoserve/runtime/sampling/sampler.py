@@ -11,9 +11,10 @@ the same token alone, in a batch, and at any place in it. Ties: top_k prefers lo
 all tokens that tie with the last one; greedy takes the lowest id.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -32,6 +33,8 @@ _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 _SPLITMIX_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _MIX32_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 _BELOW_ONE = 1.0 - 2.0**-24
+_CACHED_LOGITS = 1 << 17
+"""Logits that a CPU draws from at a time: numbers of 8 bytes for each, several times over, stay in its cache."""
 
 
 class SamplingState:
@@ -113,6 +116,12 @@ class Draw:
             **columns,
         )
 
+    def parts(self, most: int) -> Iterator["Draw"]:
+        """The same draw, at most so many rows at a time: what is drawn for a row depends on that row alone."""
+        names = ("rows", "position", *(_SETTINGS.names or ()))
+        for columns in zip(*(getattr(self, name).split(most) for name in names), strict=True):
+            yield replace(self, **dict(zip(names, columns, strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
@@ -161,7 +170,10 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     if rows.grammars is not None:
         logits = rows.grammars.apply(logits)
     maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
-    for draw in rows.draws:
+    most = max(1, len(logits))
+    if logits.device.type == "cpu":
+        most = max(1, _CACHED_LOGITS // logits.shape[1])
+    for draw in chain.from_iterable(whole.parts(most) for whole in rows.draws):
         scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature[:, None]
         values, ids = keep_likely(scaled, draw)
         keys = row_keys(draw.seed, draw.index, draw.position)
