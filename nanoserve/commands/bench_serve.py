@@ -3,6 +3,7 @@
 import json
 import math
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.serving.own_server import OwnServer
-from nanoserve.benchmarks.serving.records import warnings
+from nanoserve.benchmarks.serving.records import LoadRun, warnings
 from nanoserve.benchmarks.serving.requests import Point, RequestStyle, parse_rates
 from nanoserve.benchmarks.tables import Column, columns
 from nanoserve.client.connection import ApiClient, served_model
@@ -31,13 +32,14 @@ from nanoserve.commands.terminal import remark, say
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import Chart, draw, panel
-from nanoserve.measures.highest_rate import RateTrial, find_highest_rate
+from nanoserve.measures.highest_rate import HighestRate, RateTrial
 from nanoserve.measures.metrics import parse_slo
 from nanoserve.measures.workloads import parse_sizes
 from nanoserve.processes.children import run_module
 from nanoserve.processes.installation import install_command
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
+_LONGEST_TRIAL = 4  # times --requests, for a rate of --max-rate that shorter runs do not decide
 _PERCENTILES = ("p50", "p90", "p99")
 _COLUMNS = columns(
     ("", ("load", "case")),
@@ -69,7 +71,7 @@ class BenchServeOptions(LengthOptions, ServerOptions, WorkersOptions, ResultOpti
         "poisson", "Or the times of --trace, stretched to --rate if given.", choices=("poisson", "trace")
     )
     max_rate: bool = option(
-        False, "Find the highest rate: up to which throughput rises with it, or 99% of the requests keep to --slo."
+        False, "Find the highest rate at which no queue grows, and with --slo 99% of the requests keep to it."
     )
 
     def points(self) -> list[Point]:
@@ -78,6 +80,8 @@ class BenchServeOptions(LengthOptions, ServerOptions, WorkersOptions, ResultOpti
         if self.max_rate:
             if (self.rate, self.concurrency) != (None, None):
                 raise UsageError("--max-rate finds the rate: leave out --rate and --concurrency")
+            if self.repeats > 1:
+                raise UsageError("--max-rate makes a run longer until it is decided: leave out --repeats")
             return []
         if self.concurrency is not None and (traced or self.rate is not None):
             raise UsageError("--concurrency is a closed loop: give it without --rate and --arrivals trace")
@@ -109,7 +113,8 @@ def run(options: BenchServeOptions) -> None:
     from nanoserve.benchmarks.serving.sending import Sender, ServeBench
 
     points, limits, seed, repeats = options.points(), parse_slo(options.slo), options.seed or 0, options.repeats
-    work = options.read(seed, traced=options.arrivals == "trace")
+    traced = options.arrivals == "trace"
+    work = options.read(seed, traced=traced)
     settings = {name: getattr(options, name) for name in ("repeats", "endpoint", "warm_up", "timeout", "slo")}
     settings |= {"work": work.name, "requests": len(work.shapes), "seed": seed, "ignore_eos": not options.allow_eos}
     settings |= {"points": [point.name for point in points]}
@@ -124,26 +129,28 @@ def run(options: BenchServeOptions) -> None:
         remark(f"warming up with {options.warm_up} requests")
         bench.warm_up(options.warm_up)
 
-        def measure(point: Point) -> None:
+        def measure(point: Point, bench: ServeBench = bench) -> list[LoadRun]:
             remark(f"measuring {work.name} at {point.name}")
             with show_progress() as progress:
-                answers = counted(progress, "answers", repeats * len(fitting.shapes))
-                bench.measure(point, repeats, report.add, answers)
+                answers = counted(progress, "answers", repeats * len(bench.work.shapes))
+                return bench.measure(point, repeats, report.add, answers)
 
-        def measure_rate(rate: float) -> RateTrial:
-            measure(Point(rate=rate, traced=options.arrivals == "trace", exact=True))
+        def measure_rate(rate: float, requests: int) -> RateTrial:
+            same = requests == len(fitting.shapes)
+            longer = bench if same else replace(bench, work=fitting.lengthened(requests))
+            (run,) = measure(Point(rate=rate, traced=traced, exact=True), longer)
             row = report.rows[-1]
             if len(report.rows) == 1:
-                remark(
-                    f"about seven more runs find the highest rate, each of {repeats * row['seconds']:,.0f} s or more"
-                )
+                remark(f"some eight more runs or longer ones find the rate, each of {row['seconds']:,.0f} s or more")
             attainment = None if row["goodput"] is None else row["goodput"]["attainment"]
-            return RateTrial(row["requests_per_s"], row["output_tokens_per_s"], row["latency_growth"], attainment)
+            return RateTrial(row["requests_per_s"], run.answers, attainment)
 
         for point in points:
             measure(point)
         if options.max_rate:
-            report.put("highest_rate", find_highest_rate(measure_rate, len(fitting.shapes)))
+            # A trace has as many arrivals as it has.
+            most = len(fitting.shapes) if traced else _LONGEST_TRIAL * len(fitting.shapes)
+            report.put("highest_rate", HighestRate(measure_rate, len(fitting.shapes), most).find())
 
 
 def _server(options: BenchServeOptions, report: Report, opened: ExitStack) -> tuple[ApiClient, ForeignLoad | None]:

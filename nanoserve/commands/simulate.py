@@ -1,17 +1,18 @@
 """``nanoserve simulate``: policies, requests and engines on hardware that nobody here has."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.serving.requests import stretched_arrivals
 from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.bench_options import RESULTS_PANEL, ResultOptions
 from nanoserve.commands.engine_options import parallel_pair, parsed_split, quantization_option
@@ -23,7 +24,7 @@ from nanoserve.costs.profile import MeasuredTimes, Profile, read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Panel, draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.highest_rate import RateTrial, find_highest_rate, latency_growth
+from nanoserve.measures.highest_rate import Answer, HighestRate, RateTrial
 from nanoserve.measures.metrics import Distribution, parse_slo
 from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.models.hub import find_shape
@@ -44,6 +45,7 @@ _MOST_BLOCKS = 2**24  # each takes some 40 bytes here
 _PANEL_SIZE, _TIER_STYLES = (7.5, 2.7), ("-", "--", ":")  # of the chart
 _RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 _AT_ONCE = 1e9  # requests per second
+_LONGEST_TRIAL = 16  # times --requests, for a rate of --max-rate that shorter runs do not decide
 _COLUMNS = columns(
     ("", "policy"),
     (".3g", "rate"),
@@ -93,13 +95,20 @@ class WorkloadOptions(Options):
     trace: Path | None = file_option("Lengths and times from a CSV file instead.")
     seed: int = option(0, "Seed of arrivals and lengths.", minimum=0)
 
-    def workload(self) -> Workload:
-        """The requests; each call makes the same ones. Raises UsageError for options that make no sense."""
+    def workload(self, *, exact: bool = False) -> Workload:
+        """The requests; each call makes the same ones. Raises UsageError for options that make no sense.
+
+        ``exact`` stretches the arrivals so that their mean rate is the one asked for, and not only close to it.
+        """
         if self.trace is not None and self.lengths is not None:
             raise UsageError("give --lengths or --trace, not both")
         if self.rate is None and self.variation != 1:
             raise UsageError("--variation is of the gaps that --rate makes: give both")
-        arrivals = None if self.rate is None else gamma_arrivals(self.rate, self.variation, self.seed)
+        arrivals: Iterator[float] | None = None
+        if self.rate is not None:
+            arrivals = gamma_arrivals(self.rate, self.variation, self.seed)
+            if exact:
+                arrivals = iter(stretched_arrivals(list(islice(arrivals, self.requests)), self.rate))
         if self.trace is None:
             lengths = named_lengths(GLLMS_SHAREGPT if self.lengths is None else self.lengths, self.seed)
             return Workload(arrivals or burst(), lengths, self.requests)
@@ -262,7 +271,7 @@ class SimulateOptions(PolicyOptions, WorkloadOptions, HardwareOptions, FleetOpti
         metavar="RATES[:COST]",
     )
     max_rate: bool = option(
-        False, "Find the highest rate: up to which throughput rises with it, or 99% of the requests keep to --slo."
+        False, "Find the highest rate at which no queue grows, and with --slo 99% of the requests keep to it."
     )
     record: Path | None = file_option(
         "Write the stages' time for Perfetto or chrome://tracing; one policy only.", panel=RESULTS_PANEL
@@ -322,7 +331,9 @@ def run(options: SimulateOptions) -> None:
                 drafter=drafter or None,
             )
             if options.max_rate:
-                highest[name] = find_highest_rate(partial(_try, run_policy, name, options, report), options.requests)
+                trial = partial(_try, run_policy, name, options, report)
+                search = HighestRate(trial, options.requests, _LONGEST_TRIAL * options.requests)
+                highest[name] = search.find()
                 report.put("highest_rates", highest)
                 continue
             window = StepWindow(beside=runs[0].window if runs else None)
@@ -336,14 +347,23 @@ def run(options: SimulateOptions) -> None:
 
 
 def _try(
-    run_policy: Callable[..., SimulationResult], name: str, options: SimulateOptions, report: Report, rate: float
+    run_policy: Callable[..., SimulationResult],
+    name: str,
+    options: SimulateOptions,
+    report: Report,
+    rate: float,
+    requests: int,
 ) -> RateTrial:
-    at, ended = replace(options, rate=min(rate, _AT_ONCE)), list[CompletedRequest]()
-    result = run_policy(requests=at.workload(), request_observers=[ended.append])
+    at = replace(options, rate=min(rate, _AT_ONCE), requests=requests)
+    answers: list[Answer] = []
+
+    def keep(request: CompletedRequest) -> None:
+        answers.append(Answer(request.arrival, request.ttft, request.tpot, request.output_tokens))
+
+    result = run_policy(requests=at.workload(exact=True), request_observers=[keep])
     row = {"policy": name, "rate": at.rate, "bubble_share": result.bubble_share}
     report.add(row | msgspec.to_builtins(result))
-    growth = latency_growth([(one.arrival, one.ttft, one.tpot, one.output_tokens) for one in ended])
-    return RateTrial(result.requests_per_second, result.output_tokens_per_second, growth, result.slo_attainment)
+    return RateTrial(result.requests_per_second, answers, result.slo_attainment)
 
 
 def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str, Any]:

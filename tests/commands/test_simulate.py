@@ -82,21 +82,18 @@ def test_objectives_and_fleets_are_shown_when_asked_for(command: Run, tmp_path: 
 
 def test_the_highest_rate_of_each_policy_is_found(command: Run, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    search = ["--requests", "40", "--max-rate", "--policy", "sarathi,decode-first", "--lengths", "300+10"]
+    search = ["--requests", "40", "--max-rate", "--policy", "sarathi,decode-first", "--lengths", "60+1"]
     code, out, err = command(*SMALL, *search, "--json", str(path))
     assert code == 0, err
-    assert "40 requests of 300+10, at many rates" in out
+    assert "40 requests of 60+1, at many rates" in out
     document = json.loads(path.read_text())
     for policy, found in document["highest_rates"].items():
-        assert f"{policy}: throughput rises with the rate up to {found['rate']:.3g} requests/s" in out
+        assert f"{policy}: no queue grows up to {found['rate']:.3g} requests/s" in out
         tried = [row for row in document["rows"] if row["policy"] == policy]
         assert tried[0]["rate"] == 1e9  # all at once
         assert found["rate"] in [row["rate"] for row in tried]
-        # The next rate that was tried is at most 5 % higher, and was too high.
-        above = min(row["rate"] for row in tried[1:] if row["rate"] > found["rate"])
-        assert above <= 1.05 * found["rate"]
-        (row,) = [row for row in tried if row["rate"] == above]
-        assert row["tokens_per_second"] >= 0.85 * tried[0]["tokens_per_second"]
+        # The next rate that was tried is at most 2 % higher, and was too high.
+        assert min(row["rate"] for row in tried[1:] if row["rate"] > found["rate"]) <= 1.02 * found["rate"]
     assert list(document["highest_rates"]) == ["sarathi", "decode-first"]
 
 

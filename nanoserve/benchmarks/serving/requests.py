@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,6 +30,10 @@ class Work(NamedTuple):
     name: str
     shapes: Sequence[RequestShape]  # the lengths of the requests
     times: Sequence[float] | None = None  # when the requests of a trace came, one for each
+
+    def lengthened(self, requests: int) -> "Work":
+        """This many requests without times: the lengths are repeated from the first on."""
+        return Work(self.name, list(islice(cycle(self.shapes), requests)))
 
 
 class Point(msgspec.Struct, frozen=True):

@@ -198,7 +198,7 @@ class ServeBench:
 
     def measure(
         self, point: Point, repeats: int, keep: Callable[[dict[str, Any]], None], answered: Callable[[], None]
-    ) -> None:
+    ) -> list[LoadRun]:
         """Run the work at this load, ``repeats`` times; ``keep`` gets the row, also of a run that is interrupted.
         ``answered`` is called after every request. Every repetition has its own prompts and Poisson arrivals."""
         runs: list[LoadRun] = []
@@ -216,3 +216,4 @@ class ServeBench:
                 row["offered_requests_per_s"] = offered_rate(schedules[0]) if point.concurrency is None else None
                 foreign = None if self.foreign is None else self.foreign.read()
                 keep({**row, "repeats": len(runs), **figures(runs, self.slo), "foreign_cores": foreign})
+        return runs

@@ -128,17 +128,17 @@ def test_the_highest_rate_is_that_of_a_queue_of_known_capacity(
     assert code == 0, err
     document = json.loads(report.read_text())
     found = document["highest_rate"]["rate"]
-    assert found == pytest.approx(4.0, rel=0.1)
-    assert f"throughput rises with the rate up to {found:.3g} requests/s" in out
+    assert 0.5 * 4.0 <= found <= 1.02 * 4.0
+    assert f"no queue grows up to {found:.3g} requests/s" in out
     offered = [row["offered_requests_per_s"] for row in document["rows"]]
     assert offered[0] is None and found in [pytest.approx(rate) for rate in offered[1:]]
-    assert "about seven more runs find the highest rate, each of 75 s or more" in err
+    assert "some eight more runs or longer ones find the rate, each of 75 s or more" in err
     # An answer is late where four others are before it: in 1 of 100 long before the capacity is reached.
     assert bench(*words, "--slo", "e2el=1000")[0] == 0
     limited = json.loads(report.read_text())
     assert 0.5 < limited["highest_rate"]["rate"] < 0.9 * found
     held = [row for row in limited["rows"] if row["goodput"]["attainment"] >= 0.99]
-    assert max(row["offered_requests_per_s"] for row in held) == pytest.approx(limited["highest_rate"]["rate"])
+    assert max(row["offered_requests_per_s"] for row in held) >= limited["highest_rate"]["rate"]
 
 
 def test_a_chat_of_others(bench: Run, tmp_path: Path) -> None:
