@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-_WIDTH_OF_A_FILE = 200
+_WIDTH_OF_A_FILE = 100
 _NOTHING = "-"
 _FRAME = 3  # width around a column: a line, and a space on either side
 
@@ -45,7 +45,7 @@ def columns(*formats: tuple[str, *tuple[str | tuple[str, str], ...]]) -> list[Co
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], *, keys: int = 1) -> None:
-    """To stdout; what is too wide for the terminal, or for a file's 200 characters, goes on in further tables. ``keys``
+    """To stdout; what is too wide for the terminal, or for a file's 100 characters, goes on in further tables. ``keys``
     is the number of leftmost columns that identify a row; each further table begins with them, too."""
     console = Console()
     if not console.is_terminal:

@@ -52,15 +52,17 @@ _COLUMNS = columns(
     (",.0f", ("tok/s", "tokens_per_second")),
     (",.2f", ("req/s", "requests_per_second")),
     (",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99")),
-    (",.1f", ("TPOT ms", "tpot_ms.mean"), ("p99", "tpot_ms.p99"), ("E2EL s", "e2el_s")),
-    (".1%", ("bubbles", "bubble_share")),
-    (",.0f", ("tokens/step", "tokens_per_step.mean")),
-    (".2f", ("variation", "tokens_variation")),
-    (".0%", ("KV mean", "kv_occupancy"), ("KV peak", "kv_peak")),
-    (",d", ("preempted", "preemptions")),
+    (",.1f", ("TPOT ms", "tpot_ms.mean")),
+    (",.0f", ("ITL p99", "itl_ms.p99")),
+    (",.1f", ("E2EL s", "e2el_s")),
+    (".0%", ("KV peak", "kv_peak")),
 )
 _SLO_COLUMNS = columns((".1%", ("SLO", "slo_attainment")), (",.2f", "goodput"))
+_RATIO_COLUMNS = [
+    replace(column, format=".2f") for column in _COLUMNS if column.path not in ("policy", "rate", "kv_peak")
+]
 _TIER_COLUMNS = columns(  # shown if anything happened there
+    (",d", ("preempted", "preemptions")),
     (",d", "guesses"),
     (".0%", ("right", "accepted_share")),
     (",d", "transitions"),
@@ -402,15 +404,34 @@ def _title(report: Report, options: SimulateOptions) -> str:
 
 def _show(report: Report, options: SimulateOptions, place: str) -> None:
     print(f"simulated: {place}")
-    rows = [{**row, "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
+    rows = [{**row, **(row["steady"] or {}), "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
     tiers = [column for column in _TIER_COLUMNS if any(row[column.path] for row in rows)]
     slo = _SLO_COLUMNS if report.document["settings"]["slo_ms"] else []
     shown = [column for column in _COLUMNS if options.max_rate or column.path != "rate"]
     print_table(_title(report, options), [*shown, *slo, *tiers], rows)
+    if len(rows) > 1 and not options.max_rate:
+        first, *others = rows
+        ratios = [_ratios(row, first) for row in others]
+        print_table(f"over {first['policy']}", [_COLUMNS[0], *_RATIO_COLUMNS], ratios)
+    if (steady := report.rows[-1]["steady"]) is not None:
+        print(f"rates per second: without the first {steady['arrivals_before']} arrivals and all after the last one")
     for name, found in report.document.get("highest_rates", {}).items():
         print(f"{name}: {found['words']}")
     if options.replicas > 1:
         print_table("least / mean / most of the replicas", _SPREAD_COLUMNS, map(_spread, report.rows))
+
+
+def _ratios(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of one policy over those of the first, under the same paths; none over nothing."""
+    found: dict[str, Any] = {"policy": row["policy"]}
+    for column in _RATIO_COLUMNS:
+        value, base = column.value(row), column.value(first)
+        place = found
+        *parents, name = column.path.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = value / base if value is not None and base else None
+    return found
 
 
 def _spread(row: Mapping[str, Any]) -> dict[str, str | None]:

@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import msgspec
+
 from nanoserve.measures.metrics import MILLISECONDS, Slo
 from nanoserve.measures.sketches import Occupancy, Series, Sketch
-from nanoserve.record.events import Event, Gained, Planned, StepObserver
+from nanoserve.record.events import Arrived, Event, Gained, Planned, StepObserver
 from nanoserve.record.times import Beside, ReshardTimes, StageTimes, SwapTimes
-from nanoserve.request import Sequence
+from nanoserve.request import Sequence, SequenceUpdate
 
 
 class CompletedRequest(NamedTuple):
@@ -90,6 +92,83 @@ class LatencyMetrics:
             self.tpot.add(completed.tpot * MILLISECONDS)
         for observer in self._observers:
             observer(completed)
+
+
+class SteadyRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates of an open loop between two arrivals: without the time in which it fills, and that in which it drains."""
+
+    begin: float
+    end: float
+    """Seconds; the window ends with the last arrival."""
+    arrivals_before: int  # requests that had come when the window began
+    requests_per_second: float  # requests that ended
+    output_tokens_per_second: float
+    tokens_per_second: float  # input and output tokens; a prompt counts when its first token is known
+    goodput: float  # requests that ended within the limits, per second
+
+
+class _Progress(NamedTuple):
+    arrivals: int
+    requests: int
+    good: int
+    input_tokens: int
+    output_tokens: int
+
+
+class ArrivalWindow:
+    """Measures rates from a share of the arrivals to the last one. Several engines may share one window.
+
+    Progress is kept at arrivals, thinned to a thousand of them.
+    """
+
+    _FILLED = 0.3  # share of the arrivals before the window
+
+    def __init__(self, slo: Slo) -> None:
+        self._slo = slo
+        self._arrivals = self._requests = self._good = self._input_tokens = self._output_tokens = 0
+        self._series = Series[_Progress]()
+        self._last = (0.0, _Progress(0, 0, 0, 0, 0))
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Arrived):
+            self._arrivals += 1
+            counts = self._arrivals, self._requests, self._good, self._input_tokens, self._output_tokens
+            self._last = (event.time, _Progress(*counts))
+            self._series.add(*self._last)
+        elif isinstance(event, Gained):
+            for update in event.updates:
+                self._count(update)
+
+    def _count(self, update: SequenceUpdate) -> None:
+        sequence = update.sequence
+        self._output_tokens += len(update.new_tokens)
+        if sequence.output_length == len(update.new_tokens):
+            self._input_tokens += len(sequence.request.prompt)
+
+    def on_request(self, request: CompletedRequest) -> None:
+        """Count a request that has ended: a RequestObserver."""
+        self._requests += 1
+        self._good += self._slo.allows(request.ttft, request.tpot, request.e2el)
+
+    def rates(self) -> SteadyRates | None:
+        """The rates; None if the requests came all at once."""
+        points = self._series.points
+        begin, before = points[int(self._FILLED * len(points))]
+        end, after = self._last
+        seconds = end - begin
+        if seconds <= 0:
+            return None
+        outputs = after.output_tokens - before.output_tokens
+        inputs = after.input_tokens - before.input_tokens
+        return SteadyRates(
+            begin=begin,
+            end=end,
+            arrivals_before=before.arrivals - 1,
+            requests_per_second=(after.requests - before.requests) / seconds,
+            output_tokens_per_second=outputs / seconds,
+            tokens_per_second=(inputs + outputs) / seconds,
+            goodput=(after.good - before.good) / seconds,
+        )
 
 
 class LayoutTime(NamedTuple):

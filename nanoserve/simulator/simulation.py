@@ -11,7 +11,7 @@ from nanoserve.errors import PolicyFailed, UsageError
 from nanoserve.measures.metrics import Slo
 from nanoserve.measures.sketches import Sketch, mean_series
 from nanoserve.record.events import Observer
-from nanoserve.record.metrics import LatencyMetrics, RequestObserver, SloMeter, StepMetrics
+from nanoserve.record.metrics import ArrivalWindow, LatencyMetrics, RequestObserver, SloMeter, StepMetrics
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -67,7 +67,7 @@ def simulate(
     attention on the host under a layout of several stages.
     """
     check_replicas(replicas)
-    within = SloMeter(slo or Slo())
+    within, window = SloMeter(slo or Slo()), ArrivalWindow(slo or Slo())
     # A sequence may take all blocks in every layout; the KV of its last token is never written.
     groups = len(windows)
     windows = (0,) * groups if host_blocks and not other_layouts else windows
@@ -96,7 +96,9 @@ def simulate(
         executor = SimulatedExecutor(*layouts, block_size=block_size, groups=groups, runtime=runtime, drafter=drafter)
         speculator = None if drafter is None else Speculator(looks_up=False, token_budget=_MOST_TOKENS)
         scheduler = make_scheduler(speculator=speculator)
-        fleet.append(Replica(scheduler, executor, steps, LatencyMetrics((within, *request_observers))))
+        lives = LatencyMetrics((within, window.on_request, *request_observers))
+        fleet.append(Replica(scheduler, executor, steps, lives))
+        fleet[-1].engine.recorder.add(window)
     fleet[0].engine.recorder.add(*observers)
     drive_fleet(fleet, make_router(router), _fitting(requests, longest + 1), is_over)
     if failures := [each.scheduler.policy_failure for each in fleet if each.scheduler.policy_failure]:
@@ -104,7 +106,7 @@ def simulate(
     if not any(replica.scheduler.steps for replica in fleet):
         raise UsageError("there are no requests to simulate")
     fleet[0].engine.recorder.finish()
-    return _result(fleet, None if slo is None else within)
+    return _result(fleet, window, None if slo is None else within)
 
 
 def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
@@ -118,7 +120,7 @@ def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
         yield request
 
 
-def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResult:
+def _result(fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | None) -> SimulationResult:
     lives, steps = [replica.lives for replica in fleet], [replica.steps for replica in fleet]
     seconds = max(replica.executor.now() for replica in fleet)
     requests = sum(one.requests for one in lives)
@@ -135,6 +137,7 @@ def _result(fleet: Sequence[Replica], within: SloMeter | None) -> SimulationResu
         requests_per_second=requests / seconds,
         output_tokens_per_second=outputs / seconds,
         tokens_per_second=(inputs + outputs) / seconds,
+        steady=window.rates(),
         ttft_ms=Sketch.merged(one.ttft for one in lives).distribution(),
         tpot_ms=Sketch.merged(one.tpot for one in lives).distribution(),
         itl_ms=Sketch.merged(one.itl for one in lives).distribution(),

@@ -23,6 +23,20 @@ def test_policies_are_put_side_by_side(command: Run, tmp_path: Path) -> None:
     ] * 2
 
 
+def test_ratios_to_the_first_policy_stand_below_the_table(command: Run, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    words = ("--policy", "sarathi,throttling", "--lengths", "600+4", "--rate", "50", "--requests", "40")
+    code, out, _ = command(*SMALL, *words, "--json", str(path))
+    assert code == 0
+    first, second = json.loads(path.read_text())["rows"]
+    table, ratios = out.split("over sarathi")
+    assert f"{first['steady']['requests_per_second']:,.2f}" in table
+    assert f"{second['itl_ms']['p99'] / first['itl_ms']['p99']:.2f}" in ratios
+    assert f"{second['ttft_ms']['mean'] / first['ttft_ms']['mean']:.2f}" in ratios
+    assert "rates per second: without the first 12 arrivals and all after the last one" in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
 def test_layers_are_divided_by_cost_or_as_asked(command: Run, tmp_path: Path) -> None:
     found = []
     for split in ([], ["--pp-split", "7,7,7,7"], ["--pp-split", "7,8,8,5"]):

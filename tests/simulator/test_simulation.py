@@ -1,12 +1,14 @@
 """Whole runs in virtual time: figures that can be worked out, and what a policy changes."""
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from nanoserve.errors import UsageError
 from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.measures.metrics import Slo
 from nanoserve.measures.sketches import Series, Sketch
 from nanoserve.record.trace import RunTrace
 from nanoserve.scheduler import POLICIES, make_policy
@@ -27,6 +29,31 @@ from tests.simulator.linear_times import LinearTimes
 
 def _run(policy: str, times: LinearTimes, workload: Workload, **settings: object) -> SimulationResult:
     return simulate(make_policy(policy, 256), times, workload, **{"num_blocks": 1000, **settings})
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(("limit", "goodput"), [(150.0, 0.0), (250.0, 4.0)])
+def test_rates_leave_filling_and_draining_out(replicas: int, limit: float, goodput: float) -> None:
+    """Every quarter of a second a request of 100 tokens, which takes 0.2 s; the last of 101 takes 10 minutes.
+
+    The window begins with arrival 30, at 7.5 s, and ends with arrival 100, at 25 s: 70 requests end in 17.5 s.
+    """
+    lengths = [*islice(fixed_lengths(100, 1), 100), *islice(fixed_lengths(100, 6000), 1)]
+    arrivals = [0.25 * number for number in range(101)]
+    times = LinearTimes(step=0.1, prompt_token=0.001)
+    result = _run("sarathi", times, Workload(arrivals, lengths), slo=Slo(ttft=limit), replicas=replicas)
+    steady = result.steady
+    assert steady is not None
+    assert (steady.begin, steady.end, steady.arrivals_before) == (7.5, 25.0, 30)
+    assert steady.requests_per_second == pytest.approx(4.0)
+    assert steady.output_tokens_per_second == pytest.approx(4.0)
+    assert steady.tokens_per_second == pytest.approx(404.0)
+    assert steady.goodput == pytest.approx(goodput)
+    assert result.requests_per_second < 0.2  # the whole run's
+
+
+def test_a_batch_that_comes_at_once_has_no_steady_rates() -> None:
+    assert _run("sarathi", LinearTimes(step=0.5), Workload(burst(), fixed_lengths(10, 5), 3)).steady is None
 
 
 def test_one_request_alone() -> None:
