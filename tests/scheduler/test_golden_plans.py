@@ -83,6 +83,21 @@ def test_token_throttling_shares_prompts_and_decodes_out_over_two_micro_batches(
     ]
 
 
+def test_a_prompt_that_runs_alone_passes_the_threshold_only_below_it() -> None:
+    """Of 4 blocks, 1 free is below 0.5: nothing else would free any. Above it, equation 3 holds (MinP is 1)."""
+    policy = TokenThrottling(iterations=4, max_prefill=8, min_prefill=1, threshold=0.5)
+    assert play(policy, [Prompt((1,) * 8, 1)], num_blocks=4, depth=1) == [
+        "step 0: begin 0",  # WP 8 / 4
+        "  0 at 0: 1 1 +[0]",
+        "step 1:",  # WP 6 / 4, rounded up; 3 of 4 free: 8 * 0.25 / 0.5 = 4
+        "  0 at 2: 1 1 +[1]",
+        "step 2:",  # 2 of 4 free are not below the threshold: 8 * 0, raised to MinP
+        "  0 at 4: 1 +[2]",
+        "step 3:",  # 1 of 4 is: all that is left
+        "  0 at 5: 1 1 1 +[3] *",
+    ]
+
+
 def test_two_partly_computed_prompts_below_the_threshold_do_not_wait_for_each_other_for_ever() -> None:
     policy = TokenThrottling(iterations=1, max_prefill=4, min_prefill=2, threshold=0.5)
     requests = [Prompt((1,) * 10, 1), Prompt((2,) * 8, 1)]
@@ -95,8 +110,12 @@ def test_two_partly_computed_prompts_below_the_threshold_do_not_wait_for_each_ot
         "  0 at 4: 1 1 +[3]",
         "step 3:",  # 4 of 8 free are not below the threshold
         "  1 at 2: 2 2 +[4]",
-        "step 4: end 1",  # 3 of 8: both are stuck. The newer gives its blocks up; the older, alone, may go on
-        "  0 at 6: 1 1 1 1 +[5, 6] *",
-        "step 5: end 0 begin 1",  # what it had computed is still in the prefix cache
-        "  1 at 4: 2 2 2 2 +[2, 4, 7, 6] *",
+        "step 4: end 1",  # 3 of 8: both are stuck. The newer gives its blocks up. 5 of 8 free: 4 * 0.125 / 0.5, so MinP
+        "  0 at 6: 1 1 +[5]",
+        "step 5: begin 1",  # 4 of 8 free are not below the threshold; what 1 had computed is in the prefix cache
+        "  1 at 4: 2 2 +[2, 4, 6]",
+        "step 6: end 1",  # 1 of 8: both are stuck again, and 0 goes on with MinP
+        "  0 at 8: 1 1 +[7] *",
+        "step 7: end 0 begin 1",
+        "  1 at 6: 2 2 +[2, 4, 6, 7] *",
     ]

@@ -112,35 +112,36 @@ def test_throttling_spreads_prompts_over_two_steps_and_decodes_over_two_stages()
     assert plans_of("throttling", depth=2, iterations=2, min_prefill=2, threshold=0.2) == [
         "step 0: begin 0",  # all blocks free: min(WP 6 / 2, 8 * 1)
         "  0 at 0: 1 1 1 +[0, 1]",
-        "step 1:",  # 0 alone holds blocks: there is nobody to leave any to, it may end its prompt
+        "step 1: begin 1",  # WP 11, 5 of 7 free: min(11 / 2, 8 * (0.714 - 0.2) / 0.8 = 5.1)
         "  0 at 3: 1 1 1 +[2] *",
-        "step 2: begin 1",  # WP 8, 4 of 7 free: min(4, 8 * (0.571 - 0.2) / 0.8 = 3.7)
-        "  1 at 0: 2 2 2 +[3, 4]",
-        "step 3:",  # 2 of 7: 8 * 0.086 / 0.8 = 0.86, raised to MinP 2; 1 is in flight, and 2 does not fit
+        "  1 at 0: 2 2 +[3]",
+        "step 2: begin 2",  # 3 of 7 free: 8 * 0.229 / 0.8 = 2.3; 0 and 1 are in flight
+        "  2 at 0: 3 3 +[4]",
+        "step 3:",  # 2 of 7: 8 * 0.086 / 0.8 = 0.86, raised to MinP 2; 2 is in flight
         "  0 at 6: 106 +[5] *",
-        "step 4:",  # 1 of 7 is below the threshold: 1 waits for its last prompt token
+        "  1 at 2: 2 2 +[6] *",
+        "step 4:",  # no block is free: 2 waits with half of its prompt
         "  0 at 7: 107 *",
-        "step 5:",
-        "  0 at 8: 108 +[6] *",
-        "step 6:",
+        "step 5: end 2",  # RD 2 / 2 stages: 1, which needs a block. 2, the newest, gives its one up
+        "  1 at 4: 104 +[4] *",
+        "step 6: end 1",  # 0 needs a block: 1 gives its three up
+        "  0 at 8: 108 +[4] *",
+        "step 7:",  # 1 would need 3 for its 4 + 2 tokens, and RD 1; 2 are free
         "  0 at 9: 109 *",
-        "step 7: end 1",  # none is left: 1 gives its two up
-        "  0 at 10: 110 +[4] *",
-        "step 8: end 0 begin 1 begin 2",  # WP 10: 5, of which 1 takes 2 (the others are cached) and 2 takes 3
-        "  1 at 2: 2 2 +[3, 4] *",
-        "  2 at 0: 3 3 3 +[6, 5]",
-        "step 9: begin 3",  # beside it in the pipeline. WP 3, 3 of 7 free: min(2, 8 * 0.229 / 0.8 = 2.3)
+        "step 8:",
+        "  0 at 10: 110 +[6] *",
+        "step 9: end 0 begin 1 begin 2",  # WP 12: 6, of which 1 takes 4 (the others are cached) and 2 takes 2
+        "  1 at 2: 2 2 104 105 +[3, 6, 4] *",
+        "  2 at 0: 3 3 +[5]",
+        "step 10: begin 3",  # 3 of 7 free: 2.3; 2 is in flight
         "  3 at 0: 4 4 +[2] *",
-        "step 10:",  # RD 1 (3 is in flight): 1; WP 1: 1
-        "  1 at 4: 104 +[1] *",
-        "  2 at 3: 3 *",
-        "step 11:",  # RD 2 / 2 stages: 1, and 1 is in flight
+        "step 11: end 1",  # WP 2 / 2, raised to MinP 2
+        "  2 at 2: 3 3 +[1] *",
+        "step 12:",  # RD 1: 2 is in flight
         "  3 at 2: 102 +[0] *",
-        "step 12:",  # RD 3 / 2 = 1.5, rounded up: 2, but for 2 there is no block
-        "  1 at 5: 105 *",
-        "step 13: end 3",
-        "  2 at 4: 104 +[0] *",
-        "step 14: end 1",
+        "step 13:",  # RD 2 / 2 stages, and 3 is in flight
+        "  2 at 4: 104 +[4] *",
+        "step 14: end 3",
         "  2 at 5: 105 *",
     ]
 

@@ -23,6 +23,11 @@ class _Throttling(Policy):
     min_prefill: int = parameter(32, at_least=1, up_to="max_prefill")
     threshold: float = parameter(0.05, at_least=0, below=1)
 
+    @staticmethod
+    def _runs_alone(load: Load) -> bool:
+        """Whether nothing but one partly computed prompt runs: nothing decodes, and nothing else would free blocks."""
+        return load.ready_prefills == 1 and load.running_decodes == load.steps_in_flight == 0
+
     def _by_waiting(self, load: Load) -> int:
         """WT, equation 1: waiting prompt tokens are spread over T steps."""
         return -(-load.waiting_tokens // self.iterations)
@@ -33,15 +38,14 @@ class _Throttling(Policy):
 
     def _prefill_tokens(self, load: Load, wanted: int, reserve: float, term: str) -> tuple[int, str]:
         """``wanted``, but at least MinP and at most what the step, the prompts and the free blocks hold; 0 below the
-        reserve, unless nothing but one partly computed prompt runs: then no decode needs room. Also which of these
-        bound it; ``term`` names what is wanted."""
-        if load.ready_prefills == 1 and load.running_decodes == load.steps_in_flight == 0:
-            return min(self.max_prefill, load.first_waiting_tokens), "a prompt that runs alone passes the threshold"
+        reserve, unless a prompt runs alone. Also which of these bound it; ``term`` names what is wanted."""
         waiting, free, most = load.waiting_tokens, load.free_tokens, self.max_prefill
         if waiting == 0:
             return 0, "equation 4: #RD / P; no prompt waits"
         if load.free_fraction < reserve:
-            return 0, "equation 3: KVfree < KVthresh, no prompt tokens"
+            if not self._runs_alone(load):
+                return 0, "equation 3: KVfree < KVthresh, no prompt tokens"
+            return min(most, load.first_waiting_tokens), "a prompt that runs alone passes the threshold"
         tokens = min(max(wanted, self.min_prefill), most, waiting, free)
         if tokens == wanted:
             return tokens, term
@@ -97,6 +101,7 @@ class AdaptiveThrottling(_Throttling):
       weights again, the slowest stage, a share q of t, sets the pace, and a stage that computes alone, which has the
       memory for itself, takes a share l of t. A decode that is ready before the others of its micro-batch waits for
       them.
+    * A partly computed prompt that runs alone is computed at once, up to MaxP: there is no decode to delay.
 
     With F the tokens that the blocks above R hold, and D the decodes of the step::
 
@@ -117,6 +122,9 @@ class AdaptiveThrottling(_Throttling):
     reads_forecast: ClassVar[bool] = True
 
     def decide(self, load: Load) -> Decision:
+        if self._runs_alone(load):
+            whole = min(self.max_prefill, load.first_waiting_tokens)
+            return Decision(whole, load.decode_share, bound="ours: a prompt that runs alone delays nobody")
         reserve = min(load.expected_growth / load.total_blocks, self.most_reserved)
         by_rule = min(self._by_waiting(load), self._by_free(load, max(self.threshold, reserve)))
         decodes = self._decodes(load)
