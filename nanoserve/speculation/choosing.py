@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.work import StepWork
 
-COUNTS = (0, 1, 2, 3, 5, 7)
+COUNTS = (0, 1, 2, 3, 4, 5, 7)
 """Guesses that a row may have."""
 _LEAST_GAIN = 1.02
 """Guessing has to be predicted so much faster: a prediction may be a little wrong, and plain steps are sure."""
