@@ -11,7 +11,7 @@ from rich.text import Text
 
 from nanoserve.commands.printers import visible
 from nanoserve.record.events import HeldBlocks
-from nanoserve.record.explanation import ExplainedRow, ExplainedRun, ExplainedStep, Explanation
+from nanoserve.record.explanation import AT_MOST, ExplainedRow, ExplainedRun, ExplainedStep, Explanation
 
 _COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 _HELP = "left, right: step · home, end · up, down: scroll · q: leave · *shared +copied"
@@ -74,9 +74,8 @@ def _side_by_side(explanation: Explanation, number: int) -> Table:
 def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
     times = f"{step.began:.3f} s" if step.ended is None else f"{step.began:.3f}-{step.ended:.3f} s"
     title = Text(visible(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}"), "bold")
-    load, decision = (
-        ", ".join(f"{name} {one}" for name, one in of.items() if one) for of in (step.load, step.decision)
-    )
+    load = ", ".join(f"{name} {one}" for name, one in step.load.items() if one)
+    decision = ", ".join(_decided(name, one) for name, one in step.decision.items() if one)
     where = f"{step.strategy} in layout {step.layout}" if (step.layout, step.strategy) != (0, "device") else ""
     where = where if step.transition is None else f"change from layout {step.layout} to {step.transition}"
     host = f", {step.free_host} of {step.total_host} on the host" if step.total_host else ""
@@ -95,6 +94,10 @@ def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
             color = "" if sequence is None else _COLORS[sequence % len(_COLORS)]
             grid.add_row(Text(name, "dim"), Text(visible(content), color))  # a file or a policy wrote it
     return Group(title, grid, "")
+
+
+def _decided(name: str, value: object) -> str:
+    return f"at most {value} {name}" if name in AT_MOST else f"{name} {value}"
 
 
 def _quoted(texts: tuple[str, ...]) -> str:

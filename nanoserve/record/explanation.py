@@ -15,7 +15,46 @@ from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Copy, Row, Tier
 
 MOST_TOKENS, MOST_CHARACTERS = 8, 60
-_NOT_SHOWN = ("previous", "predictor", "bound", "alternatives")  # of loads and decisions
+MEANINGS = {
+    "waiting_tokens": "#WP: prompt tokens that no plan computes yet",
+    "first_waiting_tokens": "tokens left of the prompt that is next",
+    "running_decodes": "#RD: sequences that decode on the device, in flight or not",
+    "ready_decodes": "decodes that may enter this step",
+    "ready_prefills": "partly computed prompts that may enter this step",
+    "context_tokens": "tokens in the KV cache of all running sequences",
+    "free_blocks": "KV blocks without an owner, cached or not",
+    "total_blocks": "all KV blocks",
+    "block_size": "tokens of a block",
+    "free_slots": "sequences that may still be admitted",
+    "steps_in_flight": "plans that are not ended",
+    "pipeline_depth": "P: plans among which the decodes are divided",
+    "expected_growth": "blocks that running sequences are expected to need",
+    "layout": "parallel layout",
+    "layouts": "number of parallel layouts",
+    "host_decodes": "sequences with KV in host memory",
+    "ready_host": "host sequences that may enter this step",
+    "host_context_tokens": "tokens in the KV of all host sequences",
+    "moving": "sequences that move between the tiers",
+    "host_free_blocks": "host blocks without an owner",
+    "host_blocks": "all host blocks",
+    "cohorts": "host sequences whose token is under way",
+    "longest_remaining": "tokens until the last running decode ends",
+    "prefill_tokens": "prompt tokens to compute",
+    "decodes": "running sequences to decode",
+    "whole_prompts": "prompts are computed whole or not at all",
+    "strategy": "how host sequences take part",
+    "most_left_first": "host sequences with most layers left go first",
+    "swap_out": "decodes to move to host memory",
+    "swap_in": "host sequences to move to the device",
+    "park": "prompts that end in this step move to host memory",
+    "preempt_to_host": "preempted sequences move to host memory",
+    "admission_reserve": "a new prompt leaves a block for each decode",
+    "guesses": "guesses of a row",
+}
+"""The meaning of each field that a step shows of its Load and Decision."""
+AT_MOST = ("prefill_tokens", "decodes", "swap_out", "swap_in", "guesses")
+"""Fields of a Decision that are upper bounds: the scheduler takes what there is."""
+NOT_SHOWN = ("previous", "predictor", "bound", "alternatives")  # of loads and decisions
 Texts = Callable[[Sequence[int]], tuple[str, ...]]  # the texts of tokens, one by one
 
 
@@ -98,6 +137,8 @@ class Explanation(msgspec.Struct, frozen=True):
 
     title: str
     runs: tuple[ExplainedRun, ...]
+    meanings: Mapping[str, str] = msgspec.field(default_factory=lambda: dict(MEANINGS))
+    at_most: tuple[str, ...] = AT_MOST
 
 
 def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, texts: Texts) -> ExplainedRun:
@@ -161,7 +202,7 @@ def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
 def _shown(value: Load | Decision | None) -> dict[str, Any]:
     """The fields that differ from their defaults, in plain types."""
     found = {} if value is None else {one.name: (getattr(value, one.name), one.default) for one in fields(value)}
-    shown = {name: own for name, (own, default) in found.items() if own != default and name not in _NOT_SHOWN}
+    shown = {name: own for name, (own, default) in found.items() if own != default and name not in NOT_SHOWN}
     plain: dict[str, Any] = msgspec.to_builtins(shown)
     return plain
 

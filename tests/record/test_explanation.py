@@ -1,5 +1,6 @@
 """An explanation shows the block tables that the scheduler and the executor have, whatever happens."""
 
+import dataclasses
 from collections import Counter
 
 import msgspec
@@ -7,9 +8,9 @@ from hypothesis import given, settings
 
 from nanoserve.engine import Engine
 from nanoserve.record.events import Event, Planned
-from nanoserve.record.explanation import ExplainedRun, explain_run
+from nanoserve.record.explanation import AT_MOST, MEANINGS, NOT_SHOWN, ExplainedRun, explain_run
 from nanoserve.record.run_record import RunRecord
-from nanoserve.scheduler.load import Decision
+from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Tier
 from tests.scheduler.lives import lives
 from tests.scheduler.tier_lives import DECIDED, TIERS, AtRandom, check
@@ -64,3 +65,9 @@ def test_tables_are_those_of_the_scheduler_and_of_the_executor(
         assert not {copy.target for copy in step.copies} & set(step.shared)
         for row in step.rows:
             assert (row.sequence, row.tier) in tables
+
+
+def test_every_field_that_a_step_shows_has_its_meaning() -> None:
+    shown = {field.name for shape in (Load, Decision) for field in dataclasses.fields(shape)} - {*NOT_SHOWN}
+    assert {*MEANINGS} == shown
+    assert {*AT_MOST} <= {field.name for field in dataclasses.fields(Decision)}
