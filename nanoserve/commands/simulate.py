@@ -24,7 +24,7 @@ from nanoserve.costs.profile import MeasuredTimes, Profile, read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Panel, draw
 from nanoserve.measures.chrome_trace import ChromeTraceFile
-from nanoserve.measures.highest_rate import Answer, HighestRate, RateTrial
+from nanoserve.measures.highest_rate import HighestRate, RateTrial, TimedAnswer
 from nanoserve.measures.metrics import Distribution, parse_slo
 from nanoserve.measures.workloads import read_arrivals, read_trace
 from nanoserve.models.hub import find_shape
@@ -357,10 +357,10 @@ def _try(
     requests: int,
 ) -> RateTrial:
     at = replace(options, rate=min(rate, _AT_ONCE), requests=requests)
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
 
     def keep(request: CompletedRequest) -> None:
-        answers.append(Answer(request.arrival, request.ttft, request.tpot, request.output_tokens))
+        answers.append(TimedAnswer(request.arrival, request.ttft, request.tpot, request.output_tokens))
 
     result = run_policy(requests=at.workload(exact=True), request_observers=[keep])
     row = {"policy": name, "rate": at.rate, "bubble_share": result.bubble_share}

@@ -23,7 +23,7 @@ _NORMAL = 2.576  # two-sided, 99 %
 _SETTLING_LATENCIES = 4  # a run shorter than so many early latencies shows how an engine fills, not how it keeps up
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """An answer of a trial; times in seconds."""
 
     arrival: float
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     output_tokens: int
 
 
-def latency_growth(answers: Sequence[Answer]) -> float | None:
+def latency_growth(answers: Sequence[TimedAnswer]) -> float | None:
     """Seconds by which latency grows with each second of arrivals, by least squares: near 0 where no queue grows.
 
     Each latency is taken as if its answer had the mean number of tokens. None if all came at once.
@@ -43,7 +43,7 @@ def latency_growth(answers: Sequence[Answer]) -> float | None:
     return linear_regression(arrivals, _equal_latencies(answers)).slope
 
 
-def _equal_latencies(answers: Sequence[Answer]) -> list[float]:
+def _equal_latencies(answers: Sequence[TimedAnswer]) -> list[float]:
     """Latencies in seconds, as if all answers had the same number of tokens."""
     following = fmean(answer.output_tokens for answer in answers) - 1
     return [answer.ttft + following * (answer.tpot or 0.0) for answer in answers]
@@ -57,7 +57,7 @@ class Verdict(Enum):
     UNDECIDED = "undecided"
 
 
-def judge_queue(answers: Sequence[Answer]) -> Verdict:
+def judge_queue(answers: Sequence[TimedAnswer]) -> Verdict:
     """Decide by the second half of a run, in which the engine has filled, whether latency grows.
 
     The slope of the latency has a 99 % confidence interval. The rate holds if the whole interval lies below two
@@ -113,7 +113,7 @@ class RateTrial(NamedTuple):
     """One run at one rate."""
 
     requests_per_second: float
-    answers: Sequence[Answer]
+    answers: Sequence[TimedAnswer]
     attainment: float | None = None
     """Share of the requests within the limits, None without any."""
 

@@ -155,7 +155,8 @@ class Tokenizer:
         marked: dict[str, Any] = self._markup.mark_all(message, mark)
         if message["role"] == "assistant":
             marked["content"] = self._control.mark(message["content"], mark)
-        return with_reasoning(marked | {"role": message["role"]}, self._template.source)
+        marked["role"] = message["role"]
+        return with_reasoning(marked, self._template.source) if "reasoning_content" in marked else marked
 
     @property
     def thinking_switch(self) -> ThinkingSwitch | None:

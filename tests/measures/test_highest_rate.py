@@ -11,9 +11,9 @@ import pytest
 from nanoserve.benchmarks.serving.requests import poisson_arrivals, stretched_arrivals
 from nanoserve.errors import UsageError
 from nanoserve.measures.highest_rate import (
-    Answer,
     HighestRate,
     RateTrial,
+    TimedAnswer,
     Verdict,
     judge_queue,
     judge_share,
@@ -38,7 +38,7 @@ def queue_trial(service: Callable[[random.Random], float], servers: int, seed: i
             begin = max(heapq.heappop(free), arrival)
             end = begin + service(generator)
             heapq.heappush(free, end)
-            answers.append(Answer(arrival, end - arrival, None, 1))
+            answers.append(TimedAnswer(arrival, end - arrival, None, 1))
         attainment = None
         if limit is not None:
             attainment = sum(answer.ttft <= limit for answer in answers) / requests
@@ -92,7 +92,7 @@ def test_a_scheduler_with_linear_times_keeps_up_below_its_capacity(rate: float, 
         max_num_seqs=1,
         request_observers=[ended.append],
     )
-    assert judge_queue([Answer(one.arrival, one.ttft, one.tpot, one.output_tokens) for one in ended]) is verdict
+    assert judge_queue([TimedAnswer(one.arrival, one.ttft, one.tpot, one.output_tokens) for one in ended]) is verdict
 
 
 def test_an_undecided_rate_is_said_and_counts_as_too_high() -> None:
@@ -102,7 +102,7 @@ def test_an_undecided_rate_is_said_and_counts_as_too_high() -> None:
         runs.append((rate, requests))
         arrivals = stretched_arrivals(poisson_arrivals(1.0, requests, 0), rate)
         bursts = random.Random(0)
-        return RateTrial(4.0, [Answer(one, 1 + (rate > 3) * bursts.random() * one, None, 1) for one in arrivals])
+        return RateTrial(4.0, [TimedAnswer(one, 1 + (rate > 3) * bursts.random() * one, None, 1) for one in arrivals])
 
     found = HighestRate(trial, 64, 256).find()
     assert found["rate"] <= 3.0
@@ -150,7 +150,7 @@ def test_shares_of_few_requests_decide_nothing(share: float, requests: int, verd
 
 def test_a_run_that_is_short_beside_its_latencies_is_undecided() -> None:
     """All 200 requests came within 20 s, and each took 13 s: the batch was still growing."""
-    answers = [Answer(0.1 * number, 0.5, 0.1, 126) for number in range(200)]
+    answers = [TimedAnswer(0.1 * number, 0.5, 0.1, 126) for number in range(200)]
     assert judge_queue(answers) is Verdict.UNDECIDED
     assert judge_queue([answer._replace(arrival=10 * answer.arrival) for answer in answers]) is Verdict.HOLDS
 
@@ -159,10 +159,10 @@ def test_latency_grows_by_what_a_queue_lags_behind() -> None:
     """At 1.2 times the capacity each second of arrivals takes 1.2 seconds; lengths and their order do not matter."""
     lengths = [10, 300, 40, 90] * 50
     arrivals = poisson_arrivals(4.0, 200, seed=1)
-    growing = [Answer(one, 0.2 * one, 0.01, tokens) for one, tokens in zip(arrivals, lengths, strict=True)]
+    growing = [TimedAnswer(one, 0.2 * one, 0.01, tokens) for one, tokens in zip(arrivals, lengths, strict=True)]
     assert latency_growth(growing) == pytest.approx(0.2)
-    slower = [Answer(one, 1.0, 0.01 + 0.002 * one, tokens) for one, tokens in zip(arrivals, lengths, strict=True)]
+    slower = [TimedAnswer(one, 1.0, 0.01 + 0.002 * one, tokens) for one, tokens in zip(arrivals, lengths, strict=True)]
     assert latency_growth(slower) == pytest.approx(0.002 * 109)  # a mean answer has 110 tokens
-    steady = [Answer(one, 1.0, 0.01, tokens) for one, tokens in zip(arrivals, lengths, strict=True)]
+    steady = [TimedAnswer(one, 1.0, 0.01, tokens) for one, tokens in zip(arrivals, lengths, strict=True)]
     assert latency_growth(steady) == pytest.approx(0.0, abs=1e-9)
-    assert latency_growth([Answer(0.0, 1.0, None, 1)] * 3) is None
+    assert latency_growth([TimedAnswer(0.0, 1.0, None, 1)] * 3) is None

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from nanoserve.client.events import ServerUsage
-from nanoserve.measures.highest_rate import Answer, latency_growth
+from nanoserve.measures.highest_rate import TimedAnswer, latency_growth
 from nanoserve.measures.metrics import (
     MILLISECONDS,
     SLO_NAMES,
@@ -77,9 +77,9 @@ class LoadRun(msgspec.Struct):
         return sum(slo.allows(record.ttft, record.tpot, record.e2el) for record in self.complete)
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[TimedAnswer]:
         """The complete answers, for a look at whether a queue grows."""
-        return [Answer(one.scheduled, one.ttft, one.tpot, one.output_tokens) for one in self.complete]
+        return [TimedAnswer(one.scheduled, one.ttft, one.tpot, one.output_tokens) for one in self.complete]
 
     @property
     def growth(self) -> float | None:

@@ -43,7 +43,7 @@ def with_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
 
     `ChatTemplate` gives the field both names that templates know.
     """
-    reasoning = message.get("reasoning_content")
+    reasoning = message["reasoning_content"]
     if not reasoning or message["role"] != "assistant" or "reasoning_content" in template:
         return message
     content = message["content"]
