@@ -1,0 +1,300 @@
+"""A second, small simulator of a pipeline that serves requests, to check nanoserve's simulator against.
+
+It was written from the papers' rules for gLLM (Token Throttling) and Sarathi-Serve, without reading nanoserve's
+simulator, engine or scheduler. It shares no code with them.
+
+From the papers: at most P micro-batches are in flight in a pipeline of P stages, and one is built each time a slot is
+free. Prompts are computed in chunks, first come first served, at most one chunk of a prompt in flight. One pool of KV
+blocks serves all stages. Blocks of finished sequences are free when their micro-batch leaves the last stage. The two
+policies decide how many decodes and prompt tokens a micro-batch takes.
+
+The papers leave these details open. They are decided as follows:
+
+* A micro-batch is built at once when a slot is free, even if the first stage is busy. So an empty pipeline that finds
+  many requests builds P micro-batches in one moment. All completions and arrivals of one moment come before that.
+* Blocks are taken when a micro-batch is built, or the next one could be promised the same blocks. A chunk takes blocks
+  for its own tokens only, not for the whole prompt.
+* The last chunk of a prompt samples the first token. A decode writes the KV of the token sampled before, so the last
+  token's KV is never written. Results return to the scheduler at once.
+* A sequence counts as in decode (RD) when its first token has returned. Those that returned first decode first.
+* A prompt with a chunk in flight is passed over, and later prompts may begin. If blocks run out, no later one is tried.
+* The share of free blocks is taken before the decodes of the same micro-batch get theirs.
+* Equation 3's result is rounded up. A lone prompt that passes the threshold gets what it gives there as printed: MinP.
+* If a decode finds no block, the newest sequence that holds blocks and is not in flight is preempted. It computes its
+  prompt and answer so far again, in its old place in the queue. Such a micro-batch takes no prompt tokens.
+* The deadlock guard holds for Sarathi-Serve, too, when no block is free. The number of sequences has no limit.
+* A link carries one micro-batch at a time, and its stage may compute the next one meanwhile.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Request:
+    arrival: float
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline whose stages take the same time, by prompt tokens, decodes and context (see MicroBatch)."""
+
+    stages: int
+    blocks: int
+    block_size: int
+    stage_seconds: Callable[[int, int, int], float]
+    link_seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds from zero until the last token, input and output tokens per second of them, and counts."""
+
+    makespan: float
+    tokens_per_second: float
+    steps: int
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class State:
+    """The numbers that a policy sees. Decoding sequences are ready if they are not in flight."""
+
+    waiting_tokens: int
+    decoding: int
+    ready: int
+    free: float
+    stages: int
+    is_lone_prompt: bool = False
+    """Nothing else holds blocks and nothing else can run."""
+
+
+@dataclass(frozen=True)
+class Quota:
+    decodes: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class SarathiServe:
+    """One token budget: all decodes that are not in flight, then prompt tokens."""
+
+    budget: int = 2048
+
+    def quota(self, state: State) -> Quota:
+        decodes = min(state.ready, self.budget)
+        return Quota(decodes, self.budget - decodes)
+
+
+@dataclass(frozen=True)
+class TokenThrottling:
+    """Decodes and prompt tokens are throttled independently (gLLM, equations 1 to 4)."""
+
+    iterations: int = 8
+    max_prompt_tokens: int = 2048
+    min_prompt_tokens: int = 32
+    threshold: float = 0.05
+
+    def quota(self, state: State) -> Quota:
+        share = max(1, math.ceil(state.decoding / state.stages))
+        return Quota(min(share, state.ready), self._prompt_tokens(state))
+
+    def _prompt_tokens(self, state: State) -> int:
+        if state.free < self.threshold and not state.is_lone_prompt:
+            return 0
+        by_waiting = state.waiting_tokens / self.iterations
+        by_memory = self.max_prompt_tokens * (state.free - self.threshold) / (1 - self.threshold)
+        combined = max(min(by_waiting, by_memory), self.min_prompt_tokens)
+        return min(math.ceil(combined), self.max_prompt_tokens, state.waiting_tokens)
+
+
+@dataclass(eq=False)
+class Sequence:
+    request: Request
+    to_prefill: int
+    """The prompt, and after a preemption the answer so far."""
+
+    scheduled: int = 0
+    """Tokens whose KV is computed, or will be by a micro-batch in flight."""
+
+    generated: int = 0
+    blocks: int = 0
+    decoding: bool = False
+    in_flight: bool = False
+
+    @property
+    def unscheduled(self) -> int:
+        return max(self.to_prefill - self.scheduled, 0)
+
+
+@dataclass
+class MicroBatch:
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_tokens: int = 0
+    decodes: int = 0
+    context: int = 0
+    """KV positions read: for each decode and each chunk, all tokens up to and including its last one."""
+
+    preempted: bool = False
+    done_at: float = 0.0
+
+    def add(self, sequence: Sequence, tokens: int) -> None:
+        sequence.scheduled += tokens
+        sequence.in_flight = True
+        self.sequences.append(sequence)
+        self.context += sequence.scheduled
+        if sequence.decoding:
+            self.decodes += tokens
+        else:
+            self.prompt_tokens += tokens
+
+
+class Replica:
+    def __init__(self, pipeline: Pipeline, policy: SarathiServe | TokenThrottling) -> None:
+        self.pipeline = pipeline
+        self.policy = policy
+        self.free_blocks = pipeline.blocks
+        self.sequences: list[Sequence] = []  # unfinished ones, in the order of arrival
+        self.ready: list[Sequence] = []  # decodes not in flight, in the order of return
+        self.in_flight: deque[MicroBatch] = deque()
+        self.stage_free_at = [0.0] * pipeline.stages
+        self.link_free_at = [0.0] * pipeline.stages
+        self.steps = 0
+        self.preemptions = 0
+
+    def run(self, requests: list[Request]) -> Outcome:
+        """Serve requests, which are in the order of arrival."""
+        arrivals = deque(Sequence(request, request.prompt) for request in requests)
+        now = 0.0
+        while arrivals or self.sequences:
+            now = self._next_moment(arrivals)
+            while self.in_flight and self.in_flight[0].done_at <= now:
+                self._finish(self.in_flight.popleft())
+            while arrivals and arrivals[0].request.arrival <= now:
+                self.sequences.append(arrivals.popleft())
+            self._fill_pipeline(now)
+        tokens = sum(request.prompt + request.answer for request in requests)
+        return Outcome(now, tokens / now, self.steps, self.preemptions)
+
+    def _next_moment(self, arrivals: deque[Sequence]) -> float:
+        moments = [batch.done_at for batch in self.in_flight]
+        if arrivals:
+            moments.append(arrivals[0].request.arrival)
+        if not moments:
+            raise RuntimeError("a prompt needs more blocks than there are")
+        return min(moments)
+
+    def _fill_pipeline(self, now: float) -> None:
+        while len(self.in_flight) < self.pipeline.stages:
+            batch = self._build()
+            if not batch.sequences and not self.in_flight:
+                batch = self._break_deadlock()
+            if not batch.sequences:
+                return
+            self._launch(batch, now)
+
+    def _launch(self, batch: MicroBatch, now: float) -> None:
+        """Pass a micro-batch through all stages and links, each of which takes one after another."""
+        seconds = self.pipeline.stage_seconds(batch.prompt_tokens, batch.decodes, batch.context)
+        moment = now
+        for stage in range(self.pipeline.stages):
+            moment = max(moment, self.stage_free_at[stage]) + seconds
+            self.stage_free_at[stage] = moment
+            if stage + 1 < self.pipeline.stages:
+                moment = max(moment, self.link_free_at[stage]) + self.pipeline.link_seconds
+                self.link_free_at[stage] = moment
+        batch.done_at = moment
+        self.in_flight.append(batch)
+        self.steps += 1
+
+    def _finish(self, batch: MicroBatch) -> None:
+        for sequence in batch.sequences:
+            sequence.in_flight = False
+            if sequence.unscheduled > 0:
+                continue
+            sequence.generated += 1
+            sequence.decoding = True
+            if sequence.generated == sequence.request.answer:
+                self._release(sequence)
+                self.sequences.remove(sequence)
+            else:
+                self.ready.append(sequence)
+
+    def _state(self) -> State:
+        return State(
+            waiting_tokens=sum(sequence.unscheduled for sequence in self.sequences),
+            decoding=sum(sequence.decoding for sequence in self.sequences),
+            ready=len(self.ready),
+            free=self.free_blocks / self.pipeline.blocks,
+            stages=self.pipeline.stages,
+        )
+
+    def _build(self) -> MicroBatch:
+        quota = self.policy.quota(self._state())
+        batch = MicroBatch()
+        self._add_decodes(batch, quota.decodes)
+        if not batch.preempted:
+            self._add_chunks(batch, quota.prompt_tokens, self.sequences)
+        return batch
+
+    def _add_decodes(self, batch: MicroBatch, quota: int) -> None:
+        while self.ready and batch.decodes < quota:
+            sequence = self.ready[0]
+            if self._tokens_that_fit(sequence) > 0:
+                self.ready.pop(0)
+                self._take_blocks(sequence, 1)
+                batch.add(sequence, 1)
+            else:
+                self._preempt_newest()
+                batch.preempted = True
+
+    def _add_chunks(self, batch: MicroBatch, quota: int, prompts: list[Sequence]) -> None:
+        for sequence in prompts:
+            wanted = min(sequence.unscheduled, quota - batch.prompt_tokens)
+            if sequence.in_flight or wanted == 0:
+                continue
+            tokens = min(wanted, self._tokens_that_fit(sequence))
+            if tokens > 0:
+                self._take_blocks(sequence, tokens)
+                batch.add(sequence, tokens)
+            if tokens < wanted:
+                return
+
+    def _break_deadlock(self) -> MicroBatch:
+        """Partial prompts hold all KV and none can go on: preempt the newest ones, let the last one pass."""
+        batch = MicroBatch()
+        holders = [sequence for sequence in self.sequences if sequence.blocks > 0]
+        while len(holders) > 1 and not batch.sequences:
+            self._preempt_newest()
+            holders.pop()
+            batch = self._build()
+        if not batch.sequences:
+            quota = self.policy.quota(replace(self._state(), is_lone_prompt=True))
+            self._add_chunks(batch, quota.prompt_tokens, holders)
+        return batch
+
+    def _preempt_newest(self) -> None:
+        newest = [sequence for sequence in self.sequences if sequence.blocks > 0 and not sequence.in_flight][-1]
+        if newest in self.ready:
+            self.ready.remove(newest)
+        self._release(newest)
+        newest.decoding = False
+        newest.scheduled = 0
+        newest.to_prefill = newest.request.prompt + newest.generated
+        self.preemptions += 1
+
+    def _tokens_that_fit(self, sequence: Sequence) -> int:
+        return (sequence.blocks + self.free_blocks) * self.pipeline.block_size - sequence.scheduled
+
+    def _take_blocks(self, sequence: Sequence, tokens: int) -> None:
+        needed = math.ceil((sequence.scheduled + tokens) / self.pipeline.block_size)
+        self.free_blocks -= needed - sequence.blocks
+        sequence.blocks = needed
+
+    def _release(self, sequence: Sequence) -> None:
+        self.free_blocks += sequence.blocks
+        sequence.blocks = 0
