@@ -21,7 +21,7 @@ def parse_size(size: str | int) -> int:
     match = _SIZE.fullmatch(str(size))
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or len(match[1]) > 30:
-        raise UsageError(f"{shown(str(size))} is not a size; write it like 512MiB, 2GB or 1.5g")
+        raise UsageError(f"{shown(str(size), 60)} is not a size; write it like 512MiB, 2GB or 1.5g")
     if (number := int(Decimal(match[1]) * unit)) < 1:
         raise UsageError(f"a size must be at least one byte, not {shown(size)}")
     return number

@@ -64,9 +64,11 @@ def test_help_fits_into_80_columns(command: Run, monkeypatch: pytest.MonkeyPatch
 def test_policies_lists_each_with_its_paper_and_parameters(command: Run) -> None:
     code, out, _ = command("policies")
     assert code == 0
-    line = next(line for line in out.splitlines() if "throttling" in line)
-    assert "gLLM, sections 3.1, 3.2" in line
-    assert "iterations=8, min_prefill=32, threshold=0.05" in line
+    lines = [line.split("│") for line in out.splitlines() if line.startswith("│")]
+    begin = next(number for number, cells in enumerate(lines) if "throttling" in cells[1])
+    row = lines[begin : begin + 3]
+    assert " ".join(cells[2].strip() for cells in row).startswith("gLLM, sections 3.1, 3.2")
+    assert " ".join(cells[4].strip() for cells in row).startswith("iterations=8, min_prefill=32, threshold=0.05")
 
 
 @pytest.mark.parametrize("name", ["chat", "generate"])

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any, cast
 
+import msgspec
 import openai
 import pytest
 import torch
@@ -118,11 +119,14 @@ def test_parts_of_a_character_are_told_apart_by_their_bytes(storyteller: LLM) ->
     output = CompletionOutput(0, text, tuple(tokens), scored, "length", None, cast(Any, None))
     request = RequestOutput("r", None, (), (output,), True, 0, None)
     texts = token_texts(tokenizer)
-    entries = ChatFormat(MODEL, texts, None, thinks=False).choice(0, request, output)["logprobs"]["content"]
+    chat = ChatFormat(MODEL, texts, lambda: tokenizer.answer_parser(()))
+    choice = asyncio.run(chat.choice(0, request, output))
+    entries = msgspec.json.decode(msgspec.json.encode(choice))["logprobs"]["content"]
     assert bytes(byte for entry in entries for byte in entry["bytes"]) == text.encode()
     for entry in entries:
         assert bytes(byte for other in entry["top_logprobs"] for byte in other["bytes"]) == text.encode()
-    lists = TextFormat(MODEL, texts, tokenizer).choice(0, request, output)["logprobs"]
+    choice = asyncio.run(TextFormat(MODEL, texts, tokenizer).choice(0, request, output))
+    lists = msgspec.json.decode(msgspec.json.encode(choice))["logprobs"]
     names = [" ", r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x98", r"bytes:\x80"]  # as OpenAI's completions write them
     assert lists["tokens"] == names
     assert lists["top_logprobs"] == [dict(zip(names, (-1.0, -2.0, -3.0, -4.0, -5.0), strict=True))] * 5

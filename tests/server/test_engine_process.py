@@ -290,7 +290,7 @@ def test_log_probabilities_of_a_prompt_are_told_in_pieces(wire: Wire) -> None:
     updates = [update for _ in range(5) for update in wire.report().updates]
     lengths = [len(update.prompt_logprobs) for update in updates]
     assert lengths == [PROMPT_PIECE, PROMPT_PIECE, 2499 % PROMPT_PIECE, 0, 0]
-    decoder: Any = SimpleNamespace(special_ids=(), vocab_size=9999, is_byte=lambda _token: True)
+    decoder: Any = SimpleNamespace(special_ids=(), markers=(), vocab_size=9999, is_byte=lambda _token: True)
     decoder.decode = lambda ids, **_settings: "".join(map(chr, ids))
     stream = RequestStream(request, decoder, asyncio.Event())
     for update in (*updates[:2], *updates[:3]):  # an engine died, and another began again

@@ -10,7 +10,7 @@ import pytest
 
 from nanoserve.models.hub import resolve_model
 from nanoserve.request import CompletionOutput
-from nanoserve.server.answers import ChatFormat
+from nanoserve.server.answers import ChatFormat, TokenText
 from nanoserve.text.answers.forms import AnswerParser, answer_form
 from nanoserve.text.answers.harmony import HarmonyAnswers
 from tests.server.conftest import MODEL
@@ -179,7 +179,7 @@ def test_reasoning_text_and_calls_of_one_answer() -> None:
     )
 
     def answer() -> ChatFormat:
-        return ChatFormat("m", str, lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}}))
+        return ChatFormat("m", no_text, lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}}))
 
     def output(text: str, reason: str | None) -> CompletionOutput:
         return CompletionOutput(0, text, (), None, reason, None, None)
@@ -202,17 +202,19 @@ def test_reasoning_text_and_calls_of_one_answer() -> None:
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
+def no_text(token: int) -> TokenText:
+    raise AssertionError("no log probabilities are asked for")
+
+
 def test_one_call_alone() -> None:
     """``parallel_tool_calls`` false: the calls after the first are not sent."""
     request: Any = None
     first = '<tool_call>\n{"name": "get_time", "arguments": {"a": 1}}\n</tool_call>'
     late = '<tool_call>{"arguments": {}, "name": "get_time"}</tool_call>'
     for answer in (first + "\n" + first, late + first):
-        form = ChatFormat("m", str, lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}}), parallel=False)
-        streamed = [
-            form.choice(0, request, CompletionOutput(0, one, (), None, None, None, None), "delta")["delta"]
-            for one in answer
-        ]
+        form = ChatFormat("m", no_text, lambda: AnswerParser(answer_form(QWEN), {}, {"get_time": {}}), parallel=False)
+        outputs = [CompletionOutput(0, one, (), None, None, None, None) for one in answer]
+        streamed = [asyncio.run(form.choice(0, request, output, "delta"))["delta"] for output in outputs]
         parts = [part for delta in streamed for part in delta.get("tool_calls", ())]
         assert {part["index"] for part in parts} == {0} and len([part for part in parts if "id" in part]) == 1
         assert not any(delta.get("content") for delta in streamed)
@@ -230,9 +232,9 @@ def test_marker_tokens_of_an_answer_reach_the_client_as_fields() -> None:
         else:
             text += part
     request: Any = None
-    answer = ChatFormat("m", str, lambda: AnswerParser(HarmonyAnswers(), markers, {"get_time": {}}))
+    answer = ChatFormat("m", no_text, lambda: AnswerParser(HarmonyAnswers(), markers, {"get_time": {}}))
     output = CompletionOutput(0, text, (), None, "stop", None, None, marks=tuple(marks))
-    choice = answer.choice(0, request, output)
+    choice = asyncio.run(answer.choice(0, request, output))
     (call,) = choice["message"].pop("tool_calls")
     assert choice["message"] == {"role": "assistant", "content": None, "reasoning_content": "hm"}
     assert call["function"] == {"name": "get_time", "arguments": '{"a": 1}'}

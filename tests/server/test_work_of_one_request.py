@@ -18,7 +18,7 @@ from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, Reques
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.server import endpoints
-from nanoserve.server.answers import PIECE, ChatFormat, CompletionFormat, TextFormat
+from nanoserve.server.answers import PIECE, ChatFormat, CompletionFormat, TextFormat, TokenText
 from nanoserve.server.engine_process import COMMAND_BYTES, COMMAND_SAMPLES, receive
 from nanoserve.server.http_bodies import PIECE_BYTES, ApiError, JsonResponse
 from nanoserve.server.messages import Add, Command, EngineFacts, Mailbox
@@ -31,6 +31,7 @@ from nanoserve.server.schemas import (
     parse,
 )
 from nanoserve.server.service import ClientLimits, Service
+from nanoserve.text.answers.forms import AnswerParser, TaggedAnswers
 from nanoserve.text.chat_template import LONG_CONVERSATION
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.text.building import make_byte_level
@@ -166,18 +167,23 @@ LOGPROBS = tuple(TokenLogprob(number, -1.0, 2, ((number + 1, -0.5),)) for number
 def test_log_probabilities_are_put_into_an_answer_in_pieces(kind: str) -> None:
     told: list[int] = []
 
-    def text_of(token: int) -> str:
+    def text_of(token: int) -> TokenText:
         told.append(token)
-        return str(token)
+        return TokenText(str(token), str(token).encode())
 
     decoder: Any = SimpleNamespace(special_ids=(), vocab_size=9999, is_byte=lambda _token: False)
     decoder.decode = lambda ids, **_settings: "".join(map(str, ids))
     form: CompletionFormat
     if kind == "chat":
-        form, prompt, scored = ChatFormat("m", text_of, None, thinks=False), (5,), None
+        form, prompt, scored = (
+            ChatFormat("m", text_of, lambda: AnswerParser(TaggedAnswers(None, None), {}, None)),
+            (5,),
+            None,
+        )
         output = CompletionOutput(0, "a", tuple(range(TOKENS)), LOGPROBS, "stop", None, cast(Any, None))
     else:
-        form, prompt, scored = TextFormat("m", text_of, decoder, ["text"]), tuple(range(TOKENS)), (None, *LOGPROBS[1:])
+        form = TextFormat("m", text_of, decoder, ["text"])
+        prompt, scored = tuple(range(TOKENS)), (None, *LOGPROBS[1:])
         output = CompletionOutput(0, "a", (), (), "stop", None, cast(Any, None))
     request = RequestOutput("r", None, prompt, (output,), True, 0, scored)
     choice, most = _most_between(form.choice(0, request, output), lambda: len(told))
