@@ -175,11 +175,8 @@ def test_log_probabilities_are_put_into_an_answer_in_pieces(kind: str) -> None:
     decoder.decode = lambda ids, **_settings: "".join(map(str, ids))
     form: CompletionFormat
     if kind == "chat":
-        form, prompt, scored = (
-            ChatFormat("m", text_of, lambda: AnswerParser(TaggedAnswers(None, None), {}, None)),
-            (5,),
-            None,
-        )
+        form = ChatFormat("m", text_of, lambda: AnswerParser(TaggedAnswers(None, None), {}))
+        prompt, scored = (5,), None
         output = CompletionOutput(0, "a", tuple(range(TOKENS)), LOGPROBS, "stop", None, cast(Any, None))
     else:
         form = TextFormat("m", text_of, decoder, ["text"])
