@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.sampling.sampler import Draw, SamplingRows, SamplingState, keep_likely, sample
+from nanoserve.runtime.sampling.sampler import Draw, SamplingRows, SamplingState, keep_likely, sample, top_tokens
 from nanoserve.runtime.step.answers import LogprobColumns
 from nanoserve.scheduler.plan import Begin
 from tests.runtime.staged_rows import sampling_rows
@@ -336,7 +336,17 @@ def test_no_token_left_is_invalid() -> None:
 # ------------------------------------------------------------------------------------------------ log probabilities
 
 
-def test_logprobs_rank_and_top() -> None:
+@pytest.mark.parametrize(("cached", "pieces"), [(1 << 17, [3]), (100, [2, 1])])
+def test_logprobs_rank_and_top(cached: int, pieces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU some rows at a time, as many as its cache has room for."""
+    monkeypatch.setattr("nanoserve.runtime.sampling.sampler._CACHED_LOGITS", cached)
+    looked_at: list[int] = []
+
+    def counting(logits: torch.Tensor, most: int) -> torch.Tensor:
+        looked_at.append(len(logits))
+        return top_tokens(logits, most)
+
+    monkeypatch.setattr("nanoserve.runtime.step.answers.top_tokens", counting)
     logits = random_logits(3, 50, seed=6)
     tokens = torch.tensor([4, 0, 49])
     exact = logits.double().log_softmax(1)
@@ -350,3 +360,4 @@ def test_logprobs_rank_and_top() -> None:
         assert [value for _, value in answer.top] == pytest.approx(
             [exact[row, token].item() for token, _ in answer.top], abs=1e-5
         )
+    assert looked_at == pieces

@@ -170,9 +170,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     if rows.grammars is not None:
         logits = rows.grammars.apply(logits)
     maxima, tokens = logits.max(dim=1)  # NaN wins a maximum, so the maxima alone tell what is valid
-    most = max(1, len(logits))
-    if logits.device.type == "cpu":
-        most = max(1, _CACHED_LOGITS // logits.shape[1])
+    most = rows_in_cache(logits)
     for draw in chain.from_iterable(whole.parts(most) for whole in rows.draws):
         scaled = (logits[draw.rows] - maxima[draw.rows, None]) / draw.temperature[:, None]
         values, ids = keep_likely(scaled, draw)
@@ -180,6 +178,13 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
         winners = (values - exponential(keys, ids).log_()).argmax(dim=1, keepdim=True)
         tokens = tokens.index_copy(0, draw.rows, ids.expand_as(values).gather(1, winners)[:, 0])
     return Sampled(tokens, torch.isfinite(maxima))
+
+
+def rows_in_cache(logits: Tensor) -> int:
+    """How many rows of these logits, [N, V], to look at at a time: on a CPU as many as stay in its cache."""
+    if logits.device.type == "cpu":
+        return max(1, _CACHED_LOGITS // logits.shape[1])
+    return max(1, len(logits))
 
 
 def keep_likely(scaled: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import TokenLogprob
-from nanoserve.runtime.sampling.sampler import Sampled, SamplingRows, SamplingState, sample, top_tokens
+from nanoserve.runtime.sampling.sampler import Sampled, SamplingRows, SamplingState, rows_in_cache, sample, top_tokens
 from nanoserve.runtime.step.staging import DeviceToHostCopy, Staging
 from nanoserve.scheduler.plan import Answer, Row
 
@@ -39,6 +39,15 @@ class LogprobColumns(NamedTuple):
     @classmethod
     def of(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
         """The columns of logits, float32 [N, V], with the `most` likeliest tokens of each row; waits for nothing."""
+        at_a_time = rows_in_cache(logits)
+        pieces = zip(logits.split(at_a_time), tokens.split(at_a_time), strict=True)
+        parts = [cls._of_rows(*piece, most) for piece in pieces]
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    @classmethod
+    def _of_rows(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
         normalizer = logits.logsumexp(dim=1, keepdim=True)
         chosen = logits.gather(1, tokens[:, None])
         best = top_tokens(logits, most) if most else tokens[:, None][:, :0]
