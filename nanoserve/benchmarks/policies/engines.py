@@ -90,7 +90,12 @@ def open_with_host(
     dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
     size = kv_bytes_per_block(model.in_one_group(), config.block_size, dtype)
     host_bytes = config.host_kv_memory or work.host_blocks(work.longest) * size
-    sized = replace(config, kv_cache_memory=work.device_blocks(work.longest) * size, host_kv_memory=host_bytes)
+    sized = replace(
+        config,
+        kv_cache_memory=work.device_blocks(work.longest) * size,
+        host_kv_memory=host_bytes,
+        max_model_len=work.longest.total_tokens,  # this memory need not hold a request of the model's whole context
+    )
     llm = _open(opened, resolved, sized, progress)
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
