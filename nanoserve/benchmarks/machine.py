@@ -86,7 +86,7 @@ class ForeignLoad:
     this process, of those with the ids in ``own``, and of all their descendants."""
 
     def __init__(self, own: Sequence[int] = (), proc: Path = _PROC) -> None:
-        self._own = (os.getpid(), *own)
+        self._own = own
         self._proc = proc
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._before = self._read()
@@ -105,23 +105,24 @@ class ForeignLoad:
             fields = (self._proc / "stat").read_text().split("\n", 1)[0].split()[1:]
             counted = [int(field) for field in fields[:_LAST_BUSY_FIELD]]
             busy = sum(ticks for index, ticks in enumerate(counted) if index not in _IDLE_FIELDS)
-            own = sum(map(self._process_ticks, self._own))
+            own = self._process_ticks(os.getpid())
         except (OSError, ValueError, IndexError):
             return None
-        for process in self._descendants():
+        for process in self._processes():
             with suppress(OSError):  # it has ended: its ticks now count with the process that waited for it
                 own += self._process_ticks(process)
         return time.monotonic(), busy, own
 
-    def _descendants(self) -> set[int]:
-        found, pending = set(self._own), list(self._own)
+    def _processes(self) -> set[int]:
+        """All whose work is ours, but this one."""
+        found, pending = {os.getpid(), *self._own}, [os.getpid(), *self._own]
         while pending:
             for file in (self._proc / str(pending.pop()) / "task").glob("*/children"):
                 with suppress(OSError):  # a thread that has just ended
                     children = set(map(int, file.read_text().split())) - found
                     found |= children
                     pending += children
-        return found - set(self._own)
+        return found - {os.getpid()}
 
     def _process_ticks(self, process: int) -> int:
         # The name, in brackets, may hold blanks: the fields count from behind it.

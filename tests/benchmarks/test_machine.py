@@ -51,6 +51,18 @@ def test_the_work_of_descendants_is_ours(tmp_path: Path, monkeypatch: pytest.Mon
     assert load.read() == pytest.approx(0.5)
 
 
+def test_a_peer_that_has_died_does_not_hide_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    seconds = iter([10.0, 12.0])
+    monkeypatch.setattr("nanoserve.benchmarks.machine.time.monotonic", lambda: next(seconds))
+    write_counters(tmp_path, busy=0, own=0)
+    write_process(tmp_path, -2, 0)
+    load = ForeignLoad([-2, -5], proc=tmp_path)  # -5 has died, and another was started in its place
+    write_counters(tmp_path, busy=4 * ticks, own=1 * ticks)
+    write_process(tmp_path, -2, 2 * ticks)
+    assert load.read() == pytest.approx(0.5)
+
+
 def test_a_key_does_not_get_into_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "sys.argv", ["/x/nanoserve", "bench", "--api-key", "k1", "--api-key=k2", "--url", "u", "--api-key"]

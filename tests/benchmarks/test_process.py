@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.benchmarks.peers.process import Opening, PeerProcess
+from nanoserve.commands.bench_compare import sentence
 from nanoserve.errors import RuntimeFailure
 from tests.benchmarks.fakes import FakePeer
 
@@ -68,6 +69,40 @@ def test_a_peer_that_fails_says_why() -> None:
 def test_a_peer_that_dies_is_told_with_its_last_words(program: str, message: str) -> None:
     with pytest.raises(RuntimeFailure, match=message):
         child(program)
+
+
+_DYING = (
+    "import os, signal\n"
+    "from multiprocessing.connection import Connection\n"
+    "from nanoserve.benchmarks.peers.process import serve\n"
+    "from tests.benchmarks.fakes import FakePeer\n"
+    "def die(*_):\n"
+    "    os.kill(os.getpid(), signal.SIGILL)\n"
+    "def opened(opening):\n"
+    "    peer = FakePeer('fake', 0.25)\n"
+    "    if opening.repacked:\n"
+    "        {death}\n"
+    "    return peer\n"
+    "serve(Connection(int(sys.argv[3])), opened)\n"
+)
+
+
+@pytest.mark.parametrize("death", ["die()", "peer.run = die"])
+def test_a_peer_that_dies_of_sigill_goes_on_without_repacked_weights(death: str) -> None:
+    """As llama.cpp does on a processor with AMX, while it opens its file or when it first computes."""
+    peer = child(_DYING.format(death=death))
+    try:
+        assert peer.run(PROMPTS, 3) == FakePeer("fake", 0.25).run(PROMPTS, 3)
+        trouble = "died of SIGILL on its repacked weights and went on without them (use_extra_bufts=False)"
+        assert peer.description == {"pace": 0.25, "trouble": trouble}
+        assert sentence([], {"fake": trouble}).endswith(f"; fake {trouble}.")
+    finally:
+        peer.close()
+
+
+def test_a_peer_that_dies_of_sigill_again_is_lost() -> None:
+    with pytest.raises(RuntimeFailure, match="fake died: exit code -4"):
+        child(_DYING.format(death="pass").replace("if opening.repacked", "die()\n    if opening.repacked"))
 
 
 def test_an_engine_that_cannot_be_opened_is_one_line() -> None:

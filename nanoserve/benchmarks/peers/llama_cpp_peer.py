@@ -46,6 +46,7 @@ class LlamaCppPeer:
         llama_cpp.llama_backend_init()
         model_settings = llama_cpp.llama_model_default_params()
         model_settings.n_gpu_layers = 0
+        model_settings.use_extra_bufts = opening.repacked  # buffers in which weights are repacked
         self._model = llama_cpp.llama_model_load_from_file(opening.model.encode(), model_settings)
         if not self._model:
             raise RuntimeFailure(f"llama.cpp cannot load {opening.model}")

@@ -5,9 +5,10 @@ A peer is made from an Opening, and has a `description` and `run(prompts, output
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -35,6 +36,7 @@ class Opening:
     policy: str = "sarathi"  # of nanoserve
     eager: bool = False  # whether nanoserve's layers run uncompiled
     quantization: str | None = None  # how nanoserve rounds the weights; other engines read rounded ones
+    repacked: bool = True  # whether llama.cpp may lay weights out anew for its fastest operators
 
 
 class PeerKind(NamedTuple):
@@ -49,23 +51,42 @@ class PeerKind(NamedTuple):
 
 _SERVER_MODULES = ("starlette", "uvicorn", "h11", "zmq", "prometheus_client")
 PEERS: Mapping[str, PeerKind] = {
-    "transformers": PeerKind("engine_peers.TransformersPeer", ("transformers",), "pip install 'transformers>=5.0'"),
-    "llama.cpp": PeerKind("llama_cpp_peer.LlamaCppPeer", ("llama_cpp", "gguf"), "pip install llama-cpp-python gguf"),
+    "transformers": PeerKind("engine_peers.TransformersPeer", ("transformers",), install_command("peers")),
+    "llama.cpp": PeerKind("llama_cpp_peer.LlamaCppPeer", ("llama_cpp", "gguf"), install_command("peers")),
     "server": PeerKind("server_peer.ServerPeer", _SERVER_MODULES, install_command("server")),
 }
 """Choices of ``bench compare --peers``; the server is our own, asked over HTTP."""
 
 
+class _IllegalInstruction(RuntimeFailure):
+    """The child died of SIGILL: its engine uses instructions that this processor, or its system, does not have."""
+
+
+_WITHOUT_REPACKING = "died of SIGILL on its repacked weights and went on without them (use_extra_bufts=False)"
+"""llama.cpp 0.3.36 does so on its own Q4_0 and Q8_0 on a processor with AMX."""
+
+
 class PeerProcess:
-    """A peer whose engine runs in a child process, which it tells what to run over a pipe of pickled objects. Raises
-    RuntimeFailure if the child cannot open the engine, fails, or dies."""
+    """A peer whose engine runs in a child process, which it tells what to run over a pipe of pickled objects.
+
+    A child that dies of SIGILL is started once more, without repacked weights; the description has this as its
+    "trouble". Raises RuntimeFailure if the child cannot open the engine, fails, or dies otherwise.
+    """
 
     def __init__(self, opening: Opening, program: str = f"from {__name__} import main; main()") -> None:
         self.name = opening.engine
+        self._opening, self._program = opening, program
+        try:
+            self._start()
+        except _IllegalInstruction as death:
+            self._start_without_repacking(death)
+
+    def _start(self) -> None:
+        opening = self._opening
         self._pipe, theirs = multiprocessing.Pipe()
         number = theirs.fileno()
         environment = os.environ | {"OMP_NUM_THREADS": str(opening.threads)}
-        self._child = LoggedChild(program, str(number), environment=environment, descriptors=[number])
+        self._child = LoggedChild(self._program, str(number), environment=environment, descriptors=[number])
         theirs.close()
         self.process_id = self._child.process.pid  # tells the peer's own use of the processor from that of others
         try:
@@ -76,15 +97,31 @@ class PeerProcess:
 
     def run(self, prompts: Prompts, output_tokens: int) -> EngineRun:
         """Run the prompts from an empty cache; each gets `output_tokens` tokens, sampled greedily."""
-        result: EngineRun = self._ask((prompts, output_tokens))
+        work = prompts, output_tokens
+        try:
+            result: EngineRun = self._ask(work)
+        except _IllegalInstruction as death:
+            self._start_without_repacking(death)
+            result = self._ask(work)
         return result
+
+    def _start_without_repacking(self, death: _IllegalInstruction) -> None:
+        """Start another child in the place of one that died of SIGILL. Raises ``death`` if that one did without."""
+        if not self._opening.repacked:
+            raise death
+        self.close()
+        self._opening = replace(self._opening, repacked=False)
+        self._start()
+        self.description["trouble"] = _WITHOUT_REPACKING
 
     def _ask(self, question: object) -> Any:
         try:
             self._pipe.send(question)
             answer = self._pipe.recv()
         except (OSError, EOFError):
-            raise RuntimeFailure(f"{self.name} died: {self._child.last_words()[:_LONGEST_COMPLAINT]}") from None
+            words = f"{self.name} died: {self._child.last_words()[:_LONGEST_COMPLAINT]}"
+            kind = _IllegalInstruction if self._child.process.returncode == -signal.SIGILL else RuntimeFailure
+            raise kind(words) from None
         if isinstance(answer, str):
             raise RuntimeFailure(f"{self.name}: {answer}")
         return answer
