@@ -146,6 +146,11 @@ class StepSummary(msgspec.Struct, frozen=True):
             engine_share=sum(step.engine_seconds for step in steps) / seconds,
         )
 
+    @property
+    def beats_floor(self) -> bool:
+        """Whether they took less than the least time there is: the machine's limits were measured too low."""
+        return self.of_floor is not None and self.of_floor > 1
+
 
 def summarize_steps(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> dict[str, StepSummary]:
     """For each kind of step that occurred, and under "all" for all of them."""

@@ -4,9 +4,9 @@ Counted are each used weight and the keys and values of the whole context, read 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from msgspec.structs import replace
+from msgspec.structs import replace as replace_fields
 
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision
@@ -22,7 +22,7 @@ def step_work(plan: StepPlan, windows: Sequence[int] = ()) -> StepWork:
 
     def sum_up(contexts: list[int], chunks: list[Chunk], sampled: int) -> StepWork:
         decodes = StepWork.of(contexts, sampled=sampled, windows=windows)
-        return replace(decodes, chunks=tuple(chunks))
+        return replace_fields(decodes, chunks=tuple(chunks))
 
     return work_of(plan.rows, sum_up)
 
@@ -44,6 +44,11 @@ class Limits:
     def at_least(self, *bytes_per_second: float) -> "Limits":
         """Limits with the best bandwidth of these readings, if one is better."""
         return Limits(max(self.bytes_per_second, *bytes_per_second), self.operations_per_second)
+
+    def or_better(self, other: "Limits") -> "Limits":
+        """The better bandwidth and the better peak of the two."""
+        best = max(self.operations_per_second, other.operations_per_second)
+        return replace(self.at_least(other.bytes_per_second), operations_per_second=best)
 
     def seconds(self, num_bytes: float, operations: float) -> float:
         """The longer of the time to move these bytes and the time to compute these operations, in seconds."""

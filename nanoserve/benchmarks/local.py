@@ -3,13 +3,22 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from nanoserve.benchmarks.driving import EngineDriver, EngineRun, summarize_steps
-from nanoserve.benchmarks.floors import ModelCost
+from nanoserve.benchmarks.driving import EngineDriver, EngineRun, StepRecord, StepSummary, summarize_steps
+from nanoserve.benchmarks.floors import Limits, ModelCost
 from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
+from nanoserve.benchmarks.rounds import (
+    GIGA,
+    Measured,
+    Repeating,
+    counting_words,
+    most_known,
+    shown_rounds,
+)
 from nanoserve.benchmarks.settling import settle
 from nanoserve.costs.work import StepWork
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -20,12 +29,16 @@ from nanoserve.models.dtypes import DTYPES
 from nanoserve.models.hub import ProgressCallback
 
 _STEP_TOKENS = 32  # reading all weights takes about as long as computing this many tokens; progress counts both
+_NO_SHARES = (
+    "no shares of the floor are shown, as steps took less than the least time: this machine was busy whenever it was "
+    "looked at"
+)
 _TELL_SECONDS = 1.0  # drawing takes a millisecond or two of the run's own time
 
 
 class LocalBench:
     """Measures one open LLM, or an eager and a compiled one of a model, in interleaved runs. Raises RuntimeFailure if
-    both are eager. With ``probes`` the machine's limits are measured once, its bandwidth around every measurement."""
+    both are eager. With ``probes`` the machine's limits are measured once, and its bandwidth around every run."""
 
     def __init__(
         self,
@@ -35,13 +48,14 @@ class LocalBench:
         announce: Callable[[str], None],
         progress: ProgressCallback,
         probes: bool,
+        repeating: Repeating,
     ) -> None:
         self._llm = llm = llms[0]
-        self._seed, self._announce, self._progress = seed, announce, progress
+        self._seed, self._announce, self._progress, self._repeating = seed, announce, progress, repeating
         self.longest = llm.max_model_len
         self._done, self._expected, self._told = 0, 0, 0.0
         self.facts, *_ = [settle(each, announce) for each in llms]
-        dtype = DTYPES[self.facts["dtype"]]
+        self._dtype = dtype = DTYPES[self.facts["dtype"]]
         self._cost, self._foreign = ModelCost(llm.config, dtype.itemsize), ForeignLoad()
         self._drivers = {
             "compiled" if one.compiled else "eager": EngineDriver(one.driven, self._count, self._cost.windows)
@@ -51,13 +65,15 @@ class LocalBench:
             reason = "layers cannot be compiled on this machine"
             raise RuntimeFailure(f"{reason}, so there is nothing to compare eager ones with")
         self.facts["layers"] = " and ".join(self._drivers)
-        self._probe = self._limits = None
+        self._rounds: list[LocalRound] = []  # of all cases
+        self._steps: list[list[StepRecord]] = []  # of each row of the report
+        self._without_floor: set[int] = set()  # places of rows whose steps were faster than any floor
+        self._probe: BandwidthProbe | None = None
+        self._limits: Limits | None = None
         if probes:
             announce(f"{STAGE} ...")
             self._probe = BandwidthProbe()
-            self._limits = machine_limits(dtype, self._probe, progress=progress)
-            self.facts["limit_read_gb_per_s"] = self._limits.bytes_per_second / 1e9
-            self.facts["limit_gflops"] = self._limits.operations_per_second / 1e9
+            self._take_limits(machine_limits(dtype, self._probe, progress=progress))
 
     def run(self, cases: Sequence[LocalCase], report: Report, *, repeats: int) -> None:
         """Measure each case: rows, and ratios of two engines. Raises UsageError if a request is too long."""
@@ -78,6 +94,8 @@ class LocalBench:
             rows = self._measure(case, repeats)
             for row in rows:
                 report.add(row)
+            self._hold_against_floors(report)
+            report.put("counting", counting_words(self._rounds, "runs"))
             if len(rows) > 1:
                 ratios += compiled_ratios(case.name, rows)
                 report.put("ratios", ratios)
@@ -89,28 +107,63 @@ class LocalBench:
             self._progress("all runs", min(self._done, self._expected), self._expected)
 
     def _measure(self, case: LocalCase, repeats: int) -> list[dict[str, Any]]:
-        """A report's row for each engine. With two engines a row's case ends in its layers."""
+        """A report's row for each engine, without its steps. With two engines a row's case ends in its layers."""
         for driver in self._drivers.values():
             self._run(driver, case.warm_up, repeat=0)
+        rounds = list(self._repeating.rounds(partial(self._round, case), repeats))
+        self._rounds += rounds
+        shown = shown_rounds(rounds)
+        readings = [reading for one in shown for reading in one.readings]
+        if self._limits is not None:
+            self._take_limits(self._limits.at_least(*readings))  # the machine may be faster than it was ever seen
+        beside = {
+            "read_gb_per_s": [reading / GIGA for reading in readings],
+            "foreign_cores": most_known(one.foreign_cores for one in shown),
+            "rounds": [one.facts for one in rounds],
+        }
+        rows = []
+        for layers in self._drivers:
+            name = f"{case.name} {layers}" if len(self._drivers) > 1 else case.name
+            facts = {"case": name, "requests": len(case.shapes), "repeats": len(shown)}
+            runs = [one.runs[layers] for one in shown]
+            self._steps.append([step for run in runs for step in run.steps])
+            rows.append(facts | timing_fields(runs) | beside)
+        return rows
+
+    def _round(self, case: LocalCase, number: int) -> "LocalRound":
+        """Run the case once on each engine; the first one alternates."""
         readings = self._bandwidth()
         self._foreign.read()
-        runs: dict[str, list[EngineRun]] = {layers: [] for layers in self._drivers}
-        for repeat in range(1, repeats + 1):
-            drivers = list(self._drivers.items())
-            for layers, driver in drivers if repeat % 2 else reversed(drivers):
-                runs[layers].append(self._run(driver, case.shapes, repeat))
+        drivers = list(self._drivers.items())
+        if number % 2 == 0:
+            drivers.reverse()
+        runs = {layers: self._run(driver, case.shapes, number) for layers, driver in drivers}
         foreign = self._foreign.read()
-        readings += self._bandwidth()
-        beside = {"read_gb_per_s": [reading / 1e9 for reading in readings], "foreign_cores": foreign}
-        # The machine may be faster now than it was ever seen.
-        limits = None if self._limits is None else self._limits.at_least(*readings)
-        rows = []
-        for layers, done in runs.items():
-            name = f"{case.name} {layers}" if len(runs) > 1 else case.name
-            facts = {"case": name, "requests": len(case.shapes), "repeats": repeats}
-            steps = summarize_steps([step for run in done for step in run.steps], self._cost, limits)
-            rows.append(facts | timing_fields(done) | {"steps": steps} | beside)
-        return rows
+        return LocalRound(foreign_cores=foreign, readings=(*readings, *self._bandwidth()), runs=runs)
+
+    def _hold_against_floors(self, report: Report) -> None:
+        """Summarize the steps of all rows so far. If some took less than the least time there is, the machine's limits
+        are measured again; rows whose steps still do tell no shares."""
+        found = [summarize_steps(steps, self._cost, self._limits) for steps in self._steps]
+        if any(map(_beats_floor, found)):
+            assert self._probe is not None and self._limits is not None, "there are floors"
+            self._announce("steps took less than the least time there is: looking at the machine again ...")
+            again = machine_limits(self._dtype, self._probe, progress=self._progress)
+            self._take_limits(self._limits.or_better(again))
+            found = [summarize_steps(steps, self._cost, self._limits) for steps in self._steps]
+        for place, summary in enumerate(found):
+            if _beats_floor(summary):
+                if place not in self._without_floor:
+                    self._without_floor.add(place)
+                    report.note(f"{report.rows[place]['case']}: {_NO_SHARES}")
+                summary = summarize_steps(self._steps[place], self._cost, None)
+            report.update(place, {"steps": summary})
+        report.put("engine", self.facts)
+
+    def _take_limits(self, limits: Limits) -> None:
+        self._limits = limits
+        self.facts["limit_read_gb_per_s"] = limits.bytes_per_second / GIGA
+        self.facts["limit_gflops"] = limits.operations_per_second / GIGA
 
     def _bandwidth(self) -> list[float]:
         return [] if self._probe is None else [self._probe.read()]
@@ -119,6 +172,23 @@ class LocalBench:
         lengths = [shape.input_tokens for shape in shapes]
         prompts = random_prompts(lengths, self._llm.config.vocab_size, self._seed + repeat)
         return driver.run(prompts, [shape.output_tokens for shape in shapes])
+
+
+class LocalRound(Measured, frozen=True, kw_only=True):
+    """A case once on each engine, between readings of the bandwidth if there is a probe."""
+
+    readings: tuple[float, ...]  # in bytes per second
+    runs: dict[str, EngineRun]  # by the engine's layers
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Its conditions, for a report."""
+        bandwidths = [reading / GIGA for reading in self.readings]
+        return {"read_gb_per_s": bandwidths, "foreign_cores": self.foreign_cores, "counts": self.counts}
+
+
+def _beats_floor(summary: Mapping[str, StepSummary]) -> bool:
+    return any(steps.beats_floor for steps in summary.values())
 
 
 def timing_fields(runs: Sequence[EngineRun]) -> dict[str, Any]:

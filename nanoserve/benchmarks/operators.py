@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import decode_rows, make_batch
 from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.roofline import timed
-from nanoserve.benchmarks.rounds import GIGA, Bracketed, bracket, grouped, rotated, until_enough_count
+from nanoserve.benchmarks.rounds import GIGA, Bracketed, Repeating, bracket, grouped, rotated
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import dummy_config
@@ -30,6 +29,8 @@ from triton_ops import cache_write, linear, reference_operators
 
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
+GATHERING, LINEAR = "gather + SDPA", "F.linear {}"  # the routes of stock torch
+STOCK_ROUTES = (GATHERING, *(LINEAR.format(name) for name in ("bfloat16", "float16", "float32")))
 BLOCK_SIZE = 16
 HEAD_ROWS = 64  # more rows than this are prompts, of which the output head sees the last position alone
 COLD_BYTES = 2**29  # equal inputs are made until they take this much: about twice the largest cache of today's servers
@@ -63,6 +64,11 @@ class OperatorRound(Bracketed, frozen=True, kw_only=True):
     floor_us: float
     routes_us: dict[str, float]
 
+    @property
+    def has_floor(self) -> bool:
+        """Whether no route was faster than the floor: one that is shows that the machine was measured too slow."""
+        return self.floor_us <= min(self.routes_us.values())
+
 
 def all_cases(cells: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
     """Attention of these batches and contexts, then linear layers; each has its memory while it is looked at."""
@@ -95,7 +101,7 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
         gathered = next(calls).gathered()
         return functional.scaled_dot_product_attention(query[:, :, None], *gathered, enable_gqa=True).reshape(batch, -1)
 
-    routes = {OURS: Route(attend), "gather + SDPA": Route(gather_and_attend)}
+    routes = {OURS: Route(attend), GATHERING: Route(gather_and_attend)}
     routes["plain torch"] = Route(attend, reference_operators)
     yield OperatorCase(f"attention {batch} x {context}", num_bytes, call.operations, routes)
 
@@ -124,8 +130,8 @@ def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCa
             given = torch.randn(count, depth)
             routes = {
                 OURS: partial(_multiply, linear, given.to(dtype), weights),
-                f"F.linear {format_name(dtype)}": partial(_multiply, functional.linear, given.to(dtype), weights),
-                "F.linear float32": partial(_multiply, functional.linear, given, wide),
+                LINEAR.format(format_name(dtype)): partial(_multiply, functional.linear, given.to(dtype), weights),
+                LINEAR.format("float32"): partial(_multiply, functional.linear, given, wide),
             }
             yield OperatorCase(
                 f"{name} {columns} x {depth}, {count} rows",
@@ -165,10 +171,16 @@ def _copies(tensor: Tensor) -> list[Tensor]:
 
 
 def measure_case(
-    case: OperatorCase, *, rounds: int, probe: Callable[[], float], foreign: ForeignLoad, peak: float
+    case: OperatorCase,
+    *,
+    rounds: int,
+    probe: Callable[[], float],
+    foreign: ForeignLoad,
+    peak: float,
+    repeating: Repeating,
 ) -> Iterator[OperatorRound]:
-    """Rounds of one case as they are done, until enough count or too many were tried. ``probe`` reads the machine's
-    bandwidth in bytes per second; ``peak`` is operations per second at best."""
+    """Rounds of one case as they are done, until enough count or the time for ``repeating`` them is spent. ``probe``
+    reads the machine's bandwidth in bytes per second; ``peak`` is operations per second at best."""
     calls = {name: _calls_in_a_turn(route) for name, route in case.routes.items()}
 
     def one_round(number: int) -> OperatorRound:
@@ -190,7 +202,7 @@ def measure_case(
             routes_us={name: _MICROSECONDS * statistics.median(found) for name, found in seconds.items()},
         )
 
-    return until_enough_count(one_round, rounds)
+    return repeating.rounds(one_round, rounds)
 
 
 def _calls_in_a_turn(route: Route) -> int:
@@ -201,7 +213,7 @@ def _calls_in_a_turn(route: Route) -> int:
 
 
 def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
-    """For every case, bandwidth state and route: medians over the counting rounds, and how many times ours is faster.
+    """For every case, bandwidth state and route: medians over its rounds, and how many times ours is faster.
     GB/s and GFLOP/s are those of the work that every route must do, whatever a route really reads and computes."""
     groups = grouped(rounds, lambda done: {(done.case,): done})
     return [
@@ -214,19 +226,21 @@ def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
 def samples(rounds: Sequence[OperatorRound]) -> dict[str, dict[str, list[float]]]:
     """Our share of the floor in every counting round for ``bench diff``: it holds in any bandwidth state."""
     found: dict[str, dict[str, list[float]]] = {}
-    for done in filter(attrgetter("counts"), rounds):
-        found.setdefault(done.case, {"of_floor": []})["of_floor"].append(done.floor_us / done.routes_us[OURS])
+    for done in rounds:
+        if done.counts and done.has_floor:
+            found.setdefault(done.case, {"of_floor": []})["of_floor"].append(done.floor_us / done.routes_us[OURS])
     return found
 
 
 def _route_fields(rounds: Sequence[OperatorRound], route: str) -> dict[str, Any]:
     first, microseconds = rounds[0], statistics.median(one.routes_us[route] for one in rounds)
+    shares = [one.floor_us / one.routes_us[route] for one in rounds if one.has_floor]
     slower = [one.routes_us[route] / one.routes_us[OURS] for one in rounds]
     spread = {"ours_is_faster": statistics.median(slower), "low": min(slower), "high": max(slower)}
     return {
         "us": microseconds,
         "gb_per_s": first.num_bytes / microseconds / (GIGA / _MICROSECONDS),
         "gflops": first.operations / microseconds / (GIGA / _MICROSECONDS),
-        "of_floor": statistics.median(one.floor_us / one.routes_us[route] for one in rounds),
+        "of_floor": statistics.median(shares) if shares else None,
         **(dict.fromkeys(spread) if route == OURS else spread),
     }

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanoserve.benchmarks.tables import Column
+from nanoserve.benchmarks.tables import FEW_MARK, Column
 from nanoserve.measures.charts import Bars, Chart, draw
 
 _NAME_WIDTH, _ROW_HEIGHT = 4.0, 0.35  # inches
@@ -13,7 +13,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 def text_bars(x: str, names: Sequence[str], texts: Sequence[str], title: str = "") -> Bars:
     """Bars whose lengths are the numbers that stand at their ends."""
-    lengths = [0.0 if text == "-" else float(text.replace(",", "").rstrip("%x")) for text in texts]
+    lengths = [0.0 if text == "-" else float(text.replace(",", "").rstrip(f"%x{FEW_MARK}")) for text in texts]
     return Bars(title=title, x=x, names=names, parts={"": lengths}, texts=texts)
 
 

@@ -40,6 +40,11 @@ class Report:
         self.rows.append(msgspec.to_builtins(row))
         self._write()
 
+    def update(self, place: int, fields: dict[str, Any]) -> None:
+        """Put fields into the row at that place."""
+        self.rows[place] |= msgspec.to_builtins(fields)
+        self._write()
+
     def note(self, text: str) -> None:
         """Keep a remark that belongs to the results."""
         self.document["notes"].append(text)

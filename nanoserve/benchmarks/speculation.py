@@ -13,7 +13,7 @@ from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.policies.rounds import PolicyRound, ratios, summarize
 from nanoserve.benchmarks.roofline import BandwidthProbe
-from nanoserve.benchmarks.rounds import bracket, most_known, rotated, until_enough_count
+from nanoserve.benchmarks.rounds import Repeating, bracket, most_known, rotated
 from nanoserve.costs.predictor import Predictor
 from nanoserve.costs.work import StepWork
 from nanoserve.llm import LLM
@@ -57,7 +57,7 @@ class SpeculationBench:
         self._scheduler, self._own = guessing.engine.scheduler, guessing.engine.scheduler.table.speculator
         self._probe, self._foreign = BandwidthProbe().read, ForeignLoad()
 
-    def rounds(self, workload: str, case: BatchCase, wanted: int) -> Iterator[PolicyRound]:
+    def rounds(self, workload: str, case: BatchCase, wanted: int, repeating: Repeating) -> Iterator[PolicyRound]:
         """Rounds of a case as they are done, after one run of each engine that is not measured."""
         lengths, rate = [case.output_tokens] * case.batch, RATES.get(workload)
         greedy, defaults = SamplingParams(temperature=0.0), self._plain.default_sampling_params()
@@ -88,7 +88,7 @@ class SpeculationBench:
             variants = {"plain": {"decode": rates["plain"]}, "guessing": figures}
             return PolicyRound(**fields, foreign_cores=most_known(loads), variants=variants)
 
-        return until_enough_count(one_round, wanted)
+        return repeating.rounds(one_round, wanted)
 
     def _prompts(self, workload: str, case: BatchCase) -> list[tuple[int, ...]]:
         """Random tokens, or texts by the model itself: beginnings of answers in its chat format, or, for edits,

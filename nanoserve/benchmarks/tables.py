@@ -11,6 +11,9 @@ from rich.text import Text
 
 _WIDTH_OF_A_FILE = 100
 _NOTHING = "-"
+FEW_MARK = "*"
+_BEYOND = {"p90": 10, "p99": 100}  # values of which one lies beyond that percentile
+_FEW_NOTE = f"{FEW_MARK} close to the largest value: p90 takes 10 values, p99 takes 100"
 _FRAME = 3  # width around a column: a line, and a space on either side
 
 
@@ -30,9 +33,19 @@ class Column:
         return value
 
     def text(self, row: Mapping[str, Any], nothing: str = _NOTHING) -> str:
-        """The value as it is shown; `nothing` stands where there is none."""
+        """The value as it is shown, marked if it is of few values; `nothing` stands where there is none."""
         value = self.value(row)
-        return nothing if value is None else format(value, self.format)
+        if value is None:
+            return nothing
+        return format(value, self.format) + (FEW_MARK if self.is_of_few(row) else "")
+
+    def is_of_few(self, row: Mapping[str, Any]) -> bool:
+        """Whether it is a high percentile of so few values that less than one lies beyond: a p99 takes 100 values."""
+        above, _, name = self.path.rpartition(".")
+        if name not in _BEYOND:
+            return False
+        number = Column("", f"{above}.n" if above else "n").value(row)
+        return number is not None and number < _BEYOND[name]
 
 
 def columns(*formats: tuple[str, *tuple[str | tuple[str, str], ...]]) -> list[Column]:
@@ -64,6 +77,8 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[st
         for row in zip(*(texts[place][1:] for place in part), strict=True):
             table.add_row(*row)
         console.print(table)
+    if any(column.is_of_few(row) for column in columns for row in kept):
+        console.print(_FEW_NOTE)
 
 
 def markdown_table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """``nanoserve bench compare``: the same work for nanoserve and other engines, interleaved in one run."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,24 @@ from nanoserve.benchmarks.driving import EngineRun
 from nanoserve.benchmarks.machine import ForeignLoad, available_cores
 from nanoserve.benchmarks.peers.process import PEERS, Opening, PeerProcess
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.rounds import Bracketed, Key, bracket, grouped, most_known, rotated, until_enough_count
+from nanoserve.benchmarks.rounds import (
+    Bracketed,
+    Key,
+    Repeating,
+    bracket,
+    counting_words,
+    grouped,
+    in_states,
+    most_known,
+    rotated,
+)
 from nanoserve.benchmarks.tables import columns, print_table
+from nanoserve.benchmarks.verdicts import spread_text
 from nanoserve.commands.bench_options import (
     GridOptions,
     ResultOptions,
+    RoundOptions,
     engine_title,
-    print_counting,
     print_head,
     settled_operators,
 )
@@ -50,22 +61,23 @@ _RATIO_COLUMNS = columns(("", *_KEYS, ("against", "peer"), "metric", "rounds"), 
 
 
 _SPECULATION_COLUMNS = [
-    *columns(("", *_KEYS, "rounds"), (",.1f", ("plain tok/s", "plain"), ("guessing", "decode")), ("", "speedup")),
-    *columns((".2f", "tokens_a_step", "predicted"), (".0%", "of_predicted", "same_tokens")),
+    *columns(("", *_KEYS, "rounds"), (",.1f", ("guessing tok/s", "decode")), ("", "speedup")),
+    *columns((".2f", "tokens_a_step", "predicted")),
 ]
 
 
-class CompareOptions(GridOptions, EngineOptions, ResultOptions):
+class CompareOptions(GridOptions, RoundOptions, EngineOptions, ResultOptions):
     peers: str = option("transformers,llama.cpp", "Engines to compare with.", metavar="NAME,NAME")
     workloads: str = option("edits,stories,random", "What is decoded with --speculate.", metavar="NAME,NAME")
     rounds: int = option(5, "Rounds that count, for each case.", minimum=1)
 
 
 def run(options: CompareOptions) -> None:
-    """A round counts only if the machine's read bandwidth before and after it differs by less than 10 %. Each engine
-    has a process of its own, the same weights, number format and threads. Default model: dummy:qwen3-0.6b. The peer
-    "server" is nanoserve itself, asked over HTTP: the ratio is what serving costs. With --quantization, llama.cpp reads
-    its own Q4_0 or Q8_0 of the weights; of a GGUF file, both read that file.
+    """A round counts only if the machine's read bandwidth before and after it differs by less than 10 %, and others
+    keep at most 0.2 cores busy. Each engine has a process of its own, the same weights, number format and threads.
+    Default model: dummy:qwen3-0.6b. The peer "server" is nanoserve itself, asked over HTTP: the ratio is what serving
+    costs. With --quantization, llama.cpp reads its own Q4_0 or Q8_0 of the weights; of a GGUF file, both read that
+    file.
 
     With --speculate it is compared with plain decoding instead, by default of the bundled storyteller. The workload
     "scripted 0.6" guesses right that often; there are 0 and 0.8 too.
@@ -86,15 +98,18 @@ def run(options: CompareOptions) -> None:
     if unknown := [name for name in names if name not in PEERS]:
         raise UsageError(f"--peers {shown(unknown[0])} is not one of {', '.join(PEERS)}")
     present = [name for name in names if not PEERS[name].missing]
+    if names and not present:
+        commands = dict.fromkeys(PEERS[name].install for name in names)
+        raise UsageError(f"nothing to compare with is installed; first run: {' && '.join(commands)}")
     settings = {"peers": present, "cases": [case.name for case in cases], "rounds": options.rounds}
     with options.reported("compare", settings, _show) as report, ExitStack() as opened:
         for name in names:
             if name not in present:
-                note = f"{name} is not installed and left out: {PEERS[name].install}"
+                note = f"{name} is not installed and left out; to compare with it, first run: {PEERS[name].install}"
                 remark(note)
                 report.note(note)
         peers = _open_peers(present, options, report, opened)
-        _measure(peers, cases, options.rounds, report)
+        _measure(peers, cases, options.rounds, report, options.repeating())
 
 
 def _compare_guessing(options: CompareOptions) -> None:
@@ -111,28 +126,31 @@ def _compare_guessing(options: CompareOptions) -> None:
     with options.reported("speculation", settings, _show_guessing) as report, ExitStack() as opened:
         llms = [opened.enter_context(replace(options, speculate=one).open_llm()) for one in (None, options.speculate)]
         report.put("engine", [settle(llm, remark) for llm in llms][-1])
-        bench, work = SpeculationBench(*llms), list(product(names, cases))
+        bench, work, repeating = SpeculationBench(*llms), list(product(names, cases)), options.repeating()
         progress = opened.enter_context(show_progress())
         for place, (name, case) in enumerate(work):
             remark(f"comparing {name}, {case.name}")
-            for done in bench.rounds(name, case, options.rounds):
+            for done in bench.rounds(name, case, options.rounds, repeating):
                 report.add({"case": done.case, "round": done, "drift": done.drift, "counts": done.counts})
-                progress("rounds", place * options.rounds + done.number, len(work) * options.rounds)
+                number = min(done.number, options.rounds)
+                progress("rounds", place * options.rounds + number, len(work) * options.rounds)
 
 
-def _show_guessing(report: Report, options: ResultOptions) -> None:
+def _show_guessing(report: Report, options: ResultOptions) -> str:
     from nanoserve.benchmarks.policies.rounds import PolicyRound
     from nanoserve.benchmarks.speculation import summarize_speculation
 
     done = [msgspec.convert(row["round"], PolicyRound) for row in report.rows]
     report.put("summary", summary := summarize_speculation(done))
     print_head(report)
-    print_counting(done)
     facts = report.document["engine"]
     title = f"{facts['model']}, {report.document['settings']['speculate']}, {engine_title(facts)}"
     print_table(title, _SPECULATION_COLUMNS, summary, keys=2)
     bars = columns((",.1f", ("plain", "plain"), ("guessing", "decode")))
     options.draw_bars(report, title, "{case} ({state})", bars, summary)
+    figures = [one.variants["guessing"] for one, _ in in_states(done)]
+    gains = spread_text(one["decode"] / one["plain"] for one in figures)
+    return f"Guessing decodes {gains} times as fast as plain decoding; {counting_words(done)}."
 
 
 @contextmanager
@@ -186,7 +204,9 @@ def _open_peers(names: Sequence[str], options: CompareOptions, report: Report, o
     return peers
 
 
-def _measure(peers: Sequence[PeerProcess], cases: Sequence[BatchCase], rounds: int, report: Report) -> None:
+def _measure(
+    peers: Sequence[PeerProcess], cases: Sequence[BatchCase], rounds: int, report: Report, repeating: Repeating
+) -> None:
     from nanoserve.benchmarks.roofline import BandwidthProbe
 
     probe, foreign = BandwidthProbe().read, ForeignLoad([peer.process_id for peer in peers])
@@ -196,29 +216,43 @@ def _measure(peers: Sequence[PeerProcess], cases: Sequence[BatchCase], rounds: i
             remark(f"comparing {case.name}")
             counted = place * rounds
             progress("rounds", counted, total)
-            for done in run_rounds(case, peers, rounds=rounds, vocab_size=vocab_size, probe=probe, foreign=foreign):
+            settings: dict[str, Any] = {"vocab_size": vocab_size, "probe": probe, "foreign": foreign}
+            for done in run_rounds(case, peers, rounds=rounds, repeating=repeating, **settings):
+                report.put("descriptions", {peer.name: peer.description for peer in peers})
                 report.add({"case": case.name, "round": done, "drift": done.drift, "counts": done.counts})
                 counted += done.counts
                 progress("rounds", counted, total)
 
 
-def _show(report: Report, options: ResultOptions) -> None:
+def _show(report: Report, options: ResultOptions) -> str:
     done = [msgspec.convert(row["round"], Round) for row in report.rows]
     summary, compared = summarize(done), ratios(done)
     report.put("summary", summary)
     report.put("ratios", compared)
     report.put("samples", samples(done))
-    ours = report.document["descriptions"][OURS]
+    descriptions = report.document["descriptions"]
+    ours = descriptions[OURS]
     facts: dict[str, Any] = report.document["engine"] | {"layers": ours["layers"]}
     print_head(report)
-    print_counting(done)
-    if not summary:
-        return
     title = f"{facts['model']}, {engine_title(facts)}"
     print_table(title, _ENGINE_COLUMNS, summary)
     if compared:
         print_table("nanoserve over the peer (above 1: nanoserve is faster)", _RATIO_COLUMNS, compared)
     options.draw_bars(report, title, "{case} {engine} ({state})", _RATES, summary)
+    return sentence(done, {name: one["trouble"] for name, one in descriptions.items() if "trouble" in one})
+
+
+def sentence(rounds: "Sequence[Round]", troubles: Mapping[str, str]) -> str:
+    """How many times as fast ours is as each peer, over all cases, and what ``troubles`` the peers had."""
+    found: dict[str, list[float]] = {}
+    for done, _ in in_states(rounds):
+        for (_, peer, metric), ratio in _ratios_within(done).items():
+            if metric == ("output" if peer == "server" else "decode"):
+                found.setdefault(peer, []).append(ratio)
+    compared = [f"{spread_text(several)} times as fast as {peer}" for peer, several in found.items()]
+    words = f"nanoserve decodes {' and '.join(compared)}" if compared else "There was nothing to compare decoding with"
+    told = [f"{peer} {trouble}" for peer, trouble in troubles.items()]
+    return "; ".join([words, counting_words(rounds), *told]) + "."
 
 
 class EngineRound(msgspec.Struct, frozen=True):
@@ -251,9 +285,10 @@ def run_rounds(
     vocab_size: int,
     probe: Callable[[], float],
     foreign: ForeignLoad,
+    repeating: Repeating,
 ) -> Iterator[Round]:
-    """Rounds of one case as they are done, until enough count or too many were tried. Every engine first runs the case
-    once unmeasured. In each round the first engine is another one."""
+    """Rounds of one case as they are done, until enough count or the time for ``repeating`` them is spent. Every engine
+    first runs the case once unmeasured. In each round the first engine is another one."""
 
     def run(peer: PeerProcess, seed: int) -> EngineRun:
         prompts = random_prompts([case.input_tokens] * case.batch, vocab_size, seed)
@@ -280,7 +315,7 @@ def run_rounds(
 
     for peer in peers:
         run(peer, 0)
-    return until_enough_count(one_round, rounds)
+    return repeating.rounds(one_round, rounds)
 
 
 def ratios(rounds: Sequence[Round]) -> list[dict[str, Any]]:
@@ -313,7 +348,7 @@ def _ratios_within(done: Round) -> dict[Key, float]:
 
 
 def summarize(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """For every case, state and engine: the median of each rate over the counting rounds."""
+    """For every case, state and engine: the median of each rate over its rounds."""
     found = grouped(rounds, lambda done: {(done.case, name): engine for name, engine in done.engines.items()})
     rows = []
     for (case, name, state), engines in found.items():

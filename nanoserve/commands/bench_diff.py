@@ -9,6 +9,7 @@ import numpy as np
 
 from nanoserve.benchmarks.report import read_report
 from nanoserve.benchmarks.tables import columns, print_table
+from nanoserve.benchmarks.verdicts import spread_text
 from nanoserve.commands.options import Options, argument, option
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -50,6 +51,10 @@ def run(options: DiffOptions) -> int | None:
     slower = [change for change in changes if change.worse > options.threshold]
     for change in slower:
         remark(f"{change.case}: {change.metric} is worse by at least {change.worse:.1%}")
+    ratios = spread_text((change.ratio for change in changes), ".3f")
+    worse = f"{len(slower)} of {len(changes)} metrics are worse by more than {options.threshold:.0%}"
+    fewest = min(change.measurements for change in changes)
+    print(f"After over before is {ratios}; {worse}, where at least {fewest} measurements of each count.")
     return RuntimeFailure.exit_code if slower else None
 
 
@@ -61,6 +66,7 @@ class Change(msgspec.Struct, frozen=True):
     ratio: float  # of the medians; low and high bound it with 95 % confidence
     low: float
     high: float
+    measurements: int  # the fewer of the two reports' measurements
     worse: float  # share by which the later one is at least worse, with that confidence; 0 if it may be as good
 
 
@@ -113,4 +119,5 @@ def _change(case: str, metric: str, before: Sequence[float], after: Sequence[flo
     low, high = map(float, np.percentile(drawn[1] / drawn[0], (tail, 100 - tail)))
     worst_case = 1 - high if metric in HIGHER_IS_BETTER else low - 1
     medians = float(np.median(before)), float(np.median(after))
-    return Change(case, metric, *medians, medians[1] / medians[0], low, high, worse=max(0.0, worst_case))
+    fewest, worse = min(len(before), len(after)), max(0.0, worst_case)
+    return Change(case, metric, *medians, medians[1] / medians[0], low, high, measurements=fewest, worse=worse)

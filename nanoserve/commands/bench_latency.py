@@ -5,10 +5,12 @@ from dataclasses import replace
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns, print_table
+from nanoserve.benchmarks.verdicts import of_layers, of_steps
 from nanoserve.commands.bench_options import (
     GridOptions,
     ProbeOptions,
     ResultOptions,
+    RoundOptions,
     engine_title,
     local_bench,
     print_results,
@@ -24,13 +26,12 @@ from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 _CASE = ("batch x in+out", "case")
 _RATES = columns((",.0f", ("prefill tok/s", "prefill_tokens_per_s")), (",.1f", ("decode tok/s", "decode_tokens_per_s")))
 _BARS = columns((".1f", ("TTFT ms", "ttft_ms.p50")), (".2f", ("TPOT ms", "tpot_ms.p50"))) + _RATES
-_COLUMNS = columns(("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50"), ("p99", "ttft_ms.p99")))
-_COLUMNS += columns((",.2f", ("TPOT ms", "tpot_ms.p50"), ("p99", "tpot_ms.p99"))) + _RATES
-_COLUMNS += columns((".2f", "foreign_cores"))
+_COLUMNS = columns(("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50")), (",.2f", ("TPOT ms", "tpot_ms.p50")))
+_COLUMNS += [*_RATES, *columns(("", ("runs", "repeats")), (".2f", "foreign_cores"))]
 _RATIO_COLUMNS = columns(("", _CASE, "metric", "rounds"), (".2f", "median", "low", "high"))
 
 
-class LatencyOptions(GridOptions, ProbeOptions, WorkersOptions, ResultOptions):
+class LatencyOptions(GridOptions, ProbeOptions, RoundOptions, WorkersOptions, ResultOptions):
     repeats: int = option(3, "Measured runs of each case.", minimum=1)
     layers: str | None = option(
         None, "eager, compiled, or both as eager,compiled: in interleaved runs, with their ratio.", metavar="NAME,..."
@@ -69,10 +70,11 @@ def run(options: LatencyOptions) -> None:
     work = [LocalCase(name, several, several, name) for name, several in shapes.items()]
     settings = {"cases": [case.name for case in cases], "repeats": options.repeats}
     with options.reported("latency", settings, _show) as report, ExitStack() as opened:
-        local_bench(engines, report, opened, probes=not options.no_probe).run(work, report, repeats=options.repeats)
+        bench = local_bench(engines, report, opened, probes=not options.no_probe, repeating=options.repeating())
+        bench.run(work, report, repeats=options.repeats)
 
 
-def _show(report: Report, options: ResultOptions) -> None:
+def _show(report: Report, options: ResultOptions) -> str:
     facts = report.document["engine"]
     title = f"latency of {facts['model']}, {engine_title(facts)}"
     print_results(report, title, _COLUMNS)
@@ -81,3 +83,4 @@ def _show(report: Report, options: ResultOptions) -> None:
         print_table(heading, _RATIO_COLUMNS, ratios, keys=2)
     print_steps(report)
     options.draw_bars(report, title, "{case}", _BARS, report.rows)
+    return f"{of_layers(ratios) if ratios else of_steps(report.rows)}; {report.document['counting']}."

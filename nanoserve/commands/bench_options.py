@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from nanoserve.benchmarks.plots import plot_bars
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.rounds import Bracketed
+from nanoserve.benchmarks.rounds import Repeating
 from nanoserve.benchmarks.serving.requests import Work
 from nanoserve.benchmarks.tables import Column, columns, print_table
 from nanoserve.commands.engine_options import EngineOptions
@@ -43,6 +43,15 @@ _NAMES = f"{', '.join(PRESETS)}, a name as in simulate, or IN+OUT tokens"
 
 class ProbeOptions(Options):
     no_probe: bool = option(False, "Do not measure what the machine does at best: begins sooner, and names no floors.")
+
+
+class RoundOptions(Options):
+    keep_all: bool = option(
+        False, "Count what is measured while others disturb it; otherwise that is repeated for at most two minutes."
+    )
+
+    def repeating(self) -> Repeating:
+        return Repeating(self.keep_all)
 
 
 class GridOptions(Options):
@@ -90,8 +99,11 @@ class JsonOptions(Options, panel=RESULTS_PANEL):
         return Report(kind, settings, self.json)
 
     @contextmanager
-    def reported(self, kind: str, settings: dict[str, Any], show: Callable[[Report, Self], None]) -> Iterator[Report]:
-        """A new report to measure into; ``show`` prints it at the end. Raises as ``open_report`` does."""
+    def reported(
+        self, kind: str, settings: dict[str, Any], show: Callable[[Report, Self], str | None]
+    ) -> Iterator[Report]:
+        """A new report to measure into. ``show`` prints it at the end, and returns the verdict of a benchmark, which is
+        the last line. Raises as ``open_report`` does."""
         report = self.open_report(kind, settings)
         with kept(report, partial(show, report, self)):
             yield report
@@ -113,8 +125,9 @@ class ResultOptions(JsonOptions, panel=RESULTS_PANEL):
 
 
 @contextmanager
-def kept(report: Report, show: Callable[[], None]) -> Iterator[None]:
-    """Measure inside; what was measured until the end, or until Ctrl-C or a failure, is shown."""
+def kept(report: Report, show: Callable[[], str | None]) -> Iterator[None]:
+    """Measure inside; what was measured until the end, or until Ctrl-C or a failure, is shown. The last line is the
+    verdict that ``show`` returns, if it returns one."""
     try:
         yield
         report.finish()
@@ -124,8 +137,9 @@ def kept(report: Report, show: Callable[[], None]) -> Iterator[None]:
         place = f", {report.path} keeps them" if report.path else ""
         raise KeyboardInterrupt(f"{len(report.rows)} rows were measured{place}") from None
     finally:
-        if report.rows:
-            show()
+        if report.rows and (verdict := show()) is not None:
+            report.put("verdict", verdict)
+            print(verdict)
 
 
 def fitting_work(work: Work, context: int | None, report: Report) -> Work:
@@ -140,13 +154,16 @@ def fitting_work(work: Work, context: int | None, report: Report) -> Work:
     return Work(work.name, [work.shapes[place] for place in places], times)
 
 
-def local_bench(engines: Sequence[EngineOptions], report: Report, opened: ExitStack, *, probes: bool) -> "LocalBench":
+def local_bench(
+    engines: Sequence[EngineOptions], report: Report, opened: ExitStack, *, probes: bool, repeating: Repeating
+) -> "LocalBench":
     """A bench of one or two engines of this process, which close with ``opened``; the report has its facts."""
     llms = [opened.enter_context(engine.open_llm()) for engine in engines]
     progress = opened.enter_context(show_progress())
     from nanoserve.benchmarks.local import LocalBench  # imports torch, for which opening sets the threads first
 
-    bench = LocalBench(llms, seed=engines[0].seed or 0, announce=remark, progress=progress, probes=probes)
+    seed = engines[0].seed or 0
+    bench = LocalBench(llms, seed=seed, announce=remark, progress=progress, probes=probes, repeating=repeating)
     report.put("engine", bench.facts)
     return bench
 
@@ -183,18 +200,13 @@ def print_results(report: Report, title: str, columns: Sequence[Column]) -> None
     print_table(title, columns, report.rows)
 
 
-def print_counting(rounds: Sequence[Bracketed]) -> None:
-    print(f"{sum(one.counts for one in rounds)} of {len(rounds)} rounds count (read bandwidth drift below 10 %)")
-
-
 _STEP_COLUMNS = columns(
     ("", ("steps of", "case"), "kind"),
     (",d", "steps"),
-    (",.2f", ("ms", "step_ms.p50"), ("p99", "step_ms.p99")),
+    (",.2f", ("ms", "step_ms.p50")),
     (",.1f", ("GB/s", "read_gb_per_s")),
     (",.0f", ("GFLOP/s", "gflops")),
     (".0%", "of_floor"),
-    (".3f", "engine_ms"),
     (".1%", "engine_share"),
 )
 _DISTRIBUTION_COLUMNS = columns(("", "metric"), (",d", "n"), (",.1f", "mean", "p50", "p90", "p99", "max"))

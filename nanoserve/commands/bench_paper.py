@@ -63,7 +63,7 @@ def run(options: PaperOptions) -> None:
                 draw(found.chart, options.plot / f"{options.name}-{one.number}.png")
 
 
-def _show(report: Report, paper: Paper, findings: Mapping[str, Finding]) -> None:
+def _show(report: Report, paper: Paper, findings: Mapping[str, Finding]) -> str:
     settings = report.document["settings"]
     print_head(report)
     found_figures = [figure for figure in paper.figures if figure.number in findings]
@@ -77,3 +77,6 @@ def _show(report: Report, paper: Paper, findings: Mapping[str, Finding]) -> None
         if found.columns:
             print_table(f"{figure.number}: {figure.title}", found.columns, found.rows)
     print_table(paper.title, _CLAIM_COLUMNS, report.rows, keys=2)
+    holding = sum(row["holds"] != "no" for row in report.rows)
+    share = f"{holding} of {len(report.rows)} claims hold ({holding / len(report.rows):.0%})"
+    return f"{share}, each over {settings['seeds']} {paper.spread_over} that all count."

@@ -24,33 +24,22 @@ from nanoserve.scheduler.policies import parse_policies
 
 METADATA: tuple[Literal["decoupled", "coupled"], ...] = ("decoupled", "coupled")
 _KEYS = (("policy, engine", "variant"), ("read", "state"))
+_PREDICTED = columns((",.1f", ("predicted", "predicted_tokens_per_s")))
 _REQUEST_COLUMNS = columns(
     ("", *_KEYS, "rounds"),
-    (",.2f", "seconds"),
-    (",.1f", ("output tok/s", "output_tokens_per_s"), ("predicted", "predicted_tokens_per_s")),
-    (",.1f", ("total tok/s", "total_tokens_per_s")),
-    (",.1f", ("TTFT ms", "ttft_ms.mean"), ("TTFT p99", "ttft_ms.p99"), ("TPOT ms", "tpot_ms.mean")),
-    (",.1f", ("TPOT p99", "tpot_ms.p99"), ("ITL p99", "itl_p99_ms")),
-    (",.1f", ("E2EL ms", "e2el_ms.mean"), ("E2EL p99", "e2el_ms.p99")),
-    (",.0f", ("preempted", "preemptions")),
-    (",.2f", ("floor s", "floor_seconds")),
-    (".3f", "engine_ms"),
-    (".1%", "engine_share"),
-    (".2f", "foreign_cores"),
+    (",.1f", ("output tok/s", "output_tokens_per_s")),
+    (",.1f", ("TTFT ms", "ttft_ms.mean"), ("TPOT ms", "tpot_ms.mean"), ("ITL p99", "itl_p99_ms")),
 )
 _STAGE_COLUMNS = columns(
     ("", *_KEYS, "stage"),
-    (",.0f", ("micro-batches", "steps")),
-    (",.1f", ("tokens", "tokens.mean")),
+    (",.0f", "steps"),
     (".2f", "variation"),
-    (",.1f", ("prompt tokens", "prompt_tokens.mean"), ("decodes", "decodes.mean")),
-    (".1%", "bubbles", "sending", ("for inputs", "metadata"), ("for work", "waiting")),
-    (".2%", ("inputs of step", "metadata_of_step")),
+    (".1%", "bubbles", ("for inputs", "metadata"), ("for work", "waiting")),
 )
 _SIMULATED_COLUMNS = columns(
     ("", *_KEYS),
     (".3f", "simulated.makespan", ("TTFT", "simulated.ttft"), ("TPOT", "simulated.tpot")),
-    (",.0f", "simulated.plans", "simulated.replayed", ("others when simulated", "simulated.others")),
+    (",.0f", "simulated.plans", ("others when simulated", "simulated.others")),
 )
 
 
@@ -95,9 +84,9 @@ class StageComparison(Comparison):
     ratios = {  # noqa: RUF012
         "output_tokens_per_s": "tok/s",
         "ttft_ms": "TTFT",
-        "tpot_ms": "TPOT",
+        "tpot_ms": "",
         "itl_p99_ms": "ITL p99",
-        "e2el_ms": "E2EL",
+        "e2el_ms": "",
     }
 
     def __init__(self, options: PipelineOptions) -> None:
@@ -169,7 +158,8 @@ class StageComparison(Comparison):
         return f"{settings['requests']} requests of {settings['work']}, {together}; {facts['model']}, {how}, {threads}"
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
-        yield Table(self.title, _REQUEST_COLUMNS, summary)
+        shown = _REQUEST_COLUMNS + (_PREDICTED if self.settings["predicted"] else [])
+        yield Table(self.title, shown, summary)
         heading = "micro-batches, and what the time of the stages went into"
         yield Table(heading, _STAGE_COLUMNS, _stage_rows(summary), keys=3)
         yield self.ratio_table("ratios within a round: median (lowest-highest)", compared)

@@ -230,7 +230,7 @@ def _measure_accuracy(
         ours = ours or found
 
 
-def _show(report: Report, options: ResultOptions) -> None:
+def _show(report: Report, options: ResultOptions) -> str:
     print_results(report, "quality", _COLUMNS)
     if options.plot is not None:
         panels = []
@@ -239,3 +239,20 @@ def _show(report: Report, options: ResultOptions) -> None:
             names, texts = [row["engine"] for row in rows], [_VALUE.text(row) for row in rows]
             panels.append(text_bars(_AXES[case], names, texts, case))
         draw(Chart(report.titled("quality"), panels, columns=1), options.plot, panel_size=(7.0, 2.2))
+    return _verdict(report.rows)
+
+
+def _verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Ours over the reference, in each measure that both have; these figures do not scatter."""
+    found = {(row["case"], row["engine"]): row for row in rows}
+    words = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        ours, reference = found[case, "nanoserve"], found.get((case, "transformers"))
+        if reference is None:
+            words.append(f"the {case} of nanoserve is {ours['value']:.4f}, beside no reference")
+        elif reference["value"]:
+            ratio = ours["value"] / reference["value"]
+            words.append(f"the {case} of nanoserve is {ratio:.4f} times that of transformers")
+        if reference is not None and "same_answer" in reference:
+            words.append(f"{reference['same_answer']:.0%} of {reference['count']} answers are the same")
+    return "; ".join([*words, "one run counts, as another gives the same"]).capitalize() + "."

@@ -23,35 +23,29 @@ _MOVES = {"re-sharding": "reshards", "swaps out": "swaps_out", "swaps in": "swap
 _KEYS = (("policy, layouts", "variant"), ("read", "state"))
 _OF_STAGES = ("throttling", "adaptive")
 _POLICIES = ("sarathi", *_OF_STAGES, *RESHARDING)
+_PREDICTED = columns((",.1f", ("predicted", "predicted_tokens_per_s")))
 _RUN_COLUMNS = columns(
     ("", *_KEYS, "rounds"),
-    (",.2f", "seconds"),
-    (",.1f", ("output tok/s", "output_tokens_per_s"), ("predicted", "predicted_tokens_per_s")),
-    (",.1f", ("total tok/s", "total_tokens_per_s")),
-    (",.0f", "steps", ("preempted", "preemptions"), "transitions"),
+    (",.1f", ("output tok/s", "output_tokens_per_s")),
+    (",.0f", "transitions"),
     (".0%", "pool_peak"),
-    (".2f", "foreign_cores"),
 )
 _PHASE_COLUMNS = columns(
     ("", *_KEYS),
     (",.2f", "phases.prefill", "phases.decode"),
     (",.3f", "phases.draining", ("re-sharding", "phases.resharding")),
-    (",.1f", ("prefill tok/s", "phases.prefill_tokens_per_s"), ("decode tok/s", "phases.decode_tokens_per_s")),
-    (",.0f", ("through the pool", "phases.through_pool"), "phases.finished", "phases.recomputed"),
+    (",.0f", ("through the pool", "phases.through_pool")),
 )
 _MOVE_COLUMNS = columns(
     ("", *_KEYS, "moves"),
-    (",.0f", ("number", "count")),
     (",.1f", ("MB", "megabytes")),
-    (",.3f", "seconds"),
     (",.2f", ("GB/s of a worker", "gb_per_s")),
     (".0%", ("of host link", "share_of_link"), ("behind computing", "hidden")),
 )
 _SIMULATED_COLUMNS = columns(
     ("", *_KEYS),
     (".3f", "simulated.makespan"),
-    (",.0f", ("transitions", "simulated.simulated_transitions"), "simulated.plans", "simulated.replayed"),
-    (",.0f", ("others when simulated", "simulated.others")),
+    (",.0f", ("transitions", "simulated.simulated_transitions"), ("others when simulated", "simulated.others")),
 )
 
 
@@ -167,7 +161,8 @@ class LayoutComparison(Comparison):
         threads = f"{facts['threads']} threads, {facts['threads_of_a_worker']} of them for each worker"
         blocks = f"KV blocks: {facts['kv_blocks']} on the devices, {facts['host_blocks']:,} in the host pool"
         in_turn = [row for row in summary if row["phases"] is not None]
-        yield Table(f"{self.title}, {operators_title(facts)}, {threads}; {blocks}", _RUN_COLUMNS, summary)
+        shown = _RUN_COLUMNS + (_PREDICTED if self.settings["predicted"] else [])
+        yield Table(f"{self.title}, {operators_title(facts)}, {threads}; {blocks}", shown, summary)
         yield Table("where the time of re-sharding runs went, in seconds", _PHASE_COLUMNS, in_turn)
         yield Table("what was moved between device and host memory", _MOVE_COLUMNS, _move_rows(in_turn), keys=3)
         yield self.ratio_table("output tok/s within a round: median (lowest-highest)", compared)

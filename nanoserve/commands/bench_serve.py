@@ -1,25 +1,29 @@
 """``nanoserve bench serve``: what clients of a server get to see under load."""
 
 import json
-import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import msgspec
 
 from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.report import Report
+from nanoserve.benchmarks.rounds import counting_words
 from nanoserve.benchmarks.serving.own_server import OwnServer
-from nanoserve.benchmarks.serving.records import LoadRun, warnings
+from nanoserve.benchmarks.serving.picture import PANEL_SIZE, load_chart, load_of
+from nanoserve.benchmarks.serving.records import LoadRun, knee, warnings
 from nanoserve.benchmarks.serving.requests import Point, RequestStyle, parse_rates
-from nanoserve.benchmarks.tables import Column, columns
+from nanoserve.benchmarks.tables import columns
+from nanoserve.benchmarks.verdicts import spread_text
 from nanoserve.client.connection import ApiClient, served_model
 from nanoserve.commands.bench_options import (
-    LATENCIES,
     LengthOptions,
     ResultOptions,
+    RoundOptions,
     engine_title,
     fitting_work,
     print_latencies,
@@ -31,7 +35,7 @@ from nanoserve.commands.progress import counted, show_progress
 from nanoserve.commands.terminal import remark, say
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.measures.charts import Chart, draw, panel
+from nanoserve.measures.charts import draw
 from nanoserve.measures.highest_rate import HighestRate, RateTrial
 from nanoserve.measures.metrics import parse_slo
 from nanoserve.measures.workloads import parse_sizes
@@ -40,19 +44,17 @@ from nanoserve.processes.installation import install_command
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
 _LONGEST_TRIAL = 4  # times --requests, for a rate of --max-rate that shorter runs do not decide
-_PERCENTILES = ("p50", "p90", "p99")
 _COLUMNS = columns(
     ("", ("load", "case")),
-    (",d", ("complete", "completed"), "failed", ("at a time", "peak_concurrency")),
+    (",d", ("complete", "completed"), "failed", ("runs", "repeats")),
     (",.2f", ("requests/s", "requests_per_s")),
-    (",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")),
+    (",.1f", ("output tok/s", "output_tokens_per_s")),
     (",.2f", ("goodput/s", "goodput.requests_per_s")),
     (".0%", ("attained", "goodput.attainment")),
-    (".2f", "foreign_cores"),
 )
 
 
-class BenchServeOptions(LengthOptions, ServerOptions, WorkersOptions, ResultOptions):
+class BenchServeOptions(LengthOptions, RoundOptions, ServerOptions, WorkersOptions, ResultOptions):
     endpoint: str = option("completions", "Token ids or words are sent.", choices=("completions", "chat"))
     allow_eos: bool = option(False, "Answers may end early: do not send ignore_eos, which some refuse.")
     slo: str | None = option(
@@ -125,7 +127,8 @@ def run(options: BenchServeOptions) -> None:
         fitting = fitting_work(work, model.max_model_len, report)
         style = RequestStyle(model=model.id, endpoint=options.endpoint, ignore_eos=not options.allow_eos)
         sender = Sender(client, style.path, timeout=options.timeout)
-        bench = ServeBench(sender=sender, style=style, work=fitting, seed=seed, slo=limits, foreign=foreign)
+        settled: dict[str, Any] = {"foreign": foreign, "repeating": options.repeating()}
+        bench = ServeBench(sender=sender, style=style, work=fitting, seed=seed, slo=limits, **settled)
         remark(f"warming up with {options.warm_up} requests")
         bench.warm_up(options.warm_up)
 
@@ -133,12 +136,14 @@ def run(options: BenchServeOptions) -> None:
             remark(f"measuring {work.name} at {point.name}")
             with show_progress() as progress:
                 answers = counted(progress, "answers", repeats * len(bench.work.shapes))
-                return bench.measure(point, repeats, report.add, answers)
+                runs = bench.measure(point, repeats, report.add, answers)
+            report.put("counting", counting_words(bench.done, "runs"))
+            return runs
 
         def measure_rate(rate: float, requests: int) -> RateTrial:
             same = requests == len(fitting.shapes)
             longer = bench if same else replace(bench, work=fitting.lengthened(requests))
-            (run,) = measure(Point(rate=rate, traced=traced, exact=True), longer)
+            *_, run = measure(Point(rate=rate, traced=traced, exact=True), longer)
             row = report.rows[-1]
             if len(report.rows) == 1:
                 remark(f"some eight more runs or longer ones find the rate, each of {row['seconds']:,.0f} s or more")
@@ -175,31 +180,51 @@ def prepare_engine(model: str | None, settings: dict[str, Any], threads: int | N
     return run_module("nanoserve.benchmarks.settling", *words, environment=environment)
 
 
-def _show(report: Report, options: ResultOptions) -> None:
+def _show(report: Report, options: ResultOptions) -> str:
     document = report.document
     title = f"{document['settings']['work']} asked of {document['server']['model']}"
     title += f", {engine_title(document['engine'])}" if "engine" in document else f" at {document['server']['url']}"
     print_results(report, title, _COLUMNS)
     print_latencies(report, columns(("", ("load", "case"))))
-    if (found := document.get("highest_rate")) is not None:
-        print(found["words"])
     for row in report.rows:
         for warning in warnings(row):
             print(f"{row['case']}: {warning}")
     if options.plot is not None:
-        draw(_chart(report, title), options.plot, panel_size=(3.8, 4.0))
+        draw(load_chart(report, title), options.plot, panel_size=PANEL_SIZE)
+    return _verdict(report)
 
 
-def _chart(report: Report, title: str) -> Chart:
-    """Percentiles of each latency, and the output, over the loads, which lie at equal distances."""
-    x = "clients" if report.rows[0]["concurrency"] else "requests/s offered"
-    lines = {f"{title}, ms": {name: f"{path}.{name}" for name in _PERCENTILES} for path, title in LATENCIES.items()}
-    lines["output tokens/s"] = {"": "output_tokens_per_s"}
-    rows = sorted(report.rows, key=lambda row: row["offered_requests_per_s"] or math.inf)
-    ticks = [str(row["tick"]) for row in rows]
-    panels = []
-    for y, paths in lines.items():
-        values = {label: [Column("", path).value(row) for row in rows] for label, path in paths.items()}
-        heights = {label: [math.nan if one is None else one for one in found] for label, found in values.items()}
-        panels.append(panel(y.partition(",")[0], x, y, ticks, heights))
-    return Chart(report.titled(title), panels, columns=len(panels))
+def _verdict(report: Report) -> str:
+    """The highest rate if it was asked for, and else what the last load gains over the first."""
+    found, settings = report.document.get("highest_rate"), report.document["settings"]
+    rows = sorted(report.rows, key=load_of)
+    words = []
+    if found is not None:
+        words.append(f"highest rate: {found['words']}")
+        if found["rate"] is not None:
+            at_once = rows[-1]["requests_per_s"]
+            words.append(f"that is {found['rate'] / at_once:.2f} of the requests/s when all come at once")
+    else:
+        words += _gains(rows)
+    good = [row["goodput"]["attainment"] for row in rows if row["goodput"] is not None]
+    if good and found is None:
+        words.append(f"{min(good):.0%} to {max(good):.0%} of the requests of a load keep to {settings['slo']}")
+    words.append(report.document.get("counting", "the first load was interrupted"))
+    sentence = "; ".join(words)
+    return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _gains(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Output and latency of the last load over those of the first, or how far the runs of a single load are apart."""
+    first, last = rows[0], rows[-1]
+    rates = [row["samples"]["output_tokens_per_s"] for row in (first, last)]
+    if len(rows) > 1 and all(rates):
+        gains = spread_text(most / least for most, least in product(rates[1], rates[0]))
+        latency = last["e2el_ms"]["p50"] / first["e2el_ms"]["p50"]
+        output = f"{last['case']} get {gains} times the output tok/s of {first['case']}"
+        yield f"{output}, at {latency:.2f} times the median latency"
+    elif rates[-1]:
+        apart = max(rates[-1]) / min(rates[-1])
+        yield f"the fastest run of {last['case']} has {apart:.2f} times the output tok/s of the slowest"
+    if (bend := knee(rows)) is not None:
+        yield f"output over latency is best at {bend['case']}"

@@ -4,10 +4,12 @@ from contextlib import ExitStack
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.tables import columns
+from nanoserve.benchmarks.verdicts import of_steps
 from nanoserve.commands.bench_options import (
     LengthOptions,
     ProbeOptions,
     ResultOptions,
+    RoundOptions,
     engine_title,
     fitting_work,
     local_bench,
@@ -20,12 +22,13 @@ from nanoserve.commands.options import option
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.measures.workloads import LocalCase, RequestShape
 
-_RATES = columns((",.1f", ("output tok/s", "output_tokens_per_s"), ("total tok/s", "total_tokens_per_s")))
+_RATES = columns((",.1f", ("output tok/s", "output_tokens_per_s")))
 _COUNTS = columns(("", ("work", "case")), (",d", "requests"), (",.1f", "seconds"))
-_COLUMNS = _COUNTS + columns((",.2f", ("requests/s", "requests_per_s"))) + _RATES + columns((".2f", "foreign_cores"))
+_COLUMNS = _COUNTS + columns((",.2f", ("requests/s", "requests_per_s"))) + _RATES
+_COLUMNS += columns(("", ("runs", "repeats")), (".2f", "foreign_cores"))
 
 
-class ThroughputOptions(LengthOptions, ProbeOptions, WorkersOptions, ResultOptions):
+class ThroughputOptions(LengthOptions, ProbeOptions, RoundOptions, WorkersOptions, ResultOptions):
     default_lengths = "cpu"
 
     lengths: str | None = option(
@@ -52,17 +55,19 @@ def run(options: ThroughputOptions) -> None:
     work = options.read(options.seed or 0)
     settings = {"work": work.name, "requests": len(work.shapes), "repeats": options.repeats}
     with options.reported("throughput", settings, _show) as report, ExitStack() as opened:
-        bench = local_bench([options], report, opened, probes=not options.no_probe)
+        repeating = options.repeating()
+        bench = local_bench([options], report, opened, probes=not options.no_probe, repeating=repeating)
         shapes = (work if options.trace is None else fitting_work(work, bench.longest, report)).shapes
         warm_up = [RequestShape(min(64, shape.input_tokens), 2) for shape in shapes]
         announced = f"{len(shapes)} requests of {work.name}"
         bench.run([LocalCase(work.name, shapes, warm_up, announced)], report, repeats=options.repeats)
 
 
-def _show(report: Report, options: ResultOptions) -> None:
+def _show(report: Report, options: ResultOptions) -> str:
     facts = report.document["engine"]
     title = f"throughput of {facts['model']}, {engine_title(facts)}"
     print_results(report, title, _COLUMNS)
     print_latencies(report)
     print_steps(report)
     options.draw_bars(report, title, "{case}", _RATES, report.rows)
+    return f"{of_steps(report.rows)}; {report.document['counting']}."

@@ -13,9 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 from nanoserve.benchmarks.policies.metrics import Picture
 from nanoserve.benchmarks.policies.rounds import Bench, Ratio, Run, pairs, ratios, samples, summarize
 from nanoserve.benchmarks.policies.variants import OpenEngine
-from nanoserve.benchmarks.rounds import until_enough_count
+from nanoserve.benchmarks.rounds import counting_words
 from nanoserve.benchmarks.tables import Column, columns, print_table
-from nanoserve.commands.bench_options import ResultOptions, kept, print_counting, print_head, settled_operators
+from nanoserve.benchmarks.verdicts import of_variants
+from nanoserve.commands.bench_options import ResultOptions, RoundOptions, kept, print_head, settled_operators
 from nanoserve.commands.engine_options import MODEL_PANEL, WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.progress import show_progress
@@ -28,7 +29,7 @@ from nanoserve.processes.threads import threads_of_each
 from nanoserve.record.trace import RunTrace
 
 
-class VariantsOptions(ResultOptions, WorkersOptions):
+class VariantsOptions(RoundOptions, ResultOptions, WorkersOptions):
     """How often the variants take turns, on which workers, and where results go."""
 
     rounds: int = option(3, "Rounds that count.", minimum=1)
@@ -64,7 +65,7 @@ class Comparison(ABC):
     kind: ClassVar[str]  # name of the benchmark in reports
     reported: ClassVar[Sequence[str]]  # options whose values the report has
     ratios: ClassVar[Mapping[str, str]] = {"output_tokens_per_s": "tok/s"}
-    """Metrics that ratios are formed of, and what tables call them."""
+    """Metrics that ratios are formed of, and what tables call them; reports have them all, tables those they name."""
     pairs = staticmethod(pairs)  # the variants that ratios are formed of
 
     def __init__(self, options: VariantsOptions, config: EngineConfig, **settings: Any) -> None:
@@ -156,7 +157,7 @@ class Comparison(ABC):
 
     def _measure(self, wanted: int) -> None:
         """Warm up, then make rounds of each case until enough count; the report keeps each as it ends."""
-        total = 1 + wanted * len(self.benches)
+        total, repeating = 1 + wanted * len(self.benches), self._options.repeating()
         with show_progress() as progress:
             progress("rounds", 0, total)
             remark(f"warming up with {self.benches[0].case}")
@@ -166,17 +167,17 @@ class Comparison(ABC):
                 remark(f"measuring {bench.case}")
                 counted = 1 + place * wanted
                 progress("rounds", counted, total)
-                for done in until_enough_count(bench.round, wanted):
+                for done in repeating.rounds(bench.round, wanted):
+                    bench.done.append(done)
                     row = {"case": bench.case, **bench.facts, "round": done, "drift": done.drift, "counts": done.counts}
                     self.report.add(row)
                     counted += done.counts
                     progress("rounds", counted, total)
 
-    def _show(self) -> None:
+    def _show(self) -> str:
         summary, compared = self._put_summary()
         notes = list(self.notes())
         print_head(self.report)
-        print_counting([done for bench in self.benches for done in bench.done])
         for note in notes:
             print(note)
         for table in self.tables(summary, compared):
@@ -186,6 +187,8 @@ class Comparison(ABC):
             panels, number, size = self.picture(self.benches)
             title = self.title if self.benches[0].facts else f"{self.title}, last round"
             draw(Chart(self.report.titled(title), panels, number), self._options.plot, panel_size=size)
+        done = [done for bench in self.benches for done in bench.done]
+        return f"{of_variants(self.report.document['ratios'])}; {counting_words(done)}."
 
     def _put_summary(self) -> tuple[list[dict[str, Any]], list[Ratio]]:
         """Medians, ratios and samples, which go into the report; where there are several cases, each with its case."""
@@ -215,5 +218,5 @@ class Comparison(ABC):
         for one in compared:
             row = rows.setdefault((one.variants, one.state), {"variants": one.variants, "state": one.state})
             row |= {"rounds": one.rounds, one.metric: one.text}
-        shown = [Column(name, metric) for metric, name in self.ratios.items()]
+        shown = [Column(name, metric) for metric, name in self.ratios.items() if name]
         return Table(heading, columns(("", "variants", ("read", "state"), "rounds")) + shown, rows.values())

@@ -1,24 +1,30 @@
 """Rounds, what makes them count, and ratios, with fake peers and a scripted bandwidth."""
 
 from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nanoserve.benchmarks.machine import ForeignLoad
-from nanoserve.benchmarks.rounds import in_states
+from nanoserve.benchmarks.rounds import Repeating, counting_words, in_states
 from nanoserve.commands.bench_compare import Round, ratios, run_rounds, samples, summarize
 from nanoserve.measures.workloads import BatchCase
 from tests.benchmarks.fakes import FakePeer
 
 CASE = BatchCase(batch=2, input_tokens=3, output_tokens=5)
+REPEATS = 3
 
 
 def compared(peers: list[Any], bandwidths: Iterable[float], rounds: int, tmp_path: Path) -> list[Round]:
     readings: Iterator[float] = iter([gigabytes * 1e9 for gigabytes in bandwidths])
     foreign = ForeignLoad(proc=tmp_path)  # an empty /proc: load unknown
-    return list(run_rounds(CASE, peers, rounds=rounds, vocab_size=50, probe=lambda: next(readings), foreign=foreign))
+    seconds = count()
+    settings: dict[str, Any] = {"vocab_size": 50, "foreign": foreign, "probe": lambda: next(readings)}
+    repeating = Repeating(seconds_left=REPEATS, now=lambda: float(next(seconds)))  # a second for each round
+    return list(run_rounds(CASE, peers, rounds=rounds, repeating=repeating, **settings))
 
 
 def test_engines_take_turns_and_the_first_one_changes(tmp_path: Path) -> None:
@@ -37,10 +43,11 @@ def test_a_round_whose_bandwidth_moved_does_not_count_and_is_made_up_for(tmp_pat
 
 
 def test_rounds_end_even_if_none_counts(tmp_path: Path) -> None:
-    done = compared([FakePeer("nanoserve", 1.0)], [10.0, 20.0] * 20, 3, tmp_path)
-    assert len(done) == 6
-    assert ratios(done) == []
-    assert summarize(done) == []
+    done = compared([FakePeer("nanoserve", 1.0), FakePeer("other", 2.0)], [10.0, 20.0] * 20, 3, tmp_path)
+    assert len(done) == 3 + REPEATS
+    assert samples(done) == {}
+    for row in (*ratios(done), *summarize(done)):
+        assert (row["rounds"], row["state"]) == (6, "15 GB/s, not counted")
 
 
 def test_ratios_are_ours_over_theirs_within_each_round(tmp_path: Path) -> None:
@@ -68,9 +75,24 @@ def test_engines_that_agree_on_first_tokens(tmp_path: Path) -> None:
     assert compared(peers, [10.0] * 2, 1, tmp_path)[0].same_tokens == {"other": 1.0}
 
 
-def test_busy_rounds_are_a_state_of_their_own(tmp_path: Path) -> None:
-    import msgspec
-
+def test_busy_rounds_do_not_count_unless_all_are_kept(tmp_path: Path) -> None:
     quiet = compared([FakePeer("nanoserve", 1.0)], [10.0] * 2, 1, tmp_path)[0]
-    busy = msgspec.structs.replace(quiet, foreign_cores=0.8)
-    assert in_states([quiet, busy]) == [(quiet, "10 GB/s"), (busy, "10 GB/s, busy")]
+    busy = replace(quiet, foreign_cores=0.8)
+    kept = replace(busy, kept=True)
+    assert in_states([quiet, busy]) == [(quiet, "10 GB/s")]
+    assert in_states([quiet, kept]) == [(quiet, "10 GB/s"), (kept, "10 GB/s, busy")]
+    assert in_states([busy, busy]) == [(busy, "10 GB/s, not counted")] * 2
+    words = "1 of 3 rounds count (in 2 other programs kept cores busy, in 1 the read bandwidth moved by 10 % or more)"
+    assert counting_words([quiet, busy, replace(busy, bandwidth_after=11.0)]) == words
+
+
+def test_disturbed_rounds_are_repeated_for_the_time_that_a_command_has(tmp_path: Path) -> None:
+    quiet = compared([FakePeer("nanoserve", 1.0)], [10.0] * 2, 1, tmp_path)[0]
+    busy = replace(quiet, foreign_cores=0.8)
+    seconds = count(step=10)
+    repeating = Repeating(seconds_left=25.0, now=lambda: float(next(seconds)))  # ten seconds for each round
+    assert list(repeating.rounds(lambda number: quiet if number > 1 else busy, 2)) == [busy, quiet, quiet]
+    assert len(list(repeating.rounds(lambda _: busy, 2))) == 2 + 2, "15 seconds are left for two more"
+    assert len(list(repeating.rounds(lambda _: busy, 2))) == 2, "no time is left"
+    kept = list(Repeating(keep_all=True).rounds(lambda _: busy, 2))
+    assert [one.counts for one in kept] == [True, True]

@@ -9,6 +9,7 @@ import msgspec
 
 from nanoserve.benchmarks.gpu.running import BUDGET_SPENT, Document
 from nanoserve.benchmarks.tables import Column, columns, markdown_table
+from nanoserve.benchmarks.verdicts import spread_text
 
 TARGET_DEVICE = "H200"
 Row = Mapping[str, Any]
@@ -115,6 +116,18 @@ def to_markdown(results: Document) -> str:
     return "\n\n".join([*blocks, markdown_table(_TARGET_COLUMNS, targets)]) + "\n"
 
 
+def verdict(results: Document) -> str:
+    """How many checks are right, and how near the figures are to their targets."""
+    rows = results["parts"].get("correctness", {}).get("rows", ())
+    known = [row for row in rows if row.get("ok") is not None]
+    right = f"{sum(bool(row['ok']) for row in known)} of {len(known)} checks are right"
+    shares = [one["share"] for one in outcomes(results) if one["share"] is not None]
+    if not shares:
+        return f"{right}; no target was measured."
+    met = f"{sum(share >= 1 for share in shares)} of {len(shares)} measured targets are met"
+    return f"{right}; {met}, at {spread_text(shares)} of what was wanted, all runs counted."
+
+
 def _head(results: Document) -> Iterator[str]:
     if results["dry_run"]:
         yield "**Dry run on a CPU with tiny shapes: no figure below says anything about any GPU.**"
@@ -154,14 +167,19 @@ def _complaint(row: Row) -> str:
 
 
 def _kernels(part: Row) -> Iterator[str]:
-    rows = _with_failures(part["rows"])
+    rows, faster = _with_failures(part["rows"]), list[str]()
     peers = dict.fromkeys(name for row in rows for name in row.get("slower", {}))
     for row in rows:
         if "us" in row:
             ours = row["routes"]["nanoserve"]
             row["spread"] = f"{row['us']:,.1f} ({ours['low']:,.1f}-{ours['high']:,.1f})"
+            if row["of_floor"] > 1:
+                row["of_floor"] = None
+                faster.append(row["case"])
     yield f"Kernels{_limits(part)}; times of others over ours"
     yield markdown_table([*_KERNEL_COLUMNS, *(Column(peer, f"slower.{peer}", ".2f") for peer in peers)], rows)
+    if faster:
+        yield f"No floor is known where less is written than in the copy that was measured: {'; '.join(faster)}"
     if absent := {f"* {name}: {why}" for row in rows for name, why in row.get("absent", {}).items()}:
         yield "Not compared with:\n\n" + "\n".join(sorted(absent))
 

@@ -56,7 +56,7 @@ class Bench:
     keep: Callable[[str, Run], None] = lambda name, run: None
     """Receives each measured run as it ends, with its name among those of all cases."""
     foreign: ForeignLoad = field(default_factory=ForeignLoad)
-    done: list[PolicyRound] = field(default_factory=list)  # the rounds so far
+    done: list[PolicyRound] = field(default_factory=list)  # the rounds so far that are to be shown
     last: dict[str, Run] = field(default_factory=dict)  # the last run of each variant, by its name
 
     def requests(self, number: int) -> list[Request]:
@@ -80,8 +80,7 @@ class Bench:
         first = self.last[self.variants[0].name]
         measured = {one.name: self.measure(self.last[one.name], first) for one in self.variants}
         variants = {name: {**figures, "foreign_cores": loads[name]} for name, figures in measured.items()}
-        self.done.append(PolicyRound(**fields, foreign_cores=most_known(loads.values()), variants=variants))
-        return self.done[-1]
+        return PolicyRound(**fields, foreign_cores=most_known(loads.values()), variants=variants)
 
 
 def pairs(variants: Sequence[PolicyVariant]) -> list[Pair]:
@@ -149,7 +148,7 @@ def _numbers(figures: Metrics, metrics: Sequence[str]) -> dict[str, float]:
 
 
 def summarize(rounds: Sequence[PolicyRound]) -> list[dict[str, Any]]:
-    """For every state and variant: medians over the counting rounds of all metrics."""
+    """For every state and variant: medians of all metrics over its rounds."""
     found = grouped(rounds, lambda done: {(name,): msgspec.to_builtins(held) for name, held in done.variants.items()})
     return [
         {"variant": name, "state": state, "rounds": len(held), **_median(held)} for (name, state), held in found.items()

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from nanoserve.benchmarks.rounds import Measured
 from nanoserve.client.events import ServerUsage
 from nanoserve.measures.highest_rate import TimedAnswer, latency_growth
 from nanoserve.measures.metrics import (
@@ -58,7 +59,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def itls(self) -> tuple[float, ...]:
-        return tuple(after - before for before, after in pairwise(self.text_times))
+        """Gaps between pieces of text; pieces that came together, in one read, are one."""
+        return tuple(after - before for before, after in pairwise(self.text_times) if after > before)
 
 
 class LoadRun(msgspec.Struct):
@@ -95,6 +97,12 @@ class LoadRun(msgspec.Struct):
             "output_tokens_per_s": outputs / self.seconds,
             "total_tokens_per_s": (inputs + outputs) / self.seconds,
         }
+
+
+class DoneRun(Measured, frozen=True, kw_only=True):
+    """A run that has ended, beside whatever else ran on the machine."""
+
+    run: LoadRun
 
 
 def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
@@ -150,6 +158,18 @@ def peak_concurrency(records: Sequence[RequestRecord]) -> int:
         running += change
         peak = max(peak, running)
     return peak
+
+
+_FEWEST_LOADS = 3  # of which one may be a knee
+
+
+def knee(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The row of the load at which output per second over mean latency is greatest (Kleinrock's power): beyond it,
+    latency grows faster than output. None among fewer than three loads with answers."""
+    answered = [row for row in rows if row["completed"]]
+    if len(answered) < _FEWEST_LOADS:
+        return None
+    return max(answered, key=lambda row: row["output_tokens_per_s"] / row["e2el_ms"]["mean"])
 
 
 _LATE_MS = 50.0

@@ -17,7 +17,8 @@ from typing import Any
 import h11
 
 from nanoserve.benchmarks.machine import ForeignLoad
-from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord, figures
+from nanoserve.benchmarks.rounds import Repeating, most_known, shown_rounds
+from nanoserve.benchmarks.serving.records import DoneRun, LoadRun, RequestRecord, figures
 from nanoserve.benchmarks.serving.requests import Point, PreparedRequest, RequestStyle, Work, offered_rate
 from nanoserve.client.connection import ApiClient
 from nanoserve.client.events import (
@@ -187,6 +188,8 @@ class ServeBench:
     seed: int  # seed of the Poisson arrivals. Prompts are never repeated, whatever the seed
     slo: Slo | None  # what a good answer keeps to
     foreign: ForeignLoad | None  # measures the load of other processes; None if the server's own process is unknown
+    repeating: Repeating
+    done: list[DoneRun] = field(default_factory=list)  # the runs of all loads that have ended
     salt: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def warm_up(self, count: int) -> None:
@@ -199,21 +202,38 @@ class ServeBench:
     def measure(
         self, point: Point, repeats: int, keep: Callable[[dict[str, Any]], None], answered: Callable[[], None]
     ) -> list[LoadRun]:
-        """Run the work at this load, ``repeats`` times; ``keep`` gets the row, also of a run that is interrupted.
-        ``answered`` is called after every request. Every repetition has its own prompts and Poisson arrivals."""
+        """Run the work at this load until ``repeats`` runs count, or the time for repeating disturbed ones is spent.
+
+        ``keep`` gets the row, also of a run that is interrupted; it is of the runs that count or, where none does, of
+        all. They are returned. ``answered`` is called after every request. Every run has its own prompts and Poisson
+        arrivals.
+        """
         runs: list[LoadRun] = []
-        schedules = [point.arrivals(self.work, self.seed * 1000 + repeat) for repeat in range(1, repeats + 1)]
-        if self.foreign is not None:
-            self.foreign.read()
+        ended: list[DoneRun] = []
+
+        def one_run(number: int) -> DoneRun:
+            arrivals = point.arrivals(self.work, self.seed * 1000 + number)
+            requests = self.style.prepare(self.work.shapes, f"{self.salt}/{point.name}/{number}")
+            runs.append(LoadRun())
+            self._foreign_cores()
+            asyncio.run(send_all(self.sender, requests, arrivals, runs[-1], point.concurrency, answered))
+            return DoneRun(foreign_cores=self._foreign_cores(), run=runs[-1])
+
+        shown: list[LoadRun] = []
         try:
-            for repeat, arrivals in enumerate(schedules, start=1):
-                requests = self.style.prepare(self.work.shapes, f"{self.salt}/{point.name}/{repeat}")
-                runs.append(LoadRun())
-                asyncio.run(send_all(self.sender, requests, arrivals, runs[-1], point.concurrency, answered))
+            for one in self.repeating.rounds(one_run, repeats):
+                ended.append(one)
         finally:
-            if runs := [run for run in runs if run.records]:
+            self.done.extend(ended)
+            interrupted = [run for run in runs[len(ended) :] if run.records]
+            shown = [one.run for one in shown_rounds(ended) if one.run.records] + interrupted
+            if shown:
                 row: dict[str, Any] = {"case": point.name, "tick": point.tick, "concurrency": point.concurrency}
-                row["offered_requests_per_s"] = offered_rate(schedules[0]) if point.concurrency is None else None
-                foreign = None if self.foreign is None else self.foreign.read()
-                keep({**row, "repeats": len(runs), **figures(runs, self.slo), "foreign_cores": foreign})
-        return runs
+                first = point.arrivals(self.work, self.seed * 1000 + 1)
+                row["offered_requests_per_s"] = offered_rate(first) if point.concurrency is None else None
+                foreign = most_known(one.foreign_cores for one in shown_rounds(ended))
+                keep({**row, "repeats": len(shown), **figures(shown, self.slo), "foreign_cores": foreign})
+        return shown
+
+    def _foreign_cores(self) -> float | None:
+        return None if self.foreign is None else self.foreign.read()

@@ -45,7 +45,8 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key or URL comes from outside."""
+    """No key or URL comes from outside, and no other work disturbs a run."""
+    monkeypatch.setattr("nanoserve.benchmarks.machine.ForeignLoad.read", lambda self: 0.0)
     for name in ("OPENAI_API_KEY", "NANOSERVE_API_KEY", "NANOSERVE_URL", "NANOSERVE_MODEL"):
         monkeypatch.delenv(name, raising=False)
 
