@@ -55,7 +55,6 @@ _KEYS = (("batch x in+out", "case"), ("read", "state"))
 _ENGINE_COLUMNS = [
     *columns(("", *_KEYS, "engine", "rounds"), (",.0f", ("TTFT ms", "ttft_ms"))),
     *_RATES,
-    *columns((".2f", "foreign_cores")),
 ]
 _RATIO_COLUMNS = columns(("", *_KEYS, ("against", "peer"), "metric", "rounds"), (".2f", "median", "low", "high"))
 

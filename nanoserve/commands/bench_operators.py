@@ -20,8 +20,8 @@ from nanoserve.processes.threads import MOST_THREADS
 
 _REACHED = Column("share of the floor that is reached, %", "of_floor", ".0%")
 _COLUMNS = [
-    *columns(("", "case", ("read", "state"), "route", "rounds"), (",.0f", "us"), (".0%", "of_floor")),
-    *columns((",.2f", ("x slower than ours", "ours_is_faster"), "low", "high")),
+    *columns(("", "case", ("read", "state"), "route"), (",.0f", "us"), (".0%", "of_floor")),
+    *columns((".2f", ("x slower than ours", "ours_is_faster"), "low", "high")),
 ]
 
 

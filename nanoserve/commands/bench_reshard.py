@@ -34,11 +34,9 @@ _PHASE_COLUMNS = columns(
     ("", *_KEYS),
     (",.2f", "phases.prefill", "phases.decode"),
     (",.3f", "phases.draining", ("re-sharding", "phases.resharding")),
-    (",.0f", ("through the pool", "phases.through_pool")),
 )
 _MOVE_COLUMNS = columns(
     ("", *_KEYS, "moves"),
-    (",.1f", ("MB", "megabytes")),
     (",.2f", ("GB/s of a worker", "gb_per_s")),
     (".0%", ("of host link", "share_of_link"), ("behind computing", "hidden")),
 )
@@ -174,5 +172,4 @@ def _move_rows(summary: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
     """A row for each kind of moves."""
     for row in summary:
         for moves, field in _MOVES.items():
-            keys = {"variant": row["variant"], "state": row["state"], "moves": moves}
-            yield {**keys, "megabytes": row[field]["num_bytes"] / 1e6, **row[field]}
+            yield {"variant": row["variant"], "state": row["state"], "moves": moves, **row[field]}

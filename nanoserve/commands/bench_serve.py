@@ -46,7 +46,7 @@ DEFAULT_CONCURRENCY = (1, 4, 16)
 _LONGEST_TRIAL = 4  # times --requests, for a rate of --max-rate that shorter runs do not decide
 _COLUMNS = columns(
     ("", ("load", "case")),
-    (",d", ("complete", "completed"), "failed", ("runs", "repeats")),
+    (",d", ("complete", "completed"), "failed"),
     (",.2f", ("requests/s", "requests_per_s")),
     (",.1f", ("output tok/s", "output_tokens_per_s")),
     (",.2f", ("goodput/s", "goodput.requests_per_s")),

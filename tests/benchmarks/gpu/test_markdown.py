@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.benchmarks.gpu.markdown import TARGETS, outcomes, to_markdown
+from nanoserve.benchmarks.gpu.markdown import TARGETS, outcomes, to_markdown, verdict
 
 SPREAD = {"us": 100.0, "low": 90.0, "high": 120.0, "n": 9}
 
@@ -126,3 +126,20 @@ def test_what_the_budget_cut_off_is_told() -> None:
     text = to_markdown(results(correctness=rows))
     assert f"\n* {PREFILL}: {why}\n" in text
     assert f"* {DECODE_4}" not in text
+
+
+def test_no_share_above_the_floor_is_shown() -> None:
+    """Attention only reads, so it may beat a copy of as many bytes: its share of the copy's bandwidth stays."""
+    faster = kernel(DECODE_4, of_copy_bandwidth=1.04, of_matmul_peak=0.1, of_floor=1.04)
+    step = {"case": "qwen3-0.6b: decode, batch 1", "tokens_per_s": 512.25, "of_floor": 1.01}
+    text = to_markdown(results(kernels=[faster], engine=[step]))
+    assert f"| {DECODE_4} | 100.0 (90.0-120.0) | 104% | 10% |  |" in text
+    assert "| qwen3-0.6b: decode, batch 1 | 512.2 |  |" in text
+    assert f"so that no floor is known: {DECODE_4}" in text
+
+
+def test_the_verdict_counts_checks_and_targets() -> None:
+    checks = [{"case": "a", "ok": True}, {"case": "b", "ok": False}, {"case": "c", "skipped": "no time"}]
+    assert verdict(results(correctness=checks)) == "1 of 2 checks are right; no target was measured."
+    measured = verdict(results(correctness=checks[:1], kernels=[kernel(DECODE_4)]))  # 90 % of the 85 % that are wanted
+    assert measured == "1 of 1 checks are right; 1 of 1 measured targets are met, at 1.06 of what was wanted."

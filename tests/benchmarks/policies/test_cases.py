@@ -1,10 +1,20 @@
 """What is asked: lengths, and memory as a share of what holds everything."""
 
-import pytest
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
+
+from nanoserve.benchmarks.policies import engines
 from nanoserve.benchmarks.policies.variants import KvCases
 from nanoserve.commands.bench_hybrid import parse_contenders, parse_shares
+from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
+from nanoserve.models.hub import resolve_model
+from nanoserve.runtime.launch.memory import choose_num_blocks, kv_bytes_per_block
+from nanoserve.runtime.launch.model_loading import read_config
 
 
 def _work(*shares: float) -> KvCases:
@@ -16,6 +26,25 @@ def test_the_whole_holds_every_sequence_and_what_policies_keep_free() -> None:
     assert [(case.shape.output_tokens, case.share) for case in cases] == [(7, 0.5), (7, 1.0), (40, 0.5), (40, 1.0)]
     assert [case.num_blocks for case in cases] == [32, 10 * (5 + 1) + 4, 77, 10 * (14 + 1) + 4]
     assert _work(1.0).host_blocks(_work(1.0).longest) == 140
+
+
+def test_the_engine_is_opened_with_the_context_of_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for short requests need not hold one of the model's whole context, which nobody asks for."""
+    opened: list[EngineConfig] = []
+
+    def refuse(stack: Any, resolved: Any, config: EngineConfig, progress: Any) -> Any:
+        opened.append(config)
+        raise UsageError("enough is seen")
+
+    monkeypatch.setattr(engines, "_open", refuse)
+    resolved, work = resolve_model(None), replace(_work(0.5, 1.0), block_size=16, requests=2)
+    model, asked = read_config(resolved), EngineConfig(policy="hybrid", block_size=16, dtype="float32")
+    with ExitStack() as stack, pytest.raises(UsageError, match="enough is seen"):
+        engines.open_with_host(stack, resolved, asked, model, work, None)
+    (config,) = opened
+    assert config.max_model_len == 13 + 40 < model.max_position_embeddings
+    size = kv_bytes_per_block(model.in_one_group(), 16, torch.float32)
+    assert choose_num_blocks(size, 2**40, model.max_position_embeddings, config) == 2 * (4 + 1) + 1
 
 
 def test_a_share_that_holds_no_request_is_refused_with_one_that_does() -> None:

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+from msgspec.structs import replace
 
-from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord, figures, peak_concurrency, warnings
+from nanoserve.benchmarks.serving.records import LoadRun, RequestRecord, figures, knee, peak_concurrency, warnings
 from nanoserve.errors import UsageError
 from nanoserve.measures.metrics import Slo, parse_slo
 
@@ -37,6 +38,25 @@ def test_inter_token_latencies_are_pooled() -> None:
     itl = figures([RUN], None)["itl_ms"]
     assert (itl.n, itl.min, itl.max) == (3, pytest.approx(400), pytest.approx(2000))
     assert itl.mean == pytest.approx(2800 / 3)
+
+
+def test_pieces_that_come_together_are_one() -> None:
+    """A read of the connection brought three pieces at 1.2 s and two at 2.0 s: one gap, and three of 0 are none."""
+    burst = replace(PROMPT, text_times=[1.2, 1.2, 1.2, 2.0, 2.0])
+    itl = figures([LoadRun([burst], seconds=2.0)], None)["itl_ms"]
+    assert (itl.n, itl.p50) == (1, pytest.approx(800))
+
+
+def test_the_knee_is_where_output_over_latency_is_greatest() -> None:
+    """Of a queue that serves a request a second (M/M/1): latency is 1 / (1 - load), so that power is load (1 - load),
+    which is greatest at a load of a half (Kleinrock 1979)."""
+    rows = [
+        {"case": load, "completed": 9, "output_tokens_per_s": load, "e2el_ms": {"mean": 1000 / (1 - load)}}
+        for load in (0.1, 0.3, 0.5, 0.7, 0.9)
+    ]
+    assert knee(rows) is rows[2]
+    assert knee(rows[:2]) is None
+    assert knee([*rows[:2], {"case": 0.5, "completed": 0, "output_tokens_per_s": 0.0, "e2el_ms": None}]) is None
 
 
 def test_rates_count_complete_answers_over_the_whole_time() -> None:
