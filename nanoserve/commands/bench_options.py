@@ -177,7 +177,9 @@ def settled_operators(threads: int | None) -> str:
 
 
 def engine_title(facts: Mapping[str, Any]) -> str:
-    numbers = ", ".join(filter(None, (facts["quantization"], facts["dtype"])))
+    numbers = facts["dtype"]
+    if facts["quantization"] not in (None, "none"):
+        numbers = f"{facts['quantization']}, {numbers}"
     return f"{numbers}, {operators_title(facts)}, {facts['threads']} threads, {facts['policy']}"
 
 

@@ -226,6 +226,8 @@ def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, An
 
 def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
     """Returns what the panel's legend shows, by label."""
+    from matplotlib.ticker import LogLocator
+
     axes.set_title(one.title, fontsize="medium")
     axes.set_xlabel(one.x)
     if isinstance(one, Bars):
@@ -244,6 +246,10 @@ def _draw_panel(axes: "Axes", one: AnyPanel) -> dict[str, Any]:
             axes.xaxis.set_minor_formatter("")
     if one.log_y:
         axes.set_yscale("log")
+        if axes.get_ylim()[1] < _MOST_IN_DIGITS:
+            axes.yaxis.set_major_formatter("{x:,g}")
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+            axes.yaxis.set_minor_formatter("{x:,g}")
     elif one.from_zero:
         axes.set_ylim(0, 1.03 * axes.get_ylim()[1])
     if one.kind == "line":

@@ -21,7 +21,7 @@ def test_layouts_and_a_pair_of_them_are_compared_over_a_link(hosts: tuple[Host, 
         host.shape("300mbit")
     report = tmp_path / "report.json"
     command = ["-m", "nanoserve", "bench", "reshard", "--prefill-parallel", "p2", "--decode-parallel", "t2"]
-    work = ["--lengths", "16+4", "--requests", "3", "--rounds", "1", "--json", str(report)]
+    work = ["--lengths", "16+4", "--requests", "3", "--rounds", "1", "--keep-all", "--json", str(report)]
     both = torchrun(hosts, [*command, *work, "-m", STORYTELLER, "--host-kv-memory", "16MiB", *ENGINE])
     wait(both, 240)
     assert [one.returncode for one in both] == [0, 0], both[0].messages + both[1].messages

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.serving.records import knee
+from nanoserve.benchmarks.serving.requests import TRACE_TICK
 from nanoserve.benchmarks.tables import Column
 from nanoserve.measures.charts import Chart, Note, Panel, panel
 
@@ -17,9 +18,10 @@ _FAR_APART = 8.0  # ratio of values beyond which an axis is logarithmic
 
 
 def load_of(row: Mapping[str, Any]) -> float:
-    """How much a row's load asks for: clients, or requests per second."""
-    load: float = row["concurrency"] or row["offered_requests_per_s"] or math.inf
-    return load
+    """How much a row's load asks for: clients, or requests per second; those of a trace as it is, to three digits."""
+    if row["tick"] == TRACE_TICK:
+        return float(f"{row['offered_requests_per_s'] or math.inf:.3g}")
+    return float(row["tick"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class _Sweep:
             marks.append(limit)
             notes.append(Note(f"limit {limit:,.0f} {unit}", self.loads[0], limit, right=2, up=6))
         if self.mark is not None:
-            notes.append(Note(self.mark_name, self.mark, max(heights), right=3))
+            aside = -3 if self.mark > self.loads[0] else 3
+            notes.append(Note(self.mark_name, self.mark, max(heights), right=aside))
         return panel(
             title,
             self.axis,

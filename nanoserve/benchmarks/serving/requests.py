@@ -22,6 +22,7 @@ _WORDS = (
 """In most vocabularies a token each, with the blank before it."""
 _BIASED_TOKENS = range(300, 332)
 _STRONGEST_BIAS = 100
+TRACE_TICK = "trace"  # names the load of a trace whose times are as they are
 
 
 class Work(NamedTuple):
@@ -52,7 +53,9 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def tick(self) -> str:
-        return str(self.concurrency) if self.concurrency else "trace" if self.rate is None else f"{self.rate:g}"
+        if self.concurrency is not None:
+            return str(self.concurrency)
+        return TRACE_TICK if self.rate is None else f"{self.rate:g}"
 
     def arrivals(self, work: Work, seed: int) -> list[float]:
         """When the requests of an open loop come; the times of a trace are the same for every seed."""

@@ -15,7 +15,7 @@ def _report(rates: list[float | None], answers: int, slo: Slo | None) -> Report:
         load = rate or 1.0
         waited = Distribution.of([1000 / (1 - min(load, 0.95))] * answers)
         goodput = None if slo is None else {"slo_ms": slo, "requests_per_s": load, "attainment": 1.0}
-        row: dict[str, Any] = {"case": str(rate), "concurrency": None, "offered_requests_per_s": rate}
+        row: dict[str, Any] = {"case": str(rate), "tick": str(rate or "inf"), "concurrency": None}
         row |= {"completed": answers, "output_tokens_per_s": load, "goodput": goodput}
         report.add({**row, "ttft_ms": waited, "tpot_ms": None, "e2el_ms": waited})
     return report
