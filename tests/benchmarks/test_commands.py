@@ -477,13 +477,17 @@ def test_scheduler_and_diff(bench: Run, tmp_path: Path) -> None:
     code, out, _ = bench("scheduler", "--sequences", "1,8", "--context", 40, "--steps", 4)
     assert code == 0
     assert "us per sequence" in out
+    assert out.splitlines()[-1].endswith("; 2 of 2 runs count.")
     reports = [tmp_path / name for name in ("before.json", "after.json")]
     for place, report in enumerate(reports):
         assert bench("scheduler", "--sequences", 1, "--context", 4, "--steps", 2, "--json", report)[0] == 0
         document = json.loads(report.read_text())
         document["rows"][0]["samples"] = {"ttft_ms": [10.0 + place * 5, 10.1 + place * 5]}
         report.write_text(json.dumps(document))
-    assert bench("diff", *reports)[0] == 1
+    code, out, _ = bench("diff", *reports)
+    assert code == 1
+    last = "After over before is 1.498; 1 of 1 metrics are worse by more than 5%, where at least 2 measurements of each"
+    assert out.splitlines()[-1] == f"{last} count."  # (15.0 + 15.1) / (10.0 + 10.1)
     assert bench("diff", *reports, "--threshold", 0.9)[0] == 0
     assert bench("diff", *reversed(reports))[0] == 0
 
@@ -502,6 +506,7 @@ def test_quality_equals_the_reference(bench: Run, tmp_path: Path) -> None:
     assert ours["value"] == pytest.approx(theirs["value"], rel=1e-4)
     assert accuracy["value"] == reference["value"]
     assert reference["same_tokens"] == 1.0
+    assert out.splitlines()[-1].startswith("The perplexity of nanoserve is 1.0000 times that of transformers; ")
 
 
 def test_quality_without_the_reference_names_the_command_that_installs_it(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine
+from nanoserve.benchmarks.rounds import Repeating
 from nanoserve.engine_config import EngineConfig
 from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.plan import LayoutCapacity
@@ -109,6 +110,8 @@ def test_everything_at_once_hybrid(bench: Run, closed: list[Any], tmp_path: Path
     assert found["means"]["KV 30%"]["overlap over sarathi"] > 1
     assert overlap["engine_ms"] == 0, "virtual time stands still while the engine thinks"
     assert "where the device holds everything, no step was hybrid" in out
+    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith("; 4 of 4 rounds count.")
+    assert found["verdict"].startswith("Output tok/s: from ") and "over sarathi in 13+40, KV 30% 1." in found["verdict"]
     assert "hybrid is at 98% of the device alone or above in 4 of 4 cases with rounds that count" in out
     assert chart.read_bytes().startswith(b"\x89PNG")
     names = {event["args"]["name"] for event in json.loads(trace.read_text()) if event["name"] == "process_name"}
@@ -137,6 +140,7 @@ def test_everything_at_once_pipeline(bench: Run, closed: list[Any], tmp_path: Pa
     assert first["sarathi, pp=2 coupled"]["predicted_tokens_per_s"] is None
     assert [len(first[name]["stages"]) for name in names] == [2, 2, 2, 2, 0, 0]
     assert first["throttling, pp=2"]["variation"] < first["sarathi, pp=2"]["variation"]
+    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith("; 2 of 2 rounds count.")
     for name in (*names, "throttling over sarathi, pp=2", "pp=2 over one process, sarathi"):
         assert name in out
     assert chart.read_bytes().startswith(b"\x89PNG")
@@ -163,6 +167,7 @@ def test_everything_at_once_reshard(bench: Run, closed: list[Any], tmp_path: Pat
         assert name in out
     assert first["sarathi, P2"]["seconds"] == pytest.approx(first["sarathi, P2, own workers"]["seconds"])
     assert "transition-minimizing over decode-prioritizing, P2 -> T2" in out
+    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith("; 2 of 2 rounds count.")
     assert chart.read_bytes().startswith(b"\x89PNG")
     events = json.loads(trace.read_text())
     groups = {event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -219,6 +224,28 @@ def test_requests_that_do_not_fit_are_left_out_and_counted(
     assert code == 0
     assert f"1 requests are longer than the context of {context} and left out" in out
     assert shown in out
+
+
+def test_a_run_in_which_no_round_counts_prints_its_numbers_and_marks_them(
+    bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.benchmarks.machine.ForeignLoad.read", lambda self: 1.15)
+    monkeypatch.setattr("nanoserve.commands.bench_options.Repeating", lambda keep_all: Repeating(keep_all, 0.0))
+    report = tmp_path / "report.json"
+    work = (*SMALL, "--policy", "sarathi,overlap", "--lengths", "13+9", "--kv-limits", 1, "--rounds", 2)
+    code, out, _ = bench("hybrid", *work, "--json", report)
+    found = json.loads(report.read_text())
+    assert code == 0
+    assert [(row["variant"], row["state"], row["rounds"]) for row in found["summary"]] == [
+        ("sarathi", "10 GB/s, not counted", 2),
+        ("overlap", "10 GB/s, not counted", 2),
+    ]
+    assert "13+9, KV 100%" in out and "not" in out and found["samples"] == {}
+    verdict = "overlap over sarathi in 13+9, KV 100% 1.00 (1.00-1.00); 0 of 2 rounds count (in 2 other programs kept"
+    assert verdict in out.splitlines()[-1]
+    code, out, _ = bench("hybrid", *work, "--keep-all", "--json", report)
+    assert "2 of 2 rounds count" in out.splitlines()[-1]
+    assert {row["state"] for row in json.loads(report.read_text())["summary"]} == {"10 GB/s, busy"}
 
 
 def test_what_was_promised_and_does_not_hold_is_said(bench: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,8 @@ def test_a_sweep_of_clients_is_a_table_json_a_chart_and_can_be_compared(
         assert len(row["samples"]["ttft_ms"]) == len(row["samples"]["goodput_requests_per_s"]) == 2
         assert row["foreign_cores"] is None  # which process the server is, nobody knows
     assert "3 clients" in out and "TTFT" in out and "100%" in out
+    assert out.splitlines()[-1] == found["verdict"] and found["verdict"].endswith("; 4 of 4 runs count.")
+    assert found["verdict"].startswith("3 clients get ")
     assert chart.read_bytes().startswith(b"\x89PNG")
     assert main(["bench", "diff", str(report), str(report)]) == 0
     assert "goodput_requests_per_s" in capsys.readouterr().out
