@@ -29,10 +29,6 @@ from nanoserve.models.dtypes import DTYPES
 from nanoserve.models.hub import ProgressCallback
 
 _STEP_TOKENS = 32  # reading all weights takes about as long as computing this many tokens; progress counts both
-_NO_SHARES = (
-    "no shares of the floor are shown, as steps took less than the least time: this machine was busy whenever it was "
-    "looked at"
-)
 _TELL_SECONDS = 1.0  # drawing takes a millisecond or two of the run's own time
 
 
@@ -67,7 +63,6 @@ class LocalBench:
         self.facts["layers"] = " and ".join(self._drivers)
         self._rounds: list[LocalRound] = []  # of all cases
         self._steps: list[list[StepRecord]] = []  # of each row of the report
-        self._without_floor: set[int] = set()  # places of rows whose steps were faster than any floor
         self._probe: BandwidthProbe | None = None
         self._limits: Limits | None = None
         if probes:
@@ -107,7 +102,7 @@ class LocalBench:
             self._progress("all runs", min(self._done, self._expected), self._expected)
 
     def _measure(self, case: LocalCase, repeats: int) -> list[dict[str, Any]]:
-        """A report's row for each engine, without its steps. With two engines a row's case ends in its layers."""
+        """A report's row for each engine, its steps not yet summarized. Of two engines, a case ends in its layers."""
         for driver in self._drivers.values():
             self._run(driver, case.warm_up, repeat=0)
         rounds = list(self._repeating.rounds(partial(self._round, case), repeats))
@@ -120,6 +115,7 @@ class LocalBench:
             "read_gb_per_s": [reading / GIGA for reading in readings],
             "foreign_cores": most_known(one.foreign_cores for one in shown),
             "rounds": [one.facts for one in rounds],
+            "steps": {},
         }
         rows = []
         for layers in self._drivers:
@@ -143,22 +139,23 @@ class LocalBench:
 
     def _hold_against_floors(self, report: Report) -> None:
         """Summarize the steps of all rows so far. If some took less than the least time there is, the machine's limits
-        are measured again; rows whose steps still do tell no shares."""
-        found = [summarize_steps(steps, self._cost, self._limits) for steps in self._steps]
+        are measured again; if some still do, these limits are wrong, and no row tells shares."""
+        found = self._summaries(self._limits)
         if any(map(_beats_floor, found)):
             assert self._probe is not None and self._limits is not None, "there are floors"
             self._announce("steps took less than the least time there is: looking at the machine again ...")
             again = machine_limits(self._dtype, self._probe, progress=self._progress)
             self._take_limits(self._limits.or_better(again))
-            found = [summarize_steps(steps, self._cost, self._limits) for steps in self._steps]
+            found = self._summaries(self._limits)
+        self.facts["floor_holds"] = not any(map(_beats_floor, found))
+        if not self.facts["floor_holds"]:
+            found = self._summaries(None)
         for place, summary in enumerate(found):
-            if _beats_floor(summary):
-                if place not in self._without_floor:
-                    self._without_floor.add(place)
-                    report.note(f"{report.rows[place]['case']}: {_NO_SHARES}")
-                summary = summarize_steps(self._steps[place], self._cost, None)
             report.update(place, {"steps": summary})
         report.put("engine", self.facts)
+
+    def _summaries(self, limits: Limits | None) -> list[dict[str, StepSummary]]:
+        return [summarize_steps(steps, self._cost, limits) for steps in self._steps]
 
     def _take_limits(self, limits: Limits) -> None:
         self._limits = limits

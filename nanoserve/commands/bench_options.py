@@ -225,7 +225,9 @@ def print_steps(report: Report) -> None:
     """Print what each kind of step achieved against the floor of its bytes and operations, and the engine's share."""
     facts = report.document["engine"]
     title = "steps"
-    if "limit_gflops" in facts:
+    if facts.get("floor_holds") is False:
+        print("no shares of the floor: steps took less, so this machine was busy whenever its limits were looked at")
+    elif "limit_gflops" in facts:
         limits = "{limit_read_gb_per_s:.1f} GB/s and {limit_gflops:,.0f} GFLOP/s"
         title += f", against the floor of their bytes and operations at {limits.format(**facts)}"
     rows = [{"case": row["case"], "kind": kind, **steps} for row in report.rows for kind, steps in row["steps"].items()]
