@@ -111,7 +111,7 @@ class LocalBench:
         readings = [reading for one in shown for reading in one.readings]
         if self._limits is not None:
             self._take_limits(self._limits.at_least(*readings))  # the machine may be faster than it was ever seen
-        beside = {
+        beside: dict[str, Any] = {
             "read_gb_per_s": [reading / GIGA for reading in readings],
             "foreign_cores": most_known(one.foreign_cores for one in shown),
             "rounds": [one.facts for one in rounds],
