@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nanoserve.benchmarks.gpu.markdown import to_markdown, verdict
+from nanoserve.benchmarks.gpu.markdown import to_markdown
 from nanoserve.benchmarks.gpu.running import BUDGETS, PARTS, TUNING, read_results, run_parts
 from nanoserve.commands.bench_options import RESULTS_PANEL, make_directory
 from nanoserve.commands.options import Options, option
@@ -53,8 +53,7 @@ def run(options: GpuOptions) -> int | None:
       nanoserve bench gpu --table results
     """
     if options.table is not None:
-        results = read_results(options.table)
-        print(to_markdown(results) + verdict(results))
+        print(to_markdown(read_results(options.table)), end="")
         return None
     if options.out is None:
         raise UsageError("--out DIR is needed: that is where the figures go")
@@ -79,7 +78,7 @@ def run(options: GpuOptions) -> int | None:
         remark(f"the new table is {written}: it takes the place of triton_ops/gpu/{written.name}")
         return None
     results = read_results(written)
-    print(to_markdown(results) + verdict(results))
+    print(to_markdown(results), end="")
     remark(f"all of it is in {written}")
     rows = results["parts"].get("correctness", {}).get("rows", ())
     return RuntimeFailure.exit_code if any(row.get("ok") is False or "error" in row for row in rows) else None

@@ -102,7 +102,7 @@ _TARGET_COLUMNS = columns(("", "target", "wanted"), (".2f", "measured"), ("", "v
 
 
 def to_markdown(results: Document) -> str:
-    """Head, checks, kernels, engine and targets, as far as they were run."""
+    """Head, checks, kernels, engine and targets, as far as they were run, and the verdict."""
     parts: Mapping[str, Row] = results["parts"]
     blocks = [*_head(results)]
     for part, tables in {"correctness": _correctness, "kernels": _kernels, "engine": _engine}.items():
@@ -113,19 +113,21 @@ def to_markdown(results: Document) -> str:
         one | {"verdict": one["verdict"] + (f" ({one['share']:.0%} of it)" if one["share"] is not None else "")}
         for one in outcomes(results)
     ]
-    return "\n\n".join([*blocks, markdown_table(_TARGET_COLUMNS, targets)]) + "\n"
+    return "\n\n".join([*blocks, markdown_table(_TARGET_COLUMNS, targets), verdict(results)]) + "\n"
 
 
 def verdict(results: Document) -> str:
     """How many checks are right, and how near the figures are to their targets."""
     rows = results["parts"].get("correctness", {}).get("rows", ())
     known = [row for row in rows if row.get("ok") is not None]
-    right = f"{sum(bool(row['ok']) for row in known)} of {len(known)} checks are right"
+    words = [f"{sum(bool(row['ok']) for row in known)} of {len(known)} checks are right"] if known else []
     shares = [one["share"] for one in outcomes(results) if one["share"] is not None]
-    if not shares:
-        return f"{right}; no target was measured."
-    met = f"{sum(share >= 1 for share in shares)} of {len(shares)} measured targets are met"
-    return f"{right}; {met}, at {spread_text(shares)} of what was wanted."
+    if shares:
+        met = f"{sum(share >= 1 for share in shares)} of {len(shares)} measured targets are met"
+        words.append(f"{met}, at {spread_text(shares)} of what was wanted")
+    else:
+        words.append("no target was measured")
+    return f"{'; '.join(words)}."
 
 
 def _head(results: Document) -> Iterator[str]:
