@@ -34,6 +34,8 @@ COLOURS = {
 """What a label means has one colour, from Okabe and Ito's palette, which the colour-blind can tell apart."""
 _CYCLE = ["#332288", "#CC6677", "#117733", "#88CCEE", "#882255", "#999933", "#44AA99", "#AA4499", "#DDCC77", "#000000"]
 """Paul Tol's muted scheme for everything else, made for the same eyes, and black."""
+_STYLES = ("o-", "s--", "^:")
+"""Lines of curves that ask for none. When all colours are used, they begin again with the next kind of line."""
 _LONE_WIDTH = 7.0  # width of the panel of a chart with one column, in inches
 _HEAD, _FOOT = 0.6, 0.3  # height of the title and of each line of a legend below the panels, in inches
 _BAR_GROUP = 0.8  # share of the room between two ticks that bars fill
@@ -59,7 +61,7 @@ class ChartCurve(msgspec.Struct, frozen=True):
     ys: Sequence[float]  # one value for each of ``xs``
     lows: Sequence[float] = ()
     highs: Sequence[float] = ()  # how far ys spread over repeated runs; empty where that is not shown
-    style: str = "o-"  # line style of matplotlib: "o-", "--", "," ...
+    style: str = ""  # line style of matplotlib: "o-", "--", "," ...; empty for one that no other curve has
 
 
 class Band(msgspec.Struct, frozen=True):
@@ -150,17 +152,17 @@ def panel(
     xs: Sequence[float] | Sequence[str],
     heights: Mapping[str, Sequence[float] | Sequence[Spread]],
     *,
-    styles: Mapping[str, str] | str = "o-",
+    styles: Mapping[str, str] | str = "",
     **options: Any,
 ) -> Panel:
     """Axes whose curves share their places on the horizontal axis; the options are other fields of Panel.
 
     ``heights`` has the values of each curve by its label; spreads are drawn with the range over seeds. ``styles`` is
-    for all curves, or by label where not "o-".
+    for all curves, or by label for those that do not leave it to the drawing.
     """
     curves = []
     for label, ys in heights.items():
-        style = styles if isinstance(styles, str) else styles.get(label, "o-")
+        style = styles if isinstance(styles, str) else styles.get(label, "")
         spreads = [one for one in ys if isinstance(one, Spread)]
         means = [one.mean if isinstance(one, Spread) else one for one in ys]
         curves.append(ChartCurve(label, xs, means, [one.low for one in spreads], [one.high for one in spreads], style))
@@ -286,11 +288,12 @@ def _annotate(axes: "Axes", one: Panel) -> dict[str, Any]:
 def _draw_lines(axes: "Axes", one: Panel) -> dict[str, Any]:
     handles = {}
     where = "steps-post" if one.kind == "step" else "default"
-    for curve in one.curves:
+    for number, curve in enumerate(one.curves):
         named = isinstance(curve.xs[0], str)
         places = range(len(curve.xs)) if named else curve.xs
         colour: dict[str, Any] = {"color": COLOURS[curve.label]} if curve.label in COLOURS else {}
-        (line,) = axes.plot(places, curve.ys, curve.style, markersize=4, drawstyle=where, **colour)
+        style = curve.style or _STYLES[number // len(_CYCLE) % len(_STYLES)]
+        (line,) = axes.plot(places, curve.ys, style, markersize=4, drawstyle=where, **colour)
         if curve.lows:
             axes.fill_between(places, curve.lows, curve.highs, color=line.get_color(), alpha=0.2, linewidth=0)
         if named:

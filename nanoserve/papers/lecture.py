@@ -17,7 +17,7 @@ from nanoserve.costs.analysis import Analysis
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.hardware import GIBI
-from nanoserve.measures.charts import Chart, ChartCurve, Panel, panel
+from nanoserve.measures.charts import Chart, ChartCurve, Note, Panel, panel
 from nanoserve.measures.metrics import Spread
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.claims import Claim, claims
@@ -123,19 +123,22 @@ def batches(scale: Scale, run: Run) -> Finding:
         (",.0f", ("tok/s: exact", "throughput"), ("B / L(B)", "throughput_closed")),
         ("", "fits"),
     )
+    closed, real = "closed form: L(B), B / L(B)", "with efficiencies"
     panels = [
         panel(
             title,
             "sequences decoding",
             y,
-            [float(row["batch"]) for row in rows],
+            [float(batch) for batch in BATCHES],
             {label: [row[field] for row in rows] for label, field in fields.items()},
-            styles={"L(B)": "--", "B / L(B)": "--", "with efficiencies": "s-"},
+            styles={closed: "--", real: "s-"},
             log_x=True,
+            vertical_marks=(float(most),),
+            notes=(Note(f"{most} fit", most, max(row[field] for row in rows for field in fields.values()), right=-4),),
         )
         for title, y, fields in (
-            ("latency", "ms per token", {"exact": "latency", "L(B)": "closed", "with efficiencies": "real"}),
-            ("throughput", "tokens per second", {"exact": "throughput", "B / L(B)": "throughput_closed"}),
+            ("latency", "ms per token", {"exact": "latency", closed: "closed", real: "real"}),
+            ("throughput", "tokens per second", {"exact": "throughput", closed: "throughput_closed"}),
         )
     ]
     chart = Chart(f"Decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", panels, columns=2)
@@ -304,7 +307,8 @@ def kv(scale: Scale, run: Run) -> Finding:
         | {f"{length // 1024}k": gib[model][LENGTHS.index(length)] for length in SHOWN_LENGTHS}
         for model, kept in found.items()
     ]
-    lines = panel("one sequence", "tokens", "GiB", [float(length) for length in LENGTHS], gib, log_x=True, log_y=True)
+    thousands = [length / 1024 for length in LENGTHS]
+    lines = panel("one sequence, 16 bits", "tokens / 1,024", "GiB", thousands, gib, log_x=True, log_y=True)
     shown = columns(
         ("", "model", ("what makes it smaller", "how")),
         (",.0f", ("bytes per token at 1k", "token")),

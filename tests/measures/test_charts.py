@@ -45,6 +45,14 @@ def test_labels_that_panels_have_in_common_are_told_once() -> None:
     assert alone.axes[0].get_legend() is not None
 
 
+def test_no_two_of_many_lines_look_alike() -> None:
+    """There are ten colours."""
+    curves = [ChartCurve(f"{number}", (1.0, 2.0), (1.0, number)) for number in range(25)]
+    (axes,) = draw_figure(Chart("many", (Panel(title="", x="", y="", curves=curves),))).axes
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in axes.get_lines()}
+    assert len(looks) == 25
+
+
 def test_parts_of_horizontal_bars_have_one_scale() -> None:
     bars = Bars(x="time, s", names=("cold", "warm"), parts={"load": (3.0, 1.0), "token": (1.0, 1.0)}, texts=("4", "2"))
     (axes,) = draw_figure(Chart("starts", (bars,))).axes

@@ -1,5 +1,6 @@
 """APEX's figures: each with one small simulation in the place of its backlogs, and what stands behind them for real."""
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -64,6 +65,26 @@ def test_every_figure_ends_in_claims(number: str, size: str) -> None:
     for case in cases.values():
         longest = max(shape.total_tokens for shape in case.shapes())
         assert longest <= 16 * case.costs().memory.kv_blocks(16), "every request fits the device"
+
+
+@pytest.mark.parametrize("size", ["reduced", "full"])
+@pytest.mark.parametrize("number", ["5", "7"])
+def test_claims_name_the_token_budgets_that_were_run(number: str, size: str) -> None:
+    (figure,) = load_paper("apex").chosen(number)
+    run = _Run()
+    found = figure.make(Scale(full=size == "full"), run)
+    budgets = sorted({case.system.token_budget for case in run.outcomes})
+    said = [claim.assumption for claim in found.claims if "every system with" in claim.assumption]
+    assert said
+    assert {tuple(map(int, re.findall(r"\d+", text.partition("every system")[2]))) for text in said} == {(*budgets,)}
+
+
+def test_the_gain_over_neo_is_taken_apart_beside_it() -> None:
+    """Over the device alone, and what NEO loses against it: their ratio is the gain."""
+    (figure,) = load_paper("apex").chosen("7")
+    (claim,) = (one for one in figure.make(Scale(), _Run()).claims if one.says == "outputs of 1000: APEX over NEO")
+    over_device, neo = map(float, re.findall(r"([\d.]+) over the device alone times 1/([\d.]+),", claim.assumption)[0])
+    assert over_device / neo == pytest.approx(claim.ours.mean, rel=0.01)
 
 
 def _panels(chart: Any) -> Any:

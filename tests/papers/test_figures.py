@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanoserve.costs import ParallelLayout
+from nanoserve.measures.charts import draw_figure
 from nanoserve.measures.metrics import Slo
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.cases import Case, Outcome, System
@@ -134,8 +135,8 @@ class _AnyRun(_Run):
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_every_row_of_the_claims_is_used_by_a_figure(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reduced and a full run together look up every row of the paper, and no other one."""
-    rows, used = stated_claims(), set()
+    """Both sizes look up every row of the paper, and no other one: none is told only to who runs ``--full``."""
+    rows, used = stated_claims(), set[tuple[str, str]]()
 
     class NotingRows(dict[tuple[str, str], Mapping[str, str]]):
         def __getitem__(self, key: tuple[str, str]) -> Mapping[str, str]:
@@ -143,10 +144,42 @@ def test_every_row_of_the_claims_is_used_by_a_figure(name: str, monkeypatch: pyt
             return rows[key]
 
     monkeypatch.setattr("nanoserve.papers.claims.stated_claims", NotingRows)
-    for figure in load_paper(name).figures:
-        for full in (False, True):
+    for full in (False, True):
+        used.clear()
+        for figure in load_paper(name).figures:
             figure.make(Scale(seeds=(0,), full=full), _AnyRun())
-    assert used == {key for key in rows if key[0] == name}
+        assert used == {key for key in rows if key[0] == name}
+
+
+@pytest.mark.parametrize("number", [number for name, number in FIGURES if name == "lecture"])
+def test_all_entries_of_a_legend_look_different(number: str) -> None:
+    pytest.importorskip("matplotlib")
+    found, _ = _made("lecture", number, "reduced")
+    assert found.chart is not None
+    figure = draw_figure(found.chart)
+    legends = [*figure.legends, *(legend for axes in figure.axes if (legend := axes.get_legend()))]
+    assert legends
+    for legend in legends:
+        looks = [_look(handle) for handle in legend.legend_handles]
+        assert len({*looks}) == len(looks), [text.get_text() for text in legend.get_texts()]
+
+
+def _look(handle: Any) -> tuple[object, ...]:
+    """Colour, dashes and mark of a line, or the colour of a bar."""
+    if hasattr(handle, "get_marker"):
+        return handle.get_color(), handle.get_linestyle(), handle.get_marker()
+    return (handle.get_facecolor(),)
+
+
+def test_batches_that_do_not_fit_stand_beyond_a_line() -> None:
+    found, _ = _made("lecture", "batch", "reduced")
+    assert found.chart is not None
+    fitting = [row["batch"] for row in found.rows if row["fits"] == "yes"]
+    others = [row["batch"] for row in found.rows if row["fits"] == "no"]
+    for panel in found.chart.panels:
+        (line,) = panel.vertical_marks
+        assert max(fitting) <= line < min(others)
+        assert [note.text for note in panel.notes] == [f"{line:g} fit"]
 
 
 def test_a_full_run_holds_more_than_a_reduced_one() -> None:

@@ -15,6 +15,7 @@ _Key = tuple[str, str, str, int]
 _PLACES = {L20: "within a node, L20", A100: "across nodes, A100"}
 _REQUESTS_PER_DEVICE = 1000
 """More devices hold more running answers, and it takes more requests until these fill the memory."""
+_SYSTEMS = (VLLM, SGLANG, GLLM)
 _OF_FOUR = [(machine, system, 4) for system in (SGLANG, VLLM) for machine in _PLACES]
 _CLAIMED = [(L20, GLLM, 2), (L20, GLLM, 4), (A100, GLLM, 2), (A100, GLLM, 4), *_OF_FOUR]
 """Machine, system, and how many devices are compared with one."""
@@ -22,7 +23,6 @@ _CLAIMED = [(L20, GLLM, 2), (L20, GLLM, 4), (A100, GLLM, 2), (A100, GLLM, 4), *_
 
 def scaling(scale: Scale, run: Run) -> Finding:
     """Figure 12."""
-    systems = scale.pick((GLLM, SGLANG), (VLLM, SGLANG, GLLM))
     cases = {
         (model, machine, system.label, devices): on_devices(
             system,
@@ -35,7 +35,7 @@ def scaling(scale: Scale, run: Run) -> Finding:
         )
         for model in scale.pick((QWEN_14B,), (QWEN_14B, QWEN_32B))
         for machine in _PLACES
-        for system in systems
+        for system in _SYSTEMS
         for devices in _counts(model, system, scale)
     }
     jobs = {key: over_seeds(case, scale.seeds) for key, case in _tuned(cases, scale, run).items()}
@@ -56,7 +56,6 @@ def scaling(scale: Scale, run: Run) -> Finding:
             (QWEN_14B, machine, system.label, devices), (QWEN_14B, machine, system.label, 1), throughput
         )
         for machine, system, devices in _CLAIMED
-        if system in systems
     }
     panels = []
     for model, machine in dict.fromkeys((model, machine) for model, machine, _, _ in jobs):
@@ -85,7 +84,7 @@ def _counts(model: str, system: System, scale: Scale) -> Sequence[int]:
     """Numbers of devices; 32B fits on two at least."""
     if model == QWEN_32B:
         return (2, 4)
-    return (1, 4) if system is SGLANG and not scale.full else (1, 2, 4)
+    return (1, 2, 4) if system is GLLM or scale.full else (1, 4)
 
 
 def _tuned(cases: Mapping[_Key, Case], scale: Scale, run: Run) -> dict[_Key, Case]:
