@@ -2,9 +2,12 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from nanoserve.commands.main import BENCHMARKS, COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.ipynb"), *ROOT.glob("*.md")])
@@ -67,3 +70,43 @@ def test_the_tour_says_how_many_lines_the_core_has() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in core)
     (said,) = re.findall(r"about\s([\d,]+)\slines together", (ROOT / "docs/tour.md").read_text())
     assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, f"{lines} lines"
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.suffix == ".md"], ids=lambda path: path.name)
+def test_commands_take_the_options_that_are_written(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in commands(document.read_text()):
+        words = line.split()
+        name = tuple(words[:2] if words[0] == "bench" and words[1:] and words[1] in BENCHMARKS else words[:1])
+        assert name[0] in (*COMMANDS, "bench"), line
+        for option in re.findall(r"(?<!\S)--?[a-z][a-z-]*", line):
+            assert option in options(name, capsys), f"{option} of: nanoserve {line}"
+
+
+def commands(text: str) -> Iterator[str]:
+    """What follows the program's name in blocks of code and in code within text, up to a pipe or an ellipsis."""
+    fence = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    lines = [line for block in fence.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    rest = fence.sub("", text)
+    lines += re.findall(r"^    (nanoserve .*)", rest, re.MULTILINE)
+    lines += re.findall(r"`((?:[^`\n]|\n(?!\n))+)`", rest)
+    for line in lines:
+        found = re.match(r"(?:\$ )?(?:\.venv/bin/)?nanoserve ([a-z][^|&;#…]*)", " ".join(line.split()))
+        if found is not None:
+            yield found[1]
+
+
+def test_commands_are_found_in_all_kinds_of_code() -> None:
+    text = "`nanoserve chat\n-m a`, `x`\n\n    nanoserve plan\n\n"
+    text += "```console\n$ nanoserve simulate \\\n  --pp 4 | head\n```\n"
+    assert [line.strip() for line in commands(text)] == ["simulate --pp 4", "plan", "chat -m a"]
+
+
+_SHOWN: dict[tuple[str, ...], set[str]] = {}
+
+
+def options(name: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The options in a command's help."""
+    if name not in _SHOWN:
+        assert main([*name, "--help"]) == 0
+        _SHOWN[name] = set(re.findall(r"--?[a-z][a-z-]*", capsys.readouterr().out))
+    return _SHOWN[name]

@@ -1,6 +1,8 @@
 """The README promises what is there: sizes, simulated figures, pictures, and cells that are read at a glance."""
 
+import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -9,16 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.papers.gllm.code_size import rooms
+from nanoserve.commands.main import main
+from nanoserve.config import families
+from nanoserve.errors import ModelError
+from nanoserve.models import gguf_directory
+from nanoserve.quantization import Quantization
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.policies.token_throttling import TokenThrottling
 from scripts.pictures import COMMAND, QUESTION, animation, schedules
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+WORDS = " ".join(README.split())
 POLICY = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "(Policy)" in block)
 PICTURES = ROOT / "docs" / "pictures"
-TOLERANCE = 2_000  # lines that the code may gain or lose before a figure is written anew
 
 
 def test_no_cell_of_a_table_is_longer_than_fifteen_words() -> None:
@@ -28,11 +34,89 @@ def test_no_cell_of_a_table_is_longer_than_fifteen_words() -> None:
             assert len(shown.split()) <= 15, cell
 
 
-def test_the_numbers_of_lines_are_right() -> None:
-    scheduler, whole = (int(number.replace(",", "")) for number in re.findall(r"about\s+([\d,]+) lines", README))
-    sizes = rooms()
-    assert abs(whole - sum(size.lines for name, size in sizes.items() if name.startswith("nanoserve"))) <= TOLERANCE
-    assert abs(scheduler - sizes["nanoserve/scheduler"].lines) <= TOLERANCE / 4
+def test_the_files_of_the_core_have_the_lines_that_are_said() -> None:
+    """They are named one by one: nobody need read the rest to understand the engine."""
+    said = re.findall(r"\]\((nanoserve/[\w./]+)\)\s\(([\d,]+)\slines\)", README)
+    assert {path for path, _ in said} == {"nanoserve/engine.py", "nanoserve/kv.py", "nanoserve/scheduler"}
+    for name, number in said:
+        files = [ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")
+        lines = sum(len(path.read_text().splitlines()) for path in files)
+        assert int(number.replace(",", "")) == pytest.approx(lines, rel=0.1), f"{name} has {lines} lines"
+
+
+def test_the_readme_asks_for_the_python_of_the_package() -> None:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert re.findall(r"Python ([\d.]+) or later", README) == [asked.removeprefix(">=")]
+
+
+FAMILIES = {
+    "Llama 2/3.x": {"llama"},
+    "Mistral": {"mistral"},
+    "Mixtral": {"mixtral"},
+    "Qwen2/2.5/3": {"qwen2", "qwen3"},
+    "Qwen3-MoE": {"qwen3_moe"},
+    "GLM-4-0414": {"glm4"},
+    "Ministral": {"ministral"},
+    "Ministral 3": {"ministral3"},
+    "the first GLM-4": {"glm"},
+    "Gemma 2/3/4 (text)": {"gemma2", "gemma3_text", "gemma4_text"},
+    "gpt-oss": {"gpt_oss"},
+    "Olmo 3": {"olmo3"},
+    "SmolLM3": {"smollm3"},
+    "Cohere 2": {"cohere2"},
+    "DeepSeek-V2/V3": {"deepseek_v2", "deepseek_v3"},
+    "GLM-4.7-Flash": {"glm4_moe_lite"},
+}
+"""The model_type of Hugging Face for each name in the table of what is here."""
+
+
+def test_the_families_are_those_that_the_loaders_read() -> None:
+    by_files: dict[str, set[str]] = {}
+    for names, files in re.findall(r"^\| ([^|]*); (safetensors[^|]*) \|", README, flags=re.MULTILINE):
+        for name in names.rpartition(": ")[2].split(", "):
+            by_files.setdefault(files, set()).update(FAMILIES[name])
+    assert set().union(*by_files.values()) == {*families._FAMILIES}
+    # llama.cpp calls three families llama: with windows it is Mistral, with experts Mixtral.
+    assert by_files["safetensors and GGUF"] == {*gguf_directory._FAMILIES.values(), "mistral", "mixtral"}
+
+
+def test_the_formats_of_quantized_weights_are_read() -> None:
+    (said,) = re.findall(r"^\| ([^|]*) weights; `nanoserve quantize` \|", README, flags=re.MULTILINE)
+    for method in re.split(", | and ", said.lower()):
+        assert _refusal(method) is None or "quantization method" not in str(_refusal(method)), method
+    assert "quantization method 'bitsandbytes' is not read" in str(_refusal("bitsandbytes"))
+
+
+def _refusal(method: str) -> ModelError | None:
+    """Why a checkpoint with no more than the name of its format does not load, if it does not."""
+    try:
+        Quantization.from_hf({"quant_method": method, "tensor_types": {}}, "config.json")
+    except ModelError as error:
+        return error
+    return None
+
+
+def test_the_claims_about_gpus_are_those_of_the_results() -> None:
+    first, last = (
+        json.loads((ROOT / f"docs/results/nvidia-h200-2026-11-26{part}.json").read_text()) for part in ("-first", "")
+    )
+    names = {json.loads(path.read_text())["device"]["name"] for path in (ROOT / "docs/results").glob("*.json")}
+    assert names == {"NVIDIA H200"}
+    assert "| one NVIDIA H200 |" in README
+    checks = first["parts"]["correctness"]["rows"]
+    assert all(row["ok"] for row in checks)
+    assert f"all {len(checks)} checks were right" in WORDS
+    shares = {row["case"]: row.get("of_floor") for row in last["parts"]["engine"]["rows"]}
+    large, small = (shares[f"{model}: decode, batch 1"] for model in ("llama-3.1-8b", "qwen3-0.6b"))
+    assert f"**{large:.0%} of the floor**".replace("%", " %") in README
+    assert f"{small:.0%} in Qwen3-0.6B".replace("%", " %") in README
+    assert f"a step of a small model takes {1 / small:.0f} times its floor" in WORDS
+
+
+def test_the_ratio_to_llama_cpp_is_that_of_the_benchmarks() -> None:
+    (ratio,) = re.findall(r"\*\*([\d.]+) times llama.cpp's decoding speed\*\*", README)
+    rows = re.findall(r"^\| 1 x 128\+32 \|(.*)\|$", (ROOT / "docs/benchmarks.md").read_text(), flags=re.MULTILINE)
+    assert rows[0].split("|")[4].split()[0] == ratio
 
 
 @given(
@@ -65,7 +149,18 @@ def test_the_simulated_figure_is_what_the_simulator_says() -> None:
     assert command in README
     assert schedules.__doc__ is not None and command in schedules.__doc__
     gaps = [int(re.findall(r"p99 gap between tokens (\d+) ms", panel.title)[0]) for panel in schedules().panels]
-    assert f"**{gaps[1] / gaps[0]:.2f} times the gap between tokens**" in README
+    assert f"**{gaps[1] / gaps[0]:.2f} times the gap between tokens** (p99)" in README
+
+
+def test_the_price_of_the_smaller_gap_stands_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--policy", "sarathi,throttling", "--rate", "3", "--requests", "200"]) == 0
+    ratios = capsys.readouterr().out.partition("over sarathi")[2]
+    heads, values = (re.split("[┃│]", line) for line in ratios.splitlines() if re.match("┃|│ throttling", line))
+    found = dict(zip(map(str.strip, heads), map(str.strip, values), strict=True))
+    assert (
+        f"**{found['ITL p99']} times the gap between tokens** (p99), for {found['TTFT ms']} times the mean TTFT"
+        in README
+    )
 
 
 @pytest.mark.parametrize("name", ["chat.svg", "schedule.png"])
