@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from math import prod
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from nanoserve.commands.main import main
 from nanoserve.config import families
@@ -42,6 +44,12 @@ def test_the_files_of_the_core_have_the_lines_that_are_said() -> None:
         files = [ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")
         lines = sum(len(path.read_text().splitlines()) for path in files)
         assert int(number.replace(",", "")) == pytest.approx(lines, rel=0.1), f"{name} has {lines} lines"
+
+
+def test_the_bundled_model_has_the_parameters_that_are_said() -> None:
+    with safe_open(ROOT / "nanoserve/assets/storyteller/model.safetensors", framework="numpy") as weights:
+        parameters = sum(prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+    assert f"{parameters / 1e6:.0f} million parameters" in WORDS
 
 
 def test_the_readme_asks_for_the_python_of_the_package() -> None:
