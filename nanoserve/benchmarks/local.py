@@ -13,7 +13,7 @@ from nanoserve.benchmarks.report import Report
 from nanoserve.benchmarks.roofline import STAGE, BandwidthProbe, machine_limits
 from nanoserve.benchmarks.rounds import (
     GIGA,
-    Measured,
+    MeasuredRound,
     Repeating,
     counting_words,
     most_known,
@@ -171,7 +171,7 @@ class LocalBench:
         return driver.run(prompts, [shape.output_tokens for shape in shapes])
 
 
-class LocalRound(Measured, frozen=True, kw_only=True):
+class LocalRound(MeasuredRound, frozen=True, kw_only=True):
     """A case once on each engine, between readings of the bandwidth if there is a probe."""
 
     readings: tuple[float, ...]  # in bytes per second

@@ -21,7 +21,7 @@ BUSY, UNSTEADY = "busy", "unsteady"
 _REASONS = {BUSY: "other programs kept cores busy", UNSTEADY: "the read bandwidth moved by 10 % or more"}
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredRound(msgspec.Struct, frozen=True, kw_only=True):
     """Work that was timed beside whatever else ran on the machine."""
 
     foreign_cores: float | None
@@ -54,7 +54,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return self.kept or not self.disturbances
 
 
-class Bracketed(Measured, frozen=True, kw_only=True):
+class Bracketed(MeasuredRound, frozen=True, kw_only=True):
     """A round of one case, between two readings of the bandwidth."""
 
     case: str
@@ -79,7 +79,7 @@ def busy_note(foreign_cores: float | None) -> str | None:
 
 
 R = TypeVar("R", bound=Bracketed)
-M = TypeVar("M", bound=Measured)
+M = TypeVar("M", bound=MeasuredRound)
 T = TypeVar("T")
 Key = tuple[str, ...]
 
@@ -122,7 +122,7 @@ class Repeating:
             yield done
 
 
-def counting_words(rounds: Sequence[Measured], what: str = "rounds") -> str:
+def counting_words(rounds: Sequence[MeasuredRound], what: str = "rounds") -> str:
     """How many of them count, and why others do not."""
     words = f"{sum(one.counts for one in rounds)} of {len(rounds)} {what} count"
     disturbed = [one for one in rounds if one.disturbances]

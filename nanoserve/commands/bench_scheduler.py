@@ -5,7 +5,7 @@ from statistics import median
 from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.rounds import Measured, counting_words, shown_rounds
+from nanoserve.benchmarks.rounds import MeasuredRound, counting_words, shown_rounds
 from nanoserve.benchmarks.tables import columns
 from nanoserve.benchmarks.verdicts import spread_text
 from nanoserve.commands.bench_options import ResultOptions, RoundOptions, print_results
@@ -23,7 +23,7 @@ _COLUMNS = columns(
 )
 
 
-class Decided(Measured, frozen=True, kw_only=True):
+class Decided(MeasuredRound, frozen=True, kw_only=True):
     """The steps of one number of sequences: how long scheduling and applying each took, in seconds."""
 
     seconds: list[tuple[float, float]]

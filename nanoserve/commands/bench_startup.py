@@ -5,7 +5,7 @@ import msgspec
 from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.plots import plot_stacks
 from nanoserve.benchmarks.report import Report
-from nanoserve.benchmarks.rounds import Measured, counting_words, shown_rounds
+from nanoserve.benchmarks.rounds import MeasuredRound, counting_words, shown_rounds
 from nanoserve.benchmarks.starting import STAGES, TO_FIRST_TOKEN, drop_from_page_cache, library_directories, start_once
 from nanoserve.benchmarks.tables import columns
 from nanoserve.benchmarks.verdicts import spread_text
@@ -20,7 +20,7 @@ _SHOWN = [(name, path) for name, path in _STAGES.items() if name not in ("second
 _COLUMNS = columns(("", ("start", "case")), *((".2f", stage) for stage in _SHOWN), (".2f", "to_first_token"))
 
 
-class Start(Measured, frozen=True, kw_only=True):
+class Start(MeasuredRound, frozen=True, kw_only=True):
     """A start of a process: seconds of each stage, and up to the first token."""
 
     case: str

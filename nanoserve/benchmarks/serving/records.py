@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from nanoserve.benchmarks.rounds import Measured
+from nanoserve.benchmarks.rounds import MeasuredRound
 from nanoserve.client.events import ServerUsage
 from nanoserve.measures.highest_rate import TimedAnswer, latency_growth
 from nanoserve.measures.metrics import (
@@ -99,7 +99,7 @@ class LoadRun(msgspec.Struct):
         }
 
 
-class DoneRun(Measured, frozen=True, kw_only=True):
+class DoneRun(MeasuredRound, frozen=True, kw_only=True):
     """A run that has ended, beside whatever else ran on the machine."""
 
     run: LoadRun
