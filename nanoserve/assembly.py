@@ -15,7 +15,7 @@ from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.costs import ParallelLayout, Precision, StepCosts
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.hardware import MachineSpeeds
-from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
+from nanoserve.costs.predictor import MeasuredPredictor, layout_predictors
 from nanoserve.costs.profile import Profile, read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
@@ -49,6 +49,7 @@ from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.speculation.speculator import Speculator
 from nanoserve.text.tokenizer import has_same_tokens

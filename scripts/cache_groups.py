@@ -20,12 +20,12 @@ from nanoserve.benchmarks.floors import Limits, ModelCost
 from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
 from nanoserve.benchmarks.settling import settle
-from nanoserve.costs.work import StepWork
 from nanoserve.llm import LLM
 from nanoserve.measures.workloads import parse_lengths, random_prompts
 from nanoserve.models.dtypes import DTYPES
 from nanoserve.processes.sizes import parse_size
 from nanoserve.runtime.launch import model_loading
+from nanoserve.scheduler.work import StepWork
 
 ENGINES = ("groups", "one table")
 

@@ -40,20 +40,21 @@ FLOORS: dict[str, set[str]] = {
     "checkpoint_names": {"config"},
     "measures": {"errors", "processes"},
     "kv": {"errors", "request", "config", "cache_groups"},
-    "costs": {"errors", "processes", "layout", "cache_groups", "quantization", "config", "checkpoint_names", "request"},
-    "speculation": {"request", "costs"},
-    "scheduler": {"errors", "processes", "request", "kv", "costs", "speculation"},
+    "scheduler": {"errors", "processes", "request", "kv"},
+    "costs": {
+        *("errors", "processes", "layout", "cache_groups", "quantization", "config", "checkpoint_names", "scheduler"),
+    },
     "engine_config": {"errors", "processes", "layout", "quantization", "scheduler"},
-    "record": {"errors", "layout", "request", "measures", "costs", "scheduler", "speculation"},
+    "record": {"errors", "layout", "request", "measures", "costs", "scheduler"},
     "engine": {"errors", "request", "config", "kv", "scheduler", "record"},
     "dispatcher": {"errors", "request", "record", "engine"},
     "simulator": {
         *("errors", "request", "config", "engine_config", "measures", "kv", "costs", "scheduler", "record", "engine"),
-        *("dispatcher", "speculation", "cache_groups"),
+        *("dispatcher", "cache_groups"),
     },
     "papers": {
         *("errors", "processes", "config", "measures", "costs", "scheduler", "record", "simulator", "benchmarks"),
-        *("request", "models", "llm", "speculation"),
+        *("request", "models", "llm"),
     },
     "text": {"errors", "processes"},
     "grammar": {"errors", "processes", "text"},
@@ -69,14 +70,14 @@ FLOORS: dict[str, set[str]] = {
     "benchmarks": {
         *("client", "errors", "processes", "config", "request", "measures", "costs", "scheduler", "record", "engine"),
         *("models", "assembly", "llm", "runtime", "simulator", "triton_ops", "layout", "engine_config"),
-        *("dispatcher", "speculation", "cache_groups"),
+        *("dispatcher", "cache_groups"),
     },
     "choosing": {
         *("errors", "config", "measures", "costs", "layout", "engine_config", "models", "runtime", "simulator"),
     },
     "assembly": {
         *("errors", "processes", "config", "costs", "request", "scheduler", "record", "engine", "grammar", "models"),
-        *("runtime", "dispatcher", "measures", "triton_ops", "engine_config", "choosing", "speculation"),
+        *("runtime", "dispatcher", "measures", "triton_ops", "engine_config", "choosing"),
         *("text", "cache_groups"),
     },
     "server": {
@@ -90,11 +91,16 @@ FRONT_END = ["app", "serving", "service", "engine_client"]
 """Modules of the server that run beside the engine process, not in it."""
 
 
+PART_OF = {"speculation": "scheduler"}
+"""Folders that are part of a room: draft tokens are chosen by the scheduler."""
+
+
 def _room(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     if parts[0] == "triton_ops":
         return "triton_ops"
-    return parts[1].removesuffix(".py")
+    name = parts[1].removesuffix(".py")
+    return PART_OF.get(name, name)
 
 
 def _imported_rooms(path: Path) -> set[str]:
@@ -110,7 +116,7 @@ def _imported_rooms(path: Path) -> set[str]:
             if parts[0] == "triton_ops":
                 rooms.add("triton_ops")
             elif parts[0] == "nanoserve" and len(parts) > 1:
-                rooms.add(parts[1])
+                rooms.add(PART_OF.get(parts[1], parts[1]))
     return rooms
 
 

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from nanoserve.benchmarks.floors import STEP_KINDS, Limits, ModelCost, step_kind, step_work
 from nanoserve.benchmarks.rounds import GIGA
-from nanoserve.costs.work import StepWork
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
@@ -19,6 +18,7 @@ from nanoserve.measures.metrics import MILLISECONDS, Distribution, RequestTiming
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.record.events import Collected, Event, Planned
 from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler.work import StepWork
 
 ALL = "all"
 _GREEDY = SamplingParams(temperature=0.0)

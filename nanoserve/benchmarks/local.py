@@ -20,13 +20,13 @@ from nanoserve.benchmarks.rounds import (
     shown_rounds,
 )
 from nanoserve.benchmarks.settling import settle
-from nanoserve.costs.work import StepWork
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates, mean_of_known, request_distributions
 from nanoserve.measures.workloads import LocalCase, RequestShape, random_prompts
 from nanoserve.models.dtypes import DTYPES
 from nanoserve.models.hub import ProgressCallback
+from nanoserve.scheduler.work import StepWork
 
 _STEP_TOKENS = 32  # reading all weights takes about as long as computing this many tokens; progress counts both
 _TELL_SECONDS = 1.0  # drawing takes a millisecond or two of the run's own time

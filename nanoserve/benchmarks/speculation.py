@@ -14,13 +14,13 @@ from nanoserve.benchmarks.machine import ForeignLoad
 from nanoserve.benchmarks.policies.rounds import PolicyRound, ratios, summarize
 from nanoserve.benchmarks.roofline import BandwidthProbe
 from nanoserve.benchmarks.rounds import Repeating, bracket, most_known, rotated
-from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.work import StepWork
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import BatchRates
 from nanoserve.measures.workloads import BatchCase, random_prompts
 from nanoserve.request import SamplingParams
 from nanoserve.request import Sequence as RunningSequence
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.work import StepWork
 from nanoserve.speculation.choosing import COUNTS, expected_tokens, step_seconds
 from nanoserve.speculation.ngram import NgramIndex
 from nanoserve.speculation.speculator import Speculator

@@ -20,8 +20,8 @@ from nanoserve.costs.counts import ModelCounts, Operator, Precision
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.hardware import Device
 from nanoserve.costs.profile import Prediction, Profile, check_writable, write_profile
-from nanoserve.costs.work import StepWork
 from nanoserve.processes.threads import MOST_THREADS, physical_cores, prepare_threads
+from nanoserve.scheduler.work import StepWork
 
 Fields = Mapping[str, Any]
 _TIME_COLUMNS = columns(("", "part", "size"), (",.1f", "us", ("quartiles", "low"), ("", "high")), (".0%", "of_floor"))

@@ -19,7 +19,7 @@ from nanoserve.commands.engine_options import parallel_pair, parsed_split, quant
 from nanoserve.commands.options import HARDWARE_PANEL, Options, file_option, option
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine
 from nanoserve.costs.hardware import GIBI
-from nanoserve.costs.predictor import MeasuredPredictor, Predictor, layout_predictors
+from nanoserve.costs.predictor import MeasuredPredictor, layout_predictors
 from nanoserve.costs.profile import MeasuredTimes, Profile, read_profile
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Panel, draw
@@ -33,6 +33,7 @@ from nanoserve.record.metrics import CompletedRequest
 from nanoserve.record.trace import RunTrace
 from nanoserve.record.window import StepWindow, token_panels
 from nanoserve.scheduler.policies import parse_policies
+from nanoserve.scheduler.predictor import Predictor
 from nanoserve.simulator import Workload, burst, gamma_arrivals, simulate
 from nanoserve.simulator.executor import SimulatedDrafter
 from nanoserve.simulator.fleet import check_replicas, make_router

@@ -14,8 +14,8 @@ from nanoserve.costs.counts import Precision
 from nanoserve.costs.hardware import Efficiency, Machine, load_machine
 from nanoserve.costs.step_costs import DoesNotFit, StepCosts
 from nanoserve.costs.tables import load_shape
-from nanoserve.costs.work import StepWork
 from nanoserve.layout import ParallelLayout
+from nanoserve.scheduler.work import StepWork
 
 __all__ = [
     "DoesNotFit",

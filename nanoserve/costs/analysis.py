@@ -7,7 +7,7 @@ import msgspec
 
 from nanoserve.cache_groups import most_blocks
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.costs.work import StepWork
+from nanoserve.scheduler.work import StepWork
 
 Bound = Literal["compute", "memory", "link", "overhead"]
 

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.work import HostBatch, StepFeatures, Strategy
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.work import HostBatch, StepFeatures, Strategy
 
 _OCTAVES: Final = 4  # between one size that has a factor of its own and the next: 16 times as large
 # Standard deviations of the factors' logarithms before anything is measured: what all sizes of a part have in common,

@@ -16,9 +16,9 @@ import msgspec
 
 from nanoserve.config import LayerShape, ModelConfig
 from nanoserve.costs.weight_bits import NUMBERS, ROWS, Bits, matrix_bits
-from nanoserve.costs.work import Chunk, StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.scheduler.work import Chunk, StepWork
 
 # Bits that a stored number takes; four-bit weights come with a 16-bit scale for each group of 128.
 STORED_BITS = {4: 4 + 16 / 128, 8: 8.0, 16: 16.0, 32: 32.0}
@@ -307,6 +307,21 @@ class ModelCounts:
         both, kv_bytes = self._sizes[kind]
         activation_bytes = tokens * both * self.precision.other_bytes * layers
         return Operator("attention", name, 2.0 * both * pairs * layers, 0.0, keys * kv_bytes * layers, activation_bytes)
+
+
+def chunk_keys(start: int, length: int, window: int = 0) -> int:
+    """Keys that a chunk reads at least: every one that any of its positions sees, once. A window of 0 sees all."""
+    return start + length if not window else min(start, window - 1) + length
+
+
+def chunk_pairs(start: int, length: int, window: int = 0) -> int:
+    """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that is less. For a whole
+    prompt of n tokens without a window that is n (n + 1) / 2, half of the square that Seesaw's Appendix A prints: a
+    prompt's attention takes 2 b hq s^2 d operations and not 4."""
+    if not window:
+        return length * start + length * (length + 1) // 2
+    growing = max(0, min(length, window - 1 - start))  # positions that see less than a whole window
+    return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
 
 
 def tensor_degrees(model: ModelConfig) -> list[int]:

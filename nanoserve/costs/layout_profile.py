@@ -10,9 +10,9 @@ from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.hardware import Efficiency, MachineSpeeds
 from nanoserve.costs.profile import ProfileFile, measured_attention
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.costs.work import StepWork
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.scheduler.work import StepWork
 
 _STEADY = 1.5  # most of an upper quartile over the lower
 

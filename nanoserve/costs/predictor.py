@@ -1,47 +1,11 @@
-"""Predictor, by which policies know step times in advance, answered from the cost model or from a profile."""
+"""Predictors, by which policies know step times in advance: from the cost model, or from a profile."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from nanoserve.costs.layout_profile import LayoutCosts
 from nanoserve.costs.profile import Profile
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.costs.work import StepWork, Strategy
-
-
-class Predictor(Protocol):
-    """Times of future steps: seconds of one layer of one stage, unless a name says otherwise."""
-
-    num_layers: int  # of the model, whatever the number of stages
-    slowest_share: float  # of a decode step's time, that of the slowest stage; 1 with one stage
-    lone_share: float  # of a decode step's time, what it takes while no other stage uses the memory
-    overlaps: bool  # whether the device computes while it reads the weights; else each step pays for both
-
-    def linear_seconds(self, tokens: int) -> float:
-        """The linear layers for this many tokens, with everything beside them except attention."""
-
-    def attention_seconds(self, context_tokens: int) -> float:
-        """Decode attention on the device over `context_tokens` keys, summed over sequences. With sliding windows this
-        is an upper limit: the sequences' own lengths are not known."""
-
-    def prefill_attention_seconds(self, tokens: int) -> float:
-        """Attention of one prompt of this many tokens, from its beginning. For several short prompts that is too much,
-        for a chunk far into a prompt, which reads earlier keys, too little."""
-
-    def host_attention_seconds(self, sequences: int, context_tokens: int) -> float:
-        """Decode attention on the CPU over this many keys, with moving queries, keys, values and results."""
-
-    def step_overhead_seconds(self, rows: int = 1) -> float:
-        """Time of a whole step outside its layers, with `rows` sampled rows."""
-
-    def slowdown(self, strategy: Strategy) -> float:
-        """The factor by which a step of that strategy takes longer than its parts; 1 if it was not measured."""
-
-    def swap_seconds(self, context_tokens: int) -> float:
-        """The KV of this many tokens, all layers, one way between device and host; the slowest stage counts."""
-
-    def transition_seconds(self, layout: int) -> float:
-        """Changing from the current layout to that one, with nothing in flight; the slowest stage counts."""
+from nanoserve.scheduler.work import StepWork, Strategy
 
 
 class CostPredictor:

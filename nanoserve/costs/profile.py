@@ -18,9 +18,9 @@ from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.curves import Measured, MeasuredCurve, MeasuredGrid
 from nanoserve.costs.hardware import Device, Efficiency, Link, Machine
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
+from nanoserve.scheduler.work import Chunk, StepWork
 
 _MOST_TOKENS = 2**28  # of a measured KV cache: each of its blocks takes some memory when it is simulated
 _MOST_LAYERS = 100_000

@@ -7,9 +7,9 @@ from functools import cache, lru_cache
 from nanoserve.config import ModelConfig
 from nanoserve.costs.counts import STORED_BITS, ModelCounts, Operator, OperatorKind, Precision
 from nanoserve.costs.hardware import GIBI, Efficiency, Link, Machine
-from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.scheduler.work import Chunk, StepWork
 
 _ALL_REDUCES_PER_LAYER = 2  # behind the attention's output and behind the feed-forward part
 _KERNELS_OF_HEAD = 3  # norm, logits, sampling

@@ -12,11 +12,11 @@ from statistics import median
 import msgspec
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.work import HostBatch, StepFeatures
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Load
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult, work_of
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.work import HostBatch, StepFeatures
 
 _MANY, _ONE_IN = 256, 17
 """The predictor learns from the first _MANY results, then from one in _ONE_IN, to save time on the CPU. Every second or

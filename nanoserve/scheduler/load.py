@@ -9,21 +9,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from nanoserve.errors import PolicyFailed, UsageError, first_line, shown
-
-if TYPE_CHECKING:  # the registry of policies is imported for --help, which must not load the cost model
-    from nanoserve.costs.predictor import Predictor
-    from nanoserve.costs.work import Strategy
-    from nanoserve.request import Request
+from nanoserve.request import Request
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.work import Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """A strategy that was compared."""
 
-    strategy: "Strategy"
+    strategy: Strategy
     seconds: float
     """Predicted time of the step."""
     per_second: float
@@ -40,7 +38,7 @@ class Decision:
     """Most running sequences to decode, one token each."""
     whole_prompts: bool = False
     """Take prompts whole or not at all. The first may exceed ``prefill_tokens``, or it could never run."""
-    strategy: "Strategy" = "device"
+    strategy: Strategy = "device"
     """How sequences in host memory take part in this step."""
     host_decodes: tuple[int, int] = (0, 0)
     """Host sequences for sub-batches 0 and 1. "asymmetric" takes those under way, the most advanced first, then ready
@@ -134,7 +132,7 @@ class Load:
     """Host sequences whose token is under way, the most advanced first."""
     longest_remaining: int = 0
     """Tokens until the last of the running decodes ends; estimated like ``expected_growth``."""
-    predictor: "Predictor | None" = None
+    predictor: Predictor | None = None
     """Predicts step times in the current layout; None where nothing was measured."""
 
     @property
@@ -200,7 +198,7 @@ def parameter(default: Any, at_least: float, *, below: float = math.inf, up_to: 
 
 
 FIRST_COME = "first-come"
-ORDERS: "dict[str, Callable[[Request, float], float]]" = {
+ORDERS: dict[str, Callable[[Request, float], float]] = {
     FIRST_COME: lambda request, fair_start: 0.0,
     "shortest-first": lambda request, fair_start: len(request.prompt),
     "priority": lambda request, fair_start: request.priority,
@@ -243,7 +241,7 @@ class Policy(ABC):
     def decide(self, load: Load) -> Decision:
         """What the next step should hold: a pure function of the snapshot, which it does not change."""
 
-    def rank(self, request: "Request", fair_start: float) -> float:
+    def rank(self, request: Request, fair_start: float) -> float:
         """The place of an arriving request, which all its sequences keep: lower ranks begin first, and the highest
         gives way first where blocks run out. Of equal ranks the oldest is first. ``fair_start`` is lower, the less the
         request's user has been served (`FairShare`)."""

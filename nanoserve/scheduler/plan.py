@@ -10,8 +10,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from nanoserve.costs.work import Chunk, StepWork, Strategy
 from nanoserve.request import SamplingParams, TokenLogprob
+from nanoserve.scheduler.work import Chunk, StepWork, Strategy
 
 Tier = Literal["device", "host"]
 

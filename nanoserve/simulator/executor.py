@@ -8,10 +8,10 @@ from itertools import takewhile
 from random import Random
 from typing import Literal, cast
 
-from nanoserve.costs.work import StepWork
 from nanoserve.errors import UsageError, shown
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes, Times
 from nanoserve.scheduler.plan import Answer, Row, StepPlan, StepResult, Swap, work_of
+from nanoserve.scheduler.work import StepWork
 from nanoserve.simulator.host_attention import HostAttention, HostRow, Processor, SubBatch
 from nanoserve.simulator.pipeline import DECOUPLED, MovingTimes, Passage, Pipeline, Runtime, StepTimes, TieredTimes
 

@@ -12,9 +12,9 @@ from operator import attrgetter
 
 import msgspec
 
-from nanoserve.costs.work import StepWork
 from nanoserve.record.times import HostTimes
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork
+from nanoserve.scheduler.work import StepWork
 from nanoserve.simulator.pipeline import Passage, TieredTimes
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, cast, runtime_checkable
 
-from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.errors import UsageError
+from nanoserve.scheduler.work import Chunk, StepWork
 
 PAPERS_PREPARATION_SHARE = 0.17
 """gLLM, section 3.4: input preparation in a coupled design (vLLM), as a share of the whole execution time."""

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
-from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.work import Chunk, StepWork
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.fleet import drive
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import msgspec
 
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine
-from nanoserve.costs.predictor import Predictor, layout_predictors
+from nanoserve.costs.predictor import layout_predictors
 from nanoserve.costs.tables import load_shape, read_toml
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.explanation import ExplainedRun, explain_run
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.predictor import Predictor
 from nanoserve.simulator.pipeline import TieredTimes
 from nanoserve.simulator.simulation import simulate
 from nanoserve.simulator.workload import Workload

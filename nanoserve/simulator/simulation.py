@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from nanoserve.cache_groups import most_tokens
-from nanoserve.costs.predictor import Predictor
 from nanoserve.errors import PolicyFailed, UsageError
 from nanoserve.measures.metrics import Slo
 from nanoserve.measures.sketches import Sketch, mean_series
@@ -15,6 +14,7 @@ from nanoserve.record.metrics import ArrivalWindow, LatencyMetrics, RequestObser
 from nanoserve.request import Request
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import SimulatedDrafter, SimulatedExecutor
 from nanoserve.simulator.fleet import Replica, bubble_share, check_replicas, drive_fleet, make_router

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.work import StepWork
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.work import StepWork
 
 COUNTS = (0, 1, 2, 3, 4, 5, 7)
 """Guesses that a row may have."""

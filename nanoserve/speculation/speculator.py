@@ -9,9 +9,9 @@ from itertools import compress
 
 import msgspec
 
-from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.work import StepWork
 from nanoserve.request import Sequence, Status
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.work import StepWork
 from nanoserve.speculation.choosing import COUNTS, Acceptance, choose_counts, step_seconds
 from nanoserve.speculation.ngram import NgramIndex
 

@@ -4,9 +4,9 @@ import pytest
 
 from nanoserve.benchmarks.driving import EngineDriver
 from nanoserve.benchmarks.floors import step_kind
-from nanoserve.costs.work import StepWork
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.scheduler.work import StepWork
 from tests.benchmarks.fakes import VirtualExecutor, virtual_engine
 
 

@@ -4,9 +4,9 @@ import pytest
 from msgspec.structs import replace
 
 from nanoserve.benchmarks.floors import Limits, ModelCost, step_kind, step_work
-from nanoserve.costs.work import StepWork
 from nanoserve.models.hub import dummy_config
 from nanoserve.scheduler.plan import Row, StepPlan
+from nanoserve.scheduler.work import StepWork
 
 
 def test_the_work_of_a_plan() -> None:

@@ -4,8 +4,8 @@ import pytest
 
 from nanoserve.benchmarks.driving import EngineDriver, StepRecord, summarize_steps
 from nanoserve.benchmarks.floors import Limits, ModelCost
-from nanoserve.costs.work import StepWork
 from nanoserve.models.hub import dummy_config
+from nanoserve.scheduler.work import StepWork
 from tests.benchmarks.fakes import VirtualExecutor, virtual_engine
 
 COST, LIMITS = ModelCost(dummy_config("smollm2-135m"), 2), Limits(1e9, 1e11)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nanoserve.costs import StepCosts, StepWork, load_machine, load_shape
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.costs.work import HostBatch, StepFeatures
+from nanoserve.scheduler.work import HostBatch, StepFeatures
 from tests.fakes.distorted_predictor import DistortedPredictor
 from tests.fakes.linear_predictor import LinearPredictor
 

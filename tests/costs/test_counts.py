@@ -5,12 +5,12 @@ import math
 import pytest
 
 from nanoserve.cache_groups import most_blocks
-from nanoserve.costs.counts import ModelCounts, Operator, Precision, tensor_degrees
+from nanoserve.costs.counts import ModelCounts, Operator, Precision, chunk_keys, chunk_pairs, tensor_degrees
 from nanoserve.costs.tables import load_shape
-from nanoserve.costs.work import StepWork, chunk_keys, chunk_pairs
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.weights import tensor_parts
+from nanoserve.scheduler.work import StepWork
 from tests.costs.conftest import tiny_experts, tiny_model
 
 # Two decode rows that read 3 and 5 keys, and positions 2, 3, 4 of a prompt: five tokens.

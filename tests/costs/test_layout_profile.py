@@ -10,8 +10,8 @@ from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.costs.profile import read_profile, write_profile
-from nanoserve.costs.work import StepWork
 from nanoserve.errors import UsageError
+from nanoserve.scheduler.work import StepWork
 from nanoserve.simulator.planning import PlannedWork, RequestShape, find_candidates
 from tests.costs.profiles import curve, grid
 

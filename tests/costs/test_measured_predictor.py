@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.costs.predictor import MeasuredPredictor, Predictor
-from nanoserve.costs.work import Strategy
+from nanoserve.costs.predictor import MeasuredPredictor
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.work import Strategy
 from tests.costs.profiles import curve, grid, made_up_profile
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.work import Strategy
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.work import Strategy
 
 
 @dataclass(frozen=True)

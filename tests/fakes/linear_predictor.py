@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanoserve.costs.work import Strategy
+from nanoserve.scheduler.work import Strategy
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from nanoserve.costs.work import StepWork
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
+from nanoserve.scheduler.work import StepWork
 from nanoserve.simulator.executor import DUMMY_TOKEN, SimulatedExecutor
 from nanoserve.simulator.pipeline import DECOUPLED, Passage, Runtime, StepTimes
 

@@ -8,7 +8,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoserve.costs.work import Strategy
 from nanoserve.request import FinishReason
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
@@ -16,6 +15,7 @@ from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import StepPlan
+from nanoserve.scheduler.work import Strategy
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.hybrid.families import BLOCK_SIZE, MAX_MODEL_LEN, Model
 from tests.runtime.small_model import local_executor

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.work import Strategy
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.host.host_attention import HostAttentionThread
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.moves.host_pool import HostPool
 from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.work import Strategy
 from tests.runtime.small_model import dense_greedy, local_executor, small_config, small_decoder
 
 LAYERS, BLOCK_SIZE = 3, 4

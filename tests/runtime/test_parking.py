@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.work import Strategy
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer
@@ -25,6 +24,7 @@ from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.decode_graphs import DecodeGraphs, StaticInputs
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import Begin, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.work import Strategy
 from tests.runtime.fake_graphs import FakeRecorder
 from tests.runtime.small_model import LayersRunBy, dense_greedy, local_executor, small_config, small_decoder
 

@@ -20,12 +20,12 @@ key and 3 a prompt token; of the CPU, 2 and 1 a key. Moving a token takes 0.1 s,
 
 from dataclasses import dataclass
 
-from nanoserve.costs.predictor import Predictor
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
+from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.integrity import check_integrity
 from tests.fakes.linear_predictor import LinearPredictor

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.costs.work import HostBatch, StepFeatures, StepWork
 from nanoserve.engine import Engine
 from nanoserve.record.forecasts import Forecast, Forecasts, features_of
 from nanoserve.request import Request, SamplingParams, Sequence
@@ -17,6 +16,7 @@ from nanoserve.scheduler.plan import CohortProgress, HostWork, Row, StepPlan, St
 from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelining
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.work import HostBatch, StepFeatures, StepWork
 from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExecutor
 from nanoserve.simulator.replay import record_run, replay
 from tests.fakes.linear_predictor import LinearPredictor

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams, Status
 from nanoserve.request import Sequence as Sequence_
 from nanoserve.scheduler import Decision, Load, Policy, make_policy
 from nanoserve.scheduler.plan import Begin, Row, work_of
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.work import StepWork
 from nanoserve.speculation.choosing import COUNTS, Acceptance, choose_counts, expected_tokens
 from nanoserve.speculation.ngram import NgramIndex
 from nanoserve.speculation.speculator import Speculator

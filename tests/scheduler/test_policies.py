@@ -261,7 +261,7 @@ def test_a_budget_below_the_default_of_min_prefill_lowers_it() -> None:
 
 def test_policies_import_nothing_but_the_load() -> None:
     folder = Path(nanoserve.scheduler.policies.__file__).parent
-    placement, predictor = "nanoserve.scheduler.policies.placement", "nanoserve.costs.predictor"
+    placement, predictor = "nanoserve.scheduler.policies.placement", "nanoserve.scheduler.predictor"
     for path in folder.glob("[a-z]*.py"):
         modules = {node.module for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)}
         modules -= {"abc", "bisect", "dataclasses", "functools", "typing"}

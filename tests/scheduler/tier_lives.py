@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from nanoserve.cache_groups import most_tokens
-from nanoserve.costs.work import Strategy
 from nanoserve.engine import Engine
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.work import Strategy
 from tests.fakes.host_losing_executor import HostLosingExecutor
 from tests.scheduler.lives import check_outputs, live
 

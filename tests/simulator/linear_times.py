@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from nanoserve.costs.work import Chunk, StepWork
+from nanoserve.scheduler.work import Chunk, StepWork
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 import pytest
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.costs.predictor import CostPredictor, Predictor
+from nanoserve.costs.predictor import CostPredictor
 from nanoserve.papers.apex.settings import A10
 from nanoserve.papers.cases import BLOCK_SIZE, draw_lengths
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.predictor import Predictor
 from nanoserve.simulator import SimulationResult, Workload, burst, simulate
 from tests.fakes.distorted_predictor import DistortedPredictor
 

@@ -6,11 +6,11 @@ import pytest
 
 from nanoserve.benchmarks.policies.variants import KvCase, KvCases, make_requests, run_requests
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.costs.work import Strategy
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.work import Strategy
 from nanoserve.simulator.executor import SimulatedExecutor
 from nanoserve.simulator.host_attention import HostAttention
 from nanoserve.simulator.pipeline import Passage

@@ -1,6 +1,6 @@
 """Micro-batches of the real run take what they took; others, what one of their size took at about that time."""
 
-from nanoserve.costs.work import StepWork
+from nanoserve.scheduler.work import StepWork
 from nanoserve.simulator.replay import MeasuredStages, MeasuredStep
 
 

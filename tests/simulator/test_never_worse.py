@@ -5,9 +5,9 @@ from itertools import product
 import pytest
 
 from nanoserve.benchmarks.policies.variants import KvCase, KvCases, make_requests, run_requests
-from nanoserve.costs.predictor import Predictor
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.executor import SimulatedExecutor
 from tests.fakes.distorted_predictor import DistortedPredictor

@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanoserve.costs.work import StepWork
 from nanoserve.errors import UsageError
+from nanoserve.scheduler.work import StepWork
 from nanoserve.simulator.pipeline import COUPLED, DECOUPLED, Passage, Pipeline, Runtime
 from tests.simulator.linear_times import LinearTimes
 

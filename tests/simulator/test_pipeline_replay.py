@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
-from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.engine import Engine
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.work import Chunk, StepWork
 from nanoserve.simulator.replay import record_run, replay
 from tests.fakes.moving_executor import MovingExecutor
 from tests.fakes.observed_executor import ObservedExecutor

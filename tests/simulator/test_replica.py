@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from nanoserve.costs.work import Chunk, StepWork
 from nanoserve.measures.workloads import RequestShape
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.work import Chunk, StepWork
 from nanoserve.simulator import SimulationResult, Workload, poisson_arrivals, simulate
 from tests.simulator.replica import Outcome, Pipeline, Replica, Request, SarathiServe, TokenThrottling
 

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from nanoserve.costs.work import Strategy
 from nanoserve.errors import UsageError
 from nanoserve.record.times import HostTimes, ReshardTimes, SwapTimes
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.work import Strategy
 from nanoserve.simulator.executor import DUMMY_TOKEN, END_TOKEN, SimulatedExecutor
 from nanoserve.simulator.pipeline import Passage
 from tests.simulator.tier_times import TierTimes

@@ -8,12 +8,12 @@ import pytest
 
 from nanoserve.costs import StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.costs.work import Strategy
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.record.trace import RunTrace
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.work import Strategy
 from nanoserve.simulator import SimulationResult, Workload, burst, fixed_lengths, simulate
 from tests.record.tracks import tracks_of
 from tests.simulator.linear_times import LinearTimes

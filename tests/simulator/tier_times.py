@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanoserve.costs.work import StepWork
+from nanoserve.scheduler.work import StepWork
 from tests.simulator.linear_times import LinearTimes
 
 

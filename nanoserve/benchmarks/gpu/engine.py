@@ -20,7 +20,6 @@ from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.benchmarks.gpu.device import GpuBench, TimeSpread
 from nanoserve.benchmarks.gpu.models import EngineShelf, TimedEngine
 from nanoserve.benchmarks.gpu.running import CannotRun, GpuCase, Row
-from nanoserve.costs.work import StepWork
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import BatchRates
@@ -29,6 +28,7 @@ from nanoserve.models.dtypes import format_name
 from nanoserve.models.hub import SHAPES
 from nanoserve.processes.temporary import temporary_directory
 from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler.work import StepWork
 
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "llama-3.1-8b", "qwen2.5-14b"
 PRESET = "nano-vllm"

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from nanoserve.costs.closed_forms import overlap_gain_bound, pipelining_speedup_bound
-from nanoserve.costs.predictor import Predictor
-from nanoserve.costs.work import Strategy
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.plan import HostWork
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.work import Strategy
 
 HYBRID: tuple[Strategy, ...] = ("asymmetric", "overlap")  # strategies of steps in which the CPU computes attention
 Gains = dict[Strategy, dict[str, float | None] | None]

@@ -18,7 +18,6 @@ from nanoserve.benchmarks.policies.gains import HYBRID, decode_only, decode_step
 from nanoserve.benchmarks.policies.rounds import Bench, Metrics, PolicyRound, Run
 from nanoserve.benchmarks.policies.simulated import compare_with_simulator, rerun
 from nanoserve.costs.profile import MeasuredTimes
-from nanoserve.costs.work import Strategy
 from nanoserve.measures.charts import AnyPanel, Band, ChartCurve, Panel
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
 from nanoserve.record.forecasts import Forecast
@@ -27,6 +26,7 @@ from nanoserve.record.run_record import RunRecord, engine_seconds, move_metrics,
 from nanoserve.record.times import StageTimes
 from nanoserve.record.window import StepWindow, token_panels
 from nanoserve.scheduler.plan import StepPlan, Tier
+from nanoserve.scheduler.work import Strategy
 
 Picture = tuple[Sequence[AnyPanel], int, tuple[float, float]]
 """Panels, how many of them are in a row, and the size of each in inches."""

@@ -10,7 +10,6 @@ import msgspec
 
 from nanoserve.cache_groups import most_tokens
 from nanoserve.config import ModelConfig
-from nanoserve.costs.predictor import Predictor
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
@@ -24,6 +23,7 @@ from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Executor, LayoutCapacity, StepPlan
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing, device_fits_pool
+from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.simulator.pipeline import MovingTimes, TieredTimes
 from nanoserve.simulator.replay import record_run

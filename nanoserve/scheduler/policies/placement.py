@@ -8,12 +8,10 @@ from abc import abstractmethod
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 from nanoserve.scheduler.load import Decision, Load, Policy
-
-if TYPE_CHECKING:
-    from nanoserve.costs.predictor import Predictor
+from nanoserve.scheduler.predictor import Predictor
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,7 @@ class DeviceStep:
     """Predicted times of a step on the device alone, per layer unless a name says otherwise, and the host sequences
     that could join it. Each prediction is made once: on small models deciding takes a considerable part of a step."""
 
-    predictor: "Predictor"
+    predictor: Predictor
     decodes: int
     prefill: int
     keys: int

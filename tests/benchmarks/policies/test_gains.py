@@ -11,11 +11,11 @@ from nanoserve.benchmarks.policies.gains import (
     host_rate,
 )
 from nanoserve.benchmarks.policies.metrics import step_counts
-from nanoserve.costs.work import Strategy
 from nanoserve.record.events import Arrived, Collected, Gained
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, SamplingParams, Sequence, SequenceUpdate
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult, Swap
+from nanoserve.scheduler.work import Strategy
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.record.planned import planned
 

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import pytest
 
-from nanoserve.costs.growth import GrowthForecast
 from nanoserve.engine import Engine
 from nanoserve.request import Place, Request, SamplingParams, Sequence
+from nanoserve.scheduler.growth import GrowthForecast
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import RankOrdered

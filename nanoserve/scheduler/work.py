@@ -90,18 +90,3 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
         """Rows that get logits. An overlapped step counts those on the device: few host rows end beside them."""
         ending = (*self.host, *self.host_second) if self.strategy == "asymmetric" else ()
         return self.device.sampled + sum([batch.sequences for batch in ending])
-
-
-def chunk_keys(start: int, length: int, window: int = 0) -> int:
-    """Keys that a chunk reads at least: every one that any of its positions sees, once. A window of 0 sees all."""
-    return start + length if not window else min(start, window - 1) + length
-
-
-def chunk_pairs(start: int, length: int, window: int = 0) -> int:
-    """Pairs of query and key of a causal chunk: position p sees p + 1 keys, or the window if that is less. For a whole
-    prompt of n tokens without a window that is n (n + 1) / 2, half of the square that Seesaw's Appendix A prints: a
-    prompt's attention takes 2 b hq s^2 d operations and not 4."""
-    if not window:
-        return length * start + length * (length + 1) // 2
-    growing = max(0, min(length, window - 1 - start))  # positions that see less than a whole window
-    return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
