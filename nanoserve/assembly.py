@@ -159,7 +159,7 @@ def _trace(
     """Have what every engine does written into one file, which the first engine closes: it ends last."""
     engines = built.engine.engines if isinstance(built.engine, Dispatcher) else (built.engine,)
     for number, engine in enumerate(engines):
-        engine.recorder.forecasts.of_all = True
+        engine.forecasts.of_all = True
         engine.recorder.add(
             RunTrace(
                 file,

@@ -4,6 +4,7 @@ from collections.abc import Sequence as SequenceOf
 
 from nanoserve.errors import PolicyFailed, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.record.counters import EngineStatus, RecentStep
+from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.recorder import Recorder
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor
@@ -22,6 +23,9 @@ class Engine:
         self.executor = executor
         self.vocab_size = vocab_size
         self.recorder = Recorder(scheduler, executor)  # counts, and shows this engine to observers
+        self.forecasts = Forecasts(scheduler.predictors, self.recorder.emit)  # what predictors learn through
+        if scheduler.predictors:
+            scheduler.observers.append(self.forecasts)
         self.failure: str | None = None  # why the executor runs nothing any more; None while it does
 
     @property

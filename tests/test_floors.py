@@ -45,7 +45,7 @@ FLOORS: dict[str, set[str]] = {
         *("errors", "processes", "layout", "cache_groups", "quantization", "config", "checkpoint_names", "scheduler"),
     },
     "engine_config": {"errors", "processes", "layout", "quantization", "scheduler"},
-    "record": {"errors", "layout", "request", "measures", "costs", "scheduler"},
+    "record": {"errors", "layout", "request", "measures", "scheduler"},
     "engine": {"errors", "request", "config", "kv", "scheduler", "record"},
     "dispatcher": {"errors", "request", "record", "engine"},
     "simulator": {

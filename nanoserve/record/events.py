@@ -5,15 +5,16 @@ the recorder's clock is stepped (`Recorder.step_clock`).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
-from nanoserve.record.forecasts import Forecast
 from nanoserve.record.times import Beside, StageTimes
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import StepPlan, StepResult, Tier
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.work import StepFeatures
 
 
 class Blocks(msgspec.Struct, frozen=True):
@@ -81,7 +82,6 @@ class Planned(msgspec.Struct, frozen=True):
     decision: Decision
     """What the policy saw, and what it decided; the load is None if no scheduler made the plan."""
     blocks: Blocks  # blocks after the plan's rows and swaps; the plan itself says what it took and freed
-    forecast: Forecast | None  # the prediction for the plan; None if it was not predicted
     tables: tuple[HeldBlocks, ...] = ()
     """All block tables after the plan was made, oldest sequence first; none unless the recorder keeps them."""
 
@@ -99,8 +99,6 @@ class Collected(msgspec.Struct, frozen=True):
     time: float
     clock: float
     results: tuple[StepResult, ...]
-    corrections: Mapping[str, float]
-    """Correction factor of each part of a prediction, before anything is learned from these results."""
 
 
 class ExecutorFailed(msgspec.Struct, frozen=True):
@@ -121,8 +119,27 @@ class Finished(msgspec.Struct, frozen=True):
     blocks: Blocks
 
 
-Event = Arrived | Stopped | Planned | Worked | Collected | ExecutorFailed | Gained | Finished | Forecast
-"""A Forecast is an event when its step was measured."""
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A plan was predicted, just before it is told as planned; told again once its step was measured."""
+
+    step: int
+    decision: Decision
+    """What the plan carries out, with the alternatives."""
+    work: StepFeatures
+    predicted: float
+    measured: float | None = None
+    """Predicted and measured time on the device, in seconds; None while the step is in flight."""
+
+
+class Corrected(msgspec.Struct, frozen=True):
+    """A predictor learned, or another one predicts from now on."""
+
+    corrections: Mapping[str, float]
+    """Correction factor of each part of a prediction."""
+
+
+Event = Arrived | Stopped | Planned | Worked | Collected | ExecutorFailed | Gained | Finished | Forecast | Corrected
 Observer = Callable[[Event], None]
 
 

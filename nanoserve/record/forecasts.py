@@ -4,18 +4,18 @@ Only results are learned from, in their order, so the same run decides the same.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from statistics import median
 
 import msgspec
 
-from nanoserve.costs.corrected_predictor import CorrectedPredictor
+from nanoserve.record.events import Corrected, Event, Forecast
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Load
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult, work_of
-from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.predictor import LearningPredictor, Predictor
 from nanoserve.scheduler.work import HostBatch, StepFeatures
 
 _MANY, _ONE_IN = 256, 17
@@ -23,53 +23,34 @@ _MANY, _ONE_IN = 256, 17
 fourth would always pick the same one of micro-batches that take turns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
-    step: int
-    decision: Decision
-    """What the plan carries out, with the alternatives."""
-    work: StepFeatures
-    predicted: float
-    measured: float | None = None
-    """Predicted and measured time on the device, in seconds; None while the step is in flight."""
-
-
 class Forecasts:
     """A SchedulerObserver with a predictor for each layout; only predictors that learn get forecasts.
 
-    ``on_measured`` is called with each forecast once its step was measured and learned from.
+    ``emit`` is called with each forecast when its step is planned, and again when it was measured and learned from; and
+    with the predictor's corrections when they may have changed.
     """
 
-    def __init__(
-        self, predictors: Sequence[Predictor], on_measured: Callable[[Forecast], None] = lambda forecast: None
-    ) -> None:
-        self._predictors = [one if isinstance(one, CorrectedPredictor) else None for one in predictors]
-        self.load: Load | None = None
-        self.decision = Decision(0, 0)  # what the policy saw and decided for the newest plan
+    def __init__(self, predictors: Sequence[Predictor], emit: Callable[[Event], None] = lambda event: None) -> None:
+        self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
-        self._in_flight: dict[int, tuple[Forecast, CorrectedPredictor | None]] = {}
-        self._newest: CorrectedPredictor | None = None  # predictor of the newest plan
-        # Current correction factors, as of the last step that was learned from; empty without a learning predictor.
-        self.corrections: Mapping[str, float] = {}
-        self._plans, self._host_results, self._on_measured = _lessons(), _lessons(), on_measured
-
-    def of(self, step: int) -> Forecast | None:
-        """The forecast of a plan in flight; None if it was not predicted."""
-        return self._in_flight.get(step, (None, None))[0]
+        self._in_flight: dict[int, tuple[Forecast, LearningPredictor | None]] = {}
+        self._newest: LearningPredictor | None = None  # predictor of the newest plan
+        self._plans, self._host_results, self._emit = _lessons(), _lessons(), emit
 
     def on_plan(self, plan: StepPlan, load: Load | None, decision: Decision, cohorts: HostCohorts) -> None:
         """Predict a plan with rows; the cohorts do not follow it yet."""
-        self.load, self.decision = load, decision
         predictor = self._predictors[plan.layout] if self._predictors else None
         if predictor is None or not plan.rows:
             return
         if predictor is not self._newest:
-            self._newest, self.corrections = predictor, predictor.corrections
+            self._newest = predictor
+            self._emit(Corrected(predictor.corrections))
         is_lesson = next(self._plans)
         if is_lesson or self.of_all:
             work = features_of(plan, cohorts)
             forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
             self._in_flight[plan.step] = forecast, predictor if is_lesson else None
+            self._emit(forecast)
 
     def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
@@ -80,7 +61,7 @@ class Forecasts:
                 by_size[one.sequences, one.context_tokens].append(one.seconds)
             for (sequences, context_tokens), seconds in by_size.items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
-            self.corrections = self._newest.corrections
+            self._emit(Corrected(self._newest.corrections))
         if result.step not in self._in_flight:
             return
         forecast, predictor = self._in_flight.pop(result.step)
@@ -90,8 +71,8 @@ class Forecasts:
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
         if predictor is not None:
             predictor.observe(work, result.seconds)
-            self.corrections = predictor.corrections
-        self._on_measured(replace(forecast, work=work, measured=result.seconds))
+            self._emit(Corrected(predictor.corrections))
+        self._emit(replace(forecast, work=work, measured=result.seconds))
 
     def on_reset(self) -> None:
         self._in_flight.clear()

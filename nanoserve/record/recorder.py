@@ -15,11 +15,12 @@ from typing import Protocol, TypeVar, runtime_checkable
 from nanoserve.errors import RuntimeFailure
 from nanoserve.record import events
 from nanoserve.record.counters import EngineStatus, RecentStep
-from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, SequenceUpdate
+from nanoserve.scheduler.cohorts import HostCohorts
+from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
-from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.scheduler import Scheduler, SchedulerObserver
 from nanoserve.speculation.speculator import GuessCounts
 
 T = TypeVar("T")
@@ -37,24 +38,21 @@ class Telling(Protocol):
         """Return the times since the last call."""
 
 
-class Recorder:
-    """Stands between an engine and its executor, observes its scheduler, and receives arrivals and aborts.
-
-    The scheduler's predictors learn through its `forecasts`.
-    """
+class Recorder(SchedulerObserver):
+    """Stands between an engine and its executor, observes its scheduler, and receives arrivals and aborts."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.executor = executor
         self.executor_seconds = 0.0  # real time spent in the executor
         self.losses = 0  # how often the executor's workers died and new ones were started
-        self.forecasts = Forecasts(scheduler.predictors, self._emit)
         self._scheduler = scheduler
         self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
         self._take_times = executor.take_times if isinstance(executor, Telling) else tuple
         self._observers: list[events.Observer] = []
         self._clock: float | None = None
-        if scheduler.predictors:
-            scheduler.observer = self.forecasts
+        self._load: Load | None = None
+        self._decision = Decision(0, 0)  # what the policy saw and decided for the newest plan
+        scheduler.observers.append(self)
 
     @property
     def status(self) -> EngineStatus:
@@ -86,7 +84,6 @@ class Recorder:
         return steps
 
     def add(self, *observers: events.Observer) -> None:
-        self._scheduler.observer = self.forecasts
         self._observers += observers
 
     @contextmanager
@@ -104,16 +101,16 @@ class Recorder:
     def finish(self) -> None:
         """Emit the end of the run; the executor stays open."""
         self._show_times()
-        self._emit(events.Finished(self.executor.now(), events.Blocks.of(self._scheduler)))
+        self.emit(events.Finished(self.executor.now(), events.Blocks.of(self._scheduler)))
 
     def submit(self, plan: StepPlan) -> None:
         """Pass a plan on; raises as the executor does."""
         handed_over = self.executor.now() if self._observers else 0.0
         self._call(self.executor.submit, plan)
         if self._observers:
-            clock, forecasts = handed_over if self._clock is None else self._clock, self.forecasts
-            decided = forecasts.load, forecasts.decision, events.Blocks.of(self._scheduler), forecasts.of(plan.step)
-            self._emit(events.Planned(handed_over, clock, plan, *decided, tuple(self._tables())))
+            clock = handed_over if self._clock is None else self._clock
+            blocks, tables = events.Blocks.of(self._scheduler), tuple(self._tables())
+            self.emit(events.Planned(handed_over, clock, plan, self._load, self._decision, blocks, tables))
         self._show_times()
 
     def collect(self, until: float | None) -> list[StepResult]:
@@ -127,7 +124,7 @@ class Recorder:
                 held = len(scheduler.running), len(scheduler.waiting)
                 self._recent.append(RecentStep(plan.step, plan.decodes, plan.prompt_tokens, *held, result.seconds))
         if results and self._observers:
-            self._emit(events.Collected(self.executor.now(), self.now(), tuple(results), self.forecasts.corrections))
+            self.emit(events.Collected(self.executor.now(), self.now(), tuple(results)))
         self._show_times()
         return results
 
@@ -143,16 +140,21 @@ class Recorder:
             self.executor.close()
 
     def on_request(self, request: Request) -> None:
-        self._emit(events.Arrived(self.now(), request))
+        self.emit(events.Arrived(self.now(), request))
 
     def on_stop(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        self._emit(events.Stopped(self.now(), request_id, index, reason))
+        self.emit(events.Stopped(self.now(), request_id, index, reason))
 
     def on_updates(self, updates: list[SequenceUpdate]) -> None:
         if updates and self._observers:
-            self._emit(events.Gained(self.now(), tuple(updates)))
+            self.emit(events.Gained(self.now(), tuple(updates)))
 
-    def _emit(self, event: events.Event) -> None:
+    def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
+        """Remember what the scheduler made the newest plan from."""
+        self._load, self._decision = load, decision
+
+    def emit(self, event: events.Event) -> None:
+        """Show an event to all observers."""
         for observer in self._observers:
             observer(event)
 
@@ -162,7 +164,7 @@ class Recorder:
         try:
             return part(argument)
         except RuntimeFailure:
-            self._emit(events.ExecutorFailed(self.executor.now()))
+            self.emit(events.ExecutorFailed(self.executor.now()))
             raise
         finally:
             self.executor_seconds += time.perf_counter() - began
@@ -171,7 +173,7 @@ class Recorder:
         if (times := self._take_times()) and self._observers:
             stages = tuple([one for one in times if isinstance(one, StageTimes)])
             beside = tuple([one for one in times if not isinstance(one, StageTimes)])
-            self._emit(events.Worked(stages, beside))
+            self.emit(events.Worked(stages, beside))
 
     def _tables(self) -> Iterator[events.HeldBlocks]:
         is_wanted = any(getattr(one, "keeps_tables", False) for one in self._observers)

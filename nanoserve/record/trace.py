@@ -7,10 +7,10 @@ from itertools import count
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
-from nanoserve.record.events import Collected, Event, ExecutorFailed, Finished, Planned, Worked
+from nanoserve.record.events import Collected, Corrected, Event, ExecutorFailed, Finished, Forecast, Planned, Worked
 from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes
-from nanoserve.scheduler.plan import HostWork, StepResult
+from nanoserve.scheduler.plan import HostWork, StepPlan, StepResult
 
 _MILLI, _GIGA = 1e3, 1e9
 
@@ -64,7 +64,9 @@ class RunTrace:
         self._free: dict[int, float] = {}  # by rank: since when
         self._processor, self._processor_free = Track(self._workers, "attention on the CPU"), began
         self._cohorts: list[_Cohort] = []
-        self._corrections: Mapping[str, float] = {}
+        self._forecasts: dict[int, Forecast] = {}  # by step in flight
+        self._corrections: Mapping[str, float] = {}  # as they are
+        self._drawn_corrections: Mapping[str, float] = {}
         self._used_blocks: dict[str, tuple[int, int]] = {}  # used and all of them, as last written
         self._failure: RuntimeFailure | None = None
 
@@ -88,6 +90,11 @@ class RunTrace:
         elif isinstance(event, Collected):
             for result in event.results:
                 self._on_result(result, event)
+        elif isinstance(event, Forecast):
+            if event.measured is None:
+                self._forecasts[event.step] = event
+        elif isinstance(event, Corrected):
+            self._corrections = event.corrections
         elif isinstance(event, Worked):
             for times in event.stages:
                 self._on_stage(times)
@@ -142,21 +149,22 @@ class RunTrace:
                 self._bar(track, f"{cohort.size} host sequences", cohort.since, now, {"step": cohort.step})
 
     def _on_step(self, track: int, planned: Planned, result: StepResult, collected: Collected) -> None:
-        plan = planned.plan
+        plan, forecast = planned.plan, self._forecasts.pop(planned.plan.step, None)
         counts = {"step": plan.step, "decodes": plan.decodes, "prompt_tokens": plan.prompt_tokens}
         name = f"{plan.decodes} decodes + {plan.prompt_tokens} prompt tokens"
         name = name if plan.strategy == "device" else f"{plan.strategy}: {name}"
         if guesses := sum([row.guesses for row in plan.rows]):
             counts, name = {**counts, "guesses": guesses}, f"{name} + {guesses} guesses"
-        facts = counts | {"sequences": len(plan.rows)} | facts_of(planned, result)
+        facts = counts | {"sequences": len(plan.rows)} | facts_of(plan, forecast, result)
         self._bar(Track(self._scheduler, f"micro-batch {track}"), name, planned.time, collected.time, facts)
-        if planned.forecast is not None and collected.corrections != self._corrections:
-            self._corrections = collected.corrections
+        if forecast is not None and self._corrections != self._drawn_corrections:
+            self._drawn_corrections = self._corrections
             rounded = {part: round(factor, 3) for part, factor in self._corrections.items()}
             self._counter("corrections of the prediction", collected.time, rounded)
 
     def _forget_plans(self) -> None:
         self._in_flight.clear()
+        self._forecasts.clear()
         self._free.clear()
 
     def _count_blocks(self, name: str, used: int, total: int, now: float) -> None:
@@ -236,15 +244,15 @@ def bars_of(times: StageTimes, free: float) -> list[tuple[str, float, float]]:
     return [(name, begin, end) for name, begin, end in bars if end > begin]
 
 
-def facts_of(planned: Planned, result: StepResult) -> dict[str, object]:
+def facts_of(plan: StepPlan, forecast: Forecast | None, result: StepResult) -> dict[str, object]:
     """Arguments of a step's bar: how it ran, what it took, and what was predicted. Cohorts are named by their step."""
-    facts: dict[str, object] = {"strategy": planned.plan.strategy, "measured_ms": round(result.seconds * _MILLI, 3)}
+    facts: dict[str, object] = {"strategy": plan.strategy, "measured_ms": round(result.seconds * _MILLI, 3)}
     if result.cohorts:
         facts["layers_of_cohorts"] = {f"step {cohort.step}": cohort.layers for cohort in result.cohorts}
-    if planned.forecast is not None:
-        decision = planned.forecast.decision
+    if forecast is not None:
+        decision = forecast.decision
         names = ("prefill_tokens", "decodes", "host_decodes", "swap_out", "swap_in", "park")
-        facts["predicted_ms"] = round(planned.forecast.predicted * _MILLI, 3)
+        facts["predicted_ms"] = round(forecast.predicted * _MILLI, 3)
         facts["decided"] = {name: getattr(decision, name) for name in names}
         facts["alternatives"] = {
             one.strategy: f"{one.seconds * _MILLI:.3f} ms, {one.per_second:.4g} sequences/s"

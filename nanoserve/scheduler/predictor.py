@@ -1,8 +1,9 @@
 """Predictor: what the scheduler and its policies ask for the times of future steps. The cost model implements it."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
-from nanoserve.scheduler.work import Strategy
+from nanoserve.scheduler.work import StepFeatures, Strategy
 
 
 class Predictor(Protocol):
@@ -38,3 +39,21 @@ class Predictor(Protocol):
 
     def transition_seconds(self, layout: int) -> float:
         """Changing from the current layout to that one, with nothing in flight; the slowest stage counts."""
+
+
+@runtime_checkable
+class LearningPredictor(Predictor, Protocol):
+    """A Predictor that learns from the times of the steps that it predicted."""
+
+    @property
+    def corrections(self) -> Mapping[str, float]:
+        """The factor by which each part of a prediction is corrected now."""
+
+    def step_seconds(self, work: StepFeatures) -> float:
+        """The device's time of a step."""
+
+    def observe(self, work: StepFeatures, seconds: float) -> None:
+        """Learn from a step's time."""
+
+    def observe_host(self, sequences: int, context_tokens: int, seconds: float) -> None:
+        """Learn from the time of one layer's attention on the CPU."""

@@ -116,7 +116,7 @@ class Scheduler:
         if feeds_tokens and max(one.pipeline_depth for one in layouts) > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
-        self.observer: SchedulerObserver | None = None
+        self.observers: list[SchedulerObserver] = []
         groups = len(windows)
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, groups=groups)
         self.pipeline_depth = pipeline_depth
@@ -197,8 +197,8 @@ class Scheduler:
         plan = builder.plan(self.steps, self.layouts.current)
         self.steps += 1
         self._previous = builder.decision
-        if self.observer is not None:
-            self.observer.on_plan(plan, builder.load, builder.decision, self._cohorts)
+        for observer in self.observers:
+            observer.on_plan(plan, builder.load, builder.decision, self._cohorts)
         if plan.ends:
             self.plans_in_flight[plan.step] = plan
         if self._cohorts or plan.strategy != "device":
@@ -300,8 +300,8 @@ class Scheduler:
         if result.lost is not None:
             return self._lose_workers(result.lost, now, ran=result.ran)
         table, cohorts, any_on_host = self.table, self._cohorts, bool(self._cohorts)
-        if self.observer is not None:
-            self.observer.on_result(result, cohorts)
+        for observer in self.observers:
+            observer.on_result(result, cohorts)
         updates = []
         for progress in result.cohorts:
             cohorts.advance(progress.step, progress.layers)
@@ -391,8 +391,8 @@ class Scheduler:
     def _forget_plans(self) -> None:
         self.plans_in_flight.clear()
         self._cohorts.clear()
-        if self.observer is not None:
-            self.observer.on_reset()
+        for observer in self.observers:
+            observer.on_reset()
         self.layouts.abandon()
 
     def fail_all(self, error: str, now: float) -> list[SequenceUpdate]:

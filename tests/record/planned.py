@@ -20,7 +20,7 @@ def planned(plan: StepPlan, time: float, blocks: Blocks = NO_BLOCKS) -> Planned:
     """A plan that was made at that time."""
     decodes, prompt_tokens = step_tokens(plan)
     counted = replace(plan, decodes=decodes, prompt_tokens=prompt_tokens)
-    return Planned(time, time, counted, None, Decision(0, 0), blocks, None)
+    return Planned(time, time, counted, None, Decision(0, 0), blocks)
 
 
 def stage_times(step: int, *spans: tuple[float, float]) -> tuple[StageTimes, ...]:

@@ -98,9 +98,9 @@ def test_a_loss_is_shown_and_frees_the_tracks(tmp_path: Path) -> None:
     with ChromeTraceFile(path) as file:
         trace = RunTrace(file, 1.0)
         trace(planned(StepPlan(0), 1.0))
-        trace(Collected(2.0, 2.0, (StepResult(None, lost="worker 1 was killed"),), {}))
+        trace(Collected(2.0, 2.0, (StepResult(None, lost="worker 1 was killed"),)))
         trace(planned(StepPlan(1), 3.0))
-        trace(Collected(4.0, 4.0, (StepResult(1),), {}))
+        trace(Collected(4.0, 4.0, (StepResult(1),)))
     tracks = tracks_of(json.loads(path.read_text()))
     assert [(bar["name"], bar["ts"]) for bar in tracks["deaths"]] == [("worker 1 was killed", 1e6)]
     assert [bar["args"]["step"] for bar in tracks["micro-batch 0"]] == [1]

@@ -50,7 +50,7 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
         for number in range(24)
     ]
     engine = Engine(scheduler, SimulatedExecutor(times, block_size=2), vocab_size=VOCAB_SIZE)
-    engine.recorder.forecasts.of_all = True
+    engine.forecasts.of_all = True
     file = ChromeTraceFile(tmp_path / "trace.json")
     engine.recorder.add(RunTrace(file, engine.now(), close=file.close))
     drive(engine, requests)
@@ -81,11 +81,11 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
 def test_a_step_that_nobody_predicted_tells_what_it_took() -> None:
     result = StepResult(7, cohorts=(CohortProgress(5, 2),), seconds=0.25)
     facts = {"strategy": "overlap", "measured_ms": 250.0, "layers_of_cohorts": {"step 5": 2}}
-    assert facts_of(planned(StepPlan(7, strategy="overlap"), 0.0), result) == facts
+    assert facts_of(StepPlan(7, strategy="overlap"), None, result) == facts
 
 
 def _result(time: float, result: StepResult) -> Collected:
-    return Collected(time, time, (result,), {})
+    return Collected(time, time, (result,))
 
 
 def on_host(*sequences: int) -> tuple[Row, ...]:

@@ -143,7 +143,7 @@ def _swap(step: int, time: float, blocks: Blocks, *, layout: int) -> Planned:
 
 
 def _result(time: float, result: StepResult) -> Collected:
-    return Collected(time, time, (result,), {})
+    return Collected(time, time, (result,))
 
 
 def test_a_turn_is_counted_from_the_moment_at_which_the_pool_was_empty() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.engine import Engine
-from nanoserve.record.forecasts import Forecast, Forecasts, features_of
+from nanoserve.record.events import Corrected, Event, Forecast
+from nanoserve.record.forecasts import Forecasts, features_of
 from nanoserve.request import Request, SamplingParams, Sequence
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.cohorts import HostCohorts
@@ -100,30 +101,30 @@ def test_an_asymmetric_step_takes_rows_out_of_their_cohorts_by_how_far_they_are(
 
 @pytest.mark.parametrize("of_all", [False, True])
 def test_once_many_results_were_learned_from_one_in_seventeen_is(of_all: bool) -> None:  # noqa: FBT001
-    learner, shown = Learner(), list[Forecast]()
+    learner, shown = Learner(), list[Event]()
     forecasts = Forecasts([learner], shown.append)
     forecasts.of_all = of_all
     for step in range(296):
         forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
         forecasts.on_result(StepResult(step, host_work=(HostWork(1, 5, 3.0),), seconds=3.0), NOBODY)
     assert len(learner.steps) == len(learner.works) == 256 + 40 // 17
-    assert [one.step for one in shown[256:258]] == ([256, 257] if of_all else [271, 288])
+    measured = [one.step for one in shown if isinstance(one, Forecast) and one.measured is not None]
+    assert measured[256:258] == ([256, 257] if of_all else [271, 288])
 
 
-def test_a_forecast_is_there_while_its_plan_is_in_flight_and_shown_when_it_is_measured() -> None:
-    learner, shown = Learner(), list[Forecast]()
+def test_a_forecast_is_told_when_its_step_is_planned_and_again_when_it_is_measured() -> None:
+    learner, shown = Learner(), list[Event]()
     forecasts = Forecasts([learner], shown.append)
     decision = Decision(5, 1)
     forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, decision, NOBODY)
     expected = Forecast(0, decision, StepFeatures(strategy="device", device=DEVICE_WORK), 7.0)
-    assert forecasts.of(0) == expected
     forecasts.on_result(StepResult(None, swapped=(1,)), NOBODY)
-    assert not shown
+    assert shown == [Corrected({"steps": 0.0}), expected]
     forecasts.on_result(StepResult(0, seconds=3.0), NOBODY)
-    assert shown == [replace(expected, measured=3.0)]
+    assert shown[2:] == [Corrected({"steps": 1.0}), replace(expected, measured=3.0)]
     assert learner.steps == [(expected.work, 3.0)]
-    assert forecasts.corrections == {"steps": 1.0}
-    assert forecasts.of(0) is None
+    forecasts.on_result(StepResult(0, seconds=3.0), NOBODY)
+    assert len(shown) == 4, "a step is measured once"
 
 
 @pytest.mark.parametrize(
@@ -168,29 +169,31 @@ def test_nothing_is_learned_of_a_step_that_lost_the_cpu_nor_of_plans_that_are_lo
 
 
 def test_there_are_none_where_nobody_learns_and_for_plans_without_rows() -> None:
+    shown = list[Event]()
     for predictors in ([], [LinearPredictor()]):
-        forecasts = Forecasts(predictors)
+        forecasts = Forecasts(predictors, shown.append)
         forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
-        assert forecasts.of(0) is None
         forecasts.on_result(StepResult(0, host_work=(HostWork(1, 5, 3.0),), seconds=9.0), NOBODY)
-    forecasts = Forecasts([Learner()])
+    forecasts = Forecasts([Learner()], shown.append)
     forecasts.on_plan(StepPlan(0, strategy="overlap"), None, Decision(5, 1), NOBODY)
-    assert forecasts.of(0) is None
+    assert not shown
 
 
 def test_the_scheduler_forgets_what_will_not_be_answered() -> None:
     for end in ("die", "fail"):
-        learner = Learner()
+        learner, shown = Learner(), list[Event]()
         bench = Bench(predictors=[learner, learner])
+        bench.engine.recorder.add(shown.append)
         bench.add("a", length=3, max_tokens=4)
         plan = bench.scheduler.schedule(0.0)
         assert plan is not None
-        assert bench.engine.recorder.forecasts.of(plan.step) is not None
+        assert any(isinstance(one, Forecast) and one.step == plan.step for one in shown)
         if end == "die":
             bench.scheduler.apply(StepResult(None, lost="killed"), 0.0)
         else:
             bench.scheduler.fail_steps("no memory", 0.0)
-        assert bench.engine.recorder.forecasts.of(plan.step) is None
+        bench.engine.forecasts.on_result(StepResult(plan.step, seconds=9.0), NOBODY)
+        assert learner.steps == []
 
 
 # -------------------------------------------------------------------------------------------------- alternatives

@@ -20,7 +20,7 @@ from nanoserve.benchmarks.policies.simulated import compare_with_simulator, reru
 from nanoserve.costs.profile import MeasuredTimes
 from nanoserve.measures.charts import AnyPanel, Band, ChartCurve, Panel
 from nanoserve.measures.metrics import MILLISECONDS, Distribution, in_milliseconds, request_distributions
-from nanoserve.record.forecasts import Forecast
+from nanoserve.record.events import Forecast
 from nanoserve.record.phases import Phase, PhaseTurn
 from nanoserve.record.run_record import RunRecord, engine_seconds, move_metrics, stage_shares, working_seconds
 from nanoserve.record.times import StageTimes

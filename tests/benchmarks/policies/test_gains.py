@@ -55,7 +55,7 @@ RESULTS = [
 
 
 def _run() -> RunRecord:
-    results = [Collected(float(time), float(time), (result,), {}) for time, result in enumerate(RESULTS)]
+    results = [Collected(float(time), float(time), (result,)) for time, result in enumerate(RESULTS)]
     return RunRecord(1, [*(planned(plan, 0.0) for plan in PLANS), *results])
 
 
