@@ -8,8 +8,8 @@ from nanoserve.costs import StepCosts
 from nanoserve.engine_config import AUTO, EngineConfig, layout_settings
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.request import RequestShape
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess, on_one_machine
 
 ExpectedLengths = Callable[[int], Sequence[RequestShape]]

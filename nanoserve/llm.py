@@ -15,12 +15,19 @@ from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
 from nanoserve.grammar.checker import GrammarChecker
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import ResolvedModel, resolve_model
 from nanoserve.outputs import RequestTracker
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.record.counters import EngineStatus
-from nanoserve.request import MAX_SEED, FinishReason, Request, RequestOutput, SamplingParams, SequenceUpdate
+from nanoserve.request import (
+    MAX_SEED,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestShape,
+    SamplingParams,
+    SequenceUpdate,
+)
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]

@@ -6,7 +6,7 @@ along the arrows of ``LEGAL_TRANSITIONS`` and nowhere else, and the place of its
 
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -202,6 +202,22 @@ class Request:
     """Whose request it is, where the policy shares between users."""
     resumed: tuple[tuple[int, ...], ...] = ()
     """Tokens that each sample already got from an engine that died; it continues after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestShape:
+    """How long one request is, in tokens."""
+
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.input_tokens + self.output_tokens
+
+
+ExpectedLengths = Callable[[int], SequenceOf[RequestShape]]
+"""Lengths of the requests to come; the argument is the longest sequence in tokens."""
 
 
 class Status(Enum):

@@ -11,7 +11,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from nanoserve.measures.workloads import RequestShape, read_trace
+from nanoserve.measures.workloads import read_trace
+from nanoserve.request import RequestShape
 from nanoserve.simulator.workload import FILE, NUM_QUANTILES, LengthTable
 
 FILES = {

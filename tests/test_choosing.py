@@ -13,8 +13,8 @@ from nanoserve.costs import ParallelLayout, StepCosts, load_shape
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import ResolvedModel
+from nanoserve.request import RequestShape
 from nanoserve.runtime.launch import layout_profile
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 

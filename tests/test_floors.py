@@ -38,7 +38,7 @@ FLOORS: dict[str, set[str]] = {
     "quantization": {"errors"},
     "config": {"errors", "processes", "quantization", "cache_groups"},
     "checkpoint_names": {"config"},
-    "measures": {"errors", "processes"},
+    "measures": {"errors", "processes", "request"},
     "kv": {"errors", "request", "config", "cache_groups"},
     "scheduler": {"errors", "processes", "request", "kv"},
     "costs": {
@@ -73,7 +73,7 @@ FLOORS: dict[str, set[str]] = {
         *("dispatcher", "cache_groups"),
     },
     "choosing": {
-        *("errors", "config", "measures", "costs", "layout", "engine_config", "models", "runtime", "simulator"),
+        *("errors", "config", "costs", "request", "layout", "engine_config", "models", "runtime", "simulator"),
     },
     "assembly": {
         *("errors", "processes", "config", "costs", "request", "scheduler", "record", "engine", "grammar", "models"),

@@ -23,9 +23,10 @@ from nanoserve.benchmarks.settling import settle
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import MILLISECONDS, BatchRates, mean_of_known, request_distributions
-from nanoserve.measures.workloads import LocalCase, RequestShape, random_prompts
+from nanoserve.measures.workloads import LocalCase, random_prompts
 from nanoserve.models.dtypes import DTYPES
 from nanoserve.models.hub import ProgressCallback
+from nanoserve.request import RequestShape
 from nanoserve.scheduler.work import StepWork
 
 _STEP_TOKENS = 32  # reading all weights takes about as long as computing this many tokens; progress counts both

@@ -21,9 +21,8 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.llm import LLM
 from nanoserve.measures.metrics import Distribution
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.metrics import LatencyMetrics
-from nanoserve.request import Request, SamplingParams
+from nanoserve.request import Request, RequestShape, SamplingParams
 from nanoserve.runtime.host.host_processor import HostProcessor
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.profiling.parts import Effort, ProfileSizes, open_probes, profile_of, take_rounds

@@ -15,8 +15,9 @@ from nanoserve.costs.analysis import Analysis, BatchRow, OperatorRow
 from nanoserve.costs.hardware import GIBI, GIGA
 from nanoserve.errors import UsageError, shown
 from nanoserve.measures.charts import AnyPanel, Chart, ChartCurve, Note, Panel, draw
-from nanoserve.measures.workloads import RequestShape, parse_lengths, parse_sizes
+from nanoserve.measures.workloads import parse_lengths, parse_sizes
 from nanoserve.models.hub import find_shape
+from nanoserve.request import RequestShape
 
 Phases = Mapping[str, Sequence[OperatorRow]]
 Point = tuple[float, float]

@@ -27,9 +27,8 @@ from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.hardware import Efficiency
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 from nanoserve.layout import ParallelLayout
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.counters import EngineStatus
-from nanoserve.request import CompletionOutput, RequestOutput, SamplingParams, SequenceUpdate
+from nanoserve.request import CompletionOutput, RequestOutput, RequestShape, SamplingParams, SequenceUpdate
 from nanoserve.simulator.advice import advise
 from nanoserve.simulator.planning import CacheLimits, PlannedWork
 from nanoserve.text.answers.reader import Piece

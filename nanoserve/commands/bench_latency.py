@@ -20,7 +20,8 @@ from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import LocalCase, RequestShape
+from nanoserve.measures.workloads import LocalCase
+from nanoserve.request import RequestShape
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 
 _CASE = ("batch x in+out", "case")

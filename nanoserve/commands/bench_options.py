@@ -20,17 +20,10 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.measures.charts import check_plotting
-from nanoserve.measures.workloads import (
-    PRESETS,
-    BatchCase,
-    RequestShape,
-    parse_lengths,
-    parse_sizes,
-    read_arrivals,
-    read_trace,
-)
+from nanoserve.measures.workloads import PRESETS, BatchCase, parse_lengths, parse_sizes, read_arrivals, read_trace
 from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.processes.threads import prepare_threads
+from nanoserve.request import RequestShape
 
 if TYPE_CHECKING:
     from nanoserve.benchmarks.local import LocalBench

@@ -20,7 +20,8 @@ from nanoserve.commands.bench_options import (
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.options import option
 from nanoserve.commands.torchrun import on_all_machines
-from nanoserve.measures.workloads import LocalCase, RequestShape
+from nanoserve.measures.workloads import LocalCase
+from nanoserve.request import RequestShape
 
 _RATES = columns((",.1f", ("output tok/s", "output_tokens_per_s")))
 _COUNTS = columns(("", ("work", "case")), (",d", "requests"), (",.1f", "seconds"))

@@ -12,21 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanoserve.errors import UsageError, shown
+from nanoserve.request import RequestShape
 
 LARGEST_SIZE = 2**20
 _LATEST = 1e12  # seconds; the year 9999 is at 2.5e11, and beyond some more the fractions of a second get lost
-
-
-@dataclass(frozen=True, slots=True)
-class RequestShape:
-    """How long one request is, in tokens."""
-
-    input_tokens: int
-    output_tokens: int
-
-    @property
-    def total_tokens(self) -> int:
-        return self.input_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)

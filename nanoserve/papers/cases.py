@@ -14,10 +14,10 @@ from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPr
 from nanoserve.costs import Efficiency, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.predictor import layout_predictors
 from nanoserve.measures.metrics import Distribution, Slo, Spread
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.framework import Outcomes, Run
 from nanoserve.papers.observers import Breakdown, PhaseClock, Steady, SteadyWindow
 from nanoserve.record.window import WindowStep
+from nanoserve.request import RequestShape
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies import POLICIES, make_policy
 from nanoserve.simulator import SimulationResult, Workload, burst, poisson_arrivals, simulate

@@ -19,9 +19,9 @@ from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.hardware import GIBI
 from nanoserve.measures.charts import Chart, ChartCurve, Note, Panel, panel
 from nanoserve.measures.metrics import Spread
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.claims import Claim, claims
 from nanoserve.papers.framework import Finding, Paper, PaperFigure, Run, Scale
+from nanoserve.request import RequestShape
 from nanoserve.simulator.workload import length_tables
 from nanoserve.speculation.choosing import COUNTS, expected_tokens
 from nanoserve.speculation.ratio_test import acceptance_probability

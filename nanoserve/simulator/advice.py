@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoserve.costs import ParallelLayout, StepCosts
 from nanoserve.engine_config import DEFAULT_POLICY, POLICY_OF_TWO_LAYOUTS
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import RequestShape
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator.planning import CacheLimits, Candidate, PlannedWork, find_candidates
 from nanoserve.simulator.workload import GLLMS_SHAREGPT, named_lengths

@@ -18,7 +18,7 @@ from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import layout_predictors
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import RequestShape
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator.result import SimulationResult
 from nanoserve.simulator.simulation import simulate

@@ -9,10 +9,9 @@ import msgspec
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine
 from nanoserve.costs.predictor import layout_predictors
 from nanoserve.costs.tables import load_shape, read_toml
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.explanation import ExplainedRun, explain_run
 from nanoserve.record.run_record import RunRecord
-from nanoserve.request import Request
+from nanoserve.request import Request, RequestShape
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.simulator.pipeline import TieredTimes

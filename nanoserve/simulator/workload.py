@@ -16,8 +16,8 @@ from statistics import NormalDist
 import msgspec
 
 from nanoserve.errors import UsageError, shown
-from nanoserve.measures.workloads import RequestShape, parse_sizes
-from nanoserve.request import Request, SamplingParams
+from nanoserve.measures.workloads import parse_sizes
+from nanoserve.request import Request, RequestShape, SamplingParams
 from nanoserve.simulator.executor import DUMMY_TOKEN, END_TOKEN
 
 FILE = Path(__file__).with_name("length_tables.json")

@@ -10,9 +10,8 @@ from nanoserve.commands.batch import advice_for
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import dummy_config
-from nanoserve.request import SamplingParams
+from nanoserve.request import RequestShape, SamplingParams
 from nanoserve.simulator.planning import PlannedWork
 from tests.commands.fake_llm import FakeLLM
 

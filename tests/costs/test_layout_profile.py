@@ -11,8 +11,9 @@ from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.costs.profile import read_profile, write_profile
 from nanoserve.errors import UsageError
+from nanoserve.request import RequestShape
 from nanoserve.scheduler.work import StepWork
-from nanoserve.simulator.planning import PlannedWork, RequestShape, find_candidates
+from nanoserve.simulator.planning import PlannedWork, find_candidates
 from tests.costs.profiles import curve, grid
 
 MODEL = load_shape("qwen3-0.6b")  # 28 layers

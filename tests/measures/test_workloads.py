@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import (
-    PRESETS,
-    RequestShape,
-    parse_lengths,
-    parse_sizes,
-    random_prompts,
-    read_trace,
-)
+from nanoserve.measures.workloads import PRESETS, parse_lengths, parse_sizes, random_prompts, read_trace
+from nanoserve.request import RequestShape
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1,,2", "two", "1.5", "", "1048577", "9" * 400, "²"])

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from nanoserve.costs import ParallelLayout
 from nanoserve.measures.charts import draw_figure
 from nanoserve.measures.metrics import Slo
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.cases import Case, Outcome, System
 from nanoserve.papers.claims import stated_claims
 from nanoserve.papers.drafted_stories import Drafted, DraftedStories
@@ -21,6 +20,7 @@ from nanoserve.papers.lecture import BLOCK, memory_use
 from nanoserve.papers.quantized_stories import METHODS, DrawnStories, QuantizedPerplexities, QuantizedReading
 from nanoserve.papers.seesaw.search import RESHARDING_KIND, STATIC_KIND, BestBudget, Shortlist
 from nanoserve.papers.seesaw.settings import RESHARDING, closed_batch, fitting_layouts
+from nanoserve.request import RequestShape
 
 FIGURES = [(name, figure.number) for name in ("gllm", "lecture") for figure in load_paper(name).figures]
 SIZES = ("reduced", "full")

@@ -5,8 +5,8 @@ import pytest
 from nanoserve.benchmarks.policies.simulated import compare_with_simulator
 from nanoserve.benchmarks.policies.variants import make_requests, run_requests
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.run_record import RunRecord, engine_seconds, stage_shares, working_seconds
+from nanoserve.request import RequestShape
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler

@@ -8,7 +8,7 @@ import pytest
 
 from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import RequestShape
 from nanoserve.simulator import advice
 from nanoserve.simulator.advice import LayoutForecast, advise, choose
 from nanoserve.simulator.planning import CacheLimits, PlannedWork

@@ -8,7 +8,7 @@ import pytest
 from nanoserve.costs import ParallelLayout, StepCosts, load_shape
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import RequestShape
 from nanoserve.simulator.advice import LayoutForecast, choice_text, choose, usual_work
 from nanoserve.simulator.planning import CacheLimits, PlannedWork
 

@@ -8,7 +8,7 @@ import pytest
 
 from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import RequestShape
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.simulator.planning import CacheLimits, Candidate, PlannedWork, all_layouts, find_candidates
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import RequestShape
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.work import Chunk, StepWork
 from nanoserve.simulator import SimulationResult, Workload, poisson_arrivals, simulate

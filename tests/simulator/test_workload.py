@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nanoserve.errors import UsageError
-from nanoserve.measures.workloads import RequestShape, read_arrivals
+from nanoserve.measures.workloads import read_arrivals
+from nanoserve.request import RequestShape
 from nanoserve.simulator import (
     Workload,
     burst,

@@ -14,9 +14,8 @@ from nanoserve.benchmarks.policies.variants import PolicyVariant, make_requests
 from nanoserve.benchmarks.rounds import Bracketed, Key, bracket, grouped, most_known, rotated
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.measures.metrics import Distribution
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.run_record import RunRecord
-from nanoserve.request import Request
+from nanoserve.request import Request, RequestShape
 from nanoserve.simulator.pipeline import TieredTimes
 
 Metrics = dict[str, Any]  # metrics of one variant's run, by name: numbers, distributions, and structs or dicts of such

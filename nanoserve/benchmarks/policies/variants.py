@@ -14,11 +14,11 @@ from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.layout import ParallelLayout
-from nanoserve.measures.workloads import RequestShape, random_prompts
+from nanoserve.measures.workloads import random_prompts
 from nanoserve.record.events import Worked
 from nanoserve.record.recorder import Telling
 from nanoserve.record.run_record import RunRecord
-from nanoserve.request import Request, SamplingParams
+from nanoserve.request import Request, RequestShape, SamplingParams
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Executor, LayoutCapacity, StepPlan
 from nanoserve.scheduler.policies import make_policy

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from nanoserve.errors import UsageError, shown
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import DUMMY_PREFIX
+from nanoserve.request import RequestShape
 
 _TOKENS = range(300, 4000)  # ids that nearly every vocabulary has, and that are text there, not control tokens
 _WORDS = (

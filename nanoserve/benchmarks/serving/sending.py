@@ -32,7 +32,7 @@ from nanoserve.client.events import (
 )
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import Slo
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import RequestShape
 
 _READ_BYTES = 1 << 16
 _LONGEST_ERROR = 1 << 16

@@ -16,10 +16,10 @@ import msgspec
 from msgspec.structs import replace
 
 from nanoserve.costs import ParallelLayout, StepCosts, StepWork
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.papers.cases import BLOCK_SIZE, TOKEN_BUDGETS, Case, Outcome, Runs, over_seeds, with_budget
 from nanoserve.papers.framework import Run, Scale
 from nanoserve.papers.seesaw.settings import RESHARDING, fitting_layouts
+from nanoserve.request import RequestShape
 
 STATIC_KIND, RESHARDING_KIND = "static", "resharding"
 BestOfBoth = Runs[tuple[Case, str]]

@@ -7,9 +7,8 @@ from nanoserve.benchmarks.policies.rounds import Metrics, Run
 from nanoserve.benchmarks.policies.variants import PolicyVariant, make_requests
 from nanoserve.commands.bench_reshard import resharding_pairs
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.record.run_record import RunRecord
-from nanoserve.request import Request
+from nanoserve.request import Request, RequestShape
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from tests.benchmarks.policies.simulated_workers import HOST_LINK, VOCAB_SIZE, simulated_pair, variants
 from tests.fakes.moving_executor import WEIGHT_BYTES

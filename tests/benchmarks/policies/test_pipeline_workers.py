@@ -11,9 +11,9 @@ from nanoserve.benchmarks.policies.simulated import compare_with_simulator
 from nanoserve.benchmarks.policies.variants import OpenEngine, PolicyVariant, fitted, make_requests, run_requests
 from nanoserve.benchmarks.serving.requests import poisson_arrivals
 from nanoserve.engine_config import EngineConfig
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
 from nanoserve.record.run_record import RunRecord, stage_shares
+from nanoserve.request import RequestShape
 from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.scheduler.scheduler import Scheduler
 

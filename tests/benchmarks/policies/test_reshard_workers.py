@@ -13,8 +13,8 @@ from nanoserve.benchmarks.policies.variants import OpenEngine, make_requests
 from nanoserve.commands.bench_reshard import resharding_variants
 from nanoserve.engine_config import EngineConfig
 from nanoserve.layout import ParallelLayout
-from nanoserve.measures.workloads import RequestShape
 from nanoserve.models.hub import resolve_model
+from nanoserve.request import RequestShape
 from nanoserve.runtime.launch.model_loading import read_config
 
 CONFIG = EngineConfig(

@@ -14,7 +14,7 @@ from nanoserve.benchmarks.serving.requests import RequestStyle
 from nanoserve.benchmarks.serving.sending import Sender, send_all
 from nanoserve.client.address import ServerAddress, parse_url
 from nanoserve.client.connection import ApiClient
-from nanoserve.measures.workloads import RequestShape
+from nanoserve.request import RequestShape
 from tests.client.foreign import Foreign, Scripted, as_error, as_json, as_stream, foreign, said, used
 
 SHAPE = RequestShape(5, 3)

@@ -10,8 +10,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
-from nanoserve.measures.workloads import RequestShape
-from nanoserve.request import RequestOutput, SequenceUpdate
+from nanoserve.request import RequestOutput, RequestShape, SequenceUpdate
 from nanoserve.text.tokenizer import Tokenizer
 from tests.processes import MARK, kill, new_mark, workers
 from triton_ops.cpu import cpu_operators
