@@ -7,34 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from nanoserve.cache_groups import most_tokens
-from nanoserve.choosing import ExpectedLengths, choose_settings
 from nanoserve.config import ModelConfig, SamplingDefaults
-from nanoserve.costs import ParallelLayout, Precision, StepCosts
-from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.costs.hardware import MachineSpeeds
-from nanoserve.costs.predictor import MeasuredPredictor, layout_predictors
-from nanoserve.costs.profile import Profile, read_profile
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
-from nanoserve.engine_config import AUTO, EngineConfig
+from nanoserve.engine_config import AUTO, HEADS, EngineConfig
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
-from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.draft_heads import is_eagle3
-from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel, resolve_model
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.record.recorder import Telling
-from nanoserve.record.trace import RunTrace
-from nanoserve.request import SamplingParams
+from nanoserve.request import ExpectedLengths, SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.drafters import HEADS
 from nanoserve.runtime.launch.gpu_start import DeviceStart, GpuFacts
-from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import available_memory, choose_num_blocks, kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import (
     keeps_all_positions,
@@ -43,7 +30,6 @@ from nanoserve.runtime.launch.model_loading import (
     usable_device,
     with_cache_groups,
 )
-from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import HostPool, choose_host_blocks
 from nanoserve.scheduler import make_policy
@@ -56,7 +42,8 @@ from nanoserve.text.tokenizer import has_same_tokens
 from triton_ops.cpu import CpuOperators, cpu_operators
 
 if TYPE_CHECKING:
-    from nanoserve.costs.layout_profile import LayoutProfile
+    from nanoserve.costs.hardware import MachineSpeeds
+    from nanoserve.measures.chrome_trace import ChromeTraceFile
     from nanoserve.runtime.workers.outstanding import RemoteLayers
 
 
@@ -75,7 +62,7 @@ class BuiltEngine:
     layers: "LayerRunner | RemoteLayers | None"
     """What is built in the background and makes steps faster; None where nothing is."""
     gpu: GpuFacts | None  # what getting the GPU ready took; None without one
-    speeds: MachineSpeeds | None = None
+    speeds: "MachineSpeeds | None" = None
     """What each worker reaches beside the others; None where no policy decides by them."""
     choice: str | None = None  # what was chosen and why, in one line; None where nothing was left open
 
@@ -102,8 +89,14 @@ def build_engine(
     if config.host_threads is not None:
         HostProcessor.divide(config.host_threads)
     if config.profile is not None:
-        read_profile(Path(config.profile), Profile)
-    config, choice = choose_settings(resolved, config, model, progress, expected)
+        from nanoserve.runtime.launch.predictors import check_profile  # the cost model is for engines that predict
+
+        check_profile(config.profile)
+    choice = None
+    if config.leaves_open:
+        from nanoserve.choosing import choose_settings  # the simulator is for this alone
+
+        config, choice = choose_settings(resolved, config, model, progress, expected)
     config = _choose_drafter(resolved, config, progress)
     notice, groups = logging.getLogger("nanoserve").warning, with_cache_groups(model, config).cache_groups
     if (reason := keeps_all_positions(model, config)) is not None:
@@ -114,6 +107,8 @@ def build_engine(
     build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
     if config.trace is None:
         return replace(build(resolved, config, progress, default_params), choice=choice)
+    from nanoserve.measures.chrome_trace import ChromeTraceFile  # few engines are traced
+
     with ExitStack() as failing:
         file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # fails at once if it cannot be written
         built = build(resolved, config, progress, default_params)
@@ -154,9 +149,11 @@ def _choose_drafter(resolved: ResolvedModel, config: EngineConfig, progress: Pro
 
 
 def _trace(
-    built: BuiltEngine, file: ChromeTraceFile, config: EngineConfig, on_failure: Callable[[RuntimeFailure], None]
+    built: BuiltEngine, file: "ChromeTraceFile", config: EngineConfig, on_failure: Callable[[RuntimeFailure], None]
 ) -> None:
     """Have what every engine does written into one file, which the first engine closes: it ends last."""
+    from nanoserve.record.trace import RunTrace
+
     engines = built.engine.engines if isinstance(built.engine, Dispatcher) else (built.engine,)
     for number, engine in enumerate(engines):
         engine.forecasts.of_all = True
@@ -187,7 +184,11 @@ def _build_here(
     free, windows = max(0, available_memory(decoder.device) - reserved), model.cache_groups.windows
     num_blocks = choose_num_blocks(start.block_bytes[0], free, longest, config, windows)
     host_pool = _host_pool(decoder, model, config, num_blocks)
-    speeds = measure_speeds(device, decoder.dtype) if host_pool is not None or config.speculate is not None else None
+    predicting = None
+    if host_pool is not None or config.speculate is not None:
+        from nanoserve.runtime.launch.predictors import DevicePredictors  # the cost model is for engines that predict
+
+        predicting = DevicePredictors(device, decoder.dtype)
     max_model_len = _longest(config, model, num_blocks)
     operators = cpu_operators() if gpu is None else None
     # Before anything is compiled for a number of threads.
@@ -196,15 +197,11 @@ def _build_here(
     (stage,) = start.stages([num_blocks], host_pool, processor)
     executor = LocalExecutor(stage, feeds_tokens=gpu is not None and not config.eager)
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
-    if processor is None or speeds is None:
-        predictors = make_predictors(speeds, model, config)
-    else:
-        starting = StartingEngine(stage=stage, config=config, model=model, speeds=speeds)
-        try:
-            predictors = _hybrid_predictors(hybrid_profile(starting, progress))
-        except UsageError:  # the profile that is given is of something else
-            executor.close()
-            raise
+    try:
+        predictors = () if predicting is None else predicting.of(stage, config, model, progress)
+    except UsageError:  # the profile that is given is of something else
+        executor.close()
+        raise
     host_blocks = 0 if host_pool is None else host_pool.num_blocks
     scheduler = _make_scheduler(
         config,
@@ -223,7 +220,7 @@ def _build_on_workers(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
-    from nanoserve.runtime.launch.layout_profile import kept_layouts
+    from nanoserve.runtime.launch.predictors import worker_predictors
     from nanoserve.runtime.workers.executor import start_workers, wait_for_news  # ZeroMQ is for them alone
 
     model = with_cache_groups(read_config(resolved, config.quantization, config.device), config)
@@ -243,12 +240,9 @@ def _build_on_workers(
     if config.decode_layout is not None:  # every sequence passes through host memory
         blocks = min(blocks, host_blocks)
     max_model_len = _longest(config, model, blocks)
-    engines, layouts = [], kept_layouts(resolved, config)
+    engines = []
     for executor in executors:
-        if config.attends_on_host:
-            predictors = _hybrid_predictors(executor.profile)
-        else:
-            predictors = make_predictors(executor.speeds, model, config, layouts)
+        predictors = worker_predictors(resolved, config, model, executor.speeds, executor.profile)
         scheduler = _make_scheduler(config, model, executor.capacities, max_model_len, host_blocks, predictors)
         engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
     layers, speeds = executors[0].layers, executors[0].speeds
@@ -313,29 +307,6 @@ def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:
     """The one asked for; with host memory, one that knows nothing of it preempts by swaps where that is cheaper."""
     swaps = host_blocks > 0 and config.decode_layout is None
     return make_policy(config.policy_name, config.max_num_batched_tokens, swaps=swaps)
-
-
-def make_predictors(
-    speeds: MachineSpeeds | None, model: ModelConfig, config: EngineConfig, measured: "LayoutProfile | None" = None
-) -> Sequence[Predictor]:
-    """Predictors of steps and moves, by layout: from what was ``measured`` of the layouts, else from speeds; none where
-    these were not measured."""
-    if speeds is None:
-        return ()
-    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    machine, precision = speeds.machine(devices=config.num_workers), Precision.of(8 * dtype.itemsize)
-
-    def costs(layout: ParallelLayout) -> StepCosts:
-        return StepCosts(model, machine, layout, precision) if measured is None else measured.costs(model, layout)
-
-    predictors = layout_predictors([*map(costs, config.layouts)])
-    # How many guesses pay hangs on small differences between steps: these are learned while they run.
-    return predictors if config.speculate is None else [CorrectedPredictor(one) for one in predictors]
-
-
-def _hybrid_predictors(profile: Profile | None) -> Sequence[Predictor]:
-    """The predictor of a policy that attends in host memory; none without a profile."""
-    return () if profile is None else (CorrectedPredictor(MeasuredPredictor(profile)),)
 
 
 def _default_params(defaults: SamplingDefaults, resolved: ResolvedModel) -> SamplingParams:

@@ -1,6 +1,5 @@
 """choose_settings: the layout and the policy that the user left open, by what is measured and predicted."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nanoserve.config import ModelConfig
@@ -9,11 +8,11 @@ from nanoserve.engine_config import AUTO, EngineConfig, layout_settings
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ProgressCallback, ResolvedModel
-from nanoserve.request import RequestShape
+from nanoserve.request import ExpectedLengths
+from nanoserve.runtime.launch.layout_profile import measure_layouts
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess, on_one_machine
-
-ExpectedLengths = Callable[[int], Sequence[RequestShape]]
-"""Lengths of the requests to come; the argument is the longest sequence in tokens."""
+from nanoserve.simulator.advice import choice_text, choose, usual_work
+from nanoserve.simulator.planning import CacheLimits, PlannedWork
 
 
 def choose_settings(
@@ -22,15 +21,13 @@ def choose_settings(
     model: ModelConfig,
     progress: ProgressCallback | None = None,
     expected: ExpectedLengths | None = None,
-) -> tuple[EngineConfig, str | None]:
-    """The config with its layout and policy chosen, and the choice in one line; None where nothing was left open.
+) -> tuple[EngineConfig, str]:
+    """The config with the layout and policy that it leaves open chosen, and the choice in one line.
 
     Measures on as many workers for at most 10 s, unless an earlier start kept the result. Expected requests count as a
     closed batch, without any the usual ones come at a rate. Raises UsageError if the number of workers is not known or
     nothing fits, and what starting workers raises.
     """
-    if AUTO not in (config.parallel, config.policy):
-        return config, None
     layouts = config.whole_layouts if config.parallel is None else ()
     if layouts and (len(layouts) > 1 or config.num_workers == 1):
         # With KV memory on the host, hybrid itself predicts every step; pairs have one policy.
@@ -41,11 +38,6 @@ def choose_settings(
     devices = layouts[0].devices if layouts else config.devices or there
     if devices is None:
         raise UsageError("--parallel auto: say by --devices how many workers the model may be divided over")
-    # The simulator is for this alone.
-    from nanoserve.runtime.launch.layout_profile import measure_layouts
-    from nanoserve.simulator.advice import choice_text, choose, usual_work
-    from nanoserve.simulator.planning import CacheLimits, PlannedWork
-
     given = None if config.policy == AUTO else config.policy
     settled = replace(config, parallel=None, devices=None, policy=given)
     profile = measure_layouts(resolved, settled, devices, progress)

@@ -20,6 +20,8 @@ AUTO = "auto"
 """The layout, or the policy, that is predicted best."""
 DRAFTERS = {"ngram": "", "draft": "MODEL", "eagle": "PATH", "medusa": "PATH", "auto": ""}
 """What guesses tokens, by name, and what is named behind a colon."""
+HEADS = ("eagle", "medusa")
+"""Drafters that read the model's hidden states."""
 _BOUNDS = {
     "max_model_len": (2, 2**31),
     "kv_cache_memory": (1, 2**50),
@@ -119,6 +121,11 @@ class EngineConfig:
     def whole_layouts(self) -> tuple[ParallelLayout, ...]:
         """The same of all engines together."""
         return tuple(replace(layout, data_parallel=self.data_parallel) for layout in self.layouts)
+
+    @property
+    def leaves_open(self) -> bool:
+        """Whether the layout or the policy is chosen by what is measured and predicted."""
+        return AUTO in (self.parallel, self.policy)
 
     @property
     def policy_name(self) -> str:

@@ -15,7 +15,6 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.request import RequestShape
-from nanoserve.runtime.launch import layout_profile
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 
 MODEL = load_shape("qwen3-0.6b")
@@ -34,19 +33,18 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, int]]:
         machine = SPEEDS.machine(devices=devices, memory_bytes=8e9, host_memory_bytes=8e9 * devices)
         return type("Measured", (), {"costs": staticmethod(lambda model, layout: StepCosts(model, machine, layout))})
 
-    monkeypatch.setattr(layout_profile, "measure_layouts", measure)
+    monkeypatch.setattr(choosing, "measure_layouts", measure)
     return calls
 
 
-def choose(config: EngineConfig, shapes: Sequence[RequestShape] = ()) -> tuple[EngineConfig, str | None]:
+def choose(config: EngineConfig, shapes: Sequence[RequestShape] = ()) -> tuple[EngineConfig, str]:
     resolved = ResolvedModel("dummy:qwen3-0.6b", None, Path("tokenizer"))
     return choose_settings(resolved, config, MODEL, None, lambda longest: shapes)
 
 
-def test_what_is_given_is_neither_measured_nor_changed(measured: list[Any]) -> None:
-    config = EngineConfig(tensor_parallel=2, policy="throttling")
-    assert choose(config) == (config, None)
-    assert not measured
+def test_what_is_given_is_not_chosen() -> None:
+    assert not EngineConfig(tensor_parallel=2, policy="throttling").leaves_open
+    assert EngineConfig(policy="auto").leaves_open and EngineConfig(parallel="auto", devices=2).leaves_open
 
 
 def test_a_known_batch_may_run_under_two_layouts(measured: list[Any]) -> None:
@@ -54,14 +52,14 @@ def test_a_known_batch_may_run_under_two_layouts(measured: list[Any]) -> None:
     assert config == EngineConfig(
         pipeline_parallel=2, decode_layout=ParallelLayout(tensor_parallel=2), policy="seesaw", max_num_seqs=64
     )
-    assert said is not None and said.startswith("P2->T2 with seesaw: predicted ") and "\n" not in said
+    assert said.startswith("P2->T2 with seesaw: predicted ") and "\n" not in said
     assert measured == [(EngineConfig(max_num_seqs=64), 2)]
 
 
 def test_without_requests_the_usual_ones_come_at_a_rate(measured: list[Any]) -> None:
     config, said = choose(EngineConfig(parallel="auto", devices=2))
     assert config.decode_layout is None
-    assert said is not None and "requests/s; next " in said
+    assert "requests/s; next " in said
 
 
 def test_a_small_pool_or_a_given_policy_leaves_pairs_out(measured: list[Any]) -> None:
@@ -74,7 +72,7 @@ def test_a_small_pool_or_a_given_policy_leaves_pairs_out(measured: list[Any]) ->
 def test_the_policy_of_given_layouts_is_chosen_where_there_is_a_choice(measured: list[Any]) -> None:
     stages, said = choose(EngineConfig(pipeline_parallel=2, policy="auto"), SOME)
     assert stages.policy in ("sarathi", "throttling", "adaptive") and stages.pipeline_parallel == 2
-    assert said is not None and "; next P2 with " in said
+    assert "; next P2 with " in said
     assert len(measured) == 1
     for config, policy in (
         (EngineConfig(policy="auto"), "sarathi"),

@@ -87,6 +87,21 @@ FLOORS: dict[str, set[str]] = {
     "triton_ops": set(),
 }
 
+DECIDING = {"errors", "processes", "request", "cache_groups", "kv", "scheduler"}
+LOOP = {*DECIDING, "record", "engine"}
+OFFLINE = {
+    *LOOP,
+    *("layout", "quantization", "config", "checkpoint_names", "engine_config", "costs", "text", "grammar", "outputs"),
+    *("models", "runtime", "dispatcher", "assembly", "llm"),
+}
+CLOSURES = {
+    "nanoserve.scheduler.scheduler": (DECIDING, 31),
+    "nanoserve.engine": (LOOP, 38),
+    "nanoserve.llm": (OFFLINE, 125),
+}
+"""The rooms that importing a module may load, and the most modules: deciding needs no cost model, the loop none either,
+and an engine that predicts nothing does without the simulator, the benchmarks and the traces."""
+
 FRONT_END = ["app", "serving", "service", "engine_client"]
 """Modules of the server that run beside the engine process, not in it."""
 
@@ -156,6 +171,16 @@ def _imported_at_start(path: Path, modules: Mapping[str, Path]) -> set[str]:
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             nodes.extend(ast.iter_child_nodes(node))
     return found & modules.keys()
+
+
+@pytest.mark.parametrize("module", CLOSURES)
+def test_a_module_loads_only_what_it_needs(module: str) -> None:
+    program = f"import sys, {module}\nprint(*[name for name in sys.modules if name.startswith('nanoserve')])"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    loaded, (rooms, most) = ran.stdout.split(), CLOSURES[module]
+    names = {name.split(".")[1] for name in loaded if "." in name}
+    assert {PART_OF.get(name, name) for name in names} <= rooms
+    assert len(loaded) <= most, sorted(loaded)
 
 
 def test_the_torch_free_floors_work_without_torch() -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.assembly import make_predictors
 from nanoserve.costs import load_shape
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout
+from nanoserve.runtime.launch.predictors import make_predictors
 from tests.runtime.swaps import watch_swaps
 
 PROMPTS = ["Once upon a time", "The dog", "A little girl named Lily went to the park", "One day, a boy", "Tom and Sam"]

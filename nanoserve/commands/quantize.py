@@ -14,6 +14,7 @@ from nanoserve.models.hub import resolve_model
 from nanoserve.processes.files import read_text
 from nanoserve.processes.sizes import format_size
 from nanoserve.quantization import CALIBRATING, WEIGHT_BITS
+from nanoserve.text.tokenizer import load_tokenizer
 
 _WINDOW, _CALIBRATING_WINDOWS, _HELD_OUT_WINDOWS = 512, 128, 16
 
@@ -81,8 +82,6 @@ def run(options: QuantizeOptions) -> None:
 
 def _texts(options: QuantizeOptions, directory: Path) -> tuple[list[Tokens], list[Tokens]]:
     """Pieces of text to calibrate on, and to measure perplexity on. Raises UsageError if a file is too short."""
-    from nanoserve.text.tokenizer import load_tokenizer
-
     files = options.calibrate, options.held_out
     contents = ["" if path is None else read_text(path, UsageError) for path in files]
     with closing(load_tokenizer(directory)) as tokenizer:

@@ -20,7 +20,7 @@ from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
-from nanoserve.scheduler.scheduler import Scheduler, SchedulerObserver
+from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.speculation.speculator import GuessCounts
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class Telling(Protocol):
         """Return the times since the last call."""
 
 
-class Recorder(SchedulerObserver):
+class Recorder:
     """Stands between an engine and its executor, observes its scheduler, and receives arrivals and aborts."""
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
@@ -152,6 +152,12 @@ class Recorder(SchedulerObserver):
     def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
         """Remember what the scheduler made the newest plan from."""
         self._load, self._decision = load, decision
+
+    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
+        """Results are seen when the executor gives them, before the scheduler."""
+
+    def on_reset(self) -> None:
+        """Plans in flight are not kept here."""
 
     def emit(self, event: events.Event) -> None:
         """Show an event to all observers."""

@@ -25,8 +25,8 @@ PROMPTS = ["Once upon a time", "A little girl", "The dog and the cat", "One day,
 def by_a_predictor_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """To it the CPU attends in no time, and it does not learn that this is not so."""
     fast = LinearPredictor(num_layers=4, row=0.01, host_key=1e-5)
-    monkeypatch.setattr("nanoserve.assembly.hybrid_profile", lambda *_: None)
-    monkeypatch.setattr("nanoserve.assembly._hybrid_predictors", lambda _: (fast,))
+    monkeypatch.setattr("nanoserve.runtime.launch.predictors.hybrid_profile", lambda *_: None)
+    monkeypatch.setattr("nanoserve.runtime.launch.predictors.hybrid_predictors", lambda _: (fast,))
 
 
 def texts(**settings: object) -> tuple[list[list[str]], int]:

@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 
-from nanoserve.assembly import make_predictors
 from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine
 from nanoserve.config import ModelConfig
 from nanoserve.costs.predictor import MeasuredPredictor
@@ -21,6 +20,7 @@ from nanoserve.runtime.launch.layout_profile import kept_layouts, measure_layout
 from nanoserve.runtime.launch.measuring_speeds import measure_speeds
 from nanoserve.runtime.launch.memory import kv_bytes_per_block
 from nanoserve.runtime.launch.model_loading import with_cache_groups
+from nanoserve.runtime.launch.predictors import make_predictors
 from nanoserve.runtime.launch.start_profile import StartingEngine, hybrid_profile, measure_shortly
 from nanoserve.runtime.local import LocalExecutor
 from nanoserve.runtime.moves.host_pool import choose_host_blocks

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.engine_config import EngineConfig
+from nanoserve.engine_config import HEADS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.draft_heads import Eagle3Head, EagleHead, MedusaHeads, load_eagle, load_medusa
@@ -20,9 +20,6 @@ from nanoserve.runtime.launch.memory import kv_bytes_per_block, memory_errors
 from nanoserve.runtime.launch.model_loading import load_decoder
 from nanoserve.runtime.stage import compiled_layers
 from nanoserve.runtime.step.forward_pass import FeatureCache
-
-HEADS = ("eagle", "medusa")
-"""Drafters that read the model's hidden states."""
 
 
 class DrafterStart:

@@ -24,7 +24,6 @@ from nanoserve.processes.sizes import format_size
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.runtime.host.host_processor import HostProcessor
-from nanoserve.runtime.launch.drafters import load_drafter
 from nanoserve.runtime.launch.memory import kv_bytes_per_block, memory_errors, out_of_memory
 from nanoserve.runtime.launch.model_loading import compiler_errors
 from nanoserve.runtime.moves.gpu_staging import staging_memory
@@ -163,7 +162,11 @@ class DeviceStart:
     ) -> None:
         self._resolved, self._config, self._decoders, self._device = resolved, config, decoders, device
         self.gpus = [GpuStart(decoder, config, device) for decoder in decoders] if device.type == "cuda" else []
-        self._drafting = load_drafter(config, resolved, decoders[0]) if decoders[0].shard.answers else None
+        self._drafting = None
+        if config.speculate is not None and decoders[0].shard.answers:
+            from nanoserve.runtime.launch.drafters import load_drafter  # and the drafters, which few engines have
+
+            self._drafting = load_drafter(config, resolved, decoders[0])
         self.drafter_bytes = 0 if self._drafting is None else self._drafting.block_bytes
         """What a drafter's cache takes beside each block."""
         self.block_bytes = tuple(

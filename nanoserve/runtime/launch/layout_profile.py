@@ -24,6 +24,8 @@ from nanoserve.runtime.launch.model_loading import read_config
 from nanoserve.runtime.launch.rendezvous import TorchrunProcess
 from nanoserve.runtime.launch.start_profile import kept_file, kept_or_measured, step_shape
 from nanoserve.runtime.profiling.scheduler_cost import measure_scheduler
+from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied
+from nanoserve.runtime.workers.messages import Answered, FromWorker, Ready, RunPlan, WorkerStart
 from nanoserve.scheduler.plan import Row, StepPlan
 
 _CONTEXT, _STEPS = 16, 10  # of the scheduler that is timed
@@ -75,10 +77,6 @@ def _kept(resolved: ResolvedModel, config: EngineConfig, devices: int) -> tuple[
 
 
 def _measured(resolved: ResolvedModel, config: EngineConfig, model: ModelConfig) -> LayoutProfile:
-    # ZeroMQ is for workers alone.
-    from nanoserve.runtime.workers.group import WorkerGroup, WorkersDied
-    from nanoserve.runtime.workers.messages import Answered, FromWorker, Ready, RunPlan, WorkerStart
-
     last = config.num_workers - 1
     group = WorkerGroup(WorkerStart(model=resolved, config=config, measures=True), model, host_blocks=0)
 

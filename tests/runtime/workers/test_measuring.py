@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.assembly import make_predictors
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.hub import resolve_model
 from nanoserve.runtime.launch import layout_profile
 from nanoserve.runtime.launch.layout_profile import kept_layouts, measure_layouts
+from nanoserve.runtime.launch.predictors import make_predictors
 from tests.costs.test_layout_profile import MODEL
 from tests.costs.test_layout_profile import layout_profile as layout_profile_by_hand
 
