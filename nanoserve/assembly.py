@@ -44,7 +44,7 @@ from triton_ops.cpu import CpuOperators, cpu_operators
 if TYPE_CHECKING:
     from nanoserve.costs.hardware import MachineSpeeds
     from nanoserve.measures.chrome_trace import ChromeTraceFile
-    from nanoserve.runtime.workers.outstanding import RemoteLayers
+    from nanoserve.runtime.workers.executor import RemoteLayers
 
 
 @dataclass(frozen=True, slots=True)
