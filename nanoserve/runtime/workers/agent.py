@@ -16,8 +16,9 @@ from nanoserve.processes.temporary import choose_directory, make_directory
 from nanoserve.processes.threads import threads_of_each
 from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.runtime.launch.rendezvous import Presence, SharedKeys, TorchrunProcess
+from nanoserve.runtime.workers.endpoint import prepare_socket
 from nanoserve.runtime.workers.messages import WorkerFailed, WorkerStart
-from nanoserve.runtime.workers.process import prepare_socket, start_worker
+from nanoserve.runtime.workers.process import start_worker
 
 _POLL_SECONDS = 0.1
 _LAST_WORDS_MILLISECONDS = 1000

@@ -32,8 +32,8 @@ from nanoserve.runtime.moves.host_pool import HostPool, check_within_reach
 from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.workers.distributed import Activations, RankGroup, join_workers, leave_workers
+from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 from nanoserve.runtime.workers.messages import Allocate, Hello, Loaded, Loading, Ready, WorkerStart
-from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.runtime.workers.worker import Worker, WorkerLayout
 
 

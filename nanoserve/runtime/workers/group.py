@@ -24,8 +24,9 @@ from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.runtime.launch.memory import available_memory
 from nanoserve.runtime.launch.rendezvous import Rendezvous
 from nanoserve.runtime.moves.host_pool import HostPool
+from nanoserve.runtime.workers.endpoint import identity, prepare_socket
 from nanoserve.runtime.workers.messages import FromWorker, Hello, Rejoin, ToWorker, WorkerFailed, WorkerStart
-from nanoserve.runtime.workers.process import identity, prepare_socket, start_worker
+from nanoserve.runtime.workers.process import start_worker
 
 
 class SharedFiles:

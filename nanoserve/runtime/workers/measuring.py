@@ -35,8 +35,8 @@ from nanoserve.runtime.profiling.timers import StepTimer
 from nanoserve.runtime.stage import compiled_layers
 from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.runtime.workers.distributed import RankGroup, join_workers
+from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 from nanoserve.runtime.workers.messages import Answered, Ready, RunPlan, WorkerStart
-from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.scheduler.plan import Answer, StepResult
 from triton_ops.cpu import cpu_operators
 

@@ -20,6 +20,7 @@ from nanoserve.runtime.moves.swapping import Swapper
 from nanoserve.runtime.stage import Stage
 from nanoserve.runtime.step.model_runner import PreparedStep
 from nanoserve.runtime.workers.distributed import Activations, Expected
+from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 from nanoserve.runtime.workers.messages import (
     Answered,
     Follow,
@@ -36,7 +37,6 @@ from nanoserve.runtime.workers.messages import (
     WorkerStart,
     worker_decoder,
 )
-from nanoserve.runtime.workers.process import WorkerEndpoint
 from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
 
 THREAD_NAME = "prefetch"

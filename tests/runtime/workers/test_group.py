@@ -31,7 +31,7 @@ from pathlib import Path
 import msgspec
 from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.runtime.workers.messages import *
-from nanoserve.runtime.workers.process import WorkerEndpoint
+from nanoserve.runtime.workers.endpoint import WorkerEndpoint
 
 watchdog = ParentWatchdog.of_this_process()
 start = WorkerStart.read(watchdog.read_line())
