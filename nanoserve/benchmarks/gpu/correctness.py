@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from nanoserve.benchmarks.gpu.attention import TOLERANCES, AttentionRow, compared, make_batch
+from nanoserve.benchmarks.gpu.cases import GpuCase, Row
 from nanoserve.benchmarks.gpu.device import GpuBench
 from nanoserve.benchmarks.gpu.models import FAMILIES, VOCAB_SIZE, EngineShelf
-from nanoserve.benchmarks.gpu.running import GpuCase, Row
 from nanoserve.config import ModelConfig
 from nanoserve.measures.workloads import random_prompts
 from nanoserve.models.attention import AttentionBatch, PagedAttention

@@ -17,9 +17,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from nanoserve.benchmarks.floors import ModelCost
+from nanoserve.benchmarks.gpu.cases import CannotRun, GpuCase, Row
 from nanoserve.benchmarks.gpu.device import GpuBench, TimeSpread
 from nanoserve.benchmarks.gpu.models import EngineShelf, TimedEngine
-from nanoserve.benchmarks.gpu.running import CannotRun, GpuCase, Row
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.measures.metrics import BatchRates

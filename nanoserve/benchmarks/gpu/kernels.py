@@ -17,8 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanoserve.benchmarks.floors import Limits
 from nanoserve.benchmarks.gpu.attention import AttentionCall, AttentionRow, decode_rows, make_batch
+from nanoserve.benchmarks.gpu.cases import CannotRun, GpuCase, Row, reason
 from nanoserve.benchmarks.gpu.device import Call, GpuBench, TimeSpread
-from nanoserve.benchmarks.gpu.running import CannotRun, GpuCase, Row, reason
 from nanoserve.models.dtypes import format_name
 from triton_ops import cache_write, copy_blocks, gather_blocks, pack, packed_linear, round_to_nearest, scatter_blocks
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from nanoserve.benchmarks.gpu.cases import CannotRun, GpuCase, Row, reason
 from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
 from nanoserve.processes.files import replace_file
@@ -35,9 +36,7 @@ OVERTIME_SECONDS = 15.0  # the longest that a case may go on after the end of it
 BUDGET_SPENT = "the time budget was spent"
 _POLL_SECONDS = 0.2
 _FAREWELL_SECONDS = 20.0
-_LONGEST_REASON = 300
 
-Row = dict[str, Any]
 Document = Mapping[str, Any]
 
 
@@ -88,17 +87,6 @@ def write_together(directory: Path) -> Path:
     return path
 
 
-class CannotRun(Exception):
-    """Something cannot do this work here, such as a peer that is not installed; the message says why."""
-
-
-class GpuCase(NamedTuple):
-    """Something to measure or to check; `measure` gives the fields of its row."""
-
-    name: str
-    measure: Callable[[], Row]
-
-
 @dataclass(frozen=True, slots=True)
 class PartRun:
     """A child's view of its part."""
@@ -137,11 +125,6 @@ class PartRun:
             if "error" in fields and not device_works():
                 return False
         return True
-
-
-def reason(error: BaseException) -> str:
-    name = "" if isinstance(error, NanoserveError) else f"{type(error).__name__}: "
-    return (name + " ".join(str(error).split()))[:_LONGEST_REASON]
 
 
 def measure_part(run: PartRun) -> bool:

@@ -15,9 +15,9 @@ import msgspec
 import torch
 
 from nanoserve.benchmarks.gpu.attention import TOLERANCES, AttentionRow, compared, decode_rows, make_batch
+from nanoserve.benchmarks.gpu.cases import GpuCase, Row
 from nanoserve.benchmarks.gpu.device import GpuBench, TimeSpread
 from nanoserve.benchmarks.gpu.kernels import BLOCK_SIZE, GROUPS
-from nanoserve.benchmarks.gpu.running import GpuCase, Row
 from nanoserve.errors import UsageError
 from nanoserve.processes.files import replace_file
 from triton_ops.gpu import configurations

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from nanoserve.benchmarks.gpu import running
-from nanoserve.benchmarks.gpu.running import CannotRun, GpuCase, PartRun, Row, open_part, read_results, run_parts
+from nanoserve.benchmarks.gpu.cases import CannotRun, GpuCase, Row
+from nanoserve.benchmarks.gpu.running import PartRun, open_part, read_results, run_parts
 from nanoserve.benchmarks.report import Report, read_report
 from nanoserve.errors import RuntimeFailure, UsageError
 
