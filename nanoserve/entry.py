@@ -11,11 +11,11 @@ def run(*first: str) -> None:
     """The command ``nanoserve``; the words ``first`` are put before the process's arguments."""
     from nanoserve.commands.main import run as parse_and_act
 
-    parse_and_act(*first)
+    parse_and_act(*first, early_handler=interrupted)
 
 
 def interrupted(number: int, frame: object) -> None:
-    """End with one line; `nanoserve.commands.main` later installs its own handler."""
+    """End with one line; `nanoserve.commands.main` gives Ctrl-C back to Python once it can say that line itself."""
     os.write(2, b"nanoserve: interrupted\n")
     os._exit(130)
 

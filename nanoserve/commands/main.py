@@ -24,7 +24,6 @@ from typer.core import TyperCommand, TyperGroup
 from nanoserve import __version__
 from nanoserve.commands.options import prepared
 from nanoserve.commands.terminal import say, silence_stdout
-from nanoserve.entry import interrupted
 from nanoserve.errors import NanoserveError
 from nanoserve.processes.interrupts import deferred_interrupts
 
@@ -103,6 +102,7 @@ _SETTINGS: dict[str, Any] = {
     "pretty_exceptions_enable": False,
 }
 _INDENTED = re.compile(r"^ |^\[bold\]", re.MULTILINE)
+InterruptHandler = Callable[[int, object], None]
 
 
 class _LazyGroup(TyperGroup):
@@ -135,12 +135,13 @@ class _Benchmarks(_LazyGroup):
     modules, summaries = "nanoserve.commands.bench_", BENCHMARKS
 
 
-def run(*first: str) -> NoReturn:
-    """Entry point of the console script; ``first`` are words put before the process's arguments."""
+def run(*first: str, early_handler: InterruptHandler | None = None) -> NoReturn:
+    """Entry point of the console script; ``first`` are words put before the process's arguments. ``early_handler`` is
+    what Ctrl-C has called until now."""
     gc.set_threshold(50_000)  # imports make many objects and little garbage
     code = EXIT_INTERRUPTED
     try:
-        code = main([*first, *sys.argv[1:]])
+        code = main([*first, *sys.argv[1:]], early_handler)
         _ignore_signals()
     except KeyboardInterrupt:  # one that comes when the last line is written already
         _ignore_signals()
@@ -153,7 +154,7 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, early_handler: InterruptHandler | None = None) -> int:
     """Parse ``arguments`` (default: the process's), do what they say, return the exit code."""
     # A shell's ``>&-`` leaves None where a stream should be; and no character of an answer may fail to print.
     for name in ("stdout", "stderr"):
@@ -162,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  (open until the process ends)
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    return guarded(partial(_parse_and_act, list(sys.argv[1:] if arguments is None else arguments)))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    return guarded(partial(_parse_and_act, words, early_handler))
 
 
 def application() -> Any:
@@ -195,8 +197,8 @@ def _bench(context: typer.Context) -> Any:
         return command.invoke(own)
 
 
-def _parse_and_act(words: list[str]) -> int:
-    if signal.getsignal(signal.SIGINT) is interrupted:
+def _parse_and_act(words: list[str], early_handler: InterruptHandler | None) -> int:
+    if early_handler is not None and signal.getsignal(signal.SIGINT) is early_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from now on `guarded` says it
     try:
         parsed: Any = application().main(args=words, prog_name="nanoserve", standalone_mode=False)
