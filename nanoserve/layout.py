@@ -1,8 +1,11 @@
-"""How one model is spread over devices: tensor, pipeline and data parallel degrees."""
+"""How one model is spread over devices: tensor, pipeline and data parallel degrees, and the layers of each stage."""
 
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
+from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError, shown
 
 _PART = re.compile("([DTP])([0-9]{1,4})")
@@ -45,3 +48,38 @@ class ParallelLayout:
         """As the papers write it: D2T2P4; degrees of 1 are left out, "T1" if all are."""
         degrees = {letter: getattr(self, degree) for letter, degree in _DEGREES.items()}
         return "".join(f"{letter}{degree}" for letter, degree in degrees.items() if degree > 1) or "T1"
+
+
+def tensor_degrees(model: ModelConfig) -> list[int]:
+    """Tensor parallel degrees that divide the heads."""
+    heads, kv_heads = model.num_heads, {shape.num_kv_heads for shape in model.shapes} or {model.num_kv_heads}
+    divisors = [degree for degree in range(1, heads + 1) if heads % degree == 0]
+    return [degree for degree in divisors if all(max(degree, kv) % min(degree, kv) == 0 for kv in kv_heads)]
+
+
+def stage_layers(
+    model: ModelConfig,
+    pipeline_parallel: int,
+    pipeline_split: Sequence[int] | None,
+    divide: Callable[[ModelConfig, int], Sequence[int]],
+    *,
+    asked: str | None = None,
+) -> tuple[range, ...]:
+    """The layers of each stage: as many as `pipeline_split` says, or as `divide` chooses. `asked` stands for --pp in
+    errors. Raises UsageError if the stages cannot be filled, or the split is not one of this model's layers."""
+    if pipeline_parallel < 1:
+        raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
+    if pipeline_parallel > model.num_layers:
+        raise UsageError(
+            f"{asked or f'--pp {pipeline_parallel}'}: the model has {model.num_layers} layers,"
+            f" so there are at most {model.num_layers} stages"
+        )
+    sizes = divide(model, pipeline_parallel) if pipeline_split is None else pipeline_split
+    option = f"--pp-split {','.join(map(str, sizes))}"
+    if len(sizes) != pipeline_parallel:
+        raise UsageError(f"{option} names {len(sizes)} stages, but --pp is {pipeline_parallel}")
+    if min(sizes) < 1:
+        raise UsageError(f"{option}: every stage needs at least one layer")
+    if sum(sizes) != model.num_layers:
+        raise UsageError(f"{option} adds up to {sum(sizes)} layers, but the model has {model.num_layers}")
+    return tuple(range(first, after) for first, after in pairwise(accumulate(sizes, initial=0)))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,7 @@ import msgspec
 from nanoserve.config import LayerShape, ModelConfig
 from nanoserve.costs.weight_bits import NUMBERS, ROWS, Bits, matrix_bits
 from nanoserve.errors import UsageError
-from nanoserve.layout import ParallelLayout
+from nanoserve.layout import ParallelLayout, stage_layers, tensor_degrees
 from nanoserve.scheduler.work import Chunk, StepWork
 
 # Bits that a stored number takes; four-bit weights come with a 16-bit scale for each group of 128.
@@ -138,7 +138,7 @@ class ModelCounts:
         self.kv_heads = max(1, model.num_kv_heads // degree)
         self.windows = tuple(sorted({window for window in model.sliding_windows if window}))
         stages = self.layout.pipeline_parallel
-        layers = stage_layers(model, stages, pipeline_split, asked=f"{stages} pipeline stages")
+        layers = stage_layers(model, stages, pipeline_split, divide_layers, asked=f"{stages} pipeline stages")
         self.stages = tuple(dict(Counter(_layer_kinds(model, stage))) for stage in layers)
         self.groups = model.groups or model.cut(tuple(stage.start for stage in layers))
         self._parts = [self.groups.of_layers(stage, model.layer_kv_numbers(degree)) for stage in layers]
@@ -322,36 +322,6 @@ def chunk_pairs(start: int, length: int, window: int = 0) -> int:
         return length * start + length * (length + 1) // 2
     growing = max(0, min(length, window - 1 - start))  # positions that see less than a whole window
     return growing * start + growing * (growing + 1) // 2 + (length - growing) * window
-
-
-def tensor_degrees(model: ModelConfig) -> list[int]:
-    """Tensor parallel degrees that divide the heads."""
-    heads, kv_heads = model.num_heads, {shape.num_kv_heads for shape in model.shapes} or {model.num_kv_heads}
-    divisors = [degree for degree in range(1, heads + 1) if heads % degree == 0]
-    return [degree for degree in divisors if all(max(degree, kv) % min(degree, kv) == 0 for kv in kv_heads)]
-
-
-def stage_layers(
-    model: ModelConfig, pipeline_parallel: int, pipeline_split: Sequence[int] | None = None, *, asked: str | None = None
-) -> tuple[range, ...]:
-    """The layers of each stage, by `pipeline_split` or by cost. `asked` stands for --pp in errors. Raises UsageError if
-    the stages cannot be filled, or the split is not one of this model's layers."""
-    if pipeline_parallel < 1:
-        raise UsageError(f"--pp must be at least 1, not {pipeline_parallel}")
-    if pipeline_parallel > model.num_layers:
-        raise UsageError(
-            f"{asked or f'--pp {pipeline_parallel}'}: the model has {model.num_layers} layers,"
-            f" so there are at most {model.num_layers} stages"
-        )
-    sizes = divide_layers(model, pipeline_parallel) if pipeline_split is None else pipeline_split
-    option = f"--pp-split {','.join(map(str, sizes))}"
-    if len(sizes) != pipeline_parallel:
-        raise UsageError(f"{option} names {len(sizes)} stages, but --pp is {pipeline_parallel}")
-    if min(sizes) < 1:
-        raise UsageError(f"{option}: every stage needs at least one layer")
-    if sum(sizes) != model.num_layers:
-        raise UsageError(f"{option} adds up to {sum(sizes)} layers, but the model has {model.num_layers}")
-    return tuple(range(first, after) for first, after in pairwise(accumulate(sizes, initial=0)))
 
 
 @lru_cache(maxsize=1024)

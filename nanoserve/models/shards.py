@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoserve.config import LayerShape, ModelConfig
-from nanoserve.costs.counts import stage_layers, tensor_degrees
+from nanoserve.costs.counts import divide_layers
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
+from nanoserve.layout import stage_layers, tensor_degrees
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def make_shards(
     """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group. `pipeline_split` names the
     layers of each stage; None divides by cost. Raises UsageError if the model cannot be divided like this; the line
     names `asked`, the option and value that ask for this layout, or else --pp, --pp-split or --tp."""
-    stages = stage_layers(config, pipeline_parallel, pipeline_split, asked=asked)
+    stages = stage_layers(config, pipeline_parallel, pipeline_split, divide_layers, asked=asked)
     _check_degree(config, tensor_parallel, asked)
     if config.layer_input_size and len(stages) > 1:
         told = asked or f"--pp {pipeline_parallel}"

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from nanoserve.cache_groups import most_blocks
-from nanoserve.costs.counts import ModelCounts, Operator, Precision, chunk_keys, chunk_pairs, tensor_degrees
+from nanoserve.costs.counts import ModelCounts, Operator, Precision, chunk_keys, chunk_pairs
 from nanoserve.costs.tables import load_shape
 from nanoserve.errors import UsageError
-from nanoserve.layout import ParallelLayout
+from nanoserve.layout import ParallelLayout, tensor_degrees
 from nanoserve.models.weights import tensor_parts
 from nanoserve.scheduler.work import StepWork
 from tests.costs.conftest import tiny_experts, tiny_model

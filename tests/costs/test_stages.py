@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from nanoserve.config import MoeConfig
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
-from nanoserve.costs.counts import divide, divide_layers, stage_layers
+from nanoserve.costs.counts import divide, divide_layers
 from nanoserve.costs.tables import published_shapes
+from nanoserve.layout import stage_layers
 
 MODEL = load_shape("llama-3.2-1b")
 
@@ -42,7 +43,7 @@ def test_the_dearest_stage_is_as_cheap_as_can_be(data: st.DataObject) -> None:
 @given(st.sampled_from(sorted(published_shapes())), st.integers(1, 9))
 def test_stages_cover_all_layers_in_order(name: str, stages: int) -> None:
     model = load_shape(name)
-    layers = stage_layers(model, stages)
+    layers = stage_layers(model, stages, None, divide_layers)
     assert [layer for stage in layers for layer in stage] == list(range(model.num_layers))
     assert len(layers) == stages
     assert all(layers)
@@ -60,7 +61,7 @@ def test_the_cost_model_divides_layers_as_the_engine_does(name: str) -> None:
 
 
 def test_a_split_is_taken_as_it_is() -> None:
-    assert stage_layers(MODEL, 3, (1, 5, 10)) == (range(1), range(1, 6), range(6, 16))
+    assert stage_layers(MODEL, 3, (1, 5, 10), divide_layers) == (range(1), range(1, 6), range(6, 16))
 
 
 def test_one_stage_has_all_layers_and_as_many_stages_as_layers_one_each() -> None:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from nanoserve.costs import DoesNotFit, ParallelLayout, load_shape
-from nanoserve.costs.counts import tensor_degrees
 from nanoserve.costs.hardware import GIBI
+from nanoserve.layout import tensor_degrees
 from nanoserve.papers.cases import BLOCK_SIZE, Case, System
 
 LONGEST = 4096  # tokens of a request, prompt and answer: what LLaMA2-70B can hold, and where the paper's figure 9 ends

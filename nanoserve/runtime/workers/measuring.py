@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.counts import ModelCounts, Precision, tensor_degrees
+from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile
 from nanoserve.engine_config import EngineConfig
+from nanoserve.layout import tensor_degrees
 from nanoserve.models.decoder import DecoderLayer
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.shards import Shard
