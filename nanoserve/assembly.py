@@ -152,7 +152,7 @@ def _trace(
     built: BuiltEngine, file: "ChromeTraceFile", config: EngineConfig, on_failure: Callable[[RuntimeFailure], None]
 ) -> None:
     """Have what every engine does written into one file, which the first engine closes: it ends last."""
-    from nanoserve.record.trace import RunTrace
+    from nanoserve.record.trace import RunTrace  # few engines are traced
 
     engines = built.engine.engines if isinstance(built.engine, Dispatcher) else (built.engine,)
     for number, engine in enumerate(engines):
