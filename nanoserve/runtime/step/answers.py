@@ -40,8 +40,8 @@ class LogprobColumns(NamedTuple):
     def of(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
         """The columns of logits, float32 [N, V], with the `most` likeliest tokens of each row; waits for nothing."""
         at_a_time = rows_in_cache(logits)
-        pieces = zip(logits.split(at_a_time), tokens.split(at_a_time), strict=True)
-        parts = [cls._of_rows(*piece, most) for piece in pieces]
+        pieces = [slice(start, start + at_a_time) for start in range(0, len(logits), at_a_time)]
+        parts = [cls._of_rows(logits[rows], tokens[rows], most) for rows in pieces]
         if len(parts) == 1:
             return parts[0]
         return cls(*map(torch.cat, zip(*parts, strict=True)))
