@@ -62,6 +62,11 @@ def prefilling(load: Load) -> Load:
     return replace(load, waiting_tokens=64, first_waiting_tokens=64, free_blocks=14, expected_growth=14)
 
 
+def backlog(load: Load) -> Load:
+    """The same with ten such prompts, which the device cannot hold."""
+    return replace(prefilling(load), waiting_tokens=640)
+
+
 # ---------------------------------------------------------------------------------------------- the inequalities
 
 
@@ -114,21 +119,29 @@ def test_with_hosts_without_end_the_speedup_bound_is_inequality_5(
 
 
 @pytest.mark.parametrize("policy", ALL)
-def test_the_device_comes_first(policy: Policy) -> None:
-    room = replace(prefilling(DECODES), free_blocks=60)
-    assert policy.decide(room) == Decision(64, 10, preempt_to_host=True)
-    tight = policy.decide(prefilling(DECODES))
+def test_the_device_takes_all_that_it_can_hold_whatever_is_expected_to_grow(policy: Policy) -> None:
+    assert policy.decide(prefilling(DECODES)) == Decision(64, 10, preempt_to_host=True)
+    assert policy.decide(replace(backlog(DECODES), free_blocks=50)) == Decision(502, 10, preempt_to_host=True)
+    # A host sequence has seven blocks and one to grow into: with ten for the decodes and four for the prompt, 22.
+    with_host = replace(hosting(prefilling(DECODES), 1), free_blocks=22)
+    assert policy.decide(with_host) == Decision(64, 10, swap_in=1, preempt_to_host=True)
+    assert policy.decide(replace(with_host, free_blocks=21)).swap_in == 0  # now 14 are kept, and four for a prompt
+
+
+@pytest.mark.parametrize("policy", ALL)
+def test_what_the_device_cannot_hold_is_parked_where_the_host_can(policy: Policy) -> None:
+    tight = policy.decide(backlog(DECODES))
     assert (tight.prefill_tokens, tight.park) == (64, True)
-    assert policy.decide(replace(prefilling(DECODES), host_free_blocks=4)) == PLAN  # its first answer needs a fifth
-    assert policy.decide(replace(prefilling(DECODES), host_free_blocks=5)).park
+    assert policy.decide(replace(backlog(DECODES), host_free_blocks=4)) == PLAN  # its first answer needs a fifth
+    assert policy.decide(replace(backlog(DECODES), host_free_blocks=5)).park
 
 
 @pytest.mark.parametrize("policy", ALL)
 def test_a_bay_stays_free_in_which_prompts_are_computed_before_they_are_parked(policy: Policy) -> None:
     # 14 blocks are kept for growth, the prompt takes four, the bay four more
-    assert not policy.decide(replace(prefilling(DECODES), free_blocks=22)).park
-    assert policy.decide(replace(prefilling(DECODES), free_blocks=21)).park
-    assert not policy.decide(replace(prefilling(DECODES), free_blocks=21, host_free_blocks=3)).park
+    assert not policy.decide(replace(backlog(DECODES), free_blocks=22)).park
+    assert policy.decide(replace(backlog(DECODES), free_blocks=21)).park
+    assert not policy.decide(replace(backlog(DECODES), free_blocks=21, host_free_blocks=3)).park
     # 13 blocks leave three beside one for each decode: the newest, which holds six, has to leave
     outgrown = replace(prefilling(DECODES), free_blocks=13)
     assert policy.decide(outgrown) == replace(PLAN, decodes=9, swap_out=1)

@@ -74,10 +74,11 @@ class HybridPolicy(Policy):
 def device_first(load: Load, token_budget: int) -> Decision:
     """GPU-first (APEX, section 3.4, rule 1): the step on the device alone, and where prompts and host sequences go.
 
-    Prompts go to device memory while it can hold them beside the expected growth of running sequences. Host sequences
-    come back as soon as it has room. Only the rest is parked. Without a host tier this is ChunkedPrefill.
+    If the device can hold all prompts that wait and all host sequences, with a block for each decode, all go there. Else
+    prompts go there while it can hold them beside the expected growth of running sequences, and host sequences come
+    back as soon as it has room beside that. Only the rest is parked. Without a host tier this is ChunkedPrefill.
 
-    If the host could hold the next prompt, the device keeps a bay of its size free, in which parked prompts are
+    If the host could hold the next prompt, the device then keeps a bay of its size free, in which parked prompts are
     computed. If decodes have outgrown the forecast and the next prompt does not fit beside a block for each, the newest
     move to host memory: a waiting prompt costs more than their tokens, and a partly computed one holds blocks. While no
     prompt waits, host sequences come back until one block is left for each decode, even if the newest may have to leave
@@ -90,15 +91,15 @@ def device_first(load: Load, token_budget: int) -> Decision:
     plan = replace(plan, swap_in=load.fitting_host, preempt_to_host=True)
     if load.predictor is None:
         return plan
-    prompt = load.first_waiting_blocks
+    prompt, is_short = load.first_waiting_blocks, _memory_is_short(load)
+    kept = load.expected_growth if is_short else load.running_decodes
     host_has_room = load.first_parked_blocks <= load.host_free_blocks
-    bay = prompt if load.running_decodes and host_has_room else 0
+    bay = prompt if is_short and load.running_decodes and host_has_room else 0
     if load.running_decodes:
-        reserve = load.expected_growth if load.waiting_tokens else load.running_decodes
-        plan = replace(plan, swap_in=_returning(load, load.free_blocks - reserve - bay))
+        plan = replace(plan, swap_in=_returning(load, load.free_blocks - kept - bay))
     left = load.free_blocks - plan.swap_in * load.host_sequence_blocks
-    room = left - load.expected_growth
-    park = prompt + bay > room
+    room = max(0, left - kept)
+    park = is_short and prompt + bay > room
     if park:
         room = max(0, left - load.running_decodes)
         may_park = host_has_room or load.ready_prefills > 0  # a begun prompt has reserved its host blocks
@@ -107,6 +108,13 @@ def device_first(load: Load, token_budget: int) -> Decision:
             decodes, bound = min(decodes, load.ready_decodes - leave), "rule 1: no room for the next prompt"
             return replace(plan, prefill_tokens=0, decodes=decodes, swap_out=leave, bound=bound)
     return replace(plan, prefill_tokens=_prompt_tokens(load, plan.prefill_tokens, room), park=park)
+
+
+def _memory_is_short(load: Load) -> bool:
+    """Whether prompts wait, and the device cannot hold all of them, all host sequences and a block for each decode."""
+    waiting = -(-load.waiting_tokens // load.block_size)
+    from_host = load.host_decodes * (load.host_sequence_blocks + 1)
+    return waiting > 0 and waiting + from_host + load.running_decodes > load.free_blocks
 
 
 def device_alone(load: Load, token_budget: int) -> Decision:

@@ -1,0 +1,27 @@
+"""APEX's rule 1 over whole runs: nothing moves to host memory while the device can hold it."""
+
+import pytest
+
+from nanoserve.costs import StepCosts, load_machine, load_shape
+from nanoserve.costs.predictor import CostPredictor
+from nanoserve.scheduler import make_policy
+from nanoserve.simulator import Workload, burst, fixed_lengths, simulate
+
+# 24 requests of 1,100 tokens take 69 blocks of 16 each: 63 % of 2,621.
+REQUESTS, PROMPT, ANSWER, BLOCKS = 24, 1000, 100, 2621
+
+
+@pytest.mark.parametrize("policy", ["neo", "overlap", "apex", "hybrid"])
+def test_what_the_device_has_room_for_never_leaves_it(policy: str) -> None:
+    costs = StepCosts(load_shape("llama-3.1-8b"), load_machine("apex-t4"))
+    result = simulate(
+        make_policy(policy, 2048),
+        costs,
+        Workload(burst(), fixed_lengths(PROMPT, ANSWER), limit=REQUESTS),
+        num_blocks=BLOCKS,
+        host_blocks=10 * BLOCKS,
+        predictors=[CostPredictor(costs)],
+    )
+    assert 0.6 < result.kv_peak <= REQUESTS * 69 / BLOCKS
+    assert (result.requests, result.output_tokens) == (REQUESTS, REQUESTS * ANSWER)
+    assert (result.swapped_out_tokens, result.swapped_in_tokens, result.host_tokens) == (0, 0, 0)
