@@ -13,6 +13,7 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.measures.chrome_trace import ChromeTraceFile
 from nanoserve.record.trace import RunTrace
 from nanoserve.scheduler.load import Decision, Load, Policy
+from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.work import Strategy
 from nanoserve.simulator import SimulationResult, Workload, burst, fixed_lengths, simulate
 from tests.record.tracks import tracks_of
@@ -83,6 +84,14 @@ def test_prompts_in_one_layout_and_answers_in_the_other() -> None:
     assert (result.swapped_out_tokens, result.swapped_in_tokens) == (16, 16)
     assert len(result.bubble_shares) == 3 + 1
     assert result.bubble_shares[0] == pytest.approx(1 - 1 / 3)
+
+
+def test_decoding_begins_with_the_first_sequence_that_has_come_in() -> None:
+    # Swaps in end 1.2, 2.4, 3.6 and 4.8 seconds after the transition, steps of 3 seconds begin at 1.2, 4.2 and 7.2.
+    first, second = TierTimes(num_stages=3, swap_token=0.3), TierTimes(reload=5.0, swap_token=0.3)
+    result = _run(TransitionMinimizing(64), first, requests=4, answer=5, other_layouts=[(second, 20)])
+    assert (result.transitions, result.swapped_in_tokens) == (1, 16)
+    assert [decodes for _, _, decodes, prompt_tokens in result.tokens_series if not prompt_tokens][:3] == [1, 3, 4]
 
 
 def test_a_fleet_adds_its_tiers_up() -> None:

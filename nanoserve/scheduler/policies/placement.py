@@ -74,8 +74,8 @@ class HybridPolicy(Policy):
 def device_first(load: Load, token_budget: int) -> Decision:
     """GPU-first (APEX, section 3.4, rule 1): the step on the device alone, and where prompts and host sequences go.
 
-    If the device can hold all prompts that wait and all host sequences, with a block for each decode, all go there. Else
-    prompts go there while it can hold them beside the expected growth of running sequences, and host sequences come
+    While the device can hold all prompts that wait and all host sequences, with a block for each decode, all go there.
+    Else prompts go there if it can hold them beside the expected growth of running sequences, and host sequences come
     back as soon as it has room beside that. Only the rest is parked. Without a host tier this is ChunkedPrefill.
 
     If the host could hold the next prompt, the device then keeps a bay of its size free, in which parked prompts are
