@@ -113,7 +113,7 @@ class Case(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What nanoserve and transformers render in all cases; None where the template refuses or fails."""
+    """Renderings of nanoserve and transformers in all cases; None where the template refuses or fails."""
 
     rendered: list[str | None]
     expected: list[str | None]

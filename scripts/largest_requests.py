@@ -23,7 +23,7 @@ WORDS = "a " * (BODY_CHARACTERS // 2)
 TOKENS = list(range(300, 1324))
 STOPS = [chr(65 + index) + "a" * 1022 + "b" for index in range(16)]
 HELD = ["a" * 1023 + "b", *(chr(99 + index) + "a" * 1023 for index in range(15))]
-"""Of the first, a text of nothing but a's always ends with a beginning; of the others it never does."""
+"""Stop strings that are nearly met. A text of a's always ends with a beginning of the first, never of the others."""
 BIAS = {str(token): -1 for token in TOKENS}
 PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 1, "frequency_penalty": 1}
 ALL_FIELDS = {"stop": STOPS, "stop_token_ids": TOKENS, "logit_bias": BIAS, "frequency_penalty": 1, "min_tokens": 1}

@@ -41,7 +41,7 @@ class MeasuredRound(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def disturbances(self) -> tuple[str, ...]:
-        """What disturbed it, in the words BUSY and UNSTEADY."""
+        """List what disturbed the work, in the words BUSY and UNSTEADY."""
         found = []
         if (self.foreign_cores or 0.0) > BUSY_CORES:
             found.append(BUSY)
@@ -176,7 +176,7 @@ def rotated(items: Iterable[T], number: int) -> list[T]:
 
 
 def _mark(done: Bracketed) -> str:
-    """What a state's name says of its rounds beside their bandwidth."""
+    """Name a state by what its rounds say beside their bandwidth."""
     return ", ".join(done.disturbances) if done.counts else "not counted"
 
 

@@ -23,7 +23,7 @@ def extremes(ratios: Sequence[tuple[str, str, float]]) -> str:
 
 
 def of_steps(rows: Sequence[Row]) -> str:
-    """What latency and throughput end in: the share of the floor, or how far runs lie apart where no share is known."""
+    """Say the share of the floor that was reached, or how far runs lie apart where no share is known."""
     kinds = [row["steps"].get("decode") or row["steps"].get("all") or {} for row in rows]
     shares = [kind["of_floor"] for kind in kinds if kind.get("of_floor") is not None]
     rates = [row["samples"]["output_tokens_per_s"] for row in rows]
@@ -35,7 +35,7 @@ def of_steps(rows: Sequence[Row]) -> str:
 
 
 def of_layers(ratios: Sequence[Row]) -> str:
-    """What compiling layers gains."""
+    """Say what compiling layers gains."""
     gains = [one for one in ratios if one["metric"] == "output_tokens_per_s"]
     named = [
         (f"at {one['case']}", f"{one['median']:.2f} ({one['low']:.2f}-{one['high']:.2f})", one["median"])

@@ -258,7 +258,7 @@ class _Batch:
 
 
 def _result(outcome: RequestOutput | NanoserveError, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """What is written of an outcome. The answer to a conversation needs the ``tokenizer``, which knows its form."""
+    """The row written for an outcome. The answer to a conversation needs the ``tokenizer``, which knows its form."""
     if isinstance(outcome, NanoserveError):
         return {"error": str(outcome)}
     samples = sorted(outcome.outputs, key=lambda sample: sample.index)

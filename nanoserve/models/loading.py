@@ -90,7 +90,7 @@ class Checkpoint:
         return partial(_read, part, stored, self._kept.__getitem__, packed=packed)
 
     def rounded(self, config: ModelConfig) -> "Checkpoint":
-        """The same with the matrices that the config says are rounded while they are read."""
+        """Add the matrices that the config says are rounded while they are read."""
         if config.quantization is None or config.quantization.method != "rounding":
             return self
         stored = dict(self.stored)

@@ -1,4 +1,4 @@
-"""What the garbage collector looks at."""
+"""Limits on what the garbage collector looks at."""
 
 import gc
 

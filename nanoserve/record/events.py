@@ -125,7 +125,7 @@ class Forecast:
 
     step: int
     decision: Decision
-    """What the plan carries out, with the alternatives."""
+    """The decision that the plan carries out, with the alternatives."""
     work: StepFeatures
     predicted: float
     measured: float | None = None

@@ -49,7 +49,7 @@ class ToolUse:
 
 
 def tool_use(asked: ChatRequest, form: AnswerForm) -> ToolUse | None:
-    """What a request does with its tools, or None; ``form`` is that of the model's answers.
+    """The use that a request makes of its tools, or None; ``form`` is that of the model's answers.
 
     Raises ApiError (400) for tools and choices that do not fit, and UsageError for a form without calls.
     """

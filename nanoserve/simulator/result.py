@@ -34,7 +34,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens_per_second: float
     tokens_per_second: float  # input and output tokens, as the papers count throughput
     steady: SteadyRates | None
-    """The same rates and the goodput, without filling and draining; None if all requests came at once."""
+    """These rates and the goodput without filling and draining; None if all requests came at once."""
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None  # time per output token, over requests with two tokens or more
     itl_ms: Distribution | None  # time between two tokens, over all gaps

@@ -36,7 +36,7 @@ class Measure:
     fails: bool = False  # whether it can fail; what can match nothing never does
     shortest: int = 0  # fewest characters that match
     properties: tuple[str, ...] | None = None
-    """Of a row of single characters, perhaps repeated, that all are general categories of Unicode: those categories."""
+    """The general categories of Unicode of a row of single characters, perhaps repeated, if all have one."""
     begins: bool = False  # whether such a row begins with a character that must be there
 
 
@@ -92,7 +92,7 @@ class _Reader:
         )
 
     def _row(self) -> Measure:
-        """What follows one another, up to the end of a branch."""
+        """Read the parts that follow one another, up to the end of a branch."""
         whole = _NOTHING
         while self._at < len(self._pattern) and self._pattern[self._at] not in "|)":
             part = self._part()

@@ -1,4 +1,4 @@
-"""What a tokenizer.json may ask of the `tokenizers` library.
+"""Limits on what a tokenizer.json may ask of the `tokenizers` library.
 
 The file is a program that arrives with the weights: its patterns may backtrack without end, its normalizers may make a
 gigabyte of one character, and some of its errors end the library in a panic. The library limits none of these. So the

@@ -34,7 +34,7 @@ _SHOWN_LINES = 5
 _REASON_LENGTH = 160
 """Characters of a reason that are shown; the file that keeps it has all."""
 _PASSING = ("Killed", "No space left", "Cannot allocate memory")
-"""What compilers say if the machine is short of memory or disk, which another time it may have."""
+"""Words of compilers on a machine that is short of memory or disk, which it may have another time."""
 
 
 class CannotBuild(Exception):

@@ -26,7 +26,7 @@ def load_of(row: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """What all panels share: the axis of loads, and the load that a line marks."""
+    """The part that all panels share: the axis of loads, and the load that a line marks."""
 
     axis: str
     loads: Sequence[float]

@@ -1,4 +1,4 @@
-"""What an engine's policy and its drafting predict by, measured while the engine starts."""
+"""Predictors of an engine's policy and its drafting, measured while the engine starts."""
 
 from collections.abc import Sequence
 from pathlib import Path

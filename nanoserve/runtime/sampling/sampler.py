@@ -117,7 +117,7 @@ class Draw:
         )
 
     def parts(self, most: int) -> Iterator["Draw"]:
-        """The same draw, at most so many rows at a time: what is drawn for a row depends on that row alone."""
+        """Cut the draw into parts of at most this many rows: what is drawn for a row depends on that row alone."""
         names = ("rows", "position", *(_SETTINGS.names or ()))
         for columns in zip(*(getattr(self, name).split(most) for name in names), strict=True):
             yield replace(self, **dict(zip(names, columns, strict=True)))

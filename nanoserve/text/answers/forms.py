@@ -63,7 +63,7 @@ class AnswerForm(Protocol):
         """Whether a rendered prompt leaves the reasoning open, so that the answer begins inside it."""
 
     def answer_opening(self, prompt: str) -> str:
-        """What has to follow a rendered prompt so that the answer begins without any reasoning."""
+        """The text that has to follow a rendered prompt so that the answer begins without any reasoning."""
 
     def read(self, answer: AnswerReader, tools: Tools, *, starts_inside: bool) -> Steps[None]:
         """Read a whole answer."""

@@ -34,7 +34,7 @@ class HarmonyAnswers:
         return prompt.endswith(f"{_CHANNEL}analysis{_MESSAGE}")
 
     def answer_opening(self, prompt: str) -> str:
-        """What has to follow a rendered prompt so that the answer begins without any reasoning."""
+        """The text that has to follow a rendered prompt so that the answer begins without any reasoning."""
         begun = f"{_ENDS[0]}{_START}assistant" if prompt.endswith(_MESSAGE) else ""
         return f"{begun}{_CHANNEL}final{_MESSAGE}"
 

@@ -1,4 +1,4 @@
-"""What has arrived of an answer and is not read yet, and the pieces that are read from it.
+"""The part of an answer that has arrived and is not read yet, and the pieces that are read from it.
 
 A form of answers reads with generators. They yield wherever they need text that has not arrived, so that a form is
 written as if the whole answer were there, and hands on each piece as soon as it is certain.
@@ -154,7 +154,7 @@ class AnswerReader:
         self.take(self.held.index(tag) + len(tag))
 
     def after(self, tag: str) -> str:
-        """What is held after the tag that `copy_until` found."""
+        """The text held after the tag that `copy_until` found."""
         return self.held[self.held.index(tag) + len(tag) :]
 
     def show(self, tag: str) -> None:

@@ -28,7 +28,7 @@ class ReasoningTags:
         return prompt.rstrip().endswith(self.openings)
 
     def answer_opening(self, prompt: str) -> str:
-        """What has to follow a rendered prompt so that the answer begins without any reasoning."""
+        """The text that has to follow a rendered prompt so that the answer begins without any reasoning."""
         return f"\n{self.closing}\n\n" if self.opens(prompt) else ""
 
     def read(self, answer: AnswerReader, *, starts_inside: bool) -> Steps[tuple[str, ...]]:

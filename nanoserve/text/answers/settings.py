@@ -1,4 +1,4 @@
-"""What a chat template takes beside the messages: a switch for reasoning, and the reasoning of earlier answers."""
+"""Input of a chat template beside the messages: a switch for reasoning, and the reasoning of earlier answers."""
 
 import re
 from collections.abc import Mapping
