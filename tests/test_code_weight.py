@@ -1,4 +1,4 @@
-"""What a reader must read stays as little as it is: ceilings of `python -m scripts.code_weight`.
+"""Ceilings on what a reader must read, as `python -m scripts.code_weight` counts it.
 
 Lines are not counted: two plain lines beat one that must be decoded.
 """

@@ -168,7 +168,7 @@ def test_a_long_name_of_a_model() -> None:
 
 
 WORDS = ["-I/a/long/path"] * 60
-"""As many as the command of a compiler has."""
+"""Arguments, as many as the command of a compiler has."""
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_a_child_that_ends_buries_its_own_dead_children(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("end", ["by its parent, stopped", "by itself"])
 def test_what_a_child_has_made_beside_goes_with_it(chosen: Path, end: str) -> None:
-    """As the directory where workers meet, which a dead worker cannot remove."""
+    """The directory where workers meet is such a thing: a dead worker cannot remove it."""
     program = (
         "import sys, time; from pathlib import Path; from nanoserve.processes.temporary import *; "
         "from nanoserve.processes.watchdog import ParentWatchdog; ParentWatchdog.of_this_process().start(); "

@@ -89,7 +89,7 @@ _DYING = (
 
 @pytest.mark.parametrize("death", ["die()", "peer.run = die"])
 def test_a_peer_that_dies_of_sigill_goes_on_without_repacked_weights(death: str) -> None:
-    """As llama.cpp does on a processor with AMX, while it opens its file or when it first computes."""
+    """Die as llama.cpp does on a processor with AMX, while it opens its file or when it first computes."""
     peer = child(_DYING.format(death=death))
     try:
         assert peer.run(PROMPTS, 3) == FakePeer("fake", 0.25).run(PROMPTS, 3)

@@ -139,7 +139,7 @@ def test_angles_that_cannot_be_followed_are_refused(metadata: dict[str, Any], co
 
 @pytest.mark.parametrize("key", [key for key in PLAIN if key not in ("general.architecture", "llama.rope.freq_base")])
 def test_what_llama_cpp_needs_is_not_assumed(key: str, tmp_path: Path) -> None:
-    """Those without which it does not load a file; it takes a rope.freq_base of 10,000."""
+    """Keys without which llama.cpp loads no file are needed; it takes a rope.freq_base of 10,000."""
     left = {other: value for other, value in PLAIN.items() if other != key}
     with pytest.raises(ModelError, match=f"{key} is missing"):
         gguf_config(written(tmp_path, left))

@@ -56,7 +56,7 @@ def slices(decoder: Decoder, config: ModelConfig, shard: Shard) -> Iterator[tupl
 
 
 def expected_values(weight: Tensor, bits: int, group: int) -> Tensor:
-    """What docs/quantization.md says: the nearest of the codes, with a float16 scale for each group. 4 bits give the
+    """Follow docs/quantization.md: the nearest of the codes, with a float16 scale for each group. 4 bits give the
     number of the largest size the code -8."""
     groups = weight.float().view(len(weight), -1, group)
     places = groups.abs().argmax(-1, keepdim=True)

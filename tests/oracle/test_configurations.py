@@ -1,4 +1,4 @@
-"""What a config.json leaves out, and what it gives, against the configuration classes of transformers."""
+"""Keys that a config.json leaves out or gives, against the configuration classes of transformers."""
 
 import json
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from tests.oracle.test_families import TOLERANCE, dense_logits, prompt, referenc
 
 MODEL_TYPES = sorted({make().model_type for make in FAMILIES.values()})
 SIZES = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
-"""What a checkpoint is never assumed to be: a config.json without these is refused, except by Gemma 3 and 4, whose
+"""Sizes that are never assumed: a config.json without these is refused, except by Gemma 3 and 4, whose
 published ones leave some out."""
 TOKENS = {"bos_token_id", "eos_token_id"}
-"""Those that config.json does not name are the tokenizer's, not the family's."""
+"""Token ids that config.json does not name are the tokenizer's, not the family's."""
 NOT_SAVED = {"gemma4_text": {"per_layer_config"}}
 """Keys whose null transformers reads and does not write; test_layers_of_gemma_4_as_transformers_saves_them has it."""
 
@@ -49,7 +49,7 @@ UNUSED_BY = {
 
 
 def filled(model_type: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What transformers makes of a config.json, with every key."""
+    """The configuration that transformers makes of a config.json, with every key."""
     given = json.loads(json.dumps({key: value for key, value in values.items() if key != "model_type"}))
     config = transformers.AutoConfig.for_model(model_type, **given)
     whole: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))

@@ -84,7 +84,7 @@ def test_token_throttling_shares_prompts_and_decodes_out_over_two_micro_batches(
 
 
 def test_a_prompt_that_runs_alone_passes_the_threshold_only_below_it() -> None:
-    """Of 4 blocks, 1 free is below 0.5: nothing else would free any. Above it, equation 3 holds (MinP is 1)."""
+    """One free block of 4 is below 0.5: nothing else would free any. Above it, equation 3 holds (MinP is 1)."""
     policy = TokenThrottling(iterations=4, max_prefill=8, min_prefill=1, threshold=0.5)
     assert play(policy, [Prompt((1,) * 8, 1)], num_blocks=4, depth=1) == [
         "step 0: begin 0",  # WP 8 / 4

@@ -63,7 +63,7 @@ def prefilling(load: Load) -> Load:
 
 
 def backlog(load: Load) -> Load:
-    """The same with ten such prompts, which the device cannot hold."""
+    """Ten such prompts, which the device cannot hold."""
     return replace(prefilling(load), waiting_tokens=640)
 
 

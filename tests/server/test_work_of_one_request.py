@@ -142,7 +142,7 @@ def test_the_choices_of_an_answer_are_made_one_at_a_time(monkeypatch: pytest.Mon
 
 
 def _most_between(work: Coroutine[Any, Any, Any], done: Callable[[], int]) -> tuple[Any, int]:
-    """What some work returns, and how much of it is done at most while nothing else runs."""
+    """Return the result of some work, and how much of it is done at most while nothing else runs."""
     seen: list[int] = [done()]
 
     async def other(task: "asyncio.Task[Any]") -> None:

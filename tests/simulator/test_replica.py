@@ -22,7 +22,7 @@ def stage_seconds(prompt_tokens: int, decodes: int, context: int) -> float:
 
 
 class SharedTimes:
-    """The same cost function for nanoserve's simulator."""
+    """The replica's cost function for nanoserve's simulator."""
 
     num_stages = STAGES
 

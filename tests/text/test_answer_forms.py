@@ -96,7 +96,7 @@ def assistant(calls: Sequence[tuple[str, Any]], content: str = "Well.", reasonin
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model is trained to write after a prompt."""
+    """The text that a model is trained to write after a prompt."""
 
     prompt: list[int]
     tokens: list[int]
@@ -215,7 +215,7 @@ def test_no_cutting_of_the_tokens_changes_what_is_read(loaded: Callable[[str], T
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_answers_cut_off_anywhere_are_taken_as_history(loaded: Callable[[str], Tokenizer], name: str) -> None:
-    """What is sent of a cut-off answer begins what is sent of the whole one, and the next turn takes it back."""
+    """Pieces of a cut-off answer begin those of the whole one, and the next turn takes them back."""
     tokenizer, reasoning = loaded(name), "Is it warm?" if FAMILIES[name].reasons else ""
     content = "" if name == "harmony" else "Well."
     arguments = {"city": 'a "b" } {é', "days": 3, "list": [1]}

@@ -92,7 +92,7 @@ def _calls(work: Callable[[], object]) -> int:
 
 
 def test_an_end_that_may_be_a_beginning_is_not_read_again():
-    """Of stop strings of a thousand characters, a text always ends with a thousand of the first."""
+    """A text always ends with a thousand characters of the first of several long stop strings."""
     matcher = StopStrings(["a" * 1015 + "b", *(chr(99 + number) + "a" * 1015 for number in range(15))])
     matcher.push("a" * 1000)
     # One call to push, and for each stop string one call that reads the character, with a handful of others in it.

@@ -277,7 +277,7 @@ def test_what_surrounds_a_text_is_what_transformers_puts_around_it(make, value, 
     ],
 )
 def test_settings_say_what_surrounds_a_text_of_sentencepiece(settings, before, after, directories, tmp_path: Path):
-    """As LlamaTokenizer, which adds BOS unless told not to, and EOS if told to."""
+    """LlamaTokenizer adds BOS unless told not to, and EOS if told to."""
     shutil.copytree(directories["sentencepiece"], tmp_path, dirs_exist_ok=True)
     write_json(tmp_path / "tokenizer_config.json", {"bos_token": "<s>", "eos_token": "</s>", **settings})
     tokenizer = load_tokenizer(tmp_path)

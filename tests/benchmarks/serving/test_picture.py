@@ -1,4 +1,4 @@
-"""What the picture of a sweep marks, and which lines it leaves out."""
+"""Marks of a sweep's picture, and the lines that it leaves out."""
 
 import math
 from typing import Any

@@ -48,7 +48,7 @@ def test_pieces_that_come_together_are_one() -> None:
 
 
 def test_the_knee_is_where_output_over_latency_is_greatest() -> None:
-    """Of a queue that serves a request a second (M/M/1): latency is 1 / (1 - load), so that power is load (1 - load),
+    """A queue serves a request a second (M/M/1): latency is 1 / (1 - load), so that power is load (1 - load),
     which is greatest at a load of a half (Kleinrock 1979)."""
     rows = [
         {"case": load, "completed": 9, "output_tokens_per_s": load, "e2el_ms": {"mean": 1000 / (1 - load)}}
