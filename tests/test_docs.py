@@ -83,7 +83,7 @@ def test_commands_take_the_options_that_are_written(document: Path, capsys: pyte
 
 
 def commands(text: str) -> Iterator[str]:
-    """Find the words after the program's name in blocks of code and in code within text, up to a pipe or an ellipsis."""
+    """Find the words after the program's name in blocks of code and code within text, up to a pipe or an ellipsis."""
     fence = re.compile(r"^```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
     lines = [line for block in fence.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     rest = fence.sub("", text)
