@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoserve.cache_groups import most_tokens
 from nanoserve.config import ModelConfig, SamplingDefaults
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.engine_config import AUTO, HEADS, EngineConfig
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
+from nanoserve.kv import most_tokens
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.draft_heads import is_eagle3
 from nanoserve.models.hub import ProgressCallback, ResolvedModel, resolve_model

@@ -1,4 +1,4 @@
-"""Cache groups: which layers share a block table, and how many blocks a sequence holds in all groups together.
+"""Cache groups: which layers share a block table, and which tensors hold their keys and values.
 
 Layers of one kind see the same positions, all or a window of the last W, and cache as many numbers of each. Layers of a
 kind are dealt to groups of equal size. A block holds some positions of all layers of one group, so blocks of all groups
@@ -9,7 +9,6 @@ of keys and values, would be a kind here and have a pool of its own.
 """
 
 from bisect import bisect
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -17,30 +16,6 @@ from math import lcm
 
 MOST_GROUPS = 12
 """More groups than that would waste less memory, but the host fills a block table for each of them in every step."""
-
-
-def first_seen(position: int, window: int) -> int:
-    """The first position that a query sees through a window; one of 0 shows all."""
-    return max(0, position + 1 - window) if window else 0
-
-
-def most_blocks(windows: Iterable[int], tokens: int, block_size: int, chunk: int | None = None) -> int:
-    """Blocks that a sequence of this many tokens holds at most, at any time, in groups with these windows. It is
-    computed in chunks of at most ``chunk`` tokens; None stands for a block's worth, with which every sequence ends."""
-    columns = -(-tokens // block_size)
-    # A chunk's queries see W - 1 positions before it, and all of these begin anywhere in a block.
-    before = (block_size if chunk is None else chunk) - 1 + block_size - 1
-    return sum(min(columns, (window + before - 1) // block_size + 1) if window else columns for window in windows)
-
-
-def most_tokens(windows: tuple[int, ...], num_blocks: int, block_size: int, longest: int) -> int:
-    """Tokens, at most ``longest``, of a sequence that never holds more than this many blocks."""
-    in_windows = most_blocks([window for window in windows if window], longest, block_size)
-    full = windows.count(0)
-    columns = num_blocks // len(windows)  # if no window has been left behind
-    if in_windows <= num_blocks:
-        columns = max(columns, (num_blocks - in_windows) // full if full else longest)
-    return min(longest, columns * block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 
-from nanoserve.cache_groups import first_seen, most_blocks
 from nanoserve.request import Sequence
 
 ChainLink = int | str  # the entry of the preceding column, or the salt in front of a first one
@@ -15,6 +14,30 @@ NO_BLOCK = -1
 
 Address = tuple[ChainLink, tuple[int, ...]]
 """A column's content: its chain, and a block's worth of tokens after it."""
+
+
+def first_seen(position: int, window: int) -> int:
+    """The first position that a query sees through a window; one of 0 shows all."""
+    return max(0, position + 1 - window) if window else 0
+
+
+def most_blocks(windows: Iterable[int], tokens: int, block_size: int, chunk: int | None = None) -> int:
+    """Blocks that a sequence of this many tokens holds at most, at any time, in groups with these windows. It is
+    computed in chunks of at most ``chunk`` tokens; None stands for a block's worth, with which every sequence ends."""
+    columns = -(-tokens // block_size)
+    # A chunk's queries see W - 1 positions before it, and all of these begin anywhere in a block.
+    before = (block_size if chunk is None else chunk) - 1 + block_size - 1
+    return sum(min(columns, (window + before - 1) // block_size + 1) if window else columns for window in windows)
+
+
+def most_tokens(windows: tuple[int, ...], num_blocks: int, block_size: int, longest: int) -> int:
+    """Tokens, at most ``longest``, of a sequence that never holds more than this many blocks."""
+    in_windows = most_blocks([window for window in windows if window], longest, block_size)
+    full = windows.count(0)
+    columns = num_blocks // len(windows)  # if no window has been left behind
+    if in_windows <= num_blocks:
+        columns = max(columns, (num_blocks - in_windows) // full if full else longest)
+    return min(longest, columns * block_size)
 
 
 class BlockPool:

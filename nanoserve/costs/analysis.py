@@ -5,8 +5,8 @@ from typing import Literal
 
 import msgspec
 
-from nanoserve.cache_groups import most_blocks
 from nanoserve.costs.step_costs import StepCosts
+from nanoserve.kv import most_blocks
 from nanoserve.scheduler.work import StepWork
 
 Bound = Literal["compute", "memory", "link", "overhead"]

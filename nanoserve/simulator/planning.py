@@ -12,12 +12,12 @@ from functools import cached_property
 from itertools import permutations, product
 from typing import NamedTuple
 
-from nanoserve.cache_groups import most_blocks, most_tokens
 from nanoserve.costs import DoesNotFit, ParallelLayout, StepCosts
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
 from nanoserve.costs.hardware import GIBI
 from nanoserve.costs.predictor import layout_predictors
 from nanoserve.errors import UsageError
+from nanoserve.kv import most_blocks, most_tokens
 from nanoserve.request import RequestShape
 from nanoserve.scheduler.load import Policy
 from nanoserve.simulator.result import SimulationResult

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
-from nanoserve.cache_groups import most_tokens
 from nanoserve.errors import PolicyFailed, UsageError
+from nanoserve.kv import most_tokens
 from nanoserve.measures.metrics import Slo
 from nanoserve.measures.sketches import Sketch, mean_series
 from nanoserve.record.events import Observer

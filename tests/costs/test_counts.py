@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from nanoserve.cache_groups import most_blocks
 from nanoserve.costs.counts import ModelCounts, Operator, Precision, chunk_keys, chunk_pairs
 from nanoserve.costs.tables import load_shape
 from nanoserve.errors import UsageError
+from nanoserve.kv import most_blocks
 from nanoserve.layout import ParallelLayout, tensor_degrees
 from nanoserve.models.weights import tensor_parts
 from nanoserve.scheduler.work import StepWork

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from nanoserve.cache_groups import first_seen
-from nanoserve.kv import NO_BLOCK, BlockPool
+from nanoserve.kv import NO_BLOCK, BlockPool, first_seen
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import SequenceTable

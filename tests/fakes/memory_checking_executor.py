@@ -24,8 +24,7 @@ from itertools import chain, cycle
 
 from msgspec.structs import replace
 
-from nanoserve.cache_groups import first_seen
-from nanoserve.kv import NO_BLOCK
+from nanoserve.kv import NO_BLOCK, first_seen
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Answer, Begin, CohortProgress, Copy, Row, StepPlan, StepResult, Swap, Tier
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.cache_groups import CacheGroups, first_seen, most_blocks, most_tokens
+from nanoserve.cache_groups import CacheGroups
 from nanoserve.engine import Engine
-from nanoserve.kv import NO_BLOCK, BlockPool, SequenceBlocks
+from nanoserve.kv import NO_BLOCK, BlockPool, SequenceBlocks, first_seen, most_blocks, most_tokens
 from nanoserve.request import Request, SamplingParams, Sequence
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler

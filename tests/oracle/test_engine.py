@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nanoserve.cache_groups import most_blocks
 from nanoserve.config import ModelConfig
 from nanoserve.engine import Engine
+from nanoserve.kv import most_blocks
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.cache_groups import most_blocks
 from nanoserve.config import LayerShape, ModelConfig
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.kv import NO_BLOCK
+from nanoserve.kv import NO_BLOCK, most_blocks
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import Request, SamplingParams

@@ -6,8 +6,8 @@ from functools import cache, partial
 
 from hypothesis import strategies as st
 
-from nanoserve.cache_groups import most_blocks, most_tokens
 from nanoserve.engine import Engine
+from nanoserve.kv import most_blocks, most_tokens
 from nanoserve.request import FinishReason, Request, SamplingParams
 from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import NextToken, next_token

@@ -8,11 +8,11 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from nanoserve.cache_groups import most_tokens
 from nanoserve.config import ModelConfig
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.kv import most_tokens
 from nanoserve.layout import ParallelLayout
 from nanoserve.measures.workloads import random_prompts
 from nanoserve.record.events import Worked

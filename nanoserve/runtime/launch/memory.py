@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.cache_groups import most_blocks, most_tokens
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.kv import most_blocks, most_tokens
 from nanoserve.processes.sizes import format_size
 
 CPU_SHARE = 0.25  # the cache's default share of free memory: the machine's owner is working on it too

@@ -16,10 +16,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from nanoserve.cache_groups import most_blocks, most_tokens
 from nanoserve.config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.kv import most_blocks, most_tokens
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.shards import Shard
 from nanoserve.processes.sizes import format_size
