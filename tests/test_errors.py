@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.tables import published_shapes
+from nanoserve.config.published_shapes import published_shapes
 from nanoserve.errors import LONGEST_MESSAGE, ModelError, NanoserveError, UsageError, first_line, one_line, shown
 from nanoserve.models.hub import resolve_model
 from nanoserve.text.tokenizer import load_backend, load_tokenizer

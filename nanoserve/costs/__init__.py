@@ -10,10 +10,10 @@ Times are seconds, sizes bytes, per device of a stage unless a name says otherwi
 of the machine at hand (profile.py) answers the same questions.
 """
 
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.counts import Precision
 from nanoserve.costs.hardware import Efficiency, Machine, load_machine
 from nanoserve.costs.step_costs import DoesNotFit, StepCosts
-from nanoserve.costs.tables import load_shape
 from nanoserve.layout import ParallelLayout
 from nanoserve.scheduler.work import StepWork
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from nanoserve.costs.tables import read_toml
 from nanoserve.errors import UsageError, shown
+from nanoserve.processes.files import read_toml
 
 SHIPPED = Path(__file__).with_name("hardware.toml")
 GIGA = 1e9

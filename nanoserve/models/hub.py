@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.config import ModelConfig
-from nanoserve.costs.tables import load_shape, published_shapes
+from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.errors import ModelError, first_line, shown
 from nanoserve.models.gguf_directory import gguf_config, gguf_directory
 from nanoserve.models.gguf_file import is_gguf

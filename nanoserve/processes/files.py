@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, shown
+from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, UsageError, shown
 
 
 @contextmanager
@@ -49,6 +49,16 @@ def read_text(path: Path, failure: type[NanoserveError] = ModelError) -> str:
         return read_bytes(path, failure).decode()
     except UnicodeDecodeError as error:
         raise failure(f"{path} is not UTF-8 text") from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file's top-level tables. Raises UsageError, naming it, if it cannot be read or is not TOML."""
+    import tomllib
+
+    try:
+        return tomllib.loads(read_bytes(path, UsageError).decode())
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine
 from nanoserve.costs.predictor import layout_predictors
-from nanoserve.costs.tables import load_shape, read_toml
+from nanoserve.processes.files import read_toml
 from nanoserve.record.explanation import ExplainedRun, explain_run
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, RequestShape

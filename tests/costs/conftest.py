@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.config import ModelConfig, MoeConfig
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.hardware import Device, Link, Machine
-from nanoserve.costs.tables import load_shape
 
 
 def tiny_model(**changes: object) -> ModelConfig:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.counts import ModelCounts, Operator, Precision, chunk_keys, chunk_pairs
-from nanoserve.costs.tables import load_shape
 from nanoserve.errors import UsageError
 from nanoserve.kv import most_blocks
 from nanoserve.layout import ParallelLayout, tensor_degrees

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.config import MoeConfig
+from nanoserve.config.published_shapes import published_shapes
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.counts import divide, divide_layers
-from nanoserve.costs.tables import published_shapes
 from nanoserve.layout import stage_layers
 
 MODEL = load_shape("llama-3.2-1b")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.counts import ModelCounts
-from nanoserve.costs.tables import load_shape
 from nanoserve.costs.weight_bits import matrix_bits
 from nanoserve.errors import UsageError
 from nanoserve.quantization import Quantization

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
-from nanoserve.costs.tables import published_shapes
+from nanoserve.config.published_shapes import published_shapes
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.models.decoder import RotaryEmbedding
 from tests.oracle.checkpoints import FAMILIES

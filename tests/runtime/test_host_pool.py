@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.costs.tables import load_shape
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.shards import make_shards, whole_model

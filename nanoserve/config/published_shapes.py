@@ -1,4 +1,4 @@
-"""Data files of the cost model: TOML tables whose entries name their source, and published shapes (models.toml)."""
+"""Shapes of published models (published_shapes.toml), whose entries name their source. No weights are needed."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -8,19 +8,9 @@ from typing import Any
 
 from nanoserve.config import ModelConfig
 from nanoserve.errors import UsageError, shown
-from nanoserve.processes.files import read_bytes, read_json_object, unreadable_as_model_error
+from nanoserve.processes.files import read_json_object, read_toml, unreadable_as_model_error
 
-SHIPPED_MODELS = Path(__file__).with_name("models.toml")
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The file's top-level tables. Raises UsageError, naming it, if it cannot be read or is not TOML."""
-    import tomllib
-
-    try:
-        return tomllib.loads(read_bytes(path, UsageError).decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from error
+SHIPPED_MODELS = Path(__file__).with_name("published_shapes.toml")
 
 
 @cache

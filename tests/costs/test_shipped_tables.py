@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from nanoserve.config.published_shapes import SHIPPED_MODELS as MODELS
+from nanoserve.config.published_shapes import published_shapes
 from nanoserve.costs import load_machine, load_shape
 from nanoserve.costs.hardware import SHIPPED
-from nanoserve.costs.tables import SHIPPED_MODELS as MODELS
-from nanoserve.costs.tables import published_shapes, read_toml
 from nanoserve.errors import ModelError, UsageError
+from nanoserve.processes.files import read_toml
 
 TABLES = read_toml(SHIPPED)
 
