@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoserve.config import ModelConfig, SamplingDefaults
+from nanoserve.config.model_config import ModelConfig, SamplingDefaults
 from nanoserve.dispatcher import Dispatcher
 from nanoserve.engine import Engine
 from nanoserve.engine_config import AUTO, HEADS, EngineConfig

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

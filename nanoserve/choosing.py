@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs import StepCosts
 from nanoserve.engine_config import AUTO, EngineConfig, layout_settings
 from nanoserve.errors import UsageError

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.shards import make_shards, shard_config
 from nanoserve.outputs import StopStrings

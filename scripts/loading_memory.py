@@ -26,7 +26,7 @@ def main(name: str) -> None:
 
 def load_shard(directory: Path, pipeline_parallel: int, tensor_parallel: int, rank: int) -> None:
     """Load one shard into this process, and print its line of the table."""
-    from nanoserve.config import ModelConfig
+    from nanoserve.config.model_config import ModelConfig
     from nanoserve.models.decoder import SingleRank
     from nanoserve.models.loading import load_model
     from nanoserve.models.shards import make_shards

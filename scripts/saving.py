@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import format_name

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from train_storyteller import STORYTELLER, STORYTELLER_SHAPE, load_tokenizer, make_config, make_optimizers, write_model
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder
 from nanoserve.models.draft_heads import EagleHead, MedusaHeads, load_eagle, load_medusa
 from nanoserve.models.loading import load_model

@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, FeedForward
 from nanoserve.models.loading import load_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.published_shapes import published_shapes
 from nanoserve.errors import LONGEST_MESSAGE, ModelError, NanoserveError, UsageError, first_line, one_line, shown
 from nanoserve.models.hub import resolve_model

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from nanoserve.commands.main import main
-from nanoserve.config import families
+from nanoserve.config.model_config import families
 from nanoserve.errors import ModelError
 from nanoserve.models import gguf_directory
 from nanoserve.quantization import Quantization

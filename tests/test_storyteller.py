@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from scripts.storyteller_tales import HELD_OUT_PAIRS, plural, story_chat, with_article
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as replace_fields
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.scheduler.plan import StepPlan, work_of
 from nanoserve.scheduler.work import Chunk, StepWork

@@ -8,7 +8,7 @@ from nanoserve.commands.bench_quality import Tokens, windows
 from nanoserve.commands.options import Options, argument, file_option, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.hub import resolve_model
 from nanoserve.processes.files import read_text

@@ -9,7 +9,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from nanoserve.config import LayerShape, MlaConfig, ModelConfig, MoeConfig, RopeConfig, RopeKind, SamplingDefaults
+from nanoserve.config.model_config import (
+    LayerShape,
+    MlaConfig,
+    ModelConfig,
+    MoeConfig,
+    RopeConfig,
+    RopeKind,
+    SamplingDefaults,
+)
 from nanoserve.errors import LONGEST_VALUE, ModelError, one_line, shown
 from nanoserve.quantization import Quantization
 

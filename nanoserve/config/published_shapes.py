@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError, shown
 from nanoserve.processes.files import read_json_object, read_toml, unreadable_as_model_error
 

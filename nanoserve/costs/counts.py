@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from nanoserve.config import LayerShape, ModelConfig
+from nanoserve.config.model_config import LayerShape, ModelConfig
 from nanoserve.costs.weight_bits import NUMBERS, ROWS, Bits, matrix_bits
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout, stage_layers, tensor_degrees

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.counts import Precision
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.hardware import Efficiency, MachineSpeeds

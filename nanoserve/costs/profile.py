@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.curves import Measured, MeasuredCurve, MeasuredGrid
 from nanoserve.costs.hardware import Device, Efficiency, Link, Machine

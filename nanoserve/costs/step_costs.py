@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.counts import STORED_BITS, ModelCounts, Operator, OperatorKind, Precision
 from nanoserve.costs.hardware import GIBI, Efficiency, Link, Machine
 from nanoserve.errors import UsageError

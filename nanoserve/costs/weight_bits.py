@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from nanoserve.checkpoint_names import checkpoint_names
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.quantization import BLOCK_TYPES, Quantization
 
 Bits = tuple[float | None, ...]

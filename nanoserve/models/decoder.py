@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanoserve.config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
+from nanoserve.config.model_config import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.shards import Shard, divided, shard_config, whole_model
 from triton_ops import project, sparse_experts

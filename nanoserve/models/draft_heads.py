@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nanoserve.checkpoint_names import CheckpointNames
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError, shown
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm, VocabularyEmbedding

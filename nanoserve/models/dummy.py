@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype

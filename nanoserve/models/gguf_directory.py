@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import shown
 from nanoserve.models.gguf_file import GgufFile
 from nanoserve.models.gguf_vocabulary import BYTE, CONTROL, USER_DEFINED, GgufVocabulary, listed, read_vocabulary

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.errors import ModelError, first_line, shown
 from nanoserve.models.gguf_directory import gguf_config, gguf_directory

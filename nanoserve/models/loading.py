@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError, shown
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype

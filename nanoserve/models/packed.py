@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder, SparseExperts, VocabularyEmbedding, VocabularyPart, route
 from nanoserve.models.weights import TensorPart

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models import rounding
 from nanoserve.models.decoder import Decoder, DecoderLayer

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.loading import Checkpoint, Progress, check_finite, empty_decoder, open_checkpoint
 from nanoserve.models.packed import region_of

@@ -15,7 +15,7 @@ gets whole groups of an inner size, so that the integers and scales are those of
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoserve.config import LayerShape, ModelConfig
+from nanoserve.config.model_config import LayerShape, ModelConfig
 from nanoserve.costs.counts import divide_layers
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError

@@ -6,7 +6,7 @@ printed text is wrong the correction is said.
 
 from dataclasses import dataclass
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.layout import ParallelLayout
 
 _NUMBER = 2

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanoserve.config import ModelConfig, MoeConfig
+from nanoserve.config.model_config import ModelConfig, MoeConfig
 from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.hardware import Device, Link, Machine
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.curves import MeasuredCurve, MeasuredGrid
 from nanoserve.costs.hardware import Device
 from nanoserve.costs.profile import KvMemory, Profile

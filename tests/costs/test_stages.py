@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.config import MoeConfig
+from nanoserve.config.model_config import MoeConfig
 from nanoserve.config.published_shapes import published_shapes
 from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
 from nanoserve.costs.counts import divide, divide_layers

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.grammar.compiler import GrammarCompiler
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.hub import resolve_model

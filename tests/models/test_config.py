@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nanoserve.config import ModelConfig, RopeConfig, SamplingDefaults
+from nanoserve.config.model_config import ModelConfig, RopeConfig, SamplingDefaults
 from nanoserve.config.published_shapes import published_shapes
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.models.decoder import RotaryEmbedding

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoserve.config import ModelConfig, MoeConfig
+from nanoserve.config.model_config import ModelConfig, MoeConfig
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder, SparseExperts
 from tests.oracle.checkpoints import FAMILIES

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from nanoserve.config import ModelConfig, SamplingDefaults
+from nanoserve.config.model_config import ModelConfig, SamplingDefaults
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import SparseExperts

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import RotaryEmbedding
 from nanoserve.models.gguf_directory import gguf_config, gguf_directory

@@ -9,7 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.hub import known_models, resolve_model

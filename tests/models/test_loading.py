@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import resolve_dtype

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.gguf_directory import LINK_NAME, gguf_directory

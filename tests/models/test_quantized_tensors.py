@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, SparseExperts

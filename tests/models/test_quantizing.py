@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.models import quantizing
 from nanoserve.models.attention import DenseCausalAttention

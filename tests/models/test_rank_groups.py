@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dummy import make_dummy_model

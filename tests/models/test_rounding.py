@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models import rounding
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer

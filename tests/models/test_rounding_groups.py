@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.models.packed import rounded_forms
 from nanoserve.models.shards import make_shards, shard_config

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, UsageError
 from nanoserve.layout import ParallelLayout

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from nanoserve.benchmarks.floors import ModelCost
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs import ParallelLayout, Precision, StepWork
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.weight_bits import ROWS

@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.decoder import RotaryEmbedding
 from nanoserve.models.loading import load_model

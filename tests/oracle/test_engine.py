@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine import Engine
 from nanoserve.kv import most_blocks
 from nanoserve.models.decoder import Decoder

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import ModelError
 from nanoserve.models.loading import load_model
 from tests.oracle import test_families

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.config import ModelConfig, SamplingDefaults
+from nanoserve.config.model_config import ModelConfig, SamplingDefaults
 from nanoserve.errors import ModelError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.gguf_directory import LINK_NAME

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.benchmarks.gpu.attention import AttentionRow as Row
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.attention import AttentionBatch
 from tests.runtime.small_model import small_config
 from tests.triton_ops.batches import build, reference

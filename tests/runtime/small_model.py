@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoserve.config import ModelConfig, RopeConfig
+from nanoserve.config.model_config import ModelConfig, RopeConfig
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.runtime.compile.layer_runner import LayerRunner

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from nanoserve.config import MoeConfig, RopeConfig
+from nanoserve.config.model_config import MoeConfig, RopeConfig
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.compile.aot_build import layer_kind

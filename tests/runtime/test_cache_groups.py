@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.config import LayerShape, ModelConfig
+from nanoserve.config.model_config import LayerShape, ModelConfig
 from nanoserve.engine import Engine
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError

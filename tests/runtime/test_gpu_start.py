@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoserve import LLM, assembly
-from nanoserve.config import MoeConfig
+from nanoserve.config.model_config import MoeConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.attention import AttentionFunction, PagedAttention

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
 from nanoserve.runtime.host.host_attention import HostAttentionThread

@@ -7,7 +7,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.decoder import Decoder

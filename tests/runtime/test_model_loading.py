@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.models.hub import ResolvedModel

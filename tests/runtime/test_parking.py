@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer

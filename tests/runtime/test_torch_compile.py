@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from nanoserve.config import ModelConfig, MoeConfig
+from nanoserve.config.model_config import ModelConfig, MoeConfig
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.models.dummy import make_dummy_model

@@ -19,7 +19,7 @@ from nanoserve.benchmarks.gpu.attention import TOLERANCES, AttentionRow, compare
 from nanoserve.benchmarks.gpu.cases import GpuCase, Row
 from nanoserve.benchmarks.gpu.device import GpuBench
 from nanoserve.benchmarks.gpu.models import FAMILIES, VOCAB_SIZE, EngineShelf
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.measures.workloads import random_prompts
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder

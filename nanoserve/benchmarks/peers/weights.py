@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.benchmarks.machine import cache_directory
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import DTYPES, format_name, resolve_dtype

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from nanoserve.benchmarks.policies.variants import KvCases, OpenEngine
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.predictor import MeasuredPredictor
 from nanoserve.costs.profile import MeasuredTimes
 from nanoserve.engine_config import EngineConfig

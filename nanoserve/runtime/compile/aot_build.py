@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from nanoserve.config import ModelConfig, RopeConfig
+from nanoserve.config.model_config import ModelConfig, RopeConfig
 from nanoserve.errors import first_line
 from nanoserve.models.attention import AttentionBatch, AttentionFunction, PagedAttention
 from nanoserve.models.decoder import DecoderLayer

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError, first_line
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.runtime.step.staging import to_pinned

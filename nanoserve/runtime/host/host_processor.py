@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError
 from nanoserve.processes.threads import cores_in_use, physical_cores
 from nanoserve.runtime.host.host_attention import HostAttentionThread

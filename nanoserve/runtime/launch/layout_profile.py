@@ -11,7 +11,7 @@ from statistics import median
 import msgspec
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.curves import MeasuredCurve
 from nanoserve.costs.layout_profile import LayoutProfile
 from nanoserve.costs.profile import read_profile

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.kv import most_blocks, most_tokens

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError, first_line, shown
 from nanoserve.models.decoder import Decoder, TensorParallelGroup

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs import Precision, StepCosts
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
 from nanoserve.costs.hardware import MachineSpeeds

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from nanoserve import __version__
-from nanoserve.config import ModelConfig, SamplingDefaults
+from nanoserve.config.model_config import ModelConfig, SamplingDefaults
 from nanoserve.costs.hardware import Device, MachineSpeeds
 from nanoserve.costs.profile import AnyProfile, Profile, calibrate, read_profile, write_profile
 from nanoserve.engine_config import EngineConfig

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.request import SamplingParams

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer, LayerFunction
 from nanoserve.scheduler.plan import Row

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.models.decoder import Decoder, DecoderLayer, RMSNorm
 from nanoserve.models.resharding import ReshardableWeights

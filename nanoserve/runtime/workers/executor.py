@@ -11,7 +11,7 @@ from typing import Any, Literal
 import zmq
 from msgspec.structs import replace
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.profile import Profile
 from nanoserve.engine_config import EngineConfig

@@ -13,7 +13,7 @@ import torch
 import zmq
 from msgspec.structs import replace
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure, error_of
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.dummy import save_dummy_checkpoint

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile
 from nanoserve.engine_config import EngineConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoserve.config import ModelConfig
+from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.profile import write_profile
 from nanoserve.engine_config import EngineConfig
