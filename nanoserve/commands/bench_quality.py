@@ -24,13 +24,13 @@ from nanoserve.commands.bench_options import ResultOptions, print_results
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import file_option, option
 from nanoserve.commands.progress import watched
+from nanoserve.commands.quantize import Tokens, windows
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import UsageError
 from nanoserve.measures.charts import Chart, draw
 from nanoserve.processes.files import read_text
 from nanoserve.request import SamplingParams
 
-Tokens = tuple[int, ...]
 STOP = "\nQuestion:"
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _GOLD_MARK = "####"
@@ -100,15 +100,6 @@ def _normalized(number: str) -> str:
     except ValueError:
         return ""
     return f"{value:g}" if abs(value) < 1e6 else plain
-
-
-def windows(tokens: Sequence[int], length: int, limit: int) -> list[Tokens]:
-    """The first ``limit`` pieces of ``length`` tokens. Raises UsageError if the text has fewer than two tokens."""
-    pieces = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)][:limit]
-    pieces = [piece for piece in pieces if len(piece) > 1]
-    if not pieces:
-        raise UsageError("the text is too short: perplexity needs at least two tokens")
-    return pieces
 
 
 def perplexity(log_likelihood: Callable[[Tokens], float], pieces: Iterable[Tokens]) -> float:

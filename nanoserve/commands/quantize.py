@@ -1,10 +1,10 @@
 """``nanoserve quantize``: write a model with weights of few bits, and say what this does to its perplexity."""
 
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from nanoserve.commands.bench_quality import Tokens, windows
 from nanoserve.commands.options import Options, argument, file_option, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
@@ -16,6 +16,7 @@ from nanoserve.processes.sizes import format_size
 from nanoserve.quantization import CALIBRATING, WEIGHT_BITS
 from nanoserve.text.tokenizer import load_tokenizer
 
+Tokens = tuple[int, ...]
 _WINDOW, _CALIBRATING_WINDOWS, _HELD_OUT_WINDOWS = 512, 128, 16
 
 
@@ -78,6 +79,15 @@ def run(options: QuantizeOptions) -> None:
     else:
         (before, after), tokens = found, sum(len(piece) - 1 for piece in held_out)
         print(f"perplexity of {tokens:,} tokens: {before:.4f} before, {after:.4f} after ({after / before - 1:+.2%})")
+
+
+def windows(tokens: Sequence[int], length: int, limit: int) -> list[Tokens]:
+    """The first ``limit`` pieces of ``length`` tokens. Raises UsageError if the text has fewer than two tokens."""
+    pieces = [tuple(tokens[start : start + length]) for start in range(0, len(tokens), length)][:limit]
+    pieces = [piece for piece in pieces if len(piece) > 1]
+    if not pieces:
+        raise UsageError("the text is too short: perplexity needs at least two tokens")
+    return pieces
 
 
 def _texts(options: QuantizeOptions, directory: Path) -> tuple[list[Tokens], list[Tokens]]:
