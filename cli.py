@@ -1,6 +1,6 @@
 """The command line from a checkout: ``python cli.py chat`` is the installed command ``nanoserve chat``."""
 
-from nanoserve.entry import run
+from nanoserve.commands.entry import run
 
 if __name__ == "__main__":
     run()

@@ -24,7 +24,7 @@ def __getattr__(name: str) -> object:
         from importlib import import_module
 
         if name == "LLM":
-            from nanoserve.processes.threads import prepare_threads
+            from nanoserve.utils.threads import prepare_threads
 
             prepare_threads()  # its module imports torch
         return getattr(import_module(_HOME_OF[name]), name)

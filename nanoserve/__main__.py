@@ -1,6 +1,6 @@
 """``python -m nanoserve`` is the installed command ``nanoserve``."""
 
-from nanoserve.entry import run
+from nanoserve.commands.entry import run
 
 if __name__ == "__main__":
     run()

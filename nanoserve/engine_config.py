@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanoserve.config.quantization import Rounding
 from nanoserve.errors import UsageError, shown
 from nanoserve.layout import ParallelLayout
-from nanoserve.processes.threads import MOST_THREADS
-from nanoserve.quantization import Rounding
 from nanoserve.scheduler.policies import POLICIES
+from nanoserve.utils.threads import MOST_THREADS
 
 MOST_PARALLEL = 64
 """Limit of each degree: pipeline stages, tensor-parallel ranks, engines."""

@@ -9,15 +9,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from nanoserve.assembly import build_engine
-from nanoserve.dispatcher import Dispatcher
-from nanoserve.engine import Engine
+from nanoserve.engine.assembly import build_engine
+from nanoserve.engine.dispatcher import Dispatcher
+from nanoserve.engine.engine import Engine
+from nanoserve.engine.outputs import RequestTracker
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, UsageError
-from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.models.hub import ResolvedModel, resolve_model
-from nanoserve.outputs import RequestTracker
-from nanoserve.processes.interrupts import deferred_interrupts
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import (
     MAX_SEED,
@@ -28,7 +26,9 @@ from nanoserve.request import (
     SamplingParams,
     SequenceUpdate,
 )
+from nanoserve.text.grammar.checker import GrammarChecker
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
+from nanoserve.utils.interrupts import deferred_interrupts
 
 Message = Mapping[str, Any]
 Prompt = str | SequenceOf[int] | SequenceOf[Message]

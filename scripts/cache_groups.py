@@ -11,21 +11,21 @@ import sys
 from contextlib import ExitStack
 from unittest import mock
 
-from nanoserve.processes.threads import prepare_threads
+from nanoserve.utils.threads import prepare_threads
 
 prepare_threads()
 
-from nanoserve.benchmarks.driving import EngineDriver, EngineRun, summarize_steps
-from nanoserve.benchmarks.floors import Limits, ModelCost
-from nanoserve.benchmarks.machine import ForeignLoad
-from nanoserve.benchmarks.roofline import BandwidthProbe, machine_limits
-from nanoserve.benchmarks.settling import settle
+from nanoserve.executor.start import model_loading
+from nanoserve.lab.benchmarks.driving import EngineDriver, EngineRun, summarize_steps
+from nanoserve.lab.benchmarks.floors import Limits, ModelCost
+from nanoserve.lab.benchmarks.machine import ForeignLoad
+from nanoserve.lab.benchmarks.roofline import BandwidthProbe, machine_limits
+from nanoserve.lab.benchmarks.settling import settle
+from nanoserve.lab.workloads import parse_lengths, random_prompts
 from nanoserve.llm import LLM
-from nanoserve.measures.workloads import parse_lengths, random_prompts
 from nanoserve.models.dtypes import DTYPES
-from nanoserve.processes.sizes import parse_size
-from nanoserve.runtime.launch import model_loading
 from nanoserve.scheduler.work import StepWork
+from nanoserve.utils.sizes import parse_size
 
 ENGINES = ("groups", "one table")
 

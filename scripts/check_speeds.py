@@ -9,21 +9,22 @@ import random
 import statistics
 import sys
 
-from nanoserve.processes.threads import prepare_threads
+from nanoserve.utils.threads import prepare_threads
 
 prepare_threads()
 
 import torch
 
-from nanoserve.costs import Precision, StepCosts
+from nanoserve.costs.counts import Precision
 from nanoserve.costs.predictor import CostPredictor
+from nanoserve.costs.step_costs import StepCosts
 from nanoserve.engine_config import EngineConfig
+from nanoserve.executor.profiling.timers import Stopwatch
+from nanoserve.executor.start.measuring_speeds import measure_speeds
+from nanoserve.executor.start.model_loading import load_decoder
+from nanoserve.executor.step.model_runner import ModelRunner
 from nanoserve.models.hub import resolve_model
 from nanoserve.request import SamplingParams
-from nanoserve.runtime.launch.measuring_speeds import measure_speeds
-from nanoserve.runtime.launch.model_loading import load_decoder
-from nanoserve.runtime.profiling.timers import Stopwatch
-from nanoserve.runtime.step.model_runner import ModelRunner
 from nanoserve.scheduler.plan import Begin, Row, StepPlan
 from triton_ops.cpu import cpu_operators
 

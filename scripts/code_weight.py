@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from nanoserve.papers.gllm.code_size import PACKAGES, ROOT, rooms, sources, together
+from nanoserve.lab.papers.gllm.code_size import PACKAGES, ROOT, rooms, sources, together
 
 OWN = tuple(f"{ROOT / package}/" for package in PACKAGES)
 

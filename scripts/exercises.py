@@ -16,11 +16,11 @@ import torch
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.engine.outputs import StopStrings
+from nanoserve.executor.step.forward_pass import BlockTable, InputBuilder, row_ends
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.shards import make_shards, shard_config
-from nanoserve.outputs import StopStrings
 from nanoserve.record.run_record import RunRecord
-from nanoserve.runtime.step.forward_pass import BlockTable, InputBuilder, row_ends
 from nanoserve.scheduler.plan import Row
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.text.tokenizer import load_tokenizer

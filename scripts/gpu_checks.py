@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from nanoserve.lab.workloads import random_prompts
 from nanoserve.llm import LLM
-from nanoserve.measures.workloads import random_prompts
 from nanoserve.models import dummy
 from nanoserve.models.hub import DUMMY_PREFIX
 from nanoserve.request import Request, SamplingParams

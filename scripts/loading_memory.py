@@ -14,7 +14,7 @@ _MEBI = 1 << 20
 
 
 def main(name: str) -> None:
-    from nanoserve.benchmarks.peers.weights import checkpoint_directory
+    from nanoserve.lab.benchmarks.peers.weights import checkpoint_directory
     from nanoserve.models.hub import resolve_model
 
     directory = checkpoint_directory(resolve_model(name), "bfloat16")

@@ -1,4 +1,4 @@
-"""Make nanoserve/simulator/length_tables.json from a directory of public traces.
+"""Make nanoserve/lab/simulator/length_tables.json from a directory of public traces.
 
     python scripts/make_length_tables.py TRACES
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from nanoserve.measures.workloads import read_trace
+from nanoserve.lab.simulator.workload import FILE, NUM_QUANTILES, LengthTable
+from nanoserve.lab.workloads import read_trace
 from nanoserve.request import RequestShape
-from nanoserve.simulator.workload import FILE, NUM_QUANTILES, LengthTable
 
 FILES = {
     "azure-conv": "AzureLLMInferenceTrace_conv.csv",

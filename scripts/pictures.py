@@ -19,11 +19,11 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from nanoserve.commands.simulate import SimulatedHardware, SimulateOptions
-from nanoserve.measures.charts import Chart, draw
-from nanoserve.record.window import StepWindow
+from nanoserve.lab.charts import Chart, draw
+from nanoserve.lab.commands.simulate import SimulatedHardware, SimulateOptions
+from nanoserve.lab.simulator import simulate
+from nanoserve.lab.step_window import StepWindow
 from nanoserve.scheduler.policies import parse_policies
-from nanoserve.simulator import simulate
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 COMMAND = "nanoserve chat --seed 9"

@@ -31,10 +31,10 @@ from train_storyteller import STORYTELLER, STORYTELLER_SHAPE, load_tokenizer, ma
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.executor.sampling.sampler import Draw, SamplingRows, sample
 from nanoserve.models.decoder import INITIAL_STANDARD_DEVIATION, Decoder
 from nanoserve.models.draft_heads import EagleHead, MedusaHeads, load_eagle, load_medusa
 from nanoserve.models.loading import load_model
-from nanoserve.runtime.sampling.sampler import Draw, SamplingRows, sample
 from scripts.saving import llama_config
 
 ROW, ROWS = 256, 8

@@ -9,7 +9,7 @@ from pathlib import Path
 
 MARK = "NANOSERVE_TEST_MARK"
 """An environment variable: whatever a marked process starts has the same mark."""
-_WORKER = b"nanoserve.runtime.workers.process"
+_WORKER = b"nanoserve.executor.workers.process"
 
 
 def new_mark() -> str:

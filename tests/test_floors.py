@@ -3,129 +3,150 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TORCH_FREE = [
-    *("request", "layout", "config", "engine_config", "errors", "processes", "outputs", "measures", "kv"),
-    *(
-        "costs",
-        "speculation",
-        "scheduler",
-        "record",
-        "engine",
-        "dispatcher",
-        "simulator",
-        "papers",
-        "text",
-        "grammar",
-        "client",
-    ),
-    "commands",
-]
+TORCH_FREE = ["request", "layout", "config", "engine_config", "errors", "utils", "costs", "scheduler", "record", "text"]
+TORCH_FREE += ["engine.engine", "engine.dispatcher", "engine.outputs", "server.client", "commands"]
+TORCH_FREE += ["lab", "lab.charts", "lab.workloads", "lab.simulator", "lab.papers"]
 
 # Each room may import the rooms named here, and itself.
 FLOORS: dict[str, set[str]] = {
     "errors": set(),
-    "processes": {"errors"},
+    "utils": {"errors"},
     "request": {"errors"},
-    "cache_groups": set(),
-    "quantization": {"errors"},
-    "config": {"errors", "processes", "quantization", "cache_groups"},
+    "config": {"errors", "utils"},
     "layout": {"errors", "config"},
-    "checkpoint_names": {"config"},
-    "measures": {"errors", "processes", "request"},
-    "kv": {"errors", "request", "config", "cache_groups"},
-    "scheduler": {"errors", "processes", "request", "kv"},
-    "costs": {
-        *("errors", "processes", "layout", "cache_groups", "quantization", "config", "checkpoint_names", "scheduler"),
-    },
-    "engine_config": {"errors", "processes", "layout", "quantization", "scheduler"},
-    "record": {"errors", "layout", "request", "measures", "scheduler"},
-    "engine": {"errors", "request", "config", "kv", "scheduler", "record"},
-    "dispatcher": {"errors", "request", "record", "engine"},
-    "simulator": {
-        *("errors", "request", "config", "engine_config", "measures", "kv", "costs", "scheduler", "record", "engine"),
-        *("dispatcher", "cache_groups"),
-    },
-    "papers": {
-        *("errors", "processes", "config", "measures", "costs", "scheduler", "record", "simulator", "benchmarks"),
-        *("request", "models", "llm", "layout"),
-    },
-    "text": {"errors", "processes"},
-    "grammar": {"errors", "processes", "text"},
-    "outputs": {"errors", "request", "text"},
-    "models": {
-        *(
-            "errors",
-            "processes",
-            "config",
-            "checkpoint_names",
-            "quantization",
-            "engine_config",
-            "layout",
-            "costs",
-            "triton_ops",
-        ),
-    },
-    "runtime": {
-        *("errors", "processes", "config", "request", "measures", "scheduler", "record", "grammar"),
-        *("models", "triton_ops", "costs", "layout", "engine_config", "cache_groups"),
-    },
-    "client": {"errors"},
-    "benchmarks": {
-        *("client", "errors", "processes", "config", "request", "measures", "costs", "scheduler", "record", "engine"),
-        *("models", "assembly", "llm", "runtime", "simulator", "triton_ops", "layout", "engine_config"),
-        *("dispatcher", "cache_groups"),
-    },
-    "choosing": {
-        *("errors", "config", "costs", "request", "layout", "engine_config", "models", "runtime", "simulator"),
-    },
-    "assembly": {
-        *("errors", "processes", "config", "costs", "request", "scheduler", "record", "engine", "grammar", "models"),
-        *("runtime", "dispatcher", "measures", "triton_ops", "engine_config", "choosing"),
-        *("text", "cache_groups"),
-    },
-    "server": {
-        *("errors", "processes", "config", "request", "scheduler", "record", "engine", "dispatcher", "text", "grammar"),
-        *("outputs", "models", "assembly", "engine_config"),
-    },
+    "scheduler": {"errors", "utils", "request"},
+    "costs": {"errors", "utils", "config", "layout", "scheduler"},
+    "engine_config": {"errors", "utils", "config", "layout", "scheduler"},
+    "record": {"errors", "utils", "request", "layout", "scheduler"},
+    "text": {"errors", "utils"},
     "triton_ops": set(),
+    "models": {"errors", "utils", "config", "layout", "costs", "engine_config", "triton_ops"},
+    "executor": {
+        *("errors", "utils", "request", "config", "layout", "scheduler", "costs", "engine_config", "record", "text"),
+        *("models", "triton_ops"),
+    },
+    "engine": {
+        *("errors", "request", "config", "layout", "scheduler", "costs", "engine_config", "record", "text", "models"),
+        *("executor", "triton_ops"),
+    },
+    "llm": {"errors", "utils", "request", "engine_config", "record", "text", "models", "engine"},
+    "server": {"errors", "utils", "request", "engine_config", "record", "text", "models", "engine"},
+    "commands": {
+        *("errors", "utils", "request", "config", "layout", "scheduler", "engine_config", "record", "text", "models"),
+        *("executor", "engine", "llm", "server"),
+    },
+    "lab": {
+        *("errors", "utils", "request", "config", "layout", "scheduler", "costs", "engine_config", "record", "models"),
+        *("executor", "engine", "llm", "server", "commands", "triton_ops"),
+    },
 }
+MOST_ENTRIES = 17
+"""Files and folders that stand side by side in the package, beside the doors and what is no code."""
+MOST_FLOORS = 13
+NO_ROOM = {"__init__", "__main__", "py.typed", "assets", "__pycache__"}
 
-DECIDING = {"errors", "processes", "request", "cache_groups", "kv", "scheduler"}
+DECIDING = {"errors", "utils", "request", "scheduler"}
 LOOP = {*DECIDING, "record", "engine"}
-OFFLINE = {
-    *LOOP,
-    *("layout", "quantization", "config", "checkpoint_names", "engine_config", "costs", "text", "grammar", "outputs"),
-    *("models", "runtime", "dispatcher", "assembly", "llm"),
-}
+OFFLINE = {*LOOP, "layout", "config", "engine_config", "costs", "text", "models", "executor", "llm"}
 CLOSURES = {
     "nanoserve.scheduler.scheduler": (DECIDING, 31),
-    "nanoserve.engine": (LOOP, 38),
+    "nanoserve.engine.engine": (LOOP, 38),
     "nanoserve.llm": (OFFLINE, 125),
 }
 """The rooms that importing a module may load, and the most modules: deciding needs no cost model, the loop none either,
-and an engine that predicts nothing does without the simulator, the benchmarks and the traces."""
+and an engine that predicts nothing does without the laboratory."""
+
+LABORATORY_IS_NAMED = {"nanoserve/commands/main.py", "nanoserve/engine/choosing.py"}
+"""The files outside of the laboratory that name its modules: the table of commands, and the look-up of what chooses."""
+
+MOST_LAZY_IMPORTS = 61
+LAZY_IMPORTS: dict[str, list[str]] = {
+    "It imports torch, which takes a second: options are checked, and help is printed, without it.": [
+        "commands/engine_options.py: llm",
+        "commands/generate.py: commands.batch",
+        "commands/quantize.py: models.quantizing",
+        "commands/torchrun.py: executor.workers.agent",
+        "lab/commands/bench_compare.py: lab.benchmarks.peers",
+        "lab/commands/bench_compare.py: lab.benchmarks.roofline",
+        "lab/commands/bench_compare.py: lab.benchmarks.settling",
+        "lab/commands/bench_compare.py: lab.benchmarks.speculation",
+        "lab/commands/bench_compare.py: lab.benchmarks.policies.rounds",
+        "lab/commands/bench_gpu.py: executor.start.model_loading",
+        "lab/commands/bench_gpu.py: lab.benchmarks.gpu.device",
+        "lab/commands/bench_hybrid.py: lab.benchmarks.policies",
+        "lab/commands/bench_operators.py: lab.benchmarks.operators",
+        "lab/commands/bench_operators.py: lab.benchmarks.roofline",
+        "lab/commands/bench_options.py: lab.benchmarks.local",
+        "lab/commands/bench_options.py: lab.benchmarks.settling",
+        "lab/commands/bench_pipeline.py: lab.benchmarks.policies",
+        "lab/commands/bench_pipeline.py: lab.benchmarks.roofline",
+        "lab/commands/bench_pipeline.py: models.dtypes",
+        "lab/commands/bench_quality.py: lab.benchmarks.peers.engine_peers",
+        "lab/commands/bench_quality.py: lab.benchmarks.peers.weights",
+        "lab/commands/bench_reshard.py: lab.benchmarks.policies",
+        "lab/commands/bench_variants.py: executor.start.model_loading",
+        "lab/commands/bench_variants.py: lab.benchmarks.peers.weights",
+        "lab/commands/bench_variants.py: lab.benchmarks.roofline",
+        "lab/commands/plan.py: executor.start.layout_profile",
+        "lab/commands/plan.py: executor.start.model_loading",
+        "lab/commands/profile.py: executor.cpu_attention.host_processor",
+        "lab/commands/profile.py: executor.start.model_loading",
+        "lab/commands/profile.py: lab.benchmarks.profiling",
+        "lab/papers/lecture.py: lab.papers.drafted_stories",
+        "lab/papers/lecture.py: lab.papers.quantized_stories",
+    ],
+    "It sets the number of threads before torch is imported.": ["__init__.py: utils.threads"],
+    "Ctrl-C is answered in one line while it is imported.": ["commands/entry.py: commands.main"],
+    "A server needs it: it imports what speaks HTTP, and the options are checked before.": [
+        "commands/serve.py: server.service",
+        "commands/serve.py: server.serving",
+        "lab/commands/bench_serve.py: lab.benchmarks.serving.sending",
+    ],
+    "The process is told what it is before it imports its part.": [
+        "executor/workers/process.py: executor.workers.building",
+        "executor/workers/process.py: executor.workers.measuring",
+        "server/engine_process.py: engine.assembly",
+        "text/grammar/checker.py: text.grammar.compiler",
+    ],
+    "Most engines do without it: several workers, a predictor, a trace, a drafter, several machines.": [
+        "engine/assembly.py: executor.start.predictors",
+        "engine/assembly.py: executor.workers.executor",
+        "engine/assembly.py: record.chrome_trace",
+        "engine/assembly.py: record.trace",
+        "executor/start/gpu_start.py: executor.start.drafters",
+        "executor/start/rendezvous.py: utils.sockets",
+    ],
+    "It makes a ModelConfig, so it imports the module that asks it.": ["config/model_config.py: config.families"],
+    "Its import is a part of what is timed, or a child process imports it.": [
+        "lab/benchmarks/starting.py: llm",
+        "lab/benchmarks/starting.py: request",
+        "lab/benchmarks/starting.py: lab.benchmarks.settling",
+        "lab/benchmarks/gpu/running.py: lab.benchmarks.gpu.device",
+    ],
+    "Few runs of the benchmark need it.": [
+        "lab/benchmarks/gpu/running.py: lab.benchmarks.gpu.tuning",
+        "lab/benchmarks/peers/weights.py: lab.benchmarks.peers.llama_cpp_peer",
+        "lab/commands/bench_options.py: lab.simulator.workload",
+    ],
+}
+"""Imports of nanoserve inside functions, by why they are there."""
 
 FRONT_END = ["app", "serving", "service", "engine_client"]
 """Modules of the server that run beside the engine process, not in it."""
-
-
-PART_OF = {"speculation": "scheduler"}
-"""Folders that are part of a room: draft tokens are chosen by the scheduler."""
 
 
 def _room(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     if parts[0] == "triton_ops":
         return "triton_ops"
-    name = parts[1].removesuffix(".py")
-    return PART_OF.get(name, name)
+    return parts[1].removesuffix(".py")
 
 
 def _imported_rooms(path: Path) -> set[str]:
@@ -141,7 +162,7 @@ def _imported_rooms(path: Path) -> set[str]:
             if parts[0] == "triton_ops":
                 rooms.add("triton_ops")
             elif parts[0] == "nanoserve" and len(parts) > 1:
-                rooms.add(PART_OF.get(parts[1], parts[1]))
+                rooms.add(parts[1])
     return rooms
 
 
@@ -154,8 +175,40 @@ def test_no_room_imports_a_floor_above_it(room: str) -> None:
         assert _imported_rooms(path) <= FLOORS[room] | {room}, path
 
 
-def test_no_rooms_lie_above_each_other() -> None:
-    TopologicalSorter(FLOORS).prepare()  # which raises CycleError and names them
+def test_rooms_lie_on_few_floors() -> None:
+    floors: dict[str, int] = {}
+    for room in TopologicalSorter(FLOORS).static_order():  # raises CycleError if rooms lie above each other
+        floors[room] = 1 + max((floors[below] for below in FLOORS[room]), default=0)
+    assert max(floors.values()) <= MOST_FLOORS, floors
+
+
+def test_few_rooms_stand_side_by_side() -> None:
+    found = {path.name.removesuffix(".py") for path in (ROOT / "nanoserve").iterdir()} - NO_ROOM
+    assert found == FLOORS.keys() - {"triton_ops"}
+    assert len(found) <= MOST_ENTRIES, sorted(found)
+
+
+def test_the_engine_names_its_laboratory_in_two_places() -> None:
+    """Strings count as well as imports."""
+    naming = set()
+    for path in [*(ROOT / "nanoserve").rglob("*.py"), *(ROOT / "triton_ops").rglob("*.py")]:
+        if _room(path) == "lab":
+            continue
+        strings = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        if any(isinstance(value, str) and "nanoserve.lab" in value for value in strings):
+            naming.add(path.relative_to(ROOT).as_posix())
+    assert naming == LABORATORY_IS_NAMED
+
+
+def test_imports_inside_functions_have_a_reason() -> None:
+    """They hide what a module needs, so each stands in this list, and the list says why."""
+    found = [
+        f"{path.relative_to(ROOT / 'nanoserve').as_posix()}: {module.removeprefix('nanoserve.')}"
+        for path in sorted((ROOT / "nanoserve").rglob("*.py"))
+        for module in _imported_in_functions(path)
+    ]
+    assert set(found) == {pair for pairs in LAZY_IMPORTS.values() for pair in pairs}
+    assert len(found) <= MOST_LAZY_IMPORTS
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -163,6 +216,17 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources}
     modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
     TopologicalSorter({name: _imported_at_start(modules[name], modules) for name in modules}).prepare()
+
+
+def _imported_in_functions(path: Path) -> Iterator[str]:
+    for function in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanoserve"):
+                yield node.module or ""
+            elif isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names if alias.name.startswith("nanoserve"))
 
 
 def _imported_at_start(path: Path, modules: Mapping[str, Path]) -> set[str]:
@@ -189,7 +253,7 @@ def test_a_module_loads_only_what_it_needs(module: str) -> None:
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded, (rooms, most) = ran.stdout.split(), CLOSURES[module]
     names = {name.split(".")[1] for name in loaded if "." in name}
-    assert {PART_OF.get(name, name) for name in names} <= rooms
+    assert names <= rooms
     assert len(loaded) <= most, sorted(loaded)
 
 
@@ -201,6 +265,6 @@ def test_the_torch_free_floors_work_without_torch() -> None:
         f"for name in {TORCH_FREE!r}: importlib.import_module('nanoserve.' + name)\n"
         f"for name in {FRONT_END!r}: importlib.import_module('nanoserve.server.' + name)\n"
         "import nanoserve.models.hub, nanoserve.text.tokenizer\n"
-        "import nanoserve.scheduler.scheduler, nanoserve.kv, nanoserve.commands.main\n"
+        "import nanoserve.scheduler.scheduler, nanoserve.scheduler.kv, nanoserve.commands.main\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

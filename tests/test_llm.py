@@ -340,7 +340,7 @@ def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(as_others_save_it
 def test_an_engine_that_finds_no_user_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Worker processes would go on until somebody collects the garbage."""
     closed = []
-    monkeypatch.setattr("nanoserve.engine.Engine.close", lambda engine: closed.append(engine))
+    monkeypatch.setattr("nanoserve.engine.engine.Engine.close", lambda engine: closed.append(engine))
 
     def refuse(*_: object) -> None:
         raise ModelError("the tokenizer does not fit")

@@ -11,13 +11,13 @@ from http import HTTPStatus
 from typing import Any
 
 import nanoserve
-from nanoserve.client.connection import NO_SUCH_PATH, ApiClient, ServerRefused, served_model
-from nanoserve.client.events import ChunkChoice, ServerUsage
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import REDRAW_SECONDS
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import RequestMetrics, RequestOutput, SamplingParams
+from nanoserve.server.client.connection import NO_SUCH_PATH, ApiClient, ServerRefused, served_model
+from nanoserve.server.client.events import ChunkChoice, ServerUsage
 from nanoserve.text.answers.forms import AnswerParser, answer_form
 
 Conversation = Sequence[Mapping[str, str]]

@@ -22,15 +22,11 @@ from nanoserve.commands.batch_files import PromptRow, ResultFile, read_rows
 from nanoserve.commands.engine_options import WorkersOptions, sampling_params
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import REDRAW_SECONDS, is_terminal, remark, say
-from nanoserve.costs import Precision, StepCosts
-from nanoserve.costs.counts import ModelCounts
-from nanoserve.costs.hardware import Efficiency
+from nanoserve.engine.choosing import settings_chooser
 from nanoserve.errors import NanoserveError, UsageError, WorkersFailed
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import CompletionOutput, RequestOutput, RequestShape, SamplingParams, SequenceUpdate
-from nanoserve.simulator.advice import advise
-from nanoserve.simulator.planning import CacheLimits, PlannedWork
 from nanoserve.text.answers.reader import Piece
 from nanoserve.text.tokenizer import Tokenizer
 
@@ -292,35 +288,7 @@ def advice_for(
     speeds, shapes = llm.speeds, _shapes(llm.tokenizer, llm.max_model_len, items)
     if speeds is None or not shapes:
         return None
-    import torch
-
-    from nanoserve.models.dtypes import resolve_dtype
-    from nanoserve.runtime.launch.memory import available_memory, kv_bytes_per_block
-    from nanoserve.runtime.launch.model_loading import with_cache_groups
-
-    model, config, status = llm.config, llm.engine_config, llm.status
-    dtype = resolve_dtype(config.dtype, torch.device(config.device), model.dtype)
-    item_bytes, block = dtype.itemsize, kv_bytes_per_block(with_cache_groups(model, config), config.block_size, dtype)
-    device_bytes, host_bytes = status.total_blocks * block / config.data_parallel, status.total_host_blocks * block
-    precision, usable = Precision.of(8 * item_bytes), Efficiency().usable_memory
-    # Memory is what the engines hold, and on CPUs also what is free: workers have taken all they can of a GPU's.
-    devices, host = config.data_parallel * config.num_workers, available_memory("cpu")
-    weights = ModelCounts(model, precision=precision).stage_weight_bytes(0)
-    memory = (host / devices if config.device == "cpu" else 0.0) + (weights + device_bytes) / config.num_workers
-    machine = speeds.machine(
-        devices=devices, memory_bytes=memory / usable, host_memory_bytes=(host + weights + host_bytes) / usable
-    )
-    try:
-        return advise(
-            partial(StepCosts, model, machine, precision=precision),
-            layouts,
-            PlannedWork(tuple(shapes)),
-            limits=CacheLimits(device_bytes=device_bytes, host_bytes=host_bytes),
-            token_budget=config.max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
-        )
-    except UsageError as error:
-        return f"nothing can be predicted: {error}"
+    return settings_chooser().advise_on_batch(llm.config, llm.engine_config, speeds, llm.status, layouts, shapes)
 
 
 def _shapes(tokenizer: Tokenizer, longest: int, items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:

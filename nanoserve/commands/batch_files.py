@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from nanoserve.errors import RuntimeFailure, UsageError, shown
-from nanoserve.processes.files import unwritable_as_failure
+from nanoserve.utils.files import unwritable_as_failure
 
 _ROW_BEGINS = b'{"index":'  # how every line of ours begins; nothing else is ever cut off
 

@@ -14,9 +14,9 @@ from nanoserve.commands.answers import ChatAnswer, ChatModel, ContextFull
 from nanoserve.commands.engine_options import sampling_params
 from nanoserve.commands.prompt import private_file
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError, shown
-from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 from nanoserve.request import SamplingParams
 from nanoserve.text.answers.reader import Part, Piece
+from nanoserve.utils.files import read_bytes, replace_file, unwritable_as_failure
 
 _ANSWER_SHARE = 4  # the oldest turns make room until a quarter of the context is left for the answer
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")

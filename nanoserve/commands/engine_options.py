@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 
 import nanoserve
-from nanoserve.client.address import parse_url
-from nanoserve.client.connection import ApiClient
 from nanoserve.commands.options import Options, file_option, flag_of, option
 from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import remark, say
@@ -27,11 +25,13 @@ from nanoserve.engine_config import (
 from nanoserve.errors import UsageError, shown
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel, known_models, resolve_model
-from nanoserve.processes.interrupts import deferred_interrupts
-from nanoserve.processes.sizes import parse_size
-from nanoserve.processes.threads import MOST_THREADS, prepare_threads
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.policies import POLICIES, make_policy
+from nanoserve.server.client.address import parse_url
+from nanoserve.server.client.connection import ApiClient
+from nanoserve.utils.interrupts import deferred_interrupts
+from nanoserve.utils.sizes import parse_size
+from nanoserve.utils.threads import MOST_THREADS, prepare_threads
 
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"

@@ -25,7 +25,7 @@ from nanoserve import __version__
 from nanoserve.commands.options import prepared
 from nanoserve.commands.terminal import say, silence_stdout
 from nanoserve.errors import NanoserveError
-from nanoserve.processes.interrupts import deferred_interrupts
+from nanoserve.utils.interrupts import deferred_interrupts
 
 EXIT_OK, EXIT_FAILURE, EXIT_INTERRUPTED = 0, 1, 130
 DEBUG_VARIABLE = "NANOSERVE_DEBUG"
@@ -80,6 +80,8 @@ COMMANDS = {
     "plan": "Rank all ways to spread a model over devices, with data, tensor and pipeline parallelism (D2T2P2).",
     "bench": BENCH_HELP.partition("\n")[0],
 }
+LABORATORY = ("analyze", "profile", "explain", "simulate", "plan")
+"""Commands, beside `bench`, that belong to the laboratory."""
 BENCHMARKS = {
     "latency": "Time batches of equal requests: first token, each token after it, tokens per second.",
     "throughput": "Give the engine all requests at once and see how fast it gets through them.",
@@ -108,7 +110,13 @@ InterruptHandler = Callable[[int, object], None]
 class _LazyGroup(TyperGroup):
     """Commands with only a summary each, until one of them is asked for."""
 
-    modules, summaries = "nanoserve.commands.", COMMANDS
+    summaries = COMMANDS
+
+    @staticmethod
+    def module_of(name: str) -> str:
+        """The module of a command. The laboratory's are named here, and imported only when they are asked for."""
+        folder = "nanoserve.lab.commands" if name in LABORATORY else "nanoserve.commands"
+        return f"{folder}.{name}"
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -122,7 +130,7 @@ class _LazyGroup(TyperGroup):
         if name == "bench":
             return _group(_bench, name=name, cls=_Benchmarks, help=BENCH_HELP, add_completion=False)
         with deferred_interrupts():  # libraries go on half imported, and fail later in their own words
-            run = import_module(f"{self.modules}{name}").run
+            run = import_module(self.module_of(name)).run
         # Paragraphs of help break where the terminal ends, not where the source does; examples stay as they are.
         written = [self.summaries[name], *inspect.cleandoc(run.__doc__).split("\n\n")]
         paragraphs = [one if _INDENTED.search(one) else " ".join(one.split()) for one in written]
@@ -132,7 +140,11 @@ class _LazyGroup(TyperGroup):
 
 
 class _Benchmarks(_LazyGroup):
-    modules, summaries = "nanoserve.commands.bench_", BENCHMARKS
+    summaries = BENCHMARKS
+
+    @staticmethod
+    def module_of(name: str) -> str:
+        return f"nanoserve.lab.commands.bench_{name}"
 
 
 def run(*first: str, early_handler: InterruptHandler | None = None) -> NoReturn:

@@ -3,7 +3,7 @@
 from nanoserve.commands.options import NoOptions
 from nanoserve.commands.printers import visible
 from nanoserve.models.hub import known_models
-from nanoserve.processes.sizes import format_size
+from nanoserve.utils.sizes import format_size
 
 
 def run(options: NoOptions) -> None:

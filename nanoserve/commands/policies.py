@@ -1,7 +1,7 @@
 """``nanoserve policies``: which scheduling policies there are."""
 
-from nanoserve.benchmarks.tables import columns, print_table
 from nanoserve.commands.options import NoOptions
+from nanoserve.commands.tables import columns, print_table
 from nanoserve.scheduler import POLICIES
 
 _COLUMNS = columns(("", ("policy", "name")), ("<", "paper", ("use it for", "use_when"), "parameters"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, shown
-from nanoserve.processes.temporary import temporary_directory
+from nanoserve.utils.temporary import temporary_directory
 
 PROMPT, CONTINUATION = ">>> ", "... "
 BLOCK_QUOTES = '"""'

@@ -9,12 +9,12 @@ from nanoserve.commands.options import Options, argument, file_option, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.terminal import remark
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.quantization import CALIBRATING, WEIGHT_BITS
 from nanoserve.errors import UsageError
 from nanoserve.models.hub import resolve_model
-from nanoserve.processes.files import read_text
-from nanoserve.processes.sizes import format_size
-from nanoserve.quantization import CALIBRATING, WEIGHT_BITS
 from nanoserve.text.tokenizer import load_tokenizer
+from nanoserve.utils.files import read_text
+from nanoserve.utils.sizes import format_size
 
 Tokens = tuple[int, ...]
 _WINDOW, _CALIBRATING_WINDOWS, _HELD_OUT_WINDOWS = 512, 128, 16

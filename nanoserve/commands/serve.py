@@ -13,15 +13,15 @@ from nanoserve.commands.terminal import remark
 from nanoserve.commands.torchrun import on_all_machines
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.models.hub import resolve_model
-from nanoserve.processes.installation import install_command
-from nanoserve.processes.sizes import parse_size
-from nanoserve.processes.threads import prepare_threads
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.hosts import is_loopback
 from nanoserve.server.messages import EngineStart
+from nanoserve.text.grammar.checker import GrammarChecker
 from nanoserve.text.tokenizer import load_tokenizer
+from nanoserve.utils.installation import install_command
+from nanoserve.utils.sizes import parse_size
+from nanoserve.utils.threads import prepare_threads
 
 _seconds = partial(option, metavar="SECONDS", minimum=0.1)
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure
-from nanoserve.processes.threads import prepare_threads
-from nanoserve.runtime.launch.rendezvous import SharedKeys, TorchrunProcess
+from nanoserve.executor.start.rendezvous import SharedKeys, TorchrunProcess
+from nanoserve.utils.threads import prepare_threads
 
 W = TypeVar("W", bound=WorkersOptions)
 
@@ -31,7 +31,7 @@ def on_all_machines(command: Callable[[W], int | None]) -> Callable[[W], int | N
         # Read when torch is imported. What fails here is told in our own words; torch adds pages of addresses.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if process.rank > 0:
-            from nanoserve.runtime.workers.agent import WorkerAgent  # imports NumPy, which rank 0 does not need
+            from nanoserve.executor.workers.agent import WorkerAgent  # imports NumPy, which rank 0 does not need
 
             prepare_threads(options.threads)
             engine = process.rank // workers

@@ -18,8 +18,8 @@ from nanoserve.config.model_config import (
     RopeKind,
     SamplingDefaults,
 )
+from nanoserve.config.quantization import Quantization
 from nanoserve.errors import LONGEST_VALUE, ModelError, one_line, shown
-from nanoserve.quantization import Quantization
 
 _MAX_LAYERS = 10_000  # more than any real model, few enough to be refused before memory runs out
 _MAX_INTEGER = 2**31 - 1

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanoserve.cache_groups import CacheGroups
+from nanoserve.config.cache_groups import CacheGroups
+from nanoserve.config.quantization import Quantization
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.processes.files import read_json_object, read_optional_json_object
-from nanoserve.quantization import Quantization
+from nanoserve.utils.files import read_json_object, read_optional_json_object
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional", "none"]
 
@@ -334,3 +334,8 @@ def _with_quantizer_settings(config: dict[str, Any], directory: Path) -> dict[st
         if settings := read_optional_json_object(directory / name):
             return config | {"quantization_config": {"quant_method": method} | settings}
     return config
+
+
+def is_eagle3(directory: Path) -> bool:
+    """Whether an EAGLE head is one of EAGLE-3, by its config.json. Raises ModelError if that cannot be read."""
+    return "Eagle3" in str(read_json_object(directory / "config.json").get("architectures"))

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import UsageError, shown
-from nanoserve.processes.files import read_json_object, read_toml, unreadable_as_model_error
+from nanoserve.utils.files import read_json_object, read_toml, unreadable_as_model_error
 
 SHIPPED_MODELS = Path(__file__).with_name("published_shapes.toml")
 

@@ -9,22 +9,3 @@
 Times are seconds, sizes bytes, per device of a stage unless a name says otherwise. Formulas: docs/costs.md. A profile
 of the machine at hand (profile.py) answers the same questions.
 """
-
-from nanoserve.config.published_shapes import load_shape
-from nanoserve.costs.counts import Precision
-from nanoserve.costs.hardware import Efficiency, Machine, load_machine
-from nanoserve.costs.step_costs import DoesNotFit, StepCosts
-from nanoserve.layout import ParallelLayout
-from nanoserve.scheduler.work import StepWork
-
-__all__ = [
-    "DoesNotFit",
-    "Efficiency",
-    "Machine",
-    "ParallelLayout",
-    "Precision",
-    "StepCosts",
-    "StepWork",
-    "load_machine",
-    "load_shape",
-]

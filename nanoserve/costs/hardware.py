@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from nanoserve.errors import UsageError, shown
-from nanoserve.processes.files import read_toml
+from nanoserve.utils.files import read_toml
 
 SHIPPED = Path(__file__).with_name("hardware.toml")
 GIGA = 1e9

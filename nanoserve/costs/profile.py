@@ -19,8 +19,8 @@ from nanoserve.costs.curves import Measured, MeasuredCurve, MeasuredGrid
 from nanoserve.costs.hardware import Device, Efficiency, Link, Machine
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.processes.files import read_bytes, replace_file, unwritable_as_failure
 from nanoserve.scheduler.work import Chunk, StepWork
+from nanoserve.utils.files import read_bytes, replace_file, unwritable_as_failure
 
 _MOST_TOKENS = 2**28  # of a measured KV cache: each of its blocks takes some memory when it is simulated
 _MOST_LAYERS = 100_000

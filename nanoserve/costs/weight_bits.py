@@ -6,9 +6,9 @@ Codes of 3 bits take 4, those of MXFP4 5; a scale takes 16, a zero point 8. Matr
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from nanoserve.checkpoint_names import checkpoint_names
+from nanoserve.config.checkpoint_names import checkpoint_names
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.quantization import BLOCK_TYPES, Quantization
+from nanoserve.config.quantization import BLOCK_TYPES, Quantization
 
 Bits = tuple[float | None, ...]
 """For each block of rows of a matrix; one may stand for all. None means numbers in the model's own format."""

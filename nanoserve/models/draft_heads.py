@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nanoserve.checkpoint_names import CheckpointNames
-from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.checkpoint_names import CheckpointNames
+from nanoserve.config.model_config import ModelConfig, is_eagle3
 from nanoserve.errors import ModelError, shown
 from nanoserve.models.attention import AttentionFunction
 from nanoserve.models.decoder import Decoder, DecoderLayer, Linear, RMSNorm, VocabularyEmbedding
 from nanoserve.models.loading import check_finite, read_tensors
 from nanoserve.models.weights import TensorPart, layer_parts
-from nanoserve.processes.files import read_json_object
+from nanoserve.utils.files import read_json_object
 
 Head = TypeVar("Head", bound=nn.Module)
 EMBEDDING = "embed_tokens.weight"
@@ -169,11 +169,6 @@ class ResidualBlock(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         added: Tensor = functional.silu(self.linear(hidden))
         return hidden + added
-
-
-def is_eagle3(directory: Path) -> bool:
-    """Whether an EAGLE head is one of EAGLE-3, by its config.json. Raises ModelError if that cannot be read."""
-    return "Eagle3" in str(read_json_object(directory / "config.json").get("architectures"))
 
 
 def load_eagle(directory: Path, target: Decoder) -> EagleHead:

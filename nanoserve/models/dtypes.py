@@ -3,7 +3,7 @@
 import torch
 
 from nanoserve.errors import UsageError, shown
-from nanoserve.processes.threads import processor_name_and_flags
+from nanoserve.utils.threads import processor_name_and_flags
 from triton_ops.cpu import cpu_operators
 
 DTYPES = {

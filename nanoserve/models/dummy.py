@@ -21,7 +21,7 @@ from nanoserve.models.loading import CPU, INDEX_NAME, SINGLE_NAME, empty_decoder
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tensor_parts
-from nanoserve.processes.sizes import format_size
+from nanoserve.utils.sizes import format_size
 from triton_ops import pack, round_to_nearest
 
 DUMMY_SEED = 1

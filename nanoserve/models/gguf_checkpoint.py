@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanoserve.config.quantization import BlockType
 from nanoserve.models.gguf_directory import ROPE_FACTORS
 from nanoserve.models.gguf_file import GgufFile, GgufTensor
-from nanoserve.quantization import BlockType
 from triton_ops import GroupQuantized, PackedFormat
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

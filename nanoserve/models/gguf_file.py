@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanoserve.config.quantization import BLOCK_TYPES, BlockType
 from nanoserve.errors import ModelError, shown
-from nanoserve.processes.files import unusable_file
-from nanoserve.quantization import BLOCK_TYPES, BlockType
+from nanoserve.utils.files import unusable_file
 
 Item = TypeVar("Item")
 Metadata = int | float | bool | str | list[str] | memoryview

@@ -18,7 +18,7 @@ from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.errors import ModelError, first_line, shown
 from nanoserve.models.gguf_directory import gguf_config, gguf_directory
 from nanoserve.models.gguf_file import is_gguf
-from nanoserve.processes.files import read_json_object, read_optional_json_object, unreadable_as_model_error
+from nanoserve.utils.files import read_json_object, read_optional_json_object, unreadable_as_model_error
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with (stage, done, total)."""

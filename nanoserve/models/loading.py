@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.quantization import BLOCK_TYPES
 from nanoserve.errors import ModelError, shown
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
@@ -26,9 +27,8 @@ from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded
 from nanoserve.models.quantized_tensors import INTEGERS, Decode, OpenFile, find_matrix
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, may_be_ignored, shard_parts, tensor_parts, tied_parts
-from nanoserve.processes.files import read_json_object, unusable_file
-from nanoserve.processes.interrupts import deferred_interrupts
-from nanoserve.quantization import BLOCK_TYPES
+from nanoserve.utils.files import read_json_object, unusable_file
+from nanoserve.utils.interrupts import deferred_interrupts
 from triton_ops import GroupQuantized, PackedFormat, pack, round_to_nearest
 from triton_ops.packed import ROWS
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.quantization import Quantization
 from nanoserve.errors import ModelError
 from nanoserve.models.weights import TensorPart
-from nanoserve.quantization import Quantization
 from triton_ops import GroupQuantized
 
 OpenFile = Callable[[Path], Any]

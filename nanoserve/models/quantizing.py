@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.quantization import CALIBRATING, Quantization
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.models import rounding
 from nanoserve.models.decoder import Decoder, DecoderLayer
@@ -26,9 +27,8 @@ from nanoserve.models.packed import region_of
 from nanoserve.models.quantized_tensors import pack_words
 from nanoserve.models.shards import Shard
 from nanoserve.models.weights import TensorPart, shard_parts, tied_parts
-from nanoserve.processes.files import read_optional_json_object, replace_file, unwritable_as_failure
-from nanoserve.processes.interrupts import deferred_interrupts
-from nanoserve.quantization import CALIBRATING, Quantization
+from nanoserve.utils.files import read_optional_json_object, replace_file, unwritable_as_failure
+from nanoserve.utils.interrupts import deferred_interrupts
 from triton_ops import GroupQuantized
 
 _STATE_NAME = "quantize.json"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nanoserve.checkpoint_names import CheckpointNames, LayerNames, checkpoint_names
+from nanoserve.config.checkpoint_names import CheckpointNames, LayerNames, checkpoint_names
 from nanoserve.config.model_config import MlaConfig, ModelConfig, MoeConfig
 from nanoserve.models.shards import Shard, divided
 

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from nanoserve.speculation.speculator import GuessCounts
+from nanoserve.scheduler.speculation.speculator import GuessCounts
 
 
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):

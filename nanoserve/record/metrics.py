@@ -1,241 +1,174 @@
-"""Metrics of a run while it goes on, in memory that does not grow with its length: observers of its events."""
+"""The field's metrics, under the field's names; docs/benchmarks.md spells the definitions out."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Protocol, Self
 
 import msgspec
+import numpy as np
 
-from nanoserve.measures.metrics import MILLISECONDS, Slo
-from nanoserve.measures.sketches import Occupancy, Series, Sketch
-from nanoserve.record.events import Arrived, Event, Gained, Planned, StepObserver
-from nanoserve.record.times import Beside, ReshardTimes, StageTimes, SwapTimes
-from nanoserve.request import Sequence, SequenceUpdate
+from nanoserve.errors import UsageError, shown
+
+MILLISECONDS = 1000.0
 
 
-class CompletedRequest(NamedTuple):
-    """Lengths and latencies of a finished request; TTFT and E2EL run from the arrival, in seconds."""
+class RequestTiming(msgspec.Struct, frozen=True):
+    """When the tokens of one request became known."""
 
-    request_id: str
-    arrival: float
     input_tokens: int
-    output_tokens: int
-    ttft: float
-    tpot: float | None
-    """Mean time between its tokens; None if it has only one."""
-    e2el: float
-
-
-RequestObserver = Callable[[CompletedRequest], None]
-
-
-class SloMeter:
-    """A RequestObserver that counts the requests within the limits; several of them sweep the limits in one run."""
-
-    def __init__(self, slo: Slo) -> None:
-        self.slo = slo
-        self.requests = self.attaining = 0
-
-    def __call__(self, request: CompletedRequest) -> None:
-        self.requests += 1
-        self.attaining += self.slo.allows(request.ttft, request.tpot, request.e2el)
+    token_times: tuple[float, ...]  # seconds from the request's issue to each output token, one at least, in order
 
     @property
-    def attainment(self) -> float | None:
-        """The share within the limits; None without requests."""
-        return self.attaining / self.requests if self.requests else None
+    def output_tokens(self) -> int:
+        return len(self.token_times)
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, in seconds."""
+        return self.token_times[0]
+
+    @property
+    def e2el(self) -> float:
+        """End-to-end latency, in seconds."""
+        return self.token_times[-1]
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first: (E2EL - TTFT) / (output - 1); None with fewer than two tokens."""
+        return None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
+
+    @property
+    def itls(self) -> tuple[float, ...]:
+        """Inter-token latencies: the gap before each token after the first."""
+        return tuple(after - before for before, after in pairwise(self.token_times))
 
 
-class LatencyMetrics:
-    """TTFT, TPOT, ITL and E2EL, in milliseconds, and counts; ``observers`` are shown every request that has ended."""
+class Distribution(msgspec.Struct, frozen=True):
+    """Some values in brief. Percentiles interpolate linearly between neighbours, as numpy does by default."""
 
-    def __init__(self, observers: Iterable[RequestObserver] = ()) -> None:
-        self.ttft, self.tpot, self.itl, self.e2el = Sketch(), Sketch(), Sketch(), Sketch()
-        self.requests = self.input_tokens = self.output_tokens = 0  # that have ended
-        self._observers = tuple(observers)
-        self._last_update: dict[str, float] = {}  # times by request that has not ended
+    n: int
+    mean: float
+    std: float
+    min: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
 
-    def __call__(self, event: Event) -> None:
-        if not isinstance(event, Gained):
-            return
-        now, last_update = event.time, self._last_update
-        requests = [update.request_id for update in event.updates]
-        previous = Counter(map(last_update.get, requests))  # most of a step have waited since the same moment
-        if None in previous:
-            for request in [one.sequence.request for one in event.updates if one.request_id not in last_update]:
-                self.input_tokens += len(request.prompt)
-                self.ttft.add((now - request.arrival_time) * MILLISECONDS)
-        last_update.update(dict.fromkeys(requests, now))
-        for sequence in [one.sequence for one in event.updates if one.sequence.finish_reason is not None]:
-            self._finish(sequence, now)
-        for last, times in previous.items():
-            if last is not None:
-                self.itl.add((now - last) * MILLISECONDS, times)
-
-    def _finish(self, sequence: Sequence, now: float) -> None:
-        del self._last_update[sequence.request.request_id]
-        request, tokens = sequence.request, sequence.output_length
-        first = now if sequence.first_token_time is None else sequence.first_token_time
-        completed = CompletedRequest(
-            request_id=request.request_id,
-            arrival=request.arrival_time,
-            input_tokens=len(request.prompt),
-            output_tokens=tokens,
-            ttft=first - request.arrival_time,
-            tpot=(now - first) / (tokens - 1) if tokens > 1 else None,
-            e2el=now - request.arrival_time,
-        )
-        self.requests += 1
-        self.output_tokens += tokens
-        self.e2el.add(completed.e2el * MILLISECONDS)
-        if completed.tpot is not None:
-            self.tpot.add(completed.tpot * MILLISECONDS)
-        for observer in self._observers:
-            observer(completed)
-
-
-class SteadyRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates of an open loop between two arrivals: without the time in which it fills, and that in which it drains."""
-
-    begin: float
-    end: float
-    """Seconds; the window ends with the last arrival."""
-    arrivals_before: int  # requests that had come when the window began
-    requests_per_second: float  # requests that ended
-    output_tokens_per_second: float
-    tokens_per_second: float  # input and output tokens; a prompt counts when its first token is known
-    goodput: float  # requests that ended within the limits, per second
-
-
-class _Progress(NamedTuple):
-    arrivals: int
-    requests: int
-    good: int
-    input_tokens: int
-    output_tokens: int
-
-
-class ArrivalWindow:
-    """Measures rates from a share of the arrivals to the last one. Several engines may share one window.
-
-    Progress is kept at arrivals, thinned to a thousand of them.
-    """
-
-    _FILLED = 0.3  # share of the arrivals before the window
-
-    def __init__(self, slo: Slo) -> None:
-        self._slo = slo
-        self._arrivals = self._requests = self._good = self._input_tokens = self._output_tokens = 0
-        self._series = Series[_Progress]()
-        self._last = (0.0, _Progress(0, 0, 0, 0, 0))
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Arrived):
-            self._arrivals += 1
-            counts = self._arrivals, self._requests, self._good, self._input_tokens, self._output_tokens
-            self._last = (event.time, _Progress(*counts))
-            self._series.add(*self._last)
-        elif isinstance(event, Gained):
-            for update in event.updates:
-                self._count(update)
-
-    def _count(self, update: SequenceUpdate) -> None:
-        sequence = update.sequence
-        self._output_tokens += len(update.new_tokens)
-        if sequence.output_length == len(update.new_tokens):
-            self._input_tokens += len(sequence.request.prompt)
-
-    def on_request(self, request: CompletedRequest) -> None:
-        """Count a request that has ended: a RequestObserver."""
-        self._requests += 1
-        self._good += self._slo.allows(request.ttft, request.tpot, request.e2el)
-
-    def rates(self) -> SteadyRates | None:
-        """The rates; None if the requests came all at once."""
-        points = self._series.points
-        begin, before = points[int(self._FILLED * len(points))]
-        end, after = self._last
-        seconds = end - begin
-        if seconds <= 0:
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Self | None:
+        """Summarize the values that are not None; None if there are none."""
+        known = np.array([value for value in values if value is not None], dtype=np.float64)
+        if not known.size:
             return None
-        outputs = after.output_tokens - before.output_tokens
-        inputs = after.input_tokens - before.input_tokens
-        return SteadyRates(
-            begin=begin,
-            end=end,
-            arrivals_before=before.arrivals - 1,
-            requests_per_second=(after.requests - before.requests) / seconds,
-            output_tokens_per_second=outputs / seconds,
-            tokens_per_second=(inputs + outputs) / seconds,
-            goodput=(after.good - before.good) / seconds,
-        )
+        found = known.mean(), known.std(), *np.percentile(known, (0, 50, 90, 99, 100))
+        return cls(known.size, *map(float, found))
 
 
-class LayoutTime(NamedTuple):
-    """Time in one parallel layout: all of it, and that in which something was in flight."""
+class Spread(msgspec.Struct, frozen=True):
+    """A metric over repeated runs, such as seeds: mean, lowest and highest."""
 
-    seconds: float
-    working: float
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """Raises ValueError without values."""
+        found = list(values)
+        if not found:
+            raise ValueError("a spread takes one value at least")
+        return cls(sum(found) / len(found), min(found), max(found))
+
+    def text(self, form: str) -> str:
+        """As "1.84x [1.79x..1.90x]", or the mean alone where all seeds agree on it; ``form`` is for str.format."""
+        mean, low, high = (form.format(value) for value in (self.mean, self.low, self.high))
+        return mean if low == high else f"{mean} [{low}..{high}]"
 
 
-class StepMetrics(StepObserver):
-    """Steps of a simulated run as they enter the pipeline, and what happens beside them."""
+class BatchRates(msgspec.Struct, frozen=True):
+    """Tokens per second of requests that were issued together."""
 
-    def __init__(self, block_size: int, layouts: int = 1, groups: int = 1) -> None:
-        self.tokens = Sketch()  # tokens of each step
-        self.counts = Series[tuple[int, int, int]]()  # number, decodes and prompt tokens of a step, over time
-        self.occupancy, self.host_occupancy = Occupancy(), Occupancy()  # shares of KV blocks in use
-        self.strategy_steps: Counter[str] = Counter()  # how many steps had which strategy
-        self.swapped_tokens: Counter[str] = Counter()  # what the blocks moved in each direction hold
-        self.transitions = 0  # changes of the layout, from the reload's begin to its end
-        self.transition_seconds = self.processor_seconds = 0.0  # in which the CPU attended
-        self._block_size, self._groups = block_size, groups
-        self._idle_seconds = self._last_end = 0.0  # time in which nothing was in flight, because there was no request
-        self._times = [LayoutTime(0.0, 0.0)] * layouts
-        self._layout = 0
-        self._since = self._idle_before = 0.0
+    prefill: float  # prompt tokens of all over the time until every request had its first token
+    decode: float | None  # tokens after the first of all, over the time from there to the end; None if there are none
+    output: float  # all output tokens over the whole time
+    total: float  # prompt and output tokens over the whole time
 
-    def on_step(self, planned: Planned, stages: tuple[StageTimes, ...]) -> None:
-        now = planned.time
-        self.tokens.add(planned.plan.decodes + planned.plan.prompt_tokens)
-        self.counts.add(now, (planned.plan.step, planned.plan.decodes, planned.plan.prompt_tokens))
-        self._keep_busy(now, stages[-1].computed)
-        self.occupancy.add(now, planned.blocks.device_share)
-        self.strategy_steps[planned.plan.strategy] += 1
-        self._look_at_host(planned)
+    @classmethod
+    def of(cls, timings: Sequence[RequestTiming]) -> Self:
+        prefilled = max(timing.ttft for timing in timings)
+        ended = max(timing.e2el for timing in timings)
+        inputs = sum(timing.input_tokens for timing in timings)
+        outputs = sum(timing.output_tokens for timing in timings)
+        late = sum(sum(time > prefilled for time in timing.token_times) for timing in timings)
+        decode = late / (ended - prefilled) if late else None
+        return cls(inputs / prefilled, decode, outputs / ended, (inputs + outputs) / ended)
 
-    def on_beside(self, planned: Planned, times: Beside) -> None:
-        if isinstance(times, SwapTimes):
-            blocks = next(swap.device_blocks for swap in planned.plan.swaps if swap.swap == times.swap)
-            self.swapped_tokens[times.direction] += len(blocks) // self._groups * self._block_size
-            self._keep_busy(planned.time, times.ended)
-            self._look_at_host(planned)
-        elif isinstance(times, ReshardTimes):
-            self._change_layout(planned.time, times)
-        else:
-            self.processor_seconds += times.seconds
 
-    def layout_times(self, now: float) -> list[LayoutTime]:
-        """Times of every layout until now; transitions belong to none."""
-        seconds, working = self._times[self._layout]
-        passed, idle = now - self._since, self._idle_seconds - self._idle_before
-        times = list(self._times)
-        times[self._layout] = LayoutTime(seconds + passed, working + passed - idle)
-        return times
+class TimedRequest(Protocol):
+    """A request whose answer is complete; times in seconds."""
 
-    def _change_layout(self, now: float, reload: ReshardTimes) -> None:
-        # The time between now and the begin of the reload belongs to the old layout.
-        self._keep_busy(now, reload.ended)
-        self._times = self.layout_times(reload.began)
-        self._layout = reload.layout
-        self._since, self._idle_before = reload.ended, self._idle_seconds
-        self.transitions += 1
-        self.transition_seconds += reload.ended - reload.began
+    @property
+    def ttft(self) -> float: ...
 
-    def _keep_busy(self, now: float, end: float) -> None:
-        self._idle_seconds += max(0.0, now - self._last_end)
-        self._last_end = max(self._last_end, end)
+    @property
+    def tpot(self) -> float | None: ...
 
-    def _look_at_host(self, planned: Planned) -> None:
-        if planned.blocks.host:
-            self.host_occupancy.add(planned.time, planned.blocks.host_share)
+    @property
+    def e2el(self) -> float: ...
+
+    @property
+    def itls(self) -> tuple[float, ...]: ...
+
+
+def request_distributions(requests: Sequence[TimedRequest]) -> dict[str, Distribution | None]:
+    """TTFT, TPOT and E2EL over requests, and ITL over the pooled gaps of all requests; all in milliseconds."""
+    return {
+        "ttft_ms": in_milliseconds(request.ttft for request in requests),
+        "tpot_ms": in_milliseconds(request.tpot for request in requests),
+        "itl_ms": in_milliseconds(gap for request in requests for gap in request.itls),
+        "e2el_ms": in_milliseconds(request.e2el for request in requests),
+    }
+
+
+def in_milliseconds(seconds: Iterable[float | None]) -> Distribution | None:
+    return Distribution.of(None if value is None else value * MILLISECONDS for value in seconds)
+
+
+def mean_of_known(values: Iterable[float | None]) -> float:
+    """The mean of the values that are not None; 0 if there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
+SLO_NAMES = ("ttft", "tpot", "e2el")
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """What a good answer keeps to, in milliseconds; None where anything is good enough."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    e2el: float | None = None
+
+    def allows(self, ttft: float, tpot: float | None, e2el: float) -> bool:
+        """Whether times in seconds are within all of the limits; a TPOT that does not exist breaks none."""
+        pairs = ((self.ttft, ttft), (self.tpot, tpot), (self.e2el, e2el))
+        return not any(limit is not None and time is not None and time * MILLISECONDS > limit for limit, time in pairs)
+
+
+def parse_slo(text: str | None) -> Slo | None:
+    """``ttft=2000,tpot=100,e2el=30000``, any of them, in milliseconds. Raises UsageError for anything else."""
+    if text is None:
+        return None
+    limits: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        try:
+            limit = float(number)
+        except ValueError:
+            limit = -1.0
+        if name not in SLO_NAMES or name in limits or not 0 < limit < float("inf"):
+            raise UsageError(f"--slo takes milliseconds such as ttft=2000,tpot=100,e2el=30000, not {shown(text)}")
+        limits[name] = limit
+    return Slo(**limits)

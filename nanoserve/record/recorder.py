@@ -21,7 +21,7 @@ from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.speculation.speculator import GuessCounts
+from nanoserve.scheduler.speculation.speculator import GuessCounts
 
 T = TypeVar("T")
 R = TypeVar("R")

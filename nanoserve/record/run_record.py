@@ -10,8 +10,8 @@ from typing import Literal, TypeVar
 import msgspec
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.metrics import RequestTiming
 from nanoserve.record.events import Arrived, Blocks, Collected, Event, Finished, Gained, Planned, Worked
+from nanoserve.record.metrics import RequestTiming
 from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import Request, SequenceUpdate

@@ -6,7 +6,7 @@ from itertools import count
 
 from nanoserve.errors import RuntimeFailure
 from nanoserve.layout import ParallelLayout
-from nanoserve.measures.chrome_trace import ChromeTraceFile, Track
+from nanoserve.record.chrome_trace import ChromeTraceFile, Track
 from nanoserve.record.events import Collected, Corrected, Event, ExecutorFailed, Finished, Forecast, Planned, Worked
 from nanoserve.record.phases import Phase, PhaseTracker
 from nanoserve.record.times import HostTimes, Move, ReshardTimes, StageTimes

@@ -6,14 +6,14 @@ from itertools import islice
 
 from msgspec.structs import replace
 
-from nanoserve.kv import NO_BLOCK
 from nanoserve.request import Place, Sequence, Status
 from nanoserve.scheduler.cohorts import HostCohorts
+from nanoserve.scheduler.kv import NO_BLOCK
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Begin, Copy, Row, StepPlan, Swap, work_of
 from nanoserve.scheduler.sequence_table import SequenceTable, in_order
+from nanoserve.scheduler.speculation.speculator import Speculator
 from nanoserve.scheduler.work import Strategy
-from nanoserve.speculation.speculator import Speculator
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _DEVICE, _HOST, _MOVING = Place.DEVICE, Place.HOST, Place.MOVING

@@ -9,10 +9,10 @@ from types import ModuleType
 from typing import Any
 
 from nanoserve.errors import PolicyFailed, UsageError, first_line, shown
-from nanoserve.processes.files import read_bytes
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.load import Decision, Load, Policy, policy_failures
 from nanoserve.scheduler.ordering import Ordering
+from nanoserve.utils.files import read_bytes
 
 _SAMPLES = (  # idle, busy, and without a free block
     Load(None, 100, 100, 0, 0, 0, 0, 60, 60, 16, 4),

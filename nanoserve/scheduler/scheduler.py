@@ -11,17 +11,17 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from nanoserve.errors import WorkersFailed
-from nanoserve.kv import BlockPool, SequenceBlocks
 from nanoserve.request import FinishReason, Request, Sequence, SequenceUpdate, Status
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.growth import GrowthForecast
+from nanoserve.scheduler.kv import BlockPool, SequenceBlocks
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.ordering import Ordering
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, StepPlan, StepResult
 from nanoserve.scheduler.plan_builder import PlanBuilder
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.sequence_table import SequenceTable
-from nanoserve.speculation.speculator import Speculator
+from nanoserve.scheduler.speculation.speculator import Speculator
 
 _PREFILL, _DECODE = Status.PREFILL, Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _ERROR = FinishReason.ERROR

@@ -9,12 +9,12 @@ from operator import attrgetter
 from typing import Literal
 
 from nanoserve.errors import UsageError, shown
-from nanoserve.kv import NO_BLOCK, SequenceBlocks
-from nanoserve.processes.quarantine import Quarantine
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
+from nanoserve.scheduler.kv import NO_BLOCK, SequenceBlocks
 from nanoserve.scheduler.ordering import Ordering
 from nanoserve.scheduler.plan import Swap
-from nanoserve.speculation.speculator import Speculator
+from nanoserve.scheduler.speculation.speculator import Speculator
+from nanoserve.utils.quarantine import Quarantine
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
 _NONE, _DEVICE, _HOST, _MOVING = Place.NONE, Place.DEVICE, Place.HOST, Place.MOVING

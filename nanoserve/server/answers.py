@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from nanoserve.outputs import Detokenizer, TokenDecoder
+from nanoserve.engine.outputs import Detokenizer, TokenDecoder
 from nanoserve.request import CompletionOutput, RequestOutput, TokenLogprob
 from nanoserve.text.answers.forms import AnswerParser
 from nanoserve.text.answers.reader import Piece

@@ -16,8 +16,8 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.processes.descriptors import allow_descriptors, open_descriptors
 from nanoserve.server.http_bodies import ApiError
+from nanoserve.utils.descriptors import allow_descriptors, open_descriptors
 
 MOST_CONNECTIONS = 4096
 """More than the requests that may run and wait by default, each of which has one."""

@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from nanoserve import __version__
 from nanoserve.errors import NanoserveError, RuntimeFailure, UsageError
-from nanoserve.grammar import CANNOT_FOLLOW
 from nanoserve.request import CompletionOutput, SamplingParams
 from nanoserve.server import schemas
 from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat
@@ -25,6 +24,7 @@ from nanoserve.server.service import Service
 from nanoserve.server.streams import RequestStream, deltas, wholes
 from nanoserve.server.tools import ToolUse, tool_use
 from nanoserve.text.answers.forms import PLAIN, REQUIRED_CALL, AnswerParser
+from nanoserve.text.grammar import CANNOT_FOLLOW
 from nanoserve.text.tokenizer import Tokenizer
 
 Fields = TypeVar("Fields", bound=schemas.ModelField)

@@ -11,16 +11,16 @@ from typing import NoReturn
 import msgspec
 import zmq.asyncio
 
+from nanoserve.engine.outputs import TokenDecoder
 from nanoserve.errors import ModelError, NanoserveError, RuntimeFailure, error_of
-from nanoserve.outputs import TokenDecoder
-from nanoserve.processes.quarantine import Quarantine
-from nanoserve.processes.sockets import listen, local_address
-from nanoserve.processes.temporary import choose_directory, make_directory
-from nanoserve.processes.watchdog import TiedChild, end_children
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request
 from nanoserve.server import messages
 from nanoserve.server.streams import RequestStream
+from nanoserve.utils.quarantine import Quarantine
+from nanoserve.utils.sockets import listen, local_address
+from nanoserve.utils.temporary import choose_directory, make_directory
+from nanoserve.utils.watchdog import TiedChild, end_children
 
 START_SECONDS = 60.0  # time to the first heartbeat: Python starts and imports ZeroMQ, nothing more
 LOADING_SILENCE_SECONDS = 120.0  # importing torch can hold the interpreter for a while

@@ -12,15 +12,15 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from nanoserve.dispatcher import Dispatcher
-from nanoserve.engine import Engine
+from nanoserve.engine.dispatcher import Dispatcher
+from nanoserve.engine.engine import Engine
 from nanoserve.errors import NanoserveError, PolicyFailed, RuntimeFailure, UsageError, WorkersFailed
-from nanoserve.processes.memory import keep_what_is_loaded
-from nanoserve.processes.sockets import connect
-from nanoserve.processes.watchdog import ParentWatchdog
 from nanoserve.record.counters import RecentStep
 from nanoserve.request import Sequence, SequenceUpdate
 from nanoserve.server import messages
+from nanoserve.utils.memory import keep_what_is_loaded
+from nanoserve.utils.sockets import connect
+from nanoserve.utils.watchdog import ParentWatchdog
 
 COMMAND_BYTES, COMMAND_SAMPLES = 64 << 10, 256
 """Size of the commands that are taken between two steps, and the samples that they ask for, or one larger command: a
@@ -132,7 +132,7 @@ class EngineLoop:
 
 def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[messages.Command]) -> Engine | Dispatcher:
     """Load the model, reporting progress, and report that the engine is ready."""
-    from nanoserve.assembly import build_engine
+    from nanoserve.engine.assembly import build_engine
 
     try:
         built = build_engine(

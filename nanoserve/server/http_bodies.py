@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanoserve.errors import ModelError, NanoserveError, UsageError
-from nanoserve.processes.children import ProcessUnavailable
 from nanoserve.server.engine_client import EngineUnavailable, QueueFull
+from nanoserve.utils.children import ProcessUnavailable
 
 PIECE_BYTES = 1 << 20  # of a body that is sent
 _CLOSE = {"connection": "close"}

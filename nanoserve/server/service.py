@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from nanoserve.errors import NanoserveError, UsageError, shown
-from nanoserve.grammar.checker import GrammarChecker
 from nanoserve.request import MAX_SEED, Request, SamplingParams
 from nanoserve.server.answers import in_pieces, token_texts
 from nanoserve.server.engine_client import EngineClient, EngineUnavailable
@@ -23,6 +22,7 @@ from nanoserve.server.messages import EngineFacts
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
 from nanoserve.text.chat_template import LONG_CONVERSATION, check_text
+from nanoserve.text.grammar.checker import GrammarChecker
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer
 
 _INLINE_CHARACTERS = 4096  # longer texts are tokenized in a thread, because other requests would wait too long

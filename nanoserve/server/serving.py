@@ -12,10 +12,10 @@ from types import FrameType
 import uvicorn
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.processes.memory import keep_what_is_loaded
 from nanoserve.server.app import make_app
 from nanoserve.server.connections import BoundedProtocol, Connections, most_connections
 from nanoserve.server.service import Service
+from nanoserve.utils.memory import keep_what_is_loaded
 
 SEND_BUFFER_BYTES = 128 << 10
 """The system's buffer for a client that does not read; the rest of its answer waits in the front end."""

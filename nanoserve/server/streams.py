@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
+from nanoserve.engine.outputs import RequestTracker, TokenDecoder
 from nanoserve.errors import NanoserveError
-from nanoserve.outputs import RequestTracker, TokenDecoder
 from nanoserve.request import Request, RequestOutput, Sequence, SequenceUpdate, Status
 from nanoserve.server.messages import Add, SampleUpdate
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nanoserve.errors import ModelError, UsageError, one_line
-from nanoserve.processes.files import unusable_file
 from nanoserve.text.tokenizer_checks import check_tokenizer
+from nanoserve.utils.files import unusable_file
 
 Piece = str | int  # a piece of a prompt: ordinary text, or the id of a control token
 

@@ -8,8 +8,8 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from nanoserve.errors import ModelError, UsageError, shown
-from nanoserve.processes.children import LimitedProcess
-from nanoserve.processes.files import read_text
+from nanoserve.utils.children import LimitedProcess
+from nanoserve.utils.files import read_text
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_NESTING = 64

@@ -29,7 +29,7 @@ from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from nanoserve.processes.children import (
+from nanoserve.utils.children import (
     answer_requests,
     forbid_files_and_processes,
     limit_resources,

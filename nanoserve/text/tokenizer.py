@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.errors import ModelError, NanoserveError, UsageError, shown
-from nanoserve.processes.files import read_json_object, read_optional_json_object, unreadable_as_model_error
 from nanoserve.text.answers.forms import AnswerForm, AnswerParser, answer_form
 from nanoserve.text.answers.reader import Tools
 from nanoserve.text.answers.settings import ThinkingSwitch, thinking_switch, with_reasoning
@@ -19,6 +18,7 @@ from nanoserve.text.chat_template import (
     check_text,
     load_chat_template,
 )
+from nanoserve.utils.files import read_json_object, read_optional_json_object, unreadable_as_model_error
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from nanoserve.commands import batch
 from nanoserve.commands.batch import advice_for
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.engine_config import EngineConfig
+from nanoserve.lab import choosing
+from nanoserve.lab.simulator.planning import PlannedWork
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import dummy_config
 from nanoserve.request import RequestShape, SamplingParams
-from nanoserve.simulator.planning import PlannedWork
 from tests.commands.fake_llm import FakeLLM
 
 PAIR = (
@@ -51,7 +51,7 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     asked = Asked()
-    monkeypatch.setattr(batch, "advise", asked)
+    monkeypatch.setattr(choosing, "advise", asked)
     return asked
 
 

@@ -11,16 +11,27 @@ from typing import Any
 
 import pytest
 
-from nanoserve.client.address import parse_url
-from nanoserve.client.connection import ApiClient, ServerLost, ServerRefused
 from nanoserve.commands.answers import RemoteModel
 from nanoserve.commands.chat import ChatOptions, Conversation
 from nanoserve.commands.chat_session import ChatSession, Message
 from nanoserve.commands.terminal import StopOnInterrupt
 from nanoserve.errors import NanoserveError, UsageError
-from tests.client.foreign import HELLO, Asked, Foreign, Scripted, as_error, as_json, as_stream, foreign, said, used
+from nanoserve.server.client.address import parse_url
+from nanoserve.server.client.connection import ApiClient, ServerLost, ServerRefused
 from tests.commands.conftest import ROOT
 from tests.commands.fake_llm import FakeLLM
+from tests.server.client.foreign import (
+    HELLO,
+    Asked,
+    Foreign,
+    Scripted,
+    as_error,
+    as_json,
+    as_stream,
+    foreign,
+    said,
+    used,
+)
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -265,7 +265,7 @@ sys.meta_path.insert(0, Interrupting())
 before = {*sys.modules, "__main__"}
 door = sys.argv[1]
 if door == "console script":
-    from nanoserve.entry import run
+    from nanoserve.commands.entry import run
     run()
 elif door == "-m":
     runpy.run_module("nanoserve", run_name="__main__")
@@ -277,13 +277,18 @@ else:
 @pytest.mark.parametrize("door", ["console script", "-m", "cli.py", "bench.py"])
 def test_an_interrupt_before_anything_is_imported_is_one_line(door: str) -> None:
     result = subprocess.run([sys.executable, "-c", FIRST_MOMENT, door], capture_output=True, text=True, cwd=ROOT)
-    assert ast.literal_eval(result.stdout) == ["nanoserve", "nanoserve.entry"], "Python's own start has the rest"
+    assert ast.literal_eval(result.stdout) == ["nanoserve", "nanoserve.commands.entry"], (
+        "Python's own start has the rest"
+    )
     assert (result.stderr, result.returncode) == ("nanoserve: interrupted\n", 130)
 
 
 def test_an_interrupt_that_is_ignored_stays_so() -> None:
     """As of a command behind nohup."""
-    program = "import signal; signal.signal(2, signal.SIG_IGN); import nanoserve.entry; print(signal.getsignal(2).name)"
+    program = (
+        "import signal; signal.signal(2, signal.SIG_IGN); import nanoserve.commands.entry; "
+        "print(signal.getsignal(2).name)"
+    )
     assert subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT) == "SIG_IGN\n"
 
 

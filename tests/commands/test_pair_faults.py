@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve.processes.temporary import choose_directory
+from nanoserve.utils.temporary import choose_directory
 from tests.processes import MARK, marked, new_mark
 
 pytestmark = pytest.mark.slow

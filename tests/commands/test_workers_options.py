@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from nanoserve.commands.bench_pipeline import PipelineOptions, StageComparison
 from nanoserve.commands.engine_options import WorkersOptions
 from nanoserve.commands.main import application
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
+from nanoserve.executor.workers.messages import WorkerStart
+from nanoserve.lab.commands.bench_pipeline import PipelineOptions, StageComparison
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import ResolvedModel
-from nanoserve.runtime.workers.messages import WorkerStart
 from nanoserve.scheduler import POLICIES
 from nanoserve.server.messages import EngineStart
 

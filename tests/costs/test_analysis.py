@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 
 from nanoserve.commands.main import main
-from nanoserve.costs import ParallelLayout, Precision, StepCosts, load_machine, load_shape
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.analysis import BLOCK_SIZE, Analysis
+from nanoserve.costs.counts import Precision
+from nanoserve.costs.hardware import load_machine
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.layout import ParallelLayout
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.costs import StepCosts, StepWork, load_machine, load_shape
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
+from nanoserve.costs.hardware import load_machine
 from nanoserve.costs.predictor import CostPredictor
-from nanoserve.scheduler.work import HostBatch, StepFeatures
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.scheduler.work import HostBatch, StepFeatures, StepWork
 from tests.fakes.distorted_predictor import DistortedPredictor
 from tests.fakes.linear_predictor import LinearPredictor
 

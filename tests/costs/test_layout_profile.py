@@ -5,15 +5,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from nanoserve.costs import ParallelLayout, load_shape
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.costs.profile import read_profile, write_profile
 from nanoserve.errors import UsageError
+from nanoserve.lab.simulator.planning import PlannedWork, find_candidates
+from nanoserve.layout import ParallelLayout
 from nanoserve.request import RequestShape
 from nanoserve.scheduler.work import StepWork
-from nanoserve.simulator.planning import PlannedWork, find_candidates
 from tests.costs.profiles import curve, grid
 
 MODEL = load_shape("qwen3-0.6b")  # 28 layers

@@ -5,11 +5,13 @@ import math
 import msgspec
 import pytest
 
-from nanoserve.costs import Machine, ParallelLayout, Precision, StepCosts, load_shape
-from nanoserve.costs.counts import divide_layers
-from nanoserve.costs.hardware import MachineSpeeds
+from nanoserve.config.published_shapes import load_shape
+from nanoserve.costs.counts import Precision, divide_layers
+from nanoserve.costs.hardware import Machine, MachineSpeeds
 from nanoserve.costs.predictor import CostPredictor, layout_predictors
+from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
 
 MODEL = load_shape("qwen3-0.6b")
 SPEEDS = MachineSpeeds(

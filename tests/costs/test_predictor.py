@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from nanoserve.costs import Efficiency, Machine, ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.config.published_shapes import load_shape
+from nanoserve.costs.hardware import Efficiency, Machine, load_machine
 from nanoserve.costs.predictor import CostPredictor
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.layout import ParallelLayout
 from tests.costs.conftest import tiny_model
 
 A10 = StepCosts(load_shape("llama-3.1-8b"), load_machine("apex-a10"), ParallelLayout())

@@ -22,7 +22,7 @@ from nanoserve.costs.profile import (
 )
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.simulator.pipeline import StepTimes, TieredTimes
+from nanoserve.lab.simulator.pipeline import StepTimes, TieredTimes
 from tests.costs.conftest import tiny_model
 from tests.costs.profiles import curve, grid, made_up_profile
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from nanoserve.config.published_shapes import SHIPPED_MODELS as MODELS
-from nanoserve.config.published_shapes import published_shapes
-from nanoserve.costs import load_machine, load_shape
-from nanoserve.costs.hardware import SHIPPED
+from nanoserve.config.published_shapes import load_shape, published_shapes
+from nanoserve.costs.hardware import SHIPPED, load_machine
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.processes.files import read_toml
+from nanoserve.utils.files import read_toml
 
 TABLES = read_toml(SHIPPED)
 

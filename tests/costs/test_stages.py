@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoserve.config.model_config import MoeConfig
-from nanoserve.config.published_shapes import published_shapes
-from nanoserve.costs import ParallelLayout, StepCosts, load_machine, load_shape
+from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.costs.counts import divide, divide_layers
-from nanoserve.layout import stage_layers
+from nanoserve.costs.hardware import load_machine
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.layout import ParallelLayout, stage_layers
 
 MODEL = load_shape("llama-3.2-1b")
 

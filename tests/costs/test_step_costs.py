@@ -8,20 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.costs import (
-    DoesNotFit,
-    Efficiency,
-    Machine,
-    ParallelLayout,
-    Precision,
-    StepCosts,
-    StepWork,
-    load_machine,
-    load_shape,
-)
+from nanoserve.config.published_shapes import load_shape
 from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
-from nanoserve.costs.counts import ModelCounts
+from nanoserve.costs.counts import ModelCounts, Precision
+from nanoserve.costs.hardware import Efficiency, Machine, load_machine
+from nanoserve.costs.step_costs import DoesNotFit, StepCosts
 from nanoserve.errors import UsageError
+from nanoserve.layout import ParallelLayout
+from nanoserve.scheduler.work import StepWork
 from tests.costs.appendix_a import AppendixA
 from tests.costs.conftest import round_machine, tiny_experts, tiny_model
 

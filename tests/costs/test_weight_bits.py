@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from nanoserve.config.published_shapes import load_shape
+from nanoserve.config.quantization import Quantization
 from nanoserve.costs.counts import ModelCounts
 from nanoserve.costs.weight_bits import matrix_bits
 from nanoserve.errors import UsageError
-from nanoserve.quantization import Quantization
 from tests.costs.conftest import tiny_experts, tiny_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}

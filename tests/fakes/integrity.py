@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from nanoserve.kv import NO_BLOCK, BlockPool, first_seen
 from nanoserve.request import Place, Sequence, Status
+from nanoserve.scheduler.kv import NO_BLOCK, BlockPool, first_seen
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import SequenceTable
 from tests.record.planned import step_tokens

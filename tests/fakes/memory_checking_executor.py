@@ -24,8 +24,8 @@ from itertools import chain, cycle
 
 from msgspec.structs import replace
 
-from nanoserve.kv import NO_BLOCK, first_seen
 from nanoserve.request import SamplingParams
+from nanoserve.scheduler.kv import NO_BLOCK, first_seen
 from nanoserve.scheduler.plan import Answer, Begin, CohortProgress, Copy, Row, StepPlan, StepResult, Swap, Tier
 
 POISON = (-1, -1, -1)

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from nanoserve.lab.simulator.executor import SimulatedExecutor
+from nanoserve.lab.simulator.pipeline import MovingTimes, Passage
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes, Times
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.work import StepWork
-from nanoserve.simulator.executor import SimulatedExecutor
-from nanoserve.simulator.pipeline import MovingTimes, Passage
 from tests.fakes.observed_executor import dummy_answers
 
 KV_BYTES, WEIGHT_BYTES = 64, 4096

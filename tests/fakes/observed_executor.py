@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+from nanoserve.lab.simulator.executor import DUMMY_TOKEN, SimulatedExecutor
+from nanoserve.lab.simulator.pipeline import DECOUPLED, Passage, Runtime, StepTimes
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.work import StepWork
-from nanoserve.simulator.executor import DUMMY_TOKEN, SimulatedExecutor
-from nanoserve.simulator.pipeline import DECOUPLED, Passage, Runtime, StepTimes
 
 
 def dummy_answers(plan: StepPlan) -> tuple[Answer, ...]:

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.attention import AttentionCall
-from nanoserve.benchmarks.gpu.attention import AttentionRow as Row
+from nanoserve.lab.benchmarks.gpu.attention import AttentionCall
+from nanoserve.lab.benchmarks.gpu.attention import AttentionRow as Row
 from tests.triton_ops.batches import build, inputs, narrowed, poisoned_out, reference
 from triton_ops.gpu import attention
 from triton_ops.gpu.configurations import (

@@ -8,8 +8,8 @@ from torch.nn import functional
 from nanoserve.config.model_config import ModelConfig, MoeConfig
 from nanoserve.models.attention import AttentionBatch, DenseCausalAttention, PagedAttention
 from nanoserve.models.decoder import Decoder, SparseExperts
+from tests.executor.small_model import small_config
 from tests.oracle.checkpoints import FAMILIES
-from tests.runtime.small_model import small_config
 
 BLOCK_SIZE = 4
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from nanoserve.config.model_config import ModelConfig, SamplingDefaults
+from nanoserve.config.quantization import BLOCK_TYPES
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import SparseExperts
@@ -16,7 +17,6 @@ from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedEmbedding, PackedExperts
 from nanoserve.models.shards import make_shards
-from nanoserve.quantization import BLOCK_TYPES
 from nanoserve.text.tokenizer import load_tokenizer
 from tests.models.test_decoder import random_tokens
 from tests.models.test_resharding import assert_goes_to_and_fro

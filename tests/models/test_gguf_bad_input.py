@@ -16,8 +16,8 @@ from nanoserve.errors import ModelError
 from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.gguf_file import GgufFile, GgufTensor
 from nanoserve.models.loading import load_model
-from nanoserve.processes.temporary import remove_directory
 from nanoserve.text.tokenizer import load_tokenizer
+from nanoserve.utils.temporary import remove_directory
 from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.gguf_files import write_gguf
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from nanoserve.config.quantization import BLOCK_TYPES
 from nanoserve.models.gguf_checkpoint import decode_blocks
-from nanoserve.quantization import BLOCK_TYPES
 
 QUANTIZED = [found for found in BLOCK_TYPES.values() if found.size > 1]
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q4_1": (0, 2)}

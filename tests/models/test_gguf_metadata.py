@@ -15,7 +15,7 @@ from nanoserve.errors import ModelError
 from nanoserve.models.decoder import RotaryEmbedding
 from nanoserve.models.gguf_directory import gguf_config, gguf_directory
 from nanoserve.models.gguf_file import GgufFile
-from nanoserve.processes.temporary import remove_directory
+from nanoserve.utils.temporary import remove_directory
 from tests.models.test_gguf_bad_input import entry, file, tensor, text
 
 U32, I32, FLOAT, BOOL, STRING, ARRAY = 4, 5, 6, 7, 8, 9

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanoserve.config.quantization import Quantization
 from nanoserve.errors import ModelError, NanoserveError, UsageError
 from nanoserve.models.loading import load_model
-from nanoserve.quantization import Quantization
 from tests.oracle.checkpoints import FAMILIES
 from tests.oracle.packed_checkpoints import write_packed
 

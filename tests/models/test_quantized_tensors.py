@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.quantization import Quantization
 from nanoserve.errors import UsageError
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, SparseExperts
@@ -18,7 +19,6 @@ from nanoserve.models.loading import load_model
 from nanoserve.models.packed import PackedExperts, PackedLinear
 from nanoserve.models.quantized_tensors import _decode_fp8, _decode_mxfp4
 from nanoserve.models.shards import make_shards
-from nanoserve.quantization import Quantization
 from tests.models.test_decoder import random_tokens
 from tests.models.test_resharding import assert_goes_to_and_fro
 from tests.models.test_shards import ragged_batch, sharded_logits, whole_logits

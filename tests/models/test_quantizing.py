@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.quantization import CALIBRATING
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.models import quantizing
 from nanoserve.models.attention import DenseCausalAttention
@@ -25,8 +26,7 @@ from nanoserve.models.gguf_directory import gguf_directory
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.loading import INDEX_NAME, load_model
 from nanoserve.models.quantizing import Recipe, quantize_checkpoint
-from nanoserve.processes.files import replace_file
-from nanoserve.quantization import CALIBRATING
+from nanoserve.utils.files import replace_file
 from tests.oracle.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.oracle.gguf_files import write_gguf
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.config.quantization import Rounding
 from nanoserve.errors import UsageError
 from nanoserve.models.packed import rounded_forms
 from nanoserve.models.shards import make_shards, shard_config
 from nanoserve.models.weights import shard_parts, tensor_parts
-from nanoserve.quantization import Rounding
 
 DOWN, OUTPUT = "model.layers.0.mlp.down_proj.weight", "model.layers.0.self_attn.o_proj.weight"
 

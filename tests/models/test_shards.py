@@ -14,12 +14,12 @@ from torch.nn import functional
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import ModelError, UsageError
+from nanoserve.executor.compile.aot_build import layer_kind
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import Shard, make_shards, shard_config, shards_of_layouts, whole_model
 from nanoserve.models.weights import shard_parts, tensor_parts
-from nanoserve.runtime.compile.aot_build import layer_kind
 from tests.models.test_decoder import paged, random_tokens
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.oracle.checkpoints import FAMILIES, families, make_checkpoint, rename_glm_as_chatglm

@@ -7,17 +7,18 @@ import pytest
 import torch
 import transformers
 
-from nanoserve.benchmarks.floors import ModelCost
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.costs import ParallelLayout, Precision, StepWork
-from nanoserve.costs.counts import ModelCounts
+from nanoserve.config.quantization import BLOCK_TYPES
+from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.weight_bits import ROWS
+from nanoserve.lab.benchmarks.floors import ModelCost
+from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.gguf_checkpoint import decode_blocks
 from nanoserve.models.hub import find_shape
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import make_shards
-from nanoserve.quantization import BLOCK_TYPES
+from nanoserve.scheduler.work import StepWork
 from tests.models.test_gguf import make_model
 from tests.models.test_shards import write_checkpoint
 from tests.models.thread_ranks import ThreadGroup

@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from nanoserve.runtime.launch.rendezvous import TorchrunProcess
+from nanoserve.executor.start.rendezvous import TorchrunProcess
 
 process = TorchrunProcess.from_environment()
 assert process is not None

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = ["Once upon a time", "The little dog", "Lily and Ben"]
 SETTINGS = ["--dtype", "float32", "--kv-cache-memory", "64MiB", "--threads", "1", "--eager", "-t", "0", "-n", "400"]
-WORKER = "nanoserve.runtime.workers.process"
+WORKER = "nanoserve.executor.workers.process"
 """In the command line of a worker process."""
 
 

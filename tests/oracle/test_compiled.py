@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.models.attention import AttentionBatch, PagedAttention
 from nanoserve.models.decoder import Decoder, LayerFunction
 from nanoserve.models.loading import load_model
 from nanoserve.models.shards import make_shards
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.compile.layer_runner import LayerRunner
 from tests.models.test_decoder import layer_caches
 from tests.models.thread_ranks import ThreadGroup, on_every_rank
 from tests.oracle.test_engine import OUTPUT_TOKENS, SETTINGS, prompts, run, transformers_greedy

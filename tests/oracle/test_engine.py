@@ -13,18 +13,18 @@ import torch
 from transformers import PreTrainedModel
 
 from nanoserve.config.model_config import ModelConfig
-from nanoserve.engine import Engine
-from nanoserve.kv import most_blocks
+from nanoserve.engine.engine import Engine
+from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
-from nanoserve.runtime.compile.layer_runner import LayerRunner
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.kv import most_blocks
 from nanoserve.scheduler.scheduler import Scheduler
+from tests.executor.small_model import local_executor
 from tests.fakes.integrity import check_integrity
 from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE
 from tests.oracle.conftest import QUANTIZED
-from tests.runtime.small_model import local_executor
 
 Checkpoint = Callable[[str], tuple[Path, PreTrainedModel]]
 

@@ -14,8 +14,8 @@ import pytest
 
 from nanoserve.errors import ModelError
 from nanoserve.models.hub import SMOLLM2, resolve_model
-from tests.grammar.schemas import meets
 from tests.server.starting import running
+from tests.text.grammar.schemas import meets
 
 pytestmark = pytest.mark.slow
 

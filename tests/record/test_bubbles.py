@@ -2,17 +2,17 @@
 
 import pytest
 
-from nanoserve.benchmarks.policies.simulated import compare_with_simulator
-from nanoserve.benchmarks.policies.variants import make_requests, run_requests
 from nanoserve.errors import RuntimeFailure
+from nanoserve.lab.benchmarks.policies.simulated import compare_with_simulator
+from nanoserve.lab.benchmarks.policies.variants import make_requests, run_requests
+from nanoserve.lab.simulator.pipeline import Runtime
 from nanoserve.record.run_record import RunRecord, engine_seconds, stage_shares, working_seconds
 from nanoserve.request import RequestShape
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.pipeline import Runtime
 from tests.fakes.observed_executor import ObservedExecutor, UntoldExecutor, dummy_answers
-from tests.simulator.linear_times import LinearTimes
+from tests.lab.simulator.linear_times import LinearTimes
 
 VOCAB_SIZE = 50
 
@@ -92,7 +92,7 @@ def test_workers_that_report_nothing_of_a_plan_are_noticed(monkeypatch: pytest.M
         def take_times(self) -> list:  # type: ignore[type-arg]
             return [times for times in super().take_times() if (times.rank, times.step) != (1, 2)]
 
-    monkeypatch.setattr("nanoserve.benchmarks.policies.variants._PATIENCE", 0.1)
+    monkeypatch.setattr("nanoserve.lab.benchmarks.policies.variants._PATIENCE", 0.1)
     requests = make_requests([RequestShape(10, 6)], [0.0], VOCAB_SIZE, seed=0)
     with pytest.raises(RuntimeFailure, match="did not report"):
         run_requests(Silent(LinearTimes(num_stages=2)), _scheduler, requests, vocab_size=VOCAB_SIZE, workers=2)

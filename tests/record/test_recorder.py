@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure
+from nanoserve.lab.simulator.fleet import drive
 from nanoserve.record.events import (
     Arrived,
     Collected,
@@ -23,10 +24,9 @@ from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.fleet import drive
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.observed_executor import ObservedExecutor
-from tests.simulator.linear_times import LinearTimes
+from tests.lab.simulator.linear_times import LinearTimes
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure
-from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.lab.simulator.executor import SimulatedExecutor
+from nanoserve.lab.simulator.fleet import drive
+from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.events import Collected
 from nanoserve.record.recorder import Recorder, Telling
 from nanoserve.record.times import StageTimes
@@ -18,12 +20,10 @@ from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.executor import SimulatedExecutor
-from nanoserve.simulator.fleet import drive
 from tests.fakes.observed_executor import ObservedExecutor, UntoldExecutor, dummy_answers
+from tests.lab.simulator.linear_times import LinearTimes
 from tests.record.planned import planned
 from tests.record.tracks import tracks_of
-from tests.simulator.linear_times import LinearTimes
 
 
 def _scheduler(executor: Executor) -> Scheduler:

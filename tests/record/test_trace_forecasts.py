@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.engine import Engine
-from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.engine.engine import Engine
+from nanoserve.lab.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExecutor
+from nanoserve.lab.simulator.fleet import drive
+from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.events import Collected, ExecutorFailed
 from nanoserve.record.trace import RunTrace, facts_of
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExecutor
-from nanoserve.simulator.fleet import drive
 from tests.fakes.linear_predictor import LinearPredictor
+from tests.lab.simulator.tier_times import TierTimes
 from tests.record.planned import planned
 from tests.record.tracks import tracks_of
-from tests.simulator.tier_times import TierTimes
 
 LAYERS = 3
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from nanoserve.benchmarks.policies.variants import PrefillPrioritizing
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
+from nanoserve.lab.benchmarks.policies.variants import PrefillPrioritizing
+from nanoserve.lab.simulator.fleet import drive
 from nanoserve.layout import ParallelLayout
-from nanoserve.measures.chrome_trace import ChromeTraceFile
+from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.events import Blocks, Collected, ExecutorFailed, Finished, Planned, Worked
 from nanoserve.record.phases import Phase, PhaseTracker, PhaseTurn
 from nanoserve.record.times import SwapTimes
@@ -19,11 +20,10 @@ from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.simulator.fleet import drive
 from tests.fakes.moving_executor import KV_BYTES, WEIGHT_BYTES, MovingExecutor
+from tests.lab.simulator.tier_times import TierTimes
 from tests.record.planned import planned
 from tests.record.tracks import tracks_of
-from tests.simulator.tier_times import TierTimes
 
 _BLOCK_SIZE = 4
 _P2_T2 = (ParallelLayout(pipeline_parallel=2), ParallelLayout(tensor_parallel=2))

@@ -20,7 +20,7 @@ key and 3 a prompt token; of the CPU, 2 and 1 a key. Moving a token takes 0.1 s,
 
 from dataclasses import dataclass
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Policy

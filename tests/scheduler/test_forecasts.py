@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from nanoserve.costs.corrected_predictor import CorrectedPredictor
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
+from nanoserve.lab.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExecutor
+from nanoserve.lab.simulator.replay import record_run, replay
 from nanoserve.record.events import Corrected, Event, Forecast
 from nanoserve.record.forecasts import Forecasts, features_of
 from nanoserve.request import Request, SamplingParams, Sequence
@@ -18,12 +20,10 @@ from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelini
 from nanoserve.scheduler.policies.hybrid import HybridByPrediction
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.work import HostBatch, StepFeatures, StepWork
-from nanoserve.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExecutor
-from nanoserve.simulator.replay import record_run, replay
 from tests.fakes.linear_predictor import LinearPredictor
+from tests.lab.simulator.tier_times import TierTimes
 from tests.scheduler.test_hybrid import DECODES, PLAN, hosting
 from tests.scheduler.tiered import Bench
-from tests.simulator.tier_times import TierTimes
 
 
 class Learner(CorrectedPredictor):

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.request import Place, Request, SamplingParams, Sequence
 from nanoserve.scheduler.growth import GrowthForecast
 from nanoserve.scheduler.load import Decision, Load, Policy

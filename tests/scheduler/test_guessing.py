@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.request import Request, SamplingParams, Status
 from nanoserve.request import Sequence as Sequence_
 from nanoserve.scheduler import Decision, Load, Policy, make_policy
 from nanoserve.scheduler.plan import Begin, Row, work_of
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.speculation.choosing import COUNTS, Acceptance, choose_counts, expected_tokens
+from nanoserve.scheduler.speculation.ngram import NgramIndex
+from nanoserve.scheduler.speculation.speculator import Speculator
 from nanoserve.scheduler.work import StepWork
-from nanoserve.speculation.choosing import COUNTS, Acceptance, choose_counts, expected_tokens
-from nanoserve.speculation.ngram import NgramIndex
-from nanoserve.speculation.speculator import Speculator
 from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.fakes.memory_checking_executor import Drafter, MemoryCheckingExecutor, next_token

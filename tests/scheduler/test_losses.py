@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.errors import WorkersFailed
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler import POLICIES, make_policy

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.errors import UsageError
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import POLICIES, Decision, Policy, make_policy

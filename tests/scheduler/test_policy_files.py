@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.commands.main import main
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.errors import PolicyFailed, UsageError
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler import make_policy

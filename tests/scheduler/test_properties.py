@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from hypothesis import given, settings
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies.token_throttling import TokenThrottling

@@ -6,13 +6,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.engine import Engine
-from nanoserve.processes.quarantine import Quarantine
+from nanoserve.engine.engine import Engine
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler import POLICIES, make_policy
 from nanoserve.scheduler.plan import Begin, Row
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.utils.quarantine import Quarantine
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
 from tests.fakes.integrity import check_integrity
 from tests.fakes.reference import expected_tokens

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler.load import Policy

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.lab.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from tests.fakes.linear_predictor import LinearPredictor

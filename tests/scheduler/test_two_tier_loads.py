@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoserve.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
+from nanoserve.lab.benchmarks.policies.variants import DecodePrioritizing, PrefillPrioritizing
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.load import Cohort, Decision, Load, Policy
 from tests.fakes.linear_predictor import LinearPredictor

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from nanoserve.engine import Engine
-from nanoserve.kv import most_tokens
+from nanoserve.engine.engine import Engine
+from nanoserve.scheduler.kv import most_tokens
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler

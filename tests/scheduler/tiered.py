@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan

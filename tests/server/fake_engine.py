@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from nanoserve.engine import Engine
+from nanoserve.engine.engine import Engine
 from nanoserve.errors import ModelError, WorkersFailed
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, StepPlan, StepResult

@@ -4,8 +4,8 @@ import os
 import resource
 
 from nanoserve.commands.main import run
-from nanoserve.processes import quarantine
 from nanoserve.server import engine_client
+from nanoserve.utils import quarantine
 
 PROGRAM = "from tests.server.fake_engine import main; main()"
 """The engine's process; this one imports nothing of it."""

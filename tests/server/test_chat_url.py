@@ -8,11 +8,11 @@ from typing import Any
 import openai
 import pytest
 
-from nanoserve.client.address import parse_url
-from nanoserve.client.connection import ApiClient
 from nanoserve.commands.answers import RemoteModel
 from nanoserve.commands.chat_session import ChatSession
 from nanoserve.commands.main import main
+from nanoserve.server.client.address import parse_url
+from nanoserve.server.client.connection import ApiClient
 from tests.server.starting import Server, wait_until
 
 QUESTION = "Tell me a story about a fox and a boat."

@@ -17,6 +17,7 @@ from nanoserve.errors import ModelError, RuntimeFailure
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
+from nanoserve.scheduler.speculation.speculator import GuessCounts
 from nanoserve.server import endpoints, engine_client
 from nanoserve.server.engine_client import EngineChild, EngineClient, EngineState, EngineUnavailable, QueueFull
 from nanoserve.server.http_bodies import ApiError
@@ -32,7 +33,6 @@ from nanoserve.server.messages import (
 )
 from nanoserve.server.metrics import Metrics
 from nanoserve.server.streams import RequestStream
-from nanoserve.speculation.speculator import GuessCounts
 from tests.server.test_streams import Letters
 
 FACTS = EngineFacts(64, 1000, (), SamplingParams(), 8)

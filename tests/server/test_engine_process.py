@@ -12,9 +12,8 @@ import msgspec
 import pytest
 import zmq
 
-from nanoserve.dispatcher import Dispatcher
-from nanoserve.engine import Engine
-from nanoserve.processes.sockets import connect, listen, local_address
+from nanoserve.engine.dispatcher import Dispatcher
+from nanoserve.engine.engine import Engine
 from nanoserve.record.counters import EngineStatus
 from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceUpdate, TokenLogprob
 from nanoserve.scheduler.plan import Executor, StepResult
@@ -31,6 +30,7 @@ from nanoserve.server.messages import (
     Stop,
 )
 from nanoserve.server.streams import RequestStream
+from nanoserve.utils.sockets import connect, listen, local_address
 from tests.fakes.dying_executor import DyingExecutor
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 from tests.fakes.reference import expected_tokens

@@ -24,9 +24,9 @@ import zmq
 
 import nanoserve
 from nanoserve.commands.main import main
-from nanoserve.processes.sockets import connect
 from nanoserve.server.engine_client import EngineClient
 from nanoserve.server.messages import Stop
+from nanoserve.utils.sockets import connect
 from tests.server.conftest import MODEL
 from tests.server.fake_engine import BROKEN, POISON_TOKEN, VOCAB_SIZE, WORKER_POISON_TOKEN
 from tests.server.fake_serve import PROGRAM

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from nanoserve.engine.outputs import MAX_DELTAS
 from nanoserve.errors import RuntimeFailure
-from nanoserve.outputs import MAX_DELTAS
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.server import endpoints
 from nanoserve.server.answers import ChatFormat, CompletionFormat, TextFormat

@@ -7,8 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.grammar.schemas import PERSON, meets
 from tests.server.starting import Server
+from tests.text.grammar.schemas import PERSON, meets
 
 MODEL = "storyteller"
 STORY: list[Any] = [{"role": "user", "content": "Tell me a story about a cat and a boat."}]

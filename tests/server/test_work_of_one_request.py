@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import zmq
 
-from nanoserve.processes.sockets import connect, listen, local_address
 from nanoserve.request import MAX_STOP_TOKENS, CompletionOutput, Request, RequestOutput, SamplingParams, TokenLogprob
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
@@ -34,6 +33,7 @@ from nanoserve.server.service import ClientLimits, Service
 from nanoserve.text.answers.forms import AnswerParser, TaggedAnswers
 from nanoserve.text.chat_template import LONG_CONVERSATION
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
+from nanoserve.utils.sockets import connect, listen, local_address
 from tests.text.building import make_byte_level
 
 FACTS = EngineFacts(1024, 4096, (0,), SamplingParams(), 256)

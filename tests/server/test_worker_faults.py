@@ -1,7 +1,7 @@
 """A server whose engine has two worker processes, and what is done to these.
 
 The quick tests do the same to the parts: `test_faults` to a server whose fake engine loses workers, and
-`tests/runtime/test_worker_faults` and `tests/runtime/workers/test_group` to real workers.
+`tests/executor/test_worker_faults` and `tests/executor/workers/test_group` to real workers.
 """
 
 import time

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.outputs import RequestTracker
+from nanoserve.engine.outputs import RequestTracker
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate, Status
 from nanoserve.request import Sequence as Sampled
 from nanoserve.text.answers.reader import Piece

@@ -17,11 +17,11 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.processes.children import SILENCE_SECONDS, LimitedProcess, ProcessUnavailable
 from nanoserve.server.http_bodies import as_api_error
 from nanoserve.text.chat_template import LONG_CONVERSATION, ChatTemplate, check_messages, load_chat_template
 from nanoserve.text.template_process import compile_template
 from nanoserve.text.tokenizer import load_tokenizer
+from nanoserve.utils.children import SILENCE_SECONDS, LimitedProcess, ProcessUnavailable
 from tests.text.building import make_byte_level
 from tests.text.templates import STYLES
 

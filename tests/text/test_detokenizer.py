@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.outputs import Detokenizer
+from nanoserve.engine.outputs import Detokenizer
 from nanoserve.text.tokenizer import Tokenizer
 from tests.text.building import PATIENT
 

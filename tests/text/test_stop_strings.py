@@ -4,7 +4,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanoserve.outputs import StopStrings
+from nanoserve.engine.outputs import StopStrings
 from tests.text.building import PATIENT
 
 

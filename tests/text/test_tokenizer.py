@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoserve.engine.outputs import RequestTracker
 from nanoserve.errors import ModelError, UsageError
-from nanoserve.outputs import RequestTracker
 from nanoserve.request import Request, SamplingParams, Sequence, SequenceUpdate, Status
 from nanoserve.text.tokenizer import PromptTooLong, Tokenizer, load_tokenizer
 from tests.text.building import (

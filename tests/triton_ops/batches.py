@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.attention import AttentionCall, AttentionRow, make_batch
+from nanoserve.lab.benchmarks.gpu.attention import AttentionCall, AttentionRow, make_batch
 
 
 def build(

@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused(staged: Tensor, num_values: int, first_hea
     assert staged.isnan().all() and torch.equal(torch.stack(keys), torch.stack(caches(1)))
 
 
-@pytest.mark.slow  # it imports torch's compiler; tests/runtime/test_torch_compile.py compiles the operators quickly
+@pytest.mark.slow  # it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
 def test_torch_accepts_them_for_tracing() -> None:
     operators = torch.ops.nanoserve
     keys, values, blocks = caches(1), caches(2), torch.tensor([4, 0])

@@ -104,7 +104,7 @@ def test_sizes_of_groups_stay_on_the_gpu() -> None:
             share_out(*fakes)
 
 
-@pytest.mark.slow  # it imports torch's compiler; tests/runtime/test_torch_compile.py compiles the operators quickly
+@pytest.mark.slow  # it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
 def test_torch_accepts_it_for_tracing() -> None:
     """Schema, fake kernel and functionalization are consistent, as torch.compile relies on."""
     torch.library.opcheck(torch.ops.nanoserve.sparse_experts.default, mixture(6, 4, 2, torch.float32))

@@ -48,7 +48,7 @@ def test_leading_dimensions_and_strides_are_kept() -> None:
     torch.testing.assert_close(found.float(), wide[..., ::2].float() @ weight.float().T, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.slow  # it imports torch's compiler; tests/runtime/test_torch_compile.py compiles the operators quickly
+@pytest.mark.slow  # it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
 def test_torch_accepts_it_for_tracing() -> None:
     arguments = (torch.randn(3, 8).bfloat16(), torch.randn(4, 8).bfloat16(), torch.randn(4).bfloat16())
     torch.library.opcheck(torch.ops.nanoserve.linear.default, arguments)

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanoserve.benchmarks.gpu.attention import AttentionCall
-from nanoserve.benchmarks.gpu.attention import AttentionRow as Row
+from nanoserve.lab.benchmarks.gpu.attention import AttentionCall
+from nanoserve.lab.benchmarks.gpu.attention import AttentionRow as Row
 from tests.triton_ops.batches import build, inputs, narrowed, poisoned_out, reference
 from triton_ops import cache_write, copy_blocks, paged_attention
 
@@ -176,7 +176,7 @@ def test_latents_are_written_and_copied_without_values() -> None:
     assert torch.equal(key_cache[0], key_cache[4]) and torch.count_nonzero(key_cache) == 3 * 12
 
 
-@pytest.mark.slow  # it imports torch's compiler; tests/runtime/test_torch_compile.py compiles the operators quickly
+@pytest.mark.slow  # it imports torch's compiler; tests/executor/test_torch_compile.py compiles the operators quickly
 def test_torch_accepts_the_operators_for_tracing() -> None:
     """Schema, fake kernel and functionalization are consistent, as torch.compile relies on."""
     batch = build([Row(1, 6), Row(3, 5)], num_heads=4, num_kv_heads=2, block_size=4, head_dim=HEAD_DIM, seed=7)

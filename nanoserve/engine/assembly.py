@@ -1,0 +1,315 @@
+"""Put a model and an engine together: LLM does so in its own process, a server in its engine process."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanoserve.config.model_config import ModelConfig, SamplingDefaults, is_eagle3
+from nanoserve.engine.choosing import settings_chooser
+from nanoserve.engine.dispatcher import Dispatcher
+from nanoserve.engine.engine import Engine
+from nanoserve.engine_config import AUTO, HEADS, EngineConfig
+from nanoserve.errors import ModelError, RuntimeFailure, UsageError
+from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+from nanoserve.executor.kv_transfer.host_pool import HostPool, choose_host_blocks
+from nanoserve.executor.local import LocalExecutor
+from nanoserve.executor.start.gpu_start import DeviceStart, GpuFacts
+from nanoserve.executor.start.memory import available_memory, choose_num_blocks, kv_bytes_per_block
+from nanoserve.executor.start.model_loading import (
+    keeps_all_positions,
+    load_decoder,
+    read_config,
+    usable_device,
+    with_cache_groups,
+)
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.hub import ProgressCallback, ResolvedModel, resolve_model
+from nanoserve.models.shards import shards_of_layouts
+from nanoserve.record.recorder import Telling
+from nanoserve.request import ExpectedLengths, SamplingParams
+from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.kv import most_tokens
+from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.speculation.speculator import Speculator
+from nanoserve.text.tokenizer import has_same_tokens
+from triton_ops.cpu import CpuOperators, cpu_operators
+
+if TYPE_CHECKING:
+    from nanoserve.costs.hardware import MachineSpeeds
+    from nanoserve.executor.workers.executor import RemoteLayers
+    from nanoserve.record.chrome_trace import ChromeTraceFile
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine, and what its users need to know of its model."""
+
+    engine: Engine | Dispatcher
+    config: EngineConfig
+    """As it was asked for, with what was left open chosen."""
+    model: ModelConfig
+    max_model_len: int
+    """Longest sequence in tokens that the engine takes."""
+    default_params: SamplingParams  # what the model's generation_config.json recommends
+    operators: CpuOperators | None
+    layers: "LayerRunner | RemoteLayers | None"
+    """What is built in the background and makes steps faster; None where nothing is."""
+    gpu: GpuFacts | None  # what getting the GPU ready took; None without one
+    speeds: "MachineSpeeds | None" = None
+    """What each worker reaches beside the others; None where no policy decides by them."""
+    choice: str | None = None  # what was chosen and why, in one line; None where nothing was left open
+
+
+def build_engine(
+    resolved: ResolvedModel,
+    config: EngineConfig,
+    progress: ProgressCallback | None = None,
+    expected: ExpectedLengths | None = None,
+    on_trace_failure: Callable[[RuntimeFailure], None] = lambda failure: None,
+) -> BuiltEngine:
+    """Load the weights and put cache, executor and scheduler around them; the caller closes the engine.
+
+    ``on_trace_failure`` is told when the trace cannot be written on; closing the engine then raises RuntimeFailure.
+    Raises ModelError if the model cannot be used, UsageError if a setting makes no sense for it, RuntimeFailure if the
+    memory does not suffice or the trace cannot be begun.
+    """
+    model = read_config(resolved, config.quantization, config.device)
+    default_params = _default_params(model.sampling_defaults, resolved)
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
+    # Settings that this machine cannot meet are refused before anything is loaded.
+    if config.host_threads is not None:
+        HostProcessor.divide(config.host_threads)
+    if config.profile is not None:
+        from nanoserve.executor.start.predictors import check_profile  # the cost model is for engines that predict
+
+        check_profile(config.profile)
+    choice = None
+    if config.leaves_open:
+        config, choice = settings_chooser().choose_settings(resolved, config, model, progress, expected)
+    config = _choose_drafter(resolved, config, progress)
+    notice, groups = logging.getLogger("nanoserve").warning, with_cache_groups(model, config).cache_groups
+    if (reason := keeps_all_positions(model, config)) is not None:
+        notice("nanoserve: layers with a window keep all positions, which takes more memory: %s needs that", reason)
+    elif groups.padding:
+        told = len(groups.windows), groups.num_tensors, 100 * groups.padding
+        notice("nanoserve: layers are in %d cache groups of %d, which leaves %.0f %% of the KV cache empty", *told)
+    build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
+    if config.trace is None:
+        return replace(build(resolved, config, progress, default_params), choice=choice)
+    from nanoserve.record.chrome_trace import ChromeTraceFile  # few engines are traced
+
+    with ExitStack() as failing:
+        file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # fails at once if it cannot be written
+        built = build(resolved, config, progress, default_params)
+        _trace(built, file, config, on_trace_failure)
+        failing.pop_all()  # the end of the run closes it
+    return replace(built, choice=choice)
+
+
+def _choose_drafter(resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None) -> EngineConfig:
+    """The config with the drafter that `auto` stands for: what is in the directory eagle, medusa or draft of the
+    model's, or else ngram. A draft model may be downloaded now. Raises UsageError for a drafter with other tokens or
+    one that cannot work in a pipeline, ModelError if there is none."""
+    if config.speculate == AUTO:
+        places = [(kind, resolved.tokenizer_directory / kind) for kind in (*HEADS, "draft") if resolved.directory]
+        bundled = [f"{kind}:{place}" for kind, place in places if place.is_dir()]
+        config = replace(config, speculate=[*bundled, "ngram"][0])
+    kind, _, name = (config.speculate or "").partition(":")
+    directory = Path(name).expanduser()
+    if kind == "draft":
+        directory = resolve_model(name, offline=config.offline, progress=progress).tokenizer_directory
+    elif kind not in HEADS:
+        return config
+    elif not (directory / "config.json").is_file():
+        raise ModelError(f"--speculate {config.speculate}: no {directory / 'config.json'}; name a head's directory")
+    elif kind == "eagle" and is_eagle3(directory) and config.pipeline_parallel > 1:
+        raise UsageError(
+            f"--speculate {config.speculate}: an EAGLE-3 head reads layers of several stages; leave --pp out, or choose"
+            " an EAGLE head"
+        )
+    elif not any((directory / file).exists() for file in ("tokenizer.json", "tokenizer.model")):
+        return config  # what was trained on the model's own hidden states is compared by its sizes
+    if not has_same_tokens(directory, resolved.tokenizer_directory):
+        raise UsageError(
+            f"--speculate {config.speculate}: its tokenizer is not that of {resolved.name}; choose a drafter that was"
+            " made for this model, or ngram"
+        )
+    return config
+
+
+def _trace(
+    built: BuiltEngine, file: "ChromeTraceFile", config: EngineConfig, on_failure: Callable[[RuntimeFailure], None]
+) -> None:
+    """Have what every engine does written into one file, which the first engine closes: it ends last."""
+    from nanoserve.record.trace import RunTrace  # few engines are traced
+
+    engines = built.engine.engines if isinstance(built.engine, Dispatcher) else (built.engine,)
+    for number, engine in enumerate(engines):
+        engine.forecasts.of_all = True
+        engine.recorder.add(
+            RunTrace(
+                file,
+                engine.now(),
+                layouts=config.layouts,
+                tells_times=isinstance(engine.executor, Telling),
+                host_link_bandwidth=None if built.speeds is None else built.speeds.host_link_bandwidth,
+                name=f"engine {number}" if len(engines) > 1 else None,
+                close=file.flush if number else file.close,
+                on_failure=on_failure,
+            )
+        )
+
+
+def _build_here(
+    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
+) -> BuiltEngine:
+    """On one device, in this process."""
+    _make_policy(config)  # an impossible policy is refused before anything is loaded
+    device = usable_device(config.device)
+    decoder, model = load_decoder(resolved, config, device, progress)
+    start = DeviceStart(resolved, config, [decoder], device)
+    gpu = start.gpus[0] if start.gpus else None
+    reserved, longest = start.reserved_bytes(progress), model.max_position_embeddings
+    free, windows = max(0, available_memory(decoder.device) - reserved), model.cache_groups.windows
+    num_blocks = choose_num_blocks(start.block_bytes[0], free, longest, config, windows)
+    host_pool = _host_pool(decoder, model, config, num_blocks)
+    predicting = None
+    if host_pool is not None or config.speculate is not None:
+        from nanoserve.executor.start.predictors import DevicePredictors  # the cost model is for engines that predict
+
+        predicting = DevicePredictors(device, decoder.dtype)
+    max_model_len = _longest(config, model, num_blocks)
+    operators = cpu_operators() if gpu is None else None
+    # Before anything is compiled for a number of threads.
+    processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
+    layers = start.layers[0] if gpu is None else None
+    (stage,) = start.stages([num_blocks], host_pool, processor)
+    executor = LocalExecutor(stage, feeds_tokens=gpu is not None and not config.eager)
+    facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
+    try:
+        predictors = () if predicting is None else predicting.of(stage, config, model, progress)
+    except UsageError:  # the profile that is given is of something else
+        executor.close()
+        raise
+    host_blocks = 0 if host_pool is None else host_pool.num_blocks
+    scheduler = _make_scheduler(
+        config,
+        model,
+        [LayoutCapacity(num_blocks)],
+        max_model_len,
+        host_blocks,
+        predictors,
+        feeds_tokens=executor.feeds_tokens,
+    )
+    engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
+    return BuiltEngine(engine, config, model, max_model_len, default_params, operators, layers, facts)
+
+
+def _build_on_workers(
+    resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
+) -> BuiltEngine:
+    """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
+    from nanoserve.executor.start.predictors import worker_predictors
+    from nanoserve.executor.workers.executor import start_workers, wait_for_news  # ZeroMQ is for them alone
+
+    model = with_cache_groups(read_config(resolved, config.quantization, config.device), config)
+    shards_of_layouts(model, config)  # a model that cannot be divided is refused before any process is started
+    _make_policy(config)  # likewise
+    host_blocks = choose_host_blocks(model, config)
+    executors = start_workers(
+        resolved,
+        config,
+        model=model,
+        host_blocks=host_blocks,
+        progress=progress,
+        observe_times=config.trace is not None,
+        profiles=config.attends_on_host,
+    )
+    blocks = min(capacity.num_blocks for executor in executors for capacity in executor.capacities)
+    if config.decode_layout is not None:  # every sequence passes through host memory
+        blocks = min(blocks, host_blocks)
+    max_model_len = _longest(config, model, blocks)
+    engines = []
+    for executor in executors:
+        predictors = worker_predictors(resolved, config, model, executor.speeds, executor.profile)
+        scheduler = _make_scheduler(config, model, executor.capacities, max_model_len, host_blocks, predictors)
+        engines.append(Engine(scheduler, executor, vocab_size=model.vocab_size))
+    layers, speeds = executors[0].layers, executors[0].speeds
+    if len(engines) == 1:
+        return BuiltEngine(engines[0], config, model, max_model_len, default_params, None, layers, None, speeds)
+
+    def wait(until: float | None) -> None:
+        layers.go_on()
+        wait_for_news(executors, until)
+
+    driven = Dispatcher(engines, wait)
+    return BuiltEngine(driven, config, model, max_model_len, default_params, None, layers, None, speeds)
+
+
+def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:
+    """A pool in memory of this process, beside `num_blocks` on its device, if that was asked for."""
+    on_cpu = decoder.device.type == "cpu"
+    cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_cpu else 0
+    host_blocks = choose_host_blocks(model, config, reserved=cache)
+    if host_blocks == 0:
+        return None
+    return HostPool.of_one_process(model, num_blocks=host_blocks, block_size=config.block_size, dtype=decoder.dtype)
+
+
+def _longest(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """Tokens of the longest sequence that is asked for, or allowed by the model, and fits."""
+    longest = config.max_model_len or model.max_position_embeddings
+    return most_tokens(model.cache_groups.windows, num_blocks, config.block_size, longest)
+
+
+def _make_scheduler(
+    config: EngineConfig,
+    model: ModelConfig,
+    capacities: Sequence[LayoutCapacity],
+    max_model_len: int,
+    host_blocks: int = 0,
+    predictors: Sequence[Predictor] = (),
+    *,
+    feeds_tokens: bool = False,
+) -> Scheduler:
+    first, *others = capacities
+    budget, looks_up = config.max_num_batched_tokens, config.speculate == "ngram"
+    speculator = Speculator(looks_up=looks_up, token_budget=budget, feeds_tokens=feeds_tokens)
+    return Scheduler(
+        _make_policy(config, host_blocks),
+        num_blocks=first.num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        prefix_caching=config.enable_prefix_caching,
+        pipeline_depth=first.pipeline_depth,
+        host_blocks=host_blocks,
+        other_layouts=others,
+        predictors=predictors,
+        feeds_tokens=feeds_tokens,
+        speculator=None if config.speculate is None else speculator,
+        windows=model.cache_groups.windows,
+    )
+
+
+def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:
+    """The one asked for; with host memory, one that knows nothing of it preempts by swaps where that is cheaper."""
+    swaps = host_blocks > 0 and config.decode_layout is None
+    return make_policy(config.policy_name, config.max_num_batched_tokens, swaps=swaps)
+
+
+def _default_params(defaults: SamplingDefaults, resolved: ResolvedModel) -> SamplingParams:
+    named = {field: getattr(defaults, field) for field in defaults.__slots__}
+    try:
+        return SamplingParams(**{name: value for name, value in named.items() if value is not None})
+    except UsageError as error:  # not the user's doing
+        raise ModelError(f"{resolved.directory}/generation_config.json: {error}") from error

@@ -1,0 +1,272 @@
+"""Timing parts of steps: attention alone, on the device and in host memory; inputs, layers, logits with sampling."""
+
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.executor.cpu_attention.host_attention import HostTask
+from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+from nanoserve.executor.kv_transfer.host_pool import HostPart
+from nanoserve.executor.step.model_runner import ModelRunner
+from nanoserve.models.attention import AttentionBatch
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.request import SamplingParams
+from nanoserve.scheduler.plan import Begin, Row, StepPlan
+from triton_ops import paged_attention
+
+_SAMPLE_SECONDS = 2e-3
+_MOST_CALLS = 50
+_GREEDY = SamplingParams(temperature=0.0)
+_BRIEF = 0.05  # seconds; shorter steps run twice: in an engine a step finds its predecessor's data in the caches
+_MOST_DECODES = 64
+_BUSY_ROWS = 8
+
+
+class Stopwatch:
+    """Wall time, with the device's queue empty at both ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def seconds(self, action: Callable[[], object]) -> float:
+        began = self.now()
+        action()
+        return self.now() - began
+
+
+@torch.inference_mode()
+def _mean_seconds(sample: Callable[[], Iterable[float]]) -> float:
+    found: list[float] = []
+    while len(found) < _MOST_CALLS and sum(found) < _SAMPLE_SECONDS:
+        found += sample()
+    return sum(found) / len(found)
+
+
+class KvRegions:
+    """Random keys and values of one layer, in which consecutive calls read different blocks. In a step each call reads
+    another layer's cache. So there is one region for each layer of the model, or as many as fit ``most_bytes``. The
+    largest of ``calls`` (rows, keys of each) always has room."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        calls: Iterable[tuple[int, int]],
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        most_bytes: int,
+    ) -> None:
+        self._block_size, self._layers = block_size, config.num_layers
+        largest = max(self._num_blocks(rows, keys) for rows, keys in calls)
+        block = torch.randn(2, 1, config.num_kv_heads, block_size, config.head_dim, device=device).to(dtype)
+        num_blocks = max(largest, min(config.num_layers * largest, most_bytes // block.nbytes))
+        # [2, num_blocks, num_kv_heads, block_size, head_dim], keys first.
+        self.blocks = block.expand(-1, num_blocks, -1, -1, -1).contiguous()
+        self._order = torch.randperm(num_blocks, dtype=torch.int32)
+
+    def tables(self, rows: int, keys: int) -> list[Tensor]:
+        """Block tables for rows of `keys` keys, int32 [rows, width] each, of one region after the other."""
+        each = self._num_blocks(rows, keys)
+        regions = min(self._layers, len(self._order) // each)
+        return [table.view(rows, -1) for table in self._order[: regions * each].chunk(regions)]
+
+    def _num_blocks(self, rows: int, keys: int) -> int:
+        return rows * -(-keys // self._block_size)
+
+
+def attention_seconds(config: ModelConfig, regions: KvRegions, rows: int, queries: int, keys: int) -> float:
+    """Seconds of one layer's attention on the device of the regions, with ``queries`` queries at the end of the
+    ``keys`` keys of each row. Sliding windows are not applied."""
+    (key_cache, value_cache), device, size = regions.blocks.unbind(), regions.blocks.device, config.head_dim
+    value_cache = value_cache if config.mla is None else key_cache[..., : config.value_dim]
+    tokens, dtype, watch = rows * queries, regions.blocks.dtype, Stopwatch(device)
+    out = torch.empty(tokens, config.num_heads * config.value_dim, dtype=dtype, device=device)
+    query = torch.randn(tokens, config.num_heads, size, device=device).to(dtype)
+    starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32, device=device)
+    contexts = torch.full((rows,), keys, dtype=torch.int32, device=device)
+    tables = cycle([table.to(device) for table in regions.tables(rows, keys)])
+
+    def attend() -> None:
+        at = next(tables), starts, contexts
+        paged_attention(out, query, key_cache, value_cache, *at, scale=size**-0.5, sliding_window=0)
+
+    return _mean_seconds(lambda: [watch.seconds(attend)])
+
+
+class HostAttentionTimer:
+    """Attention in host memory as in the engine, by a thread with cores of its own while the device computes. A CPU
+    shares the memory's bandwidth. Windows are not applied. The regions lie in host memory; ``keep_busy`` is a piece of
+    the device's work, a few milliseconds at most."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        regions: KvRegions,
+        processor: HostProcessor,
+        *,
+        device: torch.device,
+        keep_busy: Callable[[], object],
+    ) -> None:
+        self._config, self._regions, self._device, self._keep_busy = config, regions, device, keep_busy
+        part = HostPart(regions.blocks[None], writes=True)
+        self._host = processor.start(replace(config, sliding_windows=()), part, device)
+
+    def seconds(self, rows: int, keys: int) -> float:
+        """Seconds of one layer for `rows` sequences of `keys` keys each, from handing over to the result: a mean."""
+        tables = cycle(self._regions.tables(rows, keys))
+        entering = self._entering(rows)
+
+        def attend() -> list[float]:
+            task = self._host.attend(0, *entering, self._rows(next(tables), keys))
+            self._keep_busy()
+            self._await(task)
+            return [work.seconds for work in self._host.take_work()]
+
+        return _mean_seconds(attend)
+
+    @torch.inference_mode()
+    def device_seconds(self, rows: int, keys: int) -> float:
+        """Seconds of a piece of the device's work while the host attends for `rows` sequences of `keys` keys."""
+        at = self._rows(self._regions.tables(rows, keys)[0], keys)
+        entering, watch = self._entering(rows), Stopwatch(torch.device("cpu"))
+        task = self._host.attend(0, *entering, at)
+
+        def work_beside() -> list[float]:
+            nonlocal task
+            following = self._host.attend(0, *entering, at)  # otherwise the host might finish first
+            seconds = watch.seconds(self._keep_busy)
+            self._await(task)
+            task = following
+            return [seconds]
+
+        seconds = _mean_seconds(work_beside)
+        self._await(task)
+        self._host.take_work()
+        return seconds
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _await(self, task: HostTask) -> None:
+        while not task.ready:
+            self._keep_busy()
+
+    def _entering(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        config, dtype = self._config, self._regions.blocks.dtype
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        numbers = torch.randn(rows, sum(heads), config.head_dim, device=self._device).to(dtype)
+        query, key, value = torch.split(numbers, heads, dim=1)
+        return query, key, value
+
+    def _rows(self, tables: Tensor, keys: int) -> AttentionBatch:
+        starts = torch.arange(len(tables) + 1, dtype=torch.int32)
+        contexts = torch.full((len(tables),), keys, dtype=torch.int32)
+        size = self._regions.blocks.shape[3]
+        slots = tables[:, (keys - 1) // size].long() * size + (keys - 1) % size
+        return AttentionBatch(tables, starts, contexts, slots)
+
+
+class StepTimer:
+    """Runs steps on an idle runner of the whole model, in blocks whose content does not matter."""
+
+    def __init__(self, runner: ModelRunner, *, block_size: int) -> None:
+        self.runner, self.block_size = runner, block_size
+        self._watch = Stopwatch(runner.device)
+        self._generator = random.Random(0)
+        self._begun: set[int] = set()
+
+    def layer_seconds(self, tokens: int) -> float:
+        """Seconds of a layer with the small attention of `attention_shape`, and a share of embedding and last norm."""
+        seconds = self.pass_seconds(tokens)
+        return self.pass_seconds(tokens) if seconds * self.runner.config.num_layers < _BRIEF else seconds
+
+    def pass_seconds(self, tokens: int) -> float:
+        """The same in exactly one pass, as ranks that sum together need it."""
+        _, longest, _ = self.attention_shape(tokens)
+        sizes = [min(longest, tokens - first) for first in range(0, tokens, longest)]
+        return self._forward_seconds(sizes) / self.runner.config.num_layers
+
+    def attention_shape(self, tokens: int) -> tuple[int, int, int]:
+        """(rows, queries, keys) in `layer_seconds`: few tokens are decodes of one key, more are prompts of a block."""
+        size = 1 if tokens <= min(_MOST_DECODES, len(self.runner.caches.keys[0])) else self.block_size
+        return -(-tokens // size), size, size
+
+    def inputs_seconds(self, rows: int) -> float:
+        """Seconds before the layers of `rows` decodes, after a step that displaces their data from a CPU's caches."""
+        plan = self._decode_plan(rows)
+        self.runner.compute(self.runner.prepare(plan))
+        return self._watch.seconds(lambda: self.runner.prepare(plan))
+
+    def head_seconds(self, rows: int) -> float:
+        """Seconds after the layers of `rows` decodes: logits, greedy sampling and fetching tokens."""
+        step = self.runner.prepare(self._decode_plan(rows))
+        hidden = self.runner.compute(step)
+        return self._watch.seconds(lambda: self.runner.sample(step, hidden).answers())
+
+    def close(self) -> None:
+        self.runner.execute(StepPlan(0, end=tuple(self._begun)))
+
+    def _forward_seconds(self, sizes: Sequence[int]) -> float:
+        """Seconds of the layers over prompts of these sizes, in a whole step, whose end displaces a CPU's caches."""
+        texts = [tuple(self._generator.randrange(self.runner.config.vocab_size) for _ in range(n)) for n in sizes]
+        # One sampled row displaces as much as many, which may take longer than the layers.
+        rows = [Row(-1 - n, 0, text, sample=n == 0, new_blocks=self._column(n)) for n, text in enumerate(texts)]
+        step = self.runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
+        began = self._watch.now()
+        hidden = self.runner.compute(step)
+        seconds = self._watch.now() - began
+        self.runner.sample(step, hidden).answers()
+        return seconds
+
+    def _decode_plan(self, rows: int) -> StepPlan:
+        """A plan of decodes at the first position of sequences that have begun and have their block."""
+        first = [Row(-1 - n, 0, (0,), sample=True, new_blocks=self._column(n)) for n in range(rows)]
+        self.runner.prepare(StepPlan(0, begin=self._begin([(0,)] * rows), rows=tuple(first)))
+        return StepPlan(0, rows=tuple(Row(-1 - n, 0, (0,), sample=True) for n in range(rows)))
+
+    def _column(self, block: int) -> tuple[int, ...]:
+        """One block for all cache groups: what is in it does not matter."""
+        return (block,) * len(self.runner.config.cache_groups.windows)
+
+    def _begin(self, texts: Sequence[tuple[int, ...]]) -> tuple[Begin, ...]:
+        """Begins for the timer's own sequences, numbered below 0. A second Begin replaces the first."""
+        begin = tuple(Begin(-1 - n, text, len(text), 0, 0, _GREEDY) for n, text in enumerate(texts))
+        self._begun.update(one.sequence for one in begin)
+        return begin
+
+
+def linear_pieces(decoder: Decoder) -> Callable[[], object]:
+    """Work beside attention in host memory: each call computes the next layer's products for few rows."""
+    with torch.inference_mode():
+        hidden = torch.randn(_BUSY_ROWS, decoder.config.hidden_size, device=decoder.device).to(decoder.dtype)
+        angles = decoder.angles(torch.arange(_BUSY_ROWS, device=decoder.device), decoder.dtype)
+    layers = cycle(cast(Sequence[DecoderLayer], decoder.layers))
+
+    def compute() -> None:
+        layer = next(layers)
+        with torch.inference_mode():
+            query, _, _ = layer.pre_attention(hidden, *angles[layer.rope])
+            layer.post_attention(query.flatten(1), hidden)
+
+    return compute
+
+
+def copy_probe(num_bytes: int, device: torch.device) -> Callable[[], float]:
+    """Copies from the device's memory to the CPU's; on a CPU, from one place to another."""
+    watch = Stopwatch(device)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return lambda: watch.seconds(lambda: target.copy_(source, non_blocking=True))

@@ -1,0 +1,90 @@
+"""What --speculate names, read and checked before the KV cache is made."""
+
+from pathlib import Path
+
+import torch
+
+from nanoserve.engine_config import HEADS, EngineConfig
+from nanoserve.errors import UsageError
+from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.drafting.draft_model import DraftModel
+from nanoserve.executor.drafting.drafter import Drafter
+from nanoserve.executor.drafting.medusa_drafter import MedusaDrafter
+from nanoserve.executor.stage import compiled_layers
+from nanoserve.executor.start.memory import kv_bytes_per_block, memory_errors
+from nanoserve.executor.start.model_loading import load_decoder
+from nanoserve.executor.step.forward_pass import FeatureCache
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.draft_heads import Eagle3Head, EagleHead, MedusaHeads, load_eagle, load_medusa
+from nanoserve.models.hub import ResolvedModel, resolve_model
+from nanoserve.models.shards import Shard
+from nanoserve.utils.files import unreadable_as_model_error
+from nanoserve.utils.sizes import format_size
+
+
+class DrafterStart:
+    """A drafter between its weights and its KV cache."""
+
+    def __init__(
+        self, config: EngineConfig, network: Decoder | MedusaHeads, feature_size: int, dtype: torch.dtype
+    ) -> None:
+        """`feature_size`: of what the model's steps keep for it; 0 for a draft model."""
+        self._config, self._network, self._feature_size, self._dtype = config, network, feature_size, dtype
+        self.block_bytes = feature_size * config.block_size * dtype.itemsize
+        """What its caches take beside each block of the model's."""
+        self.layers: LayerRunner | None = None
+        if isinstance(network, Decoder):
+            self.block_bytes += kv_bytes_per_block(network.config, config.block_size, dtype)
+        if isinstance(network, Decoder) and not isinstance(network, Eagle3Head):  # its layer is of a kind of its own
+            if network.device.type == "cpu":
+                self.layers = compiled_layers(network, config)
+            else:
+                self.layers = None if config.eager else LayerRunner.torch_compile(network)
+
+    def build(self, num_blocks: int) -> Drafter:
+        """The drafter beside a cache of so many blocks. Raises RuntimeFailure if memory does not suffice."""
+        network, block_size = self._network, self._config.block_size
+        device = next(network.parameters()).device
+        problem = f"the {format_size(num_blocks * self.block_bytes)} of --speculate {self._config.speculate} do not fit"
+        with memory_errors(device, problem, "lower --kv-cache-memory, or leave --speculate out"):
+            features = None
+            if isinstance(network, EagleHead | MedusaHeads):
+                features = FeatureCache(
+                    self._feature_size,
+                    layers=network.feature_layers,
+                    fuse=network.fuse,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    dtype=self._dtype,
+                    device=device,
+                )
+            if isinstance(network, Decoder):
+                run_layer = self.layers or DecoderLayer.__call__
+                return DraftModel(network, features, num_blocks=num_blocks, block_size=block_size, run_layer=run_layer)
+            assert features is not None
+            return MedusaDrafter(network, features, block_size=block_size)
+
+
+@unreadable_as_model_error()
+def load_drafter(config: EngineConfig, resolved: ResolvedModel, decoder: Decoder) -> DrafterStart | None:
+    """What guesses on this device, for a decoder that samples; None where nothing does, or the scheduler. Raises
+    UsageError if it was made for another model, and what `load_decoder` and `load_eagle` raise."""
+    kind, _, name = (config.speculate or "").partition(":")
+    model, device, dtype = decoder.model_config, decoder.device, decoder.dtype
+    if kind == "draft":
+        network, draft = load_decoder(resolve_model(name, offline=config.offline), config, device, None)
+        if draft.vocab_size > model.vocab_size:
+            raise UsageError(
+                f"--speculate {config.speculate}: it has {draft.vocab_size} tokens and the model {model.vocab_size}; "
+                "choose a draft with the model's tokenizer"
+            )
+        return DrafterStart(config, network, 0, network.dtype)
+    if kind not in HEADS:
+        return None
+    if config.num_workers > 1:  # embedding and lm_head are elsewhere, or divided; a layer is needed for its sizes
+        decoder, _ = load_decoder(resolved, config, device, None, shard=Shard(range(1)))
+    directory = Path(name).expanduser()
+    if kind == "medusa":
+        return DrafterStart(config, load_medusa(directory, decoder), model.hidden_size, dtype)
+    head = load_eagle(directory, decoder)
+    return DrafterStart(config, head, head.config.hidden_size, dtype)

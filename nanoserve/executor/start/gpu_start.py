@@ -1,0 +1,291 @@
+"""Gets a device ready for a model, in an engine's own process and in each worker alike.
+
+On a GPU: compiles its layers, finds out what steps need, captures the decode steps.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import first_line
+from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+from nanoserve.executor.kv_transfer.gpu_staging import staging_memory
+from nanoserve.executor.kv_transfer.host_pool import HostPool
+from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState, sample
+from nanoserve.executor.stage import Stage, compiled_layers
+from nanoserve.executor.start.memory import kv_bytes_per_block, memory_errors, out_of_memory
+from nanoserve.executor.start.model_loading import compiler_errors
+from nanoserve.executor.step.answers import rows_per_chunk
+from nanoserve.executor.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes, graph_sizes
+from nanoserve.executor.step.forward_pass import ForwardPass, StepInputs, make_caches
+from nanoserve.executor.step.model_runner import ModelRunner
+from nanoserve.executor.step.staging import Staging
+from nanoserve.models.attention import AttentionBatch
+from nanoserve.models.decoder import Decoder, LayerFunction
+from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.models.packed import PackedExperts
+from nanoserve.request import SamplingParams
+from nanoserve.scheduler.plan import Begin
+from nanoserve.text.grammar.compiler import GrammarCompiler
+from nanoserve.utils.sizes import format_size
+from triton_ops.cache import SKIPPED_SLOT
+from triton_ops.gpu.experts import never_waits
+
+COMPILING, WARMING_UP = "compiling layers", "warming up"
+GRAPH_BYTES = 16 * 2**20
+"""What a graph takes beside the tensors of its step: a driver keeps its kernels' arguments on the device."""
+CAPTURE_WORKSPACE = 64 * 2**20
+"""Products of matrices have a workspace per stream, and graphs are captured on one of their own."""
+
+# Sampling that takes the most memory: over the whole vocabulary, after the logits are changed.
+_SAMPLED = SamplingParams(temperature=1.0, top_p=0.5, min_p=0.1, repetition_penalty=1.5)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """What getting a GPU ready took."""
+
+    compiled: bool
+    warm_up_seconds: float
+    """Seconds of the first step, which compiles or loads layers and kernels."""
+    step_memory: int  # bytes that the largest step needs beside weights and KV cache
+    graphs: int = 0
+    graph_seconds: float = 0.0
+    graph_memory: int = 0
+    """Number of captured decode steps, seconds and bytes that they took."""
+
+    def __str__(self) -> str:
+        layers = "compiled" if self.compiled else "eager"
+        return (
+            f"{layers} layers, warm after {self.warm_up_seconds:.1f} s; a step needs {format_size(self.step_memory)};"
+            f" {self.graphs} decode steps captured in {self.graph_seconds:.1f} s,"
+            f" which takes {format_size(self.graph_memory)}"
+        )
+
+
+class GpuStart:
+    """Between the weights and the KV cache, `measure`; with the cache, `capture`."""
+
+    def __init__(self, decoder: Decoder, config: EngineConfig, device: torch.device) -> None:
+        self._decoder = decoder
+        self._config = config
+        self._device = device
+        self.layers = LayerRunner() if config.eager else LayerRunner.torch_compile(decoder)
+        """Runs the layers from now on."""
+        # A stage's steps begin with hidden states that come from elsewhere: they run compiled, and uncaptured.
+        captures = not config.eager and config.num_workers == 1 and _can_be_captured(decoder, device)
+        buckets = bucket_sizes(config.max_num_seqs) if captures else ()
+        self._sizes = graph_sizes(buckets, guesses=config.speculate is not None)
+        self._warm_up_seconds = 0.0
+        self._step_memory = 0
+
+    def measure(self, longest: int, progress: ProgressCallback | None) -> int:
+        """Run the largest step twice: to compile what it needs, then to see its memory; also in pieces of layers, if
+        the policy has such steps. Returns bytes to keep free for steps, and for capturing them; `longest` is the number
+        of tokens of the longest sequence. Raises RuntimeFailure if there is no room, or kernels cannot be built."""
+        config = self._config
+        num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * longest)
+        num_rows = min(num_tokens, config.max_num_seqs)
+        began, stage = time.monotonic(), WARMING_UP if config.eager else COMPILING
+        if progress is not None:
+            progress(stage, 0, 1)
+        advice = "lower --max-num-batched-tokens or --max-num-seqs"
+        problem = f"a step of {num_tokens} tokens does not fit"
+        ways: list[LayerFunction] = [self.layers, *([self.layers.in_pieces] if config.attends_on_host else [])]
+        sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "block_size": config.block_size}
+        runs = [partial(run_largest_step, self._decoder, run_layer, **sizes) for run_layer in ways]
+        with memory_errors(self._device, problem, advice), compiler_errors(self._device):
+            for run in runs:
+                run()
+                run(num_tokens=1, num_rows=1)  # for which layers have code of their own
+            torch.cuda.synchronize(self._device)
+            self._warm_up_seconds = time.monotonic() - began
+            self._step_memory = max(measured_memory(self._device, run) for run in runs)
+        if progress is not None:
+            progress(stage, 1, 1)
+        if not self._sizes:
+            return self._step_memory
+        captured = max(rows * width for rows, width in self._sizes)
+        # The graphs keep the memory of the largest of their steps, whose activations grow with its tokens at most.
+        activations = -(-self._step_memory * min(captured, num_tokens) // num_tokens)
+        return self._step_memory + activations + CAPTURE_WORKSPACE + GRAPH_BYTES * len(self._sizes)
+
+    def capture(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> GpuFacts:
+        """Have the runner replay its decode steps from now on, unless all runs eagerly; RuntimeFailure without room."""
+        free, began = torch.cuda.mem_get_info(self._device)[0], time.monotonic()
+        captured = len(self._sizes) if self._sizes and self._captured(runner, max_model_len, progress) else 0
+        return GpuFacts(
+            compiled=self.layers.loaded,
+            warm_up_seconds=self._warm_up_seconds,
+            step_memory=self._step_memory,
+            graphs=captured,
+            graph_seconds=time.monotonic() - began if captured else 0.0,
+            graph_memory=max(0, free - torch.cuda.mem_get_info(self._device)[0]) if captured else 0,
+        )
+
+    def _captured(self, runner: ModelRunner, max_model_len: int, progress: ProgressCallback | None) -> bool:
+        most_blocks = -(-max_model_len // self._config.block_size)
+        advice = "lower --max-num-seqs or --kv-cache-memory, or choose --eager"
+        problem = f"capturing {len(self._sizes)} decode steps does not fit"
+        with memory_errors(self._device, problem, advice), compiler_errors(self._device):
+            groups = len(runner.config.cache_groups.windows)
+            static = StaticInputs(self._sizes, most_blocks=most_blocks, device=self._device, groups=groups)
+            graphs = DecodeGraphs(runner.forward, static)
+            try:
+                graphs.capture(CudaRecorder(self._device), progress)
+            except RuntimeError as error:  # whatever cannot be captured can still be run
+                # Ending a recording that failed fails as well, and that error comes in the place of the first.
+                first = error.__context__ or error
+                for each in (first, error):
+                    if out_of_memory(each):
+                        raise each from None
+                notice = "nanoserve: decode steps run uncaptured, which is slower: %s"
+                logging.getLogger("nanoserve").warning(notice, first_line(first))
+                return False
+        runner.forward = graphs
+        return True
+
+
+class DeviceStart:
+    """A device with its decoders, one for each parallel layout, and without their KV cache."""
+
+    def __init__(
+        self, resolved: ResolvedModel, config: EngineConfig, decoders: Sequence[Decoder], device: torch.device
+    ) -> None:
+        self._resolved, self._config, self._decoders, self._device = resolved, config, decoders, device
+        self.gpus = [GpuStart(decoder, config, device) for decoder in decoders] if device.type == "cuda" else []
+        self._drafting = None
+        if config.speculate is not None and decoders[0].shard.answers:
+            from nanoserve.executor.start.drafters import load_drafter  # and the drafters, which few engines have
+
+            self._drafting = load_drafter(config, resolved, decoders[0])
+        self.drafter_bytes = 0 if self._drafting is None else self._drafting.block_bytes
+        """What a drafter's cache takes beside each block."""
+        self.block_bytes = tuple(
+            kv_bytes_per_block(one.config, config.block_size, one.dtype) + self.drafter_bytes for one in decoders
+        )
+        """Size of a KV block by layout, with that."""
+
+    def reserved_bytes(self, progress: ProgressCallback | None = None) -> int:
+        """Memory that must stay free beside the KV cache: for the largest step, and for what swaps are staged in."""
+        longest = self._config.max_model_len or self._decoders[0].config.max_position_embeddings
+        reserved = max((gpu.measure(longest, progress) for gpu in self.gpus), default=0)
+        if self.gpus and self._config.uses_host_memory:
+            reserved += sum(map(staging_memory, self.block_bytes))
+        return reserved
+
+    @cached_property
+    def layers(self) -> list[LayerRunner | None]:
+        """What runs each decoder's layers; on a CPU compiled for the threads that there are when this is asked for."""
+        found: list[LayerRunner | None] = [gpu.layers for gpu in self.gpus]
+        found = found or [compiled_layers(decoder, self._config) for decoder in self._decoders]
+        if self._drafting is not None and self._drafting.layers is not None and found[0] is not None:
+            found[0].libraries += self._drafting.layers.libraries  # which are built and loaded with the model's own
+        return found
+
+    def stages(
+        self,
+        num_blocks: Sequence[int],
+        pool: HostPool | None,
+        processor: HostProcessor | None,
+        storage: Tensor | None = None,
+    ) -> list[Stage]:
+        """A stage for each decoder, with a cache of so many blocks; raises what `Stage.build` raises."""
+        drafter = None if self._drafting is None else self._drafting.build(num_blocks[0])
+        return [
+            Stage.build(
+                decoder,
+                num_blocks=blocks,
+                block_size=self._config.block_size,
+                device=self._device,
+                layers=layers,
+                part=None if pool is None else pool.part(decoder.shard),
+                processor=processor,
+                batch_invariant=self._config.batch_invariant,
+                grammars=GrammarCompiler(self._resolved.tokenizer_directory, decoder.config.vocab_size),
+                storage=storage,
+                drafter=drafter,
+            )
+            for decoder, layers, blocks in zip(self._decoders, self.layers, num_blocks, strict=True)
+        ]
+
+
+@torch.inference_mode()
+def run_largest_step(
+    decoder: Decoder, run_layer: LayerFunction, *, num_tokens: int, num_rows: int, block_size: int
+) -> Tensor | None:
+    """Compute and sample the largest step: as many tokens as a step may have, one row as long as possible, the others
+    decodes. Returns its tokens, or None on a shard that does not sample.
+
+    All positions read the same block of a cache of one block, and nothing is written: the tokens mean nothing.
+    """
+    caches = make_caches(
+        decoder.config, num_blocks=1, block_size=block_size, dtype=decoder.dtype, device=decoder.device
+    )
+    for cache in (*caches.keys, *caches.values):
+        cache.zero_()
+    hidden = ForwardPass(decoder, caches, run_layer)(_largest_inputs(decoder, num_tokens, num_rows, block_size))
+    if not decoder.shard.is_last:
+        return None
+    vocab_size = decoder.config.vocab_size
+    # A prompt's log probabilities are computed for this many positions at a time.
+    num_sampled = min(num_tokens, max(num_rows, rows_per_chunk(vocab_size)))
+    states = [SamplingState(Begin(0, (0,), 1, 0, 0, _SAMPLED), vocab_size)] * num_sampled
+    staging = Staging(hidden.device)
+    last_tokens = staging.add(np.arange(num_sampled))
+    settings = SamplingRows.stage(states, [1] * num_sampled, staging)
+    staging.transfer()
+    logits = decoder.compute_logits(hidden[last_tokens])
+    return sample(logits, settings).tokens if len(logits) else None  # another rank gathered them
+
+
+def _largest_inputs(decoder: Decoder, num_tokens: int, num_rows: int, block_size: int) -> StepInputs:
+    device, longest = decoder.device, num_tokens - (num_rows - 1)
+    lengths = torch.tensor([longest] + [1] * (num_rows - 1), dtype=torch.int32, device=device)
+    starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+    starts[1:] = lengths.cumsum(0)
+    tables = torch.zeros(num_rows, -(-longest // block_size), dtype=torch.int32, device=device)
+    slots = torch.full((num_tokens,), SKIPPED_SLOT, device=device)
+    batch, entering = AttentionBatch(tables, starts, lengths, slots), None
+    if not decoder.shard.is_first:
+        entering = torch.zeros(num_tokens, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
+    return StepInputs(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.arange(num_tokens, device=device),
+        batch=batch,
+        longest=longest,
+        entering=entering,
+        more=(batch,) * (len(decoder.config.cache_groups.windows) - 1),
+    )
+
+
+def measured_memory(device: torch.device, step: Callable[[], object]) -> int:
+    """Bytes that a step takes on a GPU beyond what is held before and after it. The step has run once already."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_reserved(device)
+    step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    return peak - held
+
+
+def _can_be_captured(decoder: Decoder, device: torch.device) -> bool:
+    """Whether nothing in a decode step waits for the device. Trying would not do: a recording that fails leaves torch's
+    allocator in a state in which memory cannot be given back."""
+    config = decoder.config
+    if config.moe is None or not any(config.is_sparse(layer) for layer in range(config.num_layers)):
+        return True
+    if any(isinstance(module, PackedExperts) for module in decoder.modules()):
+        return False
+    return never_waits(decoder.dtype, device, (config.hidden_size, config.moe.intermediate_size))

@@ -1,0 +1,363 @@
+"""The checks of the correctness part: operators, sampling and models on the device against the CPU, and engines.
+
+An operator is held against its plain implementation in float64, or bit for bit where it only moves numbers. Sampling
+draws the same tokens from the same logits and seeds: random numbers and sums are integers on both devices, and the last
+bit of a logarithm hardly ever decides between two tokens. Small random models are compared by their logits, engines by
+tokens: captured graphs against eager steps, overlapped steps against plain ones.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoserve.config.model_config import ModelConfig
+from nanoserve.executor.sampling.sampler import Sampled, SamplingRows, SamplingState, sample
+from nanoserve.executor.step.staging import Staging
+from nanoserve.lab.benchmarks.gpu.attention import TOLERANCES, AttentionRow, compared, make_batch
+from nanoserve.lab.benchmarks.gpu.cases import GpuCase, Row
+from nanoserve.lab.benchmarks.gpu.device import GpuBench
+from nanoserve.lab.benchmarks.gpu.models import FAMILIES, VOCAB_SIZE, EngineShelf
+from nanoserve.lab.workloads import random_prompts
+from nanoserve.models.attention import AttentionBatch, PagedAttention
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.dtypes import format_name
+from nanoserve.models.loading import empty_decoder
+from nanoserve.request import SamplingParams
+from nanoserve.scheduler.plan import Begin
+from triton_ops import (
+    PackedFormat,
+    cache_write,
+    copy_blocks,
+    gather_blocks,
+    linear,
+    pack,
+    packed_linear,
+    paged_attention,
+    reference_operators,
+    round_to_nearest,
+    scatter_blocks,
+    sparse_experts,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+HEAD_DIMS = (128, 64, 256, 80)
+HEADS = ((8, 2), (16, 2), (8, 8), (14, 2))  # query and key-value heads: groups of 4, 8, 1 and 7
+BLOCK_SIZES = (16, 32)
+WINDOWS = (0, 48)
+
+_ROUNDED = (PackedFormat(4, 32, scale=0, offset=0, zero=8), PackedFormat(8, 32, scale=0, offset=0, zero=0))
+
+ROWS = {
+    "decode": [AttentionRow(1, context) for context in (1, 16, 33, 700, 1500)],
+    "mixed": [AttentionRow(*row) for row in ((1, 1), (1, 200), (5, 37), (64, 64), (33, 300), (1, 16))],
+    "prefill": [AttentionRow(length, length) for length in (17, 64, 130)],
+}
+DRY_CONTEXT = 37  # the longest context of a dry run, in which there is one head size
+
+
+def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
+    """Everything that must be right. Triton may compile so long for the operators that the budget ends there."""
+    with closing(EngineShelf(bench)) as shelf:
+        yield from engine_cases(shelf, CHECKED[:1])
+        yield from sampling_cases(bench)
+        yield from operator_cases(bench)
+        yield from model_cases(bench)
+        yield from engine_cases(shelf, () if bench.dry_run else CHECKED[1:])
+
+
+Inputs = Callable[[torch.dtype, torch.Generator], Sequence[Tensor]]  # makes an operator's inputs on the CPU
+
+
+def _check_operator(
+    bench: GpuBench, name: str, dtype: torch.dtype, make: Inputs, call: Callable[..., Tensor | None], roundings: int
+) -> Row:
+    """Compare what an operator gives back for copies of the same inputs, on the CPU and on the device. `roundings`:
+    products one after the other, each of which rounds its results; with none, numbers are only moved."""
+    inputs, exact = make(dtype, torch.Generator().manual_seed(0)), torch.float64 if roundings else dtype
+    with reference_operators():
+        expected = _result(call, [one.to(exact if one.is_floating_point() else one.dtype, copy=True) for one in inputs])
+    found = _result(call, [one.to(bench.device, copy=True) for one in inputs])
+    return compared(name, found, expected, roundings * TOLERANCES[dtype])
+
+
+def _result(call: Callable[..., Tensor | None], inputs: Sequence[Tensor]) -> Tensor:
+    """What an operator returns, or its first input, which it fills if it returns nothing."""
+    returned = call(*inputs)
+    return inputs[0] if returned is None else returned
+
+
+def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
+    """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the products. Attention
+    takes the commonest head size and format with all heads, then each head size and format, each time with every kind
+    of batch; blocks and windows take turns. Every further combination would cost the time to compile three programs."""
+    head_dims = (64,) if bench.dry_run else HEAD_DIMS
+    cuts = zip(BLOCK_SIZES, WINDOWS, strict=True)
+    chosen = [(head_dims[0], DTYPES[0], heads, *cut) for heads, cut in product(HEADS, cuts)]
+    grid = list(product(HEADS, BLOCK_SIZES, WINDOWS))
+    for place, (head_dim, dtype) in enumerate(product(head_dims, DTYPES)):
+        chosen.append((head_dim, dtype, *grid[(7 * place + 1) % len(grid)]))
+    for (head_dim, dtype, heads, block_size, window), (kind, some) in product(dict.fromkeys(chosen), ROWS.items()):
+        rows = tuple(row for row in some if row.context <= DRY_CONTEXT or not bench.dry_run)
+        name = (
+            f"paged_attention, {kind}, {format_name(dtype)}, head_dim {head_dim}, {heads[0]}/{heads[1]} heads, "
+            f"blocks of {block_size}" + (f", window {window}" if window else "")
+        )
+        inputs = _attention_inputs(rows, *heads, head_dim, block_size)
+        attend = partial(paged_attention, scale=head_dim**-0.5, sliding_window=window)
+        yield GpuCase(name, partial(_check_operator, bench, "paged_attention", dtype, inputs, attend, 1))
+    if not bench.dry_run:  # the plain implementation has no rows to pad with
+        yield GpuCase("paged_attention, padding rows", partial(_check_padding, bench))
+    for dtype, (operator, arguments) in product(DTYPES, OPERATORS.items()):
+        if bench.dry_run and operator == "packed_linear" and dtype != torch.float32:
+            continue  # a CPU rounds the input as well
+        yield GpuCase(f"{operator}, {format_name(dtype)}", partial(_check_operator, bench, operator, dtype, *arguments))
+
+
+def _attention_inputs(rows: Sequence[AttentionRow], *sizes: int) -> Inputs:
+    *shape, block_size = sizes
+    return lambda dtype, _: make_batch(rows, *shape, block_size=block_size, dtype=dtype, poisoned=True).tensors
+
+
+def _check_padding(bench: GpuBench) -> Row:
+    """Rows of a CUDA graph that stand for nothing have no context: whatever they yield is a number."""
+    rows = tuple(AttentionRow(1, context) for context in (40, 1, 1))
+    batch = make_batch(rows, 8, 2, 128, block_size=16, dtype=bench.dtype, device=bench.device, poisoned=True)
+    batch.context_lengths[1] = 0
+    found = batch.attend()
+    return compared("paged_attention", found.isfinite().float(), torch.ones_like(found), 0.0)
+
+
+def _cache_write_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    """Keys and values as the model gives them: parts of one wide tensor; some tokens have no slot."""
+    tokens, heads, head_dim, blocks, block_size = 37, 2, 64, 6, 16
+    fused = torch.randn(tokens, 3, heads, head_dim, generator=generator).to(dtype)
+    slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
+    slots[::5] = -1
+    return torch.full((2, blocks, heads, block_size, head_dim), torch.nan).to(dtype), fused, slots
+
+
+def _copy_blocks_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    """A block that is copied from and to, as all sources are read before any is written."""
+    return torch.randn(2, 7, 2, 16, 64, generator=generator).to(dtype), torch.tensor([(0, 3), (3, 5), (1, 6)])
+
+
+def _staging_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    """Two of three heads of some blocks of two layers."""
+    layers, blocks, block_size, head_dim = 2, 7, 16, 64
+    filled = torch.randn(2, layers, blocks, 3, block_size, head_dim, generator=generator).to(dtype)
+    sources, targets = torch.tensor([5, 0, 3]), torch.tensor([1, 6, 2])
+    return filled, torch.full((layers, 2, len(sources), 2, block_size, head_dim), torch.nan).to(dtype), sources, targets
+
+
+def _stage_and_restore(caches: Tensor, buffer: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
+    keys, values = list(caches[0].unbind()), list(caches[1].unbind())
+    gather_blocks(buffer, keys, values, sources, 1)
+    scatter_blocks(keys, values, buffer, targets, 1)
+    return torch.cat((caches.flatten(), buffer.flatten()))
+
+
+def _linear_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    rows, weight, bias = (torch.randn(shape, generator=generator) for shape in ((5, 96), (64, 96), (64,)))
+    return [one.to(dtype) for one in (rows, weight / 96**0.5, bias)]
+
+
+def _packed_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    rows, weight, bias = _linear_inputs(dtype, generator)
+    return rows, bias, *(pack(round_to_nearest(weight, form.bits, form.group)) for form in _ROUNDED)
+
+
+def _packed_products(rows: Tensor, bias: Tensor, *packed: Tensor) -> Tensor:
+    found = (packed_linear(rows, one, bias, len(bias), form) for one, form in zip(packed, _ROUNDED, strict=True))
+    return torch.cat([*found], dim=-1)
+
+
+def _experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+    tokens, hidden_size, inner, experts, chosen = 23, 64, 48, 6, 2
+    hidden = torch.randn(tokens, hidden_size, generator=generator).to(dtype)
+    gate_up = torch.randn(experts, 2 * inner, hidden_size, generator=generator).div(hidden_size**0.5).to(dtype)
+    down = torch.randn(experts, hidden_size, inner, generator=generator).div(inner**0.5).to(dtype)
+    weights, picked = torch.rand(tokens, experts, generator=generator).topk(chosen)
+    return hidden, weights, picked, gate_up, down
+
+
+OPERATORS: Mapping[str, tuple[Inputs, Callable[..., Tensor | None], int]] = {
+    "cache_write": (
+        _cache_write_inputs,
+        lambda caches, fused, slots: cache_write(fused[:, 1], fused[:, 2], caches[0], caches[1], slots),
+        0,
+    ),
+    "copy_blocks": (_copy_blocks_inputs, lambda caches, pairs: copy_blocks(caches[0], caches[1], pairs), 0),
+    "gather_blocks and scatter_blocks": (_staging_inputs, _stage_and_restore, 0),
+    "linear": (_linear_inputs, linear, 1),
+    "packed_linear": (_packed_inputs, _packed_products, 1),
+    "sparse_experts": (_experts_inputs, sparse_experts, 2),
+}
+"""The other operators: inputs, call and roundings, as `_check_operator` takes them."""
+
+
+SAMPLED_VOCABULARY = 32003  # a prime number, as large as a small model's vocabulary
+SAMPLED_ROWS = 16  # requests of each setting
+_PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+_PROMPT_LENGTH = 4
+_LIKELIEST = 8  # a row's likeliest tokens are what penalties and biases are about: anything else would hardly show
+
+SETTINGS: Mapping[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=0.8),
+    "top_k": SamplingParams(top_k=40),
+    "top_p": SamplingParams(top_p=0.9),
+    "top_k and top_p": SamplingParams(top_k=40, top_p=0.9),
+    "min_p": SamplingParams(min_p=0.05),
+    "penalties": SamplingParams(**_PENALTIES),
+    "penalties, greedy": SamplingParams(temperature=0.0, **_PENALTIES),
+    "logit_bias": SamplingParams(logit_bias={7: 14.0, 20011: 13.0}),
+    "min_tokens": SamplingParams(temperature=0.5, min_tokens=100),
+    "all of them": SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05, min_tokens=100, **_PENALTIES),
+}
+
+
+def sampling_cases(bench: GpuBench) -> Iterator[GpuCase]:
+    """Each setting alone, then all in one batch, whose rows are drawn in groups."""
+    for name, params in SETTINGS.items():
+        yield GpuCase(f"sampling, {name}", partial(_check_sampling, bench, [params] * SAMPLED_ROWS))
+    mixed = list(SETTINGS.values()) * SAMPLED_ROWS
+    yield GpuCase("sampling, in one batch", partial(_check_sampling, bench, mixed))
+
+
+@torch.inference_mode()
+def _check_sampling(bench: GpuBench, batch: Sequence[SamplingParams]) -> Row:
+    """The last row's logits are no numbers, which is to be found out; its token may be any."""
+    logits = random_logits(len(batch))
+    logits[-1, SAMPLED_VOCABULARY // 2] = torch.nan
+    expected = draw(logits, batch)
+    found = draw(logits.to(bench.device), batch)
+    tokens, valid = found.tokens.cpu(), found.valid.cpu()
+    differs = (valid != expected.valid) | (expected.valid & (tokens != expected.tokens))
+    different = differs.nonzero()[:, 0].tolist()
+    return {"check": "sampling", "rows": len(batch), "different_rows": different, "ok": not different}
+
+
+def random_logits(rows: int) -> Tensor:
+    """float32 [rows, vocabulary], of numbers that a bfloat16 model could give: the likeliest often tie."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, SAMPLED_VOCABULARY, generator=generator).mul(3.0).bfloat16().float()
+
+
+def draw(logits: Tensor, batch: Sequence[SamplingParams]) -> Sampled:
+    """One token for each row, on the device of the logits, behind tokens that were the row's likeliest."""
+    states, staging = [], Staging(logits.device)
+    for row, likely in enumerate(logits.nan_to_num().cpu().topk(_LIKELIEST).indices.tolist()):
+        tokens = (*likely[:_PROMPT_LENGTH], *likely[2:], *likely[4:6])
+        begin = Begin(row, tokens, _PROMPT_LENGTH, row % 3, 7919 * row, batch[row], tuple(likely[:2]))
+        states.append(SamplingState(begin, SAMPLED_VOCABULARY))
+    rows = SamplingRows.stage(states, [len(tokens) + row for row in range(len(states))], staging)
+    staging.transfer()
+    return sample(logits, rows)
+
+
+WEIGHT_STANDARD_DEVIATION = 0.15
+"""Wider than at initialization, so that attention, norms and biases all leave their mark on the logits."""
+FLOAT32_TOLERANCE = 2e-3  # largest difference of a logit, in standard deviations of the logits
+BFLOAT16_TOLERANCE = 0.05
+"""Median difference: a rounding may send a token to another expert, and then some logits are quite different."""
+CHUNKS = (17, 17, 11, 1, 1, 1, 1)  # tokens of each step: a prompt in three pieces, then single tokens
+
+
+def model_cases(bench: GpuBench) -> Iterator[GpuCase]:
+    """Each family in float32 and in the format that the device is used with; in a dry run two of them."""
+    families = list(FAMILIES)[:: len(FAMILIES) - 1 if bench.dry_run else 1]
+    for family, dtype in product(families, (torch.float32, torch.bfloat16)):
+        yield GpuCase(f"family {family}, {format_name(dtype)}", partial(_check_family, bench, family, dtype))
+
+
+def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
+    config = ModelConfig.from_hf(FAMILIES[family], source=family)
+    reference = empty_decoder(config, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in reference.named_parameters():
+        parameter.normal_(1.0 if "norm" in name else 0.0, WEIGHT_STANDARD_DEVIATION, generator=generator)
+    decoder = empty_decoder(config, dtype, bench.device)
+    decoder.load_state_dict(reference.state_dict())
+    tokens = torch.randint(0, VOCAB_SIZE, (sum(CHUNKS),), generator=torch.Generator().manual_seed(1))
+    with reference_operators():
+        expected = stepwise_logits(reference, tokens)
+    found = stepwise_logits(decoder, tokens.to(bench.device)).cpu()
+    difference = (found - expected).abs() / expected.std()
+    exact = dtype == torch.float32
+    measured = float(difference.max() if exact else difference.median())
+    tolerance = FLOAT32_TOLERANCE if exact else BFLOAT16_TOLERANCE
+    unwanted = int((~found.isfinite()).sum())
+    return {
+        "check": "family",
+        "largest_difference" if exact else "median_difference": None if unwanted else measured,
+        "tolerance": tolerance,
+        "of_tolerance": None if unwanted else measured / tolerance,
+        "unwanted_nans": unwanted,
+        "ok": not unwanted and measured <= tolerance,
+    }
+
+
+@torch.inference_mode()
+def stepwise_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """Logits of one sequence whose tokens come in CHUNKS, on shuffled blocks of a poisoned cache: [T, vocab_size]."""
+    config, device, block_size = decoder.config, tokens.device, 16
+    num_blocks = -(-len(tokens) // block_size) + 2
+    blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(2)).to(device)
+    shape = (2, config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+    keys, values = torch.full(shape, torch.nan, dtype=decoder.dtype, device=device)
+    logits, length = [], 0
+    for chunk in torch.split(tokens, list(CHUNKS)):
+        positions = torch.arange(length, length + len(chunk), device=device)
+        length += len(chunk)
+        batch = AttentionBatch(
+            block_tables=blocks[None].int(),
+            query_starts=torch.tensor([0, len(chunk)], dtype=torch.int32, device=device),
+            context_lengths=torch.tensor([length], dtype=torch.int32, device=device),
+            slot_mapping=blocks[positions // block_size] * block_size + positions % block_size,
+        )
+        attention = PagedAttention(config, keys.unbind(), values.unbind(), batch)
+        logits.append(decoder.compute_logits(decoder(chunk, positions, attention)))
+    return torch.cat(logits)
+
+
+SPARSE = ("mixtral", "qwen3_moe")
+CHECKED = ("qwen3", "mistral", "qwen3_moe")  # one with norms of queries and keys, one with windows, one with experts
+PROMPT_LENGTHS = tuple(5 + 9 * place % 83 for place in range(20))
+OUTPUT_LENGTHS = tuple(3 + 7 * place % 29 for place in range(20))
+"""Requests come and go in the midst of others, so that batches grow, shrink, and mix prompts with single tokens."""
+GRAPHS, OVERLAP = "graph against eager", "overlapped against plain"
+
+
+def engine_cases(shelf: EngineShelf, families: Sequence[str]) -> Iterator[GpuCase]:
+    """In float32, where rounding does not decide between tokens."""
+    for family, check in product(families, (GRAPHS, OVERLAP)):
+        yield GpuCase(f"{check}, {family}", partial(_check_engine, shelf, check, family))
+
+
+def _check_engine(shelf: EngineShelf, check: str, family: str) -> Row:
+    """The same tokens prove nothing if what was to be checked did not run: that is the row's `problem`."""
+    answers = []
+    for second in (False, True):
+        sizes = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 32 * 2**20}
+        engine = shelf.get(family, dtype="float32", **sizes, eager=check == GRAPHS and not second)
+        executor = engine.llm.engine.executor
+        executor.max_in_flight = engine.in_flight if check == OVERLAP and second else 1
+        prompts = random_prompts(PROMPT_LENGTHS, VOCAB_SIZE, seed=0)
+        answers.append(engine.driver.run(prompts, OUTPUT_LENGTHS).tokens)
+    facts, problem = engine.llm.gpu, None
+    fields: Row = {} if check == GRAPHS else {"in_flight": executor.max_in_flight}
+    if facts is not None and check == GRAPHS:  # a dry run has no graphs
+        fields["graphs"] = facts.graphs
+        # Experts in float32 wait to learn how many tokens each gets: such steps are compiled, and cannot be captured.
+        if facts.graphs == 0 and FAMILIES[family]["model_type"] not in SPARSE:
+            problem = "no decode step was captured"
+    elif facts is not None and executor.max_in_flight == 1:  # a CPU has nothing to gain by more
+        problem = "steps were not overlapped"
+    different = [place for place, (one, other) in enumerate(zip(*answers, strict=True)) if one != other]
+    fields |= {"check": check, "requests": len(prompts), "different_requests": different}
+    return fields | {"ok": not different and problem is None} | ({"problem": problem} if problem else {})

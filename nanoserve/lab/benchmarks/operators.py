@@ -1,0 +1,246 @@
+"""The project's operators against what the machine can do at best and against stock torch, taking turns in one run.
+
+Every call reads memory that the caches have forgotten, as in a model. The shapes are those of Qwen3-0.6B.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanoserve.executor.cpu_attention.host_attention import HostAttentionThread
+from nanoserve.lab.benchmarks.floors import Limits
+from nanoserve.lab.benchmarks.gpu.attention import decode_rows, make_batch
+from nanoserve.lab.benchmarks.machine import ForeignLoad
+from nanoserve.lab.benchmarks.roofline import timed
+from nanoserve.lab.benchmarks.rounds import GIGA, Bracketed, Repeating, bracket, grouped, rotated
+from nanoserve.models.attention import AttentionBatch
+from nanoserve.models.dtypes import format_name
+from nanoserve.models.hub import dummy_config
+from triton_ops import cache_write, linear, reference_operators
+
+SHAPE = "qwen3-0.6b"
+OURS = "nanoserve"
+GATHERING, LINEAR = "gather + SDPA", "F.linear {}"  # the routes of stock torch
+STOCK_ROUTES = (GATHERING, *(LINEAR.format(name) for name in ("bfloat16", "float16", "float32")))
+BLOCK_SIZE = 16
+HEAD_ROWS = 64  # more rows than this are prompts, of which the output head sees the last position alone
+COLD_BYTES = 2**29  # equal inputs are made until they take this much: about twice the largest cache of today's servers
+_TURNS = 5
+_TURN_SECONDS = 0.01
+_MOST_CALLS = 10
+_MICROSECONDS = 1e6
+
+
+class Route(NamedTuple):
+    """One way to compute a case: what is called, and a context it needs around its calls."""
+
+    call: Callable[[], object]
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+class OperatorCase(NamedTuple):
+    """Work that several routes do; ours is the first."""
+
+    name: str
+    num_bytes: int  # what every route must read: each key, value and weight once, in its own number format
+    operations: int  # operations of the matrix products, two for each multiply-add
+    routes: Mapping[str, Route]
+
+
+class OperatorRound(Bracketed, frozen=True, kw_only=True):
+    """One round of one case: the floor at the round's own bandwidth, and each route's median call, in microseconds."""
+
+    num_bytes: int
+    operations: int
+    floor_us: float
+    routes_us: dict[str, float]
+
+    @property
+    def has_floor(self) -> bool:
+        """Whether no route was faster than the floor: one that is shows that the machine was measured too slow."""
+        return self.floor_us <= min(self.routes_us.values())
+
+
+def all_cases(cells: Iterable[tuple[int, int]], rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
+    """Attention of these batches and contexts, then linear layers; each has its memory while it is looked at."""
+    for batch, context in cells:
+        yield from attention_cases(batch, context, dtype)
+    yield from linear_cases(rows, dtype)
+
+
+def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[OperatorCase]:
+    """Decode: one new token each of ``batch`` sequences over ``context`` tokens in shuffled blocks. Then the same over
+    the host tier: handed to a thread with as many threads as torch has here, and waited for, beside the operator that
+    this thread calls."""
+    model = dummy_config(SHAPE)
+    heads, kv_heads, size = model.num_heads, model.num_kv_heads, model.head_dim
+    call = make_batch(decode_rows(batch, context), heads, kv_heads, size, block_size=BLOCK_SIZE, dtype=dtype)
+    fused = torch.randn(batch, heads + 2 * kv_heads, size).to(dtype)  # as a layer's projection gives them
+    query, key, value = torch.split(fused, [heads, kv_heads, kv_heads], dim=1)
+    slots = call.block_tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+    cache_write(key, value, call.key_cache, call.value_cache, slots)
+    keys, values = zip(*_copies(torch.stack((call.key_cache, call.value_cache))), strict=True)
+    pools = zip(keys, values, strict=True)
+    calls = cycle([replace(call, query=query, key_cache=one, value_cache=other) for one, other in pools])
+    num_bytes = 2 * batch * context * kv_heads * size * dtype.itemsize
+
+    def attend() -> Tensor:
+        return next(calls).attend()
+
+    def gather_and_attend() -> Tensor:
+        """The obvious way: index the caches by the block tables, then torch's attention."""
+        gathered = next(calls).gathered()
+        return functional.scaled_dot_product_attention(query[:, :, None], *gathered, enable_gqa=True).reshape(batch, -1)
+
+    routes = {OURS: Route(attend), GATHERING: Route(gather_and_attend)}
+    routes["plain torch"] = Route(attend, reference_operators)
+    yield OperatorCase(f"attention {batch} x {context}", num_bytes, call.operations, routes)
+
+    rows = AttentionBatch(call.block_tables, call.query_starts, call.context_lengths, slots)
+    host = HostAttentionThread(model, keys, values, torch.device("cpu"), threads=torch.get_num_threads())
+    layers = cycle(range(len(keys)))
+
+    def hand_over_and_wait() -> Tensor:
+        task = host.attend(next(layers), query, key, value, rows)
+        task.wait()
+        return task.result()
+
+    try:
+        routes = {OURS: Route(hand_over_and_wait), "operator alone": Route(attend)}
+        yield OperatorCase(f"host attention {batch} x {context}", num_bytes, call.operations, routes)
+    finally:
+        host.close()
+
+
+def linear_cases(rows: Sequence[int], dtype: torch.dtype) -> Iterator[OperatorCase]:
+    """Each matrix of the model with every number of rows; one matrix's memory is taken at a time."""
+    for (name, columns, depth), counts in linear_sizes(rows, dtype):
+        weight = torch.randn(columns, depth)
+        weights, wide = cycle(_copies(weight.to(dtype))), cycle(_copies(weight))
+        for count in counts:
+            given = torch.randn(count, depth)
+            routes = {
+                OURS: partial(_multiply, linear, given.to(dtype), weights),
+                LINEAR.format(format_name(dtype)): partial(_multiply, functional.linear, given.to(dtype), weights),
+                LINEAR.format("float32"): partial(_multiply, functional.linear, given, wide),
+            }
+            yield OperatorCase(
+                f"{name} {columns} x {depth}, {count} rows",
+                num_bytes=columns * depth * dtype.itemsize,
+                operations=2 * count * columns * depth,
+                routes={route: Route(call) for route, call in routes.items()},
+            )
+
+
+def _multiply(multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor, weights: Iterator[Tensor]) -> Tensor:
+    return multiply(rows, next(weights))
+
+
+def linear_sizes(rows: Sequence[int], dtype: torch.dtype) -> list[tuple[tuple[str, int, int], list[int]]]:
+    """Each matrix with the numbers of rows that it is measured with; 32-bit weights have no operator of our own."""
+    if dtype == torch.float32:
+        return []
+    return [(one, [count for count in rows if one[0] != "head" or count <= HEAD_ROWS]) for one in _matrices()]
+
+
+def _matrices() -> list[tuple[str, int, int]]:
+    """(name, columns of the result, depth) of a layer's matrices, as the decoder fuses them, and of the head."""
+    shape = dummy_config(SHAPE)
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return [
+        ("gate_up", 2 * shape.intermediate_size, shape.hidden_size),
+        ("down", shape.hidden_size, shape.intermediate_size),
+        ("qkv", query + 2 * key, shape.hidden_size),
+        ("output", shape.hidden_size, query),
+        ("head", shape.vocab_size, shape.hidden_size),
+    ]
+
+
+def _copies(tensor: Tensor) -> list[Tensor]:
+    """Copies of a tensor, too many for any cache to hold: by the time one is used again, it has to be read again."""
+    return [tensor, *(tensor.clone() for _ in range(max(2, math.ceil(COLD_BYTES / tensor.nbytes)) - 1))]
+
+
+def measure_case(
+    case: OperatorCase,
+    *,
+    rounds: int,
+    probe: Callable[[], float],
+    foreign: ForeignLoad,
+    peak: float,
+    repeating: Repeating,
+) -> Iterator[OperatorRound]:
+    """Rounds of one case as they are done, until enough count or the time for ``repeating`` them is spent. ``probe``
+    reads the machine's bandwidth in bytes per second; ``peak`` is operations per second at best."""
+    calls = {name: _calls_in_a_turn(route) for name, route in case.routes.items()}
+
+    def one_round(number: int) -> OperatorRound:
+        seconds = {name: list[float]() for name in calls}
+        with bracket(case.name, number, probe) as fields, torch.inference_mode():
+            foreign.read()
+            for name in [name for turn in range(_TURNS) for name in rotated(calls, turn)]:
+                route = case.routes[name]
+                with route.context():
+                    seconds[name] += [timed(route.call) for _ in range(calls[name])]
+            fields["foreign_cores"] = foreign.read()
+        bandwidth = GIGA * (fields["bandwidth_before"] + fields["bandwidth_after"]) / 2
+        floor = Limits(bandwidth, peak).seconds(case.num_bytes, case.operations)
+        return OperatorRound(
+            **fields,
+            num_bytes=case.num_bytes,
+            operations=case.operations,
+            floor_us=floor * _MICROSECONDS,
+            routes_us={name: _MICROSECONDS * statistics.median(found) for name, found in seconds.items()},
+        )
+
+    return repeating.rounds(one_round, rounds)
+
+
+def _calls_in_a_turn(route: Route) -> int:
+    """Number of calls that take about `_TURN_SECONDS`; the route has run twice by then and is warm."""
+    with torch.inference_mode(), route.context():
+        route.call()
+        return min(_MOST_CALLS, max(1, round(_TURN_SECONDS / timed(route.call))))
+
+
+def summarize(rounds: Sequence[OperatorRound]) -> list[dict[str, Any]]:
+    """For every case, bandwidth state and route: medians over its rounds, and how many times ours is faster.
+    GB/s and GFLOP/s are those of the work that every route must do, whatever a route really reads and computes."""
+    groups = grouped(rounds, lambda done: {(done.case,): done})
+    return [
+        {"case": case, "state": state, "route": route, "rounds": len(some), **_route_fields(some, route)}
+        for (case, state), some in groups.items()
+        for route in some[0].routes_us
+    ]
+
+
+def samples(rounds: Sequence[OperatorRound]) -> dict[str, dict[str, list[float]]]:
+    """Our share of the floor in every counting round for ``bench diff``: it holds in any bandwidth state."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for done in rounds:
+        if done.counts and done.has_floor:
+            found.setdefault(done.case, {"of_floor": []})["of_floor"].append(done.floor_us / done.routes_us[OURS])
+    return found
+
+
+def _route_fields(rounds: Sequence[OperatorRound], route: str) -> dict[str, Any]:
+    first, microseconds = rounds[0], statistics.median(one.routes_us[route] for one in rounds)
+    shares = [one.floor_us / one.routes_us[route] for one in rounds if one.has_floor]
+    slower = [one.routes_us[route] / one.routes_us[OURS] for one in rounds]
+    spread = {"ours_is_faster": statistics.median(slower), "low": min(slower), "high": max(slower)}
+    return {
+        "us": microseconds,
+        "gb_per_s": first.num_bytes / microseconds / (GIGA / _MICROSECONDS),
+        "gflops": first.operations / microseconds / (GIGA / _MICROSECONDS),
+        "of_floor": statistics.median(shares) if shares else None,
+        **(dict.fromkeys(spread) if route == OURS else spread),
+    }

@@ -1,0 +1,1 @@
+"""The commands of the laboratory: bench, simulate, plan, analyze, profile and explain."""

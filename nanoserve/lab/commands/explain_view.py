@@ -1,0 +1,126 @@
+"""Steps of a run as text: all of them one below the other, or one at a time on a terminal; runs are side by side."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from io import StringIO
+from itertools import groupby
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from nanoserve.commands.printers import visible
+from nanoserve.lab.explanation import AT_MOST, ExplainedRow, ExplainedRun, ExplainedStep, Explanation
+from nanoserve.record.events import HeldBlocks
+
+_COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+_HELP = "left, right: step · home, end · up, down: scroll · q: leave · *shared +copied"
+_MOVES = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1), "home": (-(2**30), 0), "end": (2**30, 0)}
+
+
+def print_steps(explanation: Explanation) -> None:
+    """All steps, one below the other."""
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(visible(explanation.title), markup=False)
+    for number in range(_length(explanation)):
+        console.print(_side_by_side(explanation, number))
+
+
+def show_steps(explanation: Explanation) -> None:
+    """One step at a time on the whole terminal, until q is pressed."""
+    from prompt_toolkit.application import Application
+    from prompt_toolkit.formatted_text import ANSI
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.layout import FormattedTextControl, Layout, Window
+
+    step = line = 0
+    keys = KeyBindings()
+
+    def shown() -> ANSI:
+        output, width = StringIO(), application.output.get_size().columns
+        console = Console(file=output, width=width, force_terminal=True, color_system="standard", highlight=False)
+        console.print(_side_by_side(explanation, step))
+        lines = output.getvalue().splitlines()[line:]
+        return ANSI("\n".join((visible(explanation.title)[:width], f"\x1b[2m{_HELP}\x1b[0m", "", *lines)))
+
+    def move(event: KeyPressEvent) -> None:
+        nonlocal step, line
+        steps, lines = _MOVES[event.key_sequence[0].key]
+        step = min(max(0, step + steps), max(0, _length(explanation) - 1))
+        line = max(0, line + lines) if lines else 0
+
+    for key in _MOVES:
+        keys.add(key)(move)
+    for key in ("q", "c-c"):
+        keys.add(key)(lambda event: event.app.exit())
+    layout = Layout(Window(FormattedTextControl(shown)))
+    application: Application[None] = Application(layout, key_bindings=keys, full_screen=True)
+    application.run()
+
+
+def _length(explanation: Explanation) -> int:
+    return max((len(run.steps) for run in explanation.runs), default=0)
+
+
+def _side_by_side(explanation: Explanation, number: int) -> Table:
+    """The step of that number in every run that has so many."""
+    grid = Table.grid(padding=(0, 2), expand=True)
+    for _ in explanation.runs:
+        grid.add_column(ratio=1)
+    grid.add_row(*(_step(run, run.steps[number]) if number < len(run.steps) else "" for run in explanation.runs))
+    return grid
+
+
+def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
+    times = f"{step.began:.3f} s" if step.ended is None else f"{step.began:.3f}-{step.ended:.3f} s"
+    title = Text(visible(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}"), "bold")
+    load = ", ".join(f"{name} {one}" for name, one in step.load.items() if one)
+    decision = ", ".join(_decided(name, one) for name, one in step.decision.items() if one)
+    where = f"{step.strategy} in layout {step.layout}" if (step.layout, step.strategy) != (0, "device") else ""
+    where = where if step.transition is None else f"change from layout {step.layout} to {step.transition}"
+    host = f", {step.free_host} of {step.total_host} on the host" if step.total_host else ""
+    lines: list[tuple[str, str, int | None]] = [("saw", load, None), ("decided", decision, None)]
+    lines += [("because", step.bound, None), ("runs", where, None)]
+    lines += [("ended", f"{sequence}", sequence) for sequence in step.ended_sequences]
+    lines += [("swap", f"{one.sequence}: {one.blocks} blocks {one.direction}", one.sequence) for one in step.swaps]
+    lines += [("copy", f"block {copy.source} to {copy.target}", None) for copy in step.copies]
+    lines += [(row.kind, _row(row), row.sequence) for row in step.rows]
+    lines += [("blocks", _blocks(table, step), table.sequence) for table in step.tables]
+    lines += [("free", f"{step.free_blocks} of {step.total_blocks} blocks{host}", None)]
+    lines += [("answer", f"{one.sequence}: {_quoted(one.tokens) or 'a token'}", one.sequence) for one in step.answers]
+    grid = Table.grid(padding=(0, 1))
+    for name, content, sequence in lines:
+        if content:
+            color = "" if sequence is None else _COLORS[sequence % len(_COLORS)]
+            grid.add_row(Text(name, "dim"), Text(visible(content), color))  # a file or a policy wrote it
+    return Group(title, grid, "")
+
+
+def _decided(name: str, value: object) -> str:
+    return f"at most {value} {name}" if name in AT_MOST else f"{name} {value}"
+
+
+def _quoted(texts: tuple[str, ...]) -> str:
+    return " ".join(repr(one) for one in texts if one)
+
+
+def _row(row: ExplainedRow) -> str:
+    last = row.start + row.count - 1
+    place = f"position {row.start}" if row.count == 1 else f"positions {row.start}-{last}" if row.count else "goes on"
+    more = " ..." if row.count > len(row.tokens) and any(row.tokens) else ""
+    host, then = " on the host" * (row.tier == "host"), "; samples a token" * row.sample
+    then = f"; checks {row.guesses} guesses" if row.guesses else then
+    return f"{row.sequence}: {place}{host} {_quoted(row.tokens)}{more}".rstrip() + then
+
+
+def _blocks(table: HeldBlocks, step: ExplainedStep) -> str:
+    """Ranges of blocks: 3-5 7* 9+; a star marks shared ones, a plus copies."""
+    marks = dict.fromkeys(step.shared, "*") | {copy.target: "+" for copy in step.copies}
+    spans = " ".join(_spans(table.blocks, marks if table.tier == "device" else {}))
+    return f"{table.sequence}: {spans}{' on the host' * (table.tier == 'host')}, {table.tokens} tokens"
+
+
+def _spans(blocks: tuple[int, ...], marks: Mapping[int, str]) -> Iterator[str]:
+    for (_, mark), members in groupby(enumerate(blocks), lambda item: (item[1] - item[0], marks.get(item[1], ""))):
+        span = [block for _, block in members]
+        yield (str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}") + mark

@@ -1,0 +1,485 @@
+"""CS336, lecture 10 (efficient inference), with numbers: rooflines, batches, paging, few bits, speculative sampling.
+
+Nothing is simulated: operations and bytes are counted exactly (costs/counts.py) and put beside the lecture's closed
+forms (costs/closed_forms.py); requests' lengths are drawn from the shipped tables. Perplexity and what drafters guess
+are measured.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain, count, islice, product
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+
+from nanoserve.commands.tables import columns
+from nanoserve.config.published_shapes import load_shape
+from nanoserve.costs.analysis import Analysis
+from nanoserve.costs.closed_forms import attention_intensity, decode_seconds, mlp_intensity
+from nanoserve.costs.counts import ModelCounts
+from nanoserve.costs.hardware import GIBI, Efficiency, Machine, load_machine
+from nanoserve.costs.step_costs import StepCosts
+from nanoserve.lab.charts import Chart, ChartCurve, Note, Panel, panel
+from nanoserve.lab.papers.claims import Claim, claims
+from nanoserve.lab.papers.framework import Finding, Paper, PaperFigure, Run, Scale
+from nanoserve.lab.papers.ratio_test import acceptance_probability
+from nanoserve.lab.simulator.workload import length_tables
+from nanoserve.record.metrics import Spread
+from nanoserve.request import RequestShape
+from nanoserve.scheduler.speculation.choosing import COUNTS, expected_tokens
+from nanoserve.scheduler.work import StepWork
+
+MODEL, DEVICE = "llama-2-13b", "h100"
+"""The lecture's own examples; this model has as many key as query heads, as the lecture's formulas have."""
+GROUPED_MODEL = "llama-3.1-8b"
+CONTEXT = 1024
+BATCHES = (1, 4, 16, 64, 256, 295, 512, 1024)
+
+
+def _ideal(model: str = MODEL) -> StepCosts:
+    """All that the data sheet promises: the limits that closed forms describe."""
+    return StepCosts(load_shape(model), load_machine(DEVICE), efficiency=Efficiency.ideal())
+
+
+def _intensity(costs: StepCosts, work: StepWork, *names: str, weight_bits: float = 16) -> float:
+    """Operations per byte of some operators together, whose costs are those of weights of 16 bits."""
+    found = [one for one in costs.counts.operators(work, 0) if one.name in names]
+    saved = sum(one.weight_bytes for one in found) * (1 - weight_bits / 16)
+    return sum(one.flops for one in found) / (sum(one.bytes for one in found) - saved)
+
+
+def _feed_forward(costs: StepCosts, batch: int, context: int, weight_bits: float = 16) -> float:
+    return _intensity(costs, costs.work([context] * batch), "gate_up", "down", weight_bits=weight_bits)
+
+
+def _bound_by_operations(costs: StepCosts, weight_bits: float = 16) -> int:
+    """Decoding sequences from which on the feed-forward part takes no less time to compute than to read."""
+    balance = costs.machine.device.intensity
+    return next(batch for batch in count(1) if _feed_forward(costs, batch, 1, weight_bits) >= balance)
+
+
+def _attention(costs: StepCosts, batch: int = 1) -> float:
+    return _intensity(costs, costs.work([CONTEXT] * batch), "attention")
+
+
+def roofline(scale: Scale, run: Run) -> Finding:
+    """Sections 1.2 to 1.6: operations per byte of each part, against the device's 295."""
+    costs, model = _ideal(), load_shape(MODEL)
+    rows = [
+        {
+            "batch": batch,
+            "mlp": _feed_forward(costs, batch, CONTEXT),
+            "mlp_closed": mlp_intensity(batch, model.hidden_size, model.intermediate_size),
+            "attention": _attention(costs, batch),
+            "attention_closed": attention_intensity(CONTEXT, 1),
+        }
+        for batch in BATCHES
+    ]
+    shown = columns(
+        (",d", ("sequences decoding", "batch")),
+        (",.1f", ("feed-forward: exact", "mlp"), ("equation (10)", "mlp_closed")),
+        (".2f", ("attention: exact", "attention"), ("equation (13)", "attention_closed")),
+    )
+    balance, one = costs.machine.device.intensity, _attention(costs)
+    ours = {
+        "1.3": balance,
+        "1.5": _bound_by_operations(costs),
+        "1.6 one": one,
+        "1.6 many": _attention(costs, 256) / one,
+        "2.1": _attention(_ideal(GROUPED_MODEL)) / one,
+        "1.6 prompt": _intensity(costs, costs.work([], [(0, CONTEXT)]), "attention"),
+    }
+    return Finding(claims("lecture", ours, balance=balance), _roofline_chart(costs.machine, rows), rows, shown)
+
+
+def _roofline_chart(machine: Machine, rows: Sequence[dict[str, float]]) -> Chart:
+    device = machine.device
+
+    def curve(label: str, intensities: Sequence[float], style: str) -> ChartCurve:
+        heights = [min(device.flops, one * device.memory_bandwidth) / 1e12 for one in intensities]
+        return ChartCurve(label, intensities, heights, style=style)
+
+    curves = (
+        curve(device.name, (0.3, device.intensity, 3000.0), "k-"),
+        curve("feed-forward part", [row["mlp"] for row in rows], "o"),
+        curve("attention", [row["attention"] for row in rows], "s"),
+    )
+    title = f"decoding, {MODEL}, batches of {BATCHES[0]} to {BATCHES[-1]}"
+    both = Panel(title=title, x="FLOP per byte", y="TFLOP per second", curves=curves, log_x=True, log_y=True)
+    return Chart(f"Roofline of an {DEVICE.upper()}", [both])
+
+
+def batches(scale: Scale, run: Run) -> Finding:
+    """Section 1.7: latency and throughput of decoding against batch size."""
+    costs = _ideal()
+    most = Analysis(costs, CONTEXT, 1).largest_batch
+    rows = _batch_rows(costs, most)
+    ten, one = (costs.stage_seconds(costs.work([CONTEXT] * batch), 0) for batch in (10, 1))
+    ours = {
+        "1.1": 10 * one / ten,
+        "1.7 L(B)": max(row["latency"] / row["closed"] for row in rows if row["fits"] == "yes"),
+        "1.7 most": most,
+    }
+    shown = columns(
+        (",d", ("sequences decoding", "batch")),
+        (",.2f", ("ms: exact", "latency"), ("L(B)", "closed"), ("with efficiencies", "real")),
+        (",.0f", ("tok/s: exact", "throughput"), ("B / L(B)", "throughput_closed")),
+        ("", "fits"),
+    )
+    closed, real = "closed form: L(B), B / L(B)", "with efficiencies"
+    panels = [
+        panel(
+            title,
+            "sequences decoding",
+            y,
+            [float(batch) for batch in BATCHES],
+            {label: [row[field] for row in rows] for label, field in fields.items()},
+            styles={closed: "--", real: "s-"},
+            log_x=True,
+            vertical_marks=(float(most),),
+            notes=(Note(f"{most} fit", most, max(row[field] for row in rows for field in fields.values()), right=-4),),
+        )
+        for title, y, fields in (
+            ("latency", "ms per token", {"exact": "latency", closed: "closed", real: "real"}),
+            ("throughput", "tokens per second", {"exact": "throughput", closed: "throughput_closed"}),
+        )
+    ]
+    chart = Chart(f"Decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", panels, columns=2)
+    return Finding(claims("lecture", ours), chart, rows, shown)
+
+
+def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
+    weights = costs.counts.stage_weight_bytes(0)
+    kv, bandwidth = costs.counts.kv_bytes_per_token(0) * CONTEXT, costs.machine.device.memory_bandwidth
+    real = StepCosts(load_shape(MODEL), load_machine(DEVICE))
+    exact = {batch: costs.stage_seconds(costs.work([CONTEXT] * batch), 0) for batch in BATCHES}
+    return [
+        {
+            "batch": batch,
+            "latency": seconds * 1e3,
+            "closed": decode_seconds(batch, weights, kv, bandwidth) * 1e3,
+            "real": real.step_seconds(real.work([CONTEXT] * batch)) * 1e3,
+            "throughput": batch / seconds,
+            "throughput_closed": batch / decode_seconds(batch, weights, kv, bandwidth),
+            "fits": "yes" if batch <= most else "no",
+        }
+        for batch, seconds in exact.items()
+    ]
+
+
+BLOCK = 16
+
+
+def paging(scale: Scale, run: Run) -> Finding:
+    """Section 4.2: the share of a running sequence's slots that hold a token, averaged over its life.
+
+    A contiguous region must hold the longest sequence there can be; here it is only the longest of the trace. "Prompt
+    known" reserves what the prompt takes and the longest answer. Blocks are taken as they are needed.
+    """
+    rows: list[dict[str, Any]] = [
+        {"trace": name, **memory_use(list(islice(table.draw(seed=0), scale.pick(5_000, 20_000))))}
+        for name, table in length_tables().items()
+    ]
+    ours = {
+        "4.2 slots": Spread.of(100 * row["paged"] for row in rows),
+        "4.2 sequences": Spread.of(row["gain"] for row in rows),
+    }
+    fields = {"longest sequence": "contiguous", "prompt known": "prompt_known", f"blocks of {BLOCK}": "paged"}
+    bars = panel(
+        "slots that hold a token",
+        "trace",
+        "share of what is reserved, %",
+        [row["trace"] for row in rows],
+        {label: [100 * row[field] for row in rows] for label, field in fields.items()},
+        kind="bar",
+    )
+    shown = columns(
+        ("", "trace"),
+        (",.0f", ("tokens held, mean", "held")),
+        (",d", ("longest sequence", "longest")),
+        (".1%", ("slots in use: region", "contiguous"), "prompt_known", (f"blocks of {BLOCK}", "paged")),
+        (".1f", ("sequences, blocks over region", "gain")),
+    )
+    return Finding(claims("lecture", ours), Chart("Paging against contiguous reservation", [bars]), rows, shown)
+
+
+def memory_use(shapes: Sequence[RequestShape]) -> dict[str, float]:
+    """How much of what is reserved holds tokens, over all steps of all these requests."""
+    longest = max(shape.total_tokens for shape in shapes)
+    longest_answer = max(shape.output_tokens for shape in shapes)
+    steps = sum(shape.output_tokens for shape in shapes)
+    held = sum(_sum_to(shape.total_tokens) - _sum_to(shape.input_tokens) for shape in shapes)
+    paged = sum(_slots_to(shape.total_tokens) - _slots_to(shape.input_tokens) for shape in shapes)
+    known = sum(shape.output_tokens * (shape.input_tokens + longest_answer) for shape in shapes)
+    return {
+        "held": held / steps,
+        "longest": longest,
+        "contiguous": held / (steps * longest),
+        "prompt_known": held / known,
+        "paged": held / paged,
+        "gain": steps * longest / paged,
+    }
+
+
+def _sum_to(tokens: int) -> int:
+    """1 + 2 + ... + tokens: what a sequence holds, summed over the steps in which it grows to that length."""
+    return tokens * (tokens + 1) // 2
+
+
+def _slots_to(tokens: int) -> int:
+    """The same, each rounded up to whole blocks."""
+    blocks, rest = divmod(tokens, BLOCK)
+    return BLOCK * (BLOCK * _sum_to(blocks) + rest * (blocks + 1))
+
+
+_SIXTEEN_BITS = 2
+LENGTHS = tuple(1024 * 2**power for power in range(8))
+SHOWN_LENGTHS, LONG = (1024, 8192, 32768, 131072), 32768
+FULL_MODELS = ("llama-2-13b", "llama-2-70b", "llama-3.1-8b")
+WINDOW_MODELS = ("mistral-7b", "gemma-3-27b", "gpt-oss-20b", "olmo-3-7b", "command-r7b")
+_OLDER_MISTRAL = (4096,) * 32  # Mistral 7B before version 0.3 had this window on all layers
+
+
+class Latent(NamedTuple):
+    """Multi-head latent attention (arXiv 2405.04434): a layer keeps a latent and a rotated key for all heads."""
+
+    layers: int
+    heads: int
+    rank: int = 512
+    rotated: int = 64
+    key_size: int = 192
+    value_size: int = 128
+
+    @property
+    def width(self) -> int:
+        """Numbers that a layer keeps of a token."""
+        return self.rank + self.rotated
+
+
+LATENT_MODELS = {"deepseek-v2-lite": Latent(27, 16), "deepseek-v3": Latent(61, 128)}
+
+
+class Kept(NamedTuple):
+    """What a sequence keeps of its tokens."""
+
+    how: str
+    sizes: list[float]
+    """Bytes at each of LENGTHS."""
+    over: float
+    """By how much that is less than what it would be without `how`, at LONG."""
+
+
+def _kept(model: str) -> Kept:
+    shape = load_shape(model)
+    layer = ModelCounts(shape).kv_bytes_per_token(0) / shape.num_layers
+    windows = _OLDER_MISTRAL if model == "mistral-7b" else shape.sliding_windows or (0,) * shape.num_layers
+    sizes = [layer * sum(min(length, window or length) for window in windows) for length in LENGTHS]
+    if not any(windows):
+        return Kept(f"query heads that share a key head: {shape.group_size}", sizes, shape.group_size)
+    how = f"windows of {max(windows)} in {sum(map(bool, windows))} of {len(windows)} layers"
+    return Kept(how, sizes, layer * len(windows) * LONG / sizes[LENGTHS.index(LONG)])
+
+
+def _kept_of_latents(latent: Latent) -> Kept:
+    token = latent.layers * latent.width * _SIXTEEN_BITS
+    over = latent.heads * (latent.key_size + latent.value_size) / latent.width
+    return Kept(f"a latent of {latent.rank} + {latent.rotated}", [token * length for length in LENGTHS], over)
+
+
+def kv(scale: Scale, run: Run) -> Finding:
+    """Section 2.1: what a sequence keeps of its tokens, in 16 bits, by what makes it smaller."""
+    found = {model: _kept(model) for model in FULL_MODELS + WINDOW_MODELS}
+    found |= {model: _kept_of_latents(latent) for model, latent in LATENT_MODELS.items()}
+    pairs = [size / 2 for size in found[MODEL].sizes]
+    found[f"{MODEL}, layers in pairs"] = Kept("one cache for two layers", pairs, 2.0)
+    latent, local = LATENT_MODELS["deepseek-v3"], 1024 / LONG
+    ours = {
+        "2.1.1": found["llama-3.1-8b"].over,
+        "2.1.2 keys": latent.heads * 128 / latent.width,
+        "2.1.2 both": 2 * latent.heads * 128 / latent.width,
+        "2.1.2 own": found["deepseek-v3"].over,
+        "2.1.3": found[MODEL].sizes[0] / pairs[0],
+        "2.1.4 pattern": 100 * (1 + 6 * local) / 7,
+        "2.1.4 gemma": found["gemma-3-27b"].over,
+        "2.1.4 gpt-oss": found["gpt-oss-20b"].over,
+        "2.1.4 mistral": found["mistral-7b"].over,
+    }
+    gib = {model: [size / GIBI for size in kept.sizes] for model, kept in found.items()}
+    rows = [
+        {"model": model, "how": kept.how, "token": kept.sizes[0] / LENGTHS[0], "over": kept.over}
+        | {f"{length // 1024}k": gib[model][LENGTHS.index(length)] for length in SHOWN_LENGTHS}
+        for model, kept in found.items()
+    ]
+    thousands = [length / 1024 for length in LENGTHS]
+    lines = panel("one sequence, 16 bits", "tokens / 1,024", "GiB", thousands, gib, log_x=True, log_y=True)
+    shown = columns(
+        ("", "model", ("what makes it smaller", "how")),
+        (",.0f", ("bytes per token at 1k", "token")),
+        (",.3f", *((f"GiB at {length // 1024}k", f"{length // 1024}k") for length in SHOWN_LENGTHS)),
+        (".1f", (f"smaller by, at {LONG // 1024}k", "over")),
+    )
+    return Finding(claims("lecture", ours), Chart("Keys and values of a sequence", [lines]), rows, shown)
+
+
+_STORED_BITS = {"int8": 8.25, "int4": 4.25}  # a 16-bit scale is shared by 64 weights
+
+
+def quantization(scale: Scale, run: Run) -> Finding:
+    """Section 2.3: perplexity of the storyteller in few bits, and what fewer bits of weights do for intensity."""
+    from nanoserve.lab.papers.quantized_stories import DrawnStories, Outliers, QuantizedReading
+
+    drawing, kinds = DrawnStories(scale.seeds, readings=scale.pick(6, 12)), get_args(Outliers)
+    texts = dict(zip(scale.seeds, run([drawing])[drawing], strict=True))
+    jobs = {kind: [QuantizedReading(kind, seed, *texts[seed]) for seed in scale.seeds] for kind in kinds}
+    outcomes = run(chain.from_iterable(jobs.values()))
+    found = {kind: [outcomes[job] for job in own] for kind, own in jobs.items()}
+    rows: list[dict[str, Any]] = []
+    for method in found[kinds[0]][0].perplexities:
+        spreads = {kind: Spread.of(one.perplexities[method] for one in found[kind]) for kind in kinds}
+        shown_texts = {f"{kind} text": spread.text("{:.2f}") for kind, spread in spreads.items()}
+        rows.append({"method": method, **spreads, **shown_texts})
+
+    def lost(method: str, kind: Outliers = "8 salient outliers") -> Spread:
+        """Perplexity over that of float32."""
+        return Spread.of(one.perplexities[method] / one.perplexities["float32"] for one in found[kind])
+
+    ours = {
+        "2.3.2 RTN": lost("RTN, 4 bits"),
+        "2.3.2 natural": lost("RTN, 4 bits", "natural weights"),
+        "2.3.2 random": lost("RTN, 4 bits", "3 random outliers"),
+        "2.3.2 mixed": lost("mixed, 4 bits"),
+        "2.3.2 AWQ": lost("AWQ, 4 bits"),
+        "2.3.2 tensor": lost("per tensor, W8A8"),
+        "2.3.2 LLM.int8()": lost("LLM.int8(), W8A8"),
+        "2.3.2 share": Spread.of(100 * (1 - one.exact_share) for one in found["8 salient outliers"]),
+    }
+    heights = {kind: [row[kind].mean for row in rows] for kind in kinds}
+    names = [row["method"] for row in rows]
+    points = panel("mean over seeds", "method", "perplexity", names, heights, styles="o", log_y=True)
+    chart = Chart("The storyteller in few bits, and in float32", [points])
+    shown = columns(("", "method"), *(("", (kind, f"{kind} text")) for kind in kinds))
+    return Finding([*claims("lecture", ours), *_intensity_claims()], chart, rows, shown)
+
+
+def _intensity_claims() -> list[Claim]:
+    costs, found = _ideal(), list[Claim]()
+    for name, bits in _STORED_BITS.items():
+        exact, balance = _bound_by_operations(costs, bits), costs.machine.device.intensity
+        gain = _feed_forward(costs, 1, CONTEXT, bits) / _feed_forward(costs, 1, CONTEXT)
+        limit = balance * bits / 16  # a multiply-add for each sequence and weight
+        ours = {f"2.3.1 {name}": gain, f"2.3.1 {name} batch": limit}
+        found += claims("lecture", ours, bits=bits, exact=exact)
+    return found
+
+
+_DRAFT_SHARE = 0.05
+"""The time to draft a token, over that of the model's step."""
+_RATES, _LOOKAHEADS = (0.8, 0.6), (1, 2, 4, 7)
+
+
+def speculative(scale: Scale, run: Run) -> Finding:
+    """Section 3.1: what K guesses a sequence gain, over batches. Operations idle in small ones alone."""
+    costs, balance = _ideal(GROUPED_MODEL), load_machine(DEVICE).device.intensity
+
+    def exact(tokens: int) -> float:
+        return costs.layers_seconds(tokens, 0) + costs.ends_seconds(StepWork(decodes=tokens, sampled=tokens), 0)
+
+    def closed(tokens: int) -> float:
+        return max(1.0, tokens / balance)  # products alone: their weights are read, or multiplied with
+
+    def speedup(rate: float, guesses: int, batch: int, seconds: Callable[[int], float] = exact) -> float:
+        plain = seconds(batch)
+        spent = seconds(batch * (1 + guesses)) + guesses * _DRAFT_SHARE * plain
+        return expected_tokens(rate, guesses) * plain / spent
+
+    rows: list[dict[str, Any]] = [
+        {
+            "rate": rate,
+            "batch": batch,
+            **{f"{guesses}": speedup(rate, guesses, batch) for guesses in _LOOKAHEADS},
+            "closed": speedup(rate, 4, batch, closed),
+            "chosen": max(speedup(rate, guesses, batch) for guesses in COUNTS),
+        }
+        for rate, batch in product(_RATES, BATCHES)
+    ]
+    accepted = acceptance_probability(np.array([0.6, 0.8]), np.array([0.7, 0.4]))
+    ours = {
+        "3.1.3": 1 + float(accepted.cumprod().sum()),
+        "3.1 one": speedup(0.8, 4, 1),
+        "3.1 many": speedup(0.8, 4, 295),
+        "3.1 chosen": min(row["chosen"] for row in rows),
+    }
+    shown = columns(
+        (".1f", ("a guess is right", "rate")),
+        (",d", ("sequences decoding", "batch")),
+        (".2f", ("K = 1", "1"), ("2", "2"), ("4", "4"), ("7", "7"), ("K = 4, products alone", "closed")),
+        (".2f", ("best K of 0 to 7", "chosen")),
+    )
+    labels = {f"K = {guesses}": f"{guesses}" for guesses in _LOOKAHEADS} | {"best K": "chosen"}
+    panels = [
+        panel(
+            f"a guess is right with {rate}",
+            "sequences decoding",
+            "speedup",
+            [float(batch) for batch in BATCHES],
+            {label: [row[field] for row in rows if row["rate"] == rate] for label, field in labels.items()},
+            styles={"best K": "k--"},
+            log_x=True,
+        )
+        for rate in _RATES
+    ]
+    chart = Chart(f"Speculative sampling, {GROUPED_MODEL} on an {DEVICE.upper()}", panels, columns=2)
+    return Finding(claims("lecture", ours, closed=speedup(0.8, 4, 295, closed)), chart, rows, shown)
+
+
+def drafts(scale: Scale, run: Run) -> Finding:
+    """Section 3.1.5: tokens that a step of the storyteller answers, by drafter, with four guesses at most."""
+    from nanoserve.lab.papers.drafted_stories import DRAFTERS, LOOKAHEAD, DraftedStories
+
+    seeds, stories = scale.seeds, scale.pick(4, 16)
+    jobs = [DraftedStories(name, greedy, seeds, stories) for name, greedy in product(DRAFTERS, (True, False))]
+    outcomes = run(jobs)
+    rows: list[dict[str, Any]] = []
+    for job in jobs:
+        found = outcomes[job]
+        spread = Spread.of(one.tokens_a_step for one in found)
+        places = [sum(one.accepted[place] for one in found) for place in range(LOOKAHEAD)]
+        checked = max(1, sum(one.rows for one in found))
+        kept = {f"{place + 1}": number / checked for place, number in enumerate(places)}
+        drawn = "greedy" if job.greedy else "as the model card says"
+        rows.append({"drafter": job.drafter, "drawn": drawn, "tokens": spread, "text": spread.text("{:.2f}"), **kept})
+    tokens = {(row["drafter"], row["drawn"]): row["tokens"] for row in rows}
+    ours = {"3.1.5 draft": tokens["draft:storyteller-draft", "greedy"], "3.1.5 ngram": tokens["ngram", "greedy"]}
+    shown = columns(
+        ("", "drafter", "drawn", ("tokens a step", "text")),
+        (".2f", ("guess 1 kept", "1"), ("2", "2"), ("3", "3"), ("4", "4")),
+    )
+    names, kinds = list(dict.fromkeys(row["drafter"] for row in rows)), dict.fromkeys(row["drawn"] for row in rows)
+    heights = {kind: [tokens[name, kind].mean for name in names] for kind in kinds}
+    bars = panel("mean over seeds", "drafter", "tokens a step", names, heights, kind="bar")
+    return Finding(claims("lecture", ours), Chart("What drafters guess of the storyteller", [bars]), rows, shown)
+
+
+PAPER = Paper(
+    title="CS336, lecture 10: efficient inference",
+    spread_over="traces",
+    setting=("counted; lengths of 5,000 requests of each trace", "counted; lengths of 20,000 requests of each trace"),
+    figures=(
+        PaperFigure(number="roofline", title=f"FLOP per byte, {MODEL} at a context of {CONTEXT}", make=roofline),
+        PaperFigure(number="batch", title=f"decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", make=batches),
+        PaperFigure(number="kv", title="keys and values of a sequence against its length, in 16 bits", make=kv),
+        PaperFigure(number="paging", title="slots that hold a token, over the life of a sequence", make=paging),
+        PaperFigure(
+            number="quantization",
+            title="perplexity of stories drawn from the storyteller itself",
+            counted="3,066 tokens of stories for each seed (--full: 6,132); mean [lowest..highest] over seeds",
+            make=quantization,
+        ),
+        PaperFigure(number="speculative", title=f"speedup by guesses, {GROUPED_MODEL}", make=speculative),
+        PaperFigure(
+            number="drafts",
+            title="tokens a step of the storyteller, by drafter",
+            counted="4 stories of 128 tokens for each seed (--full: 16); mean [lowest..highest] over seeds",
+            make=drafts,
+        ),
+    ),
+)

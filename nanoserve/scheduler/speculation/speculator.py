@@ -1,0 +1,237 @@
+"""Speculator: gives the decode rows of a plan guesses, and learns from their answers."""
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import compress
+
+import msgspec
+
+from nanoserve.request import Sequence, Status
+from nanoserve.scheduler.predictor import Predictor
+from nanoserve.scheduler.speculation.choosing import COUNTS, Acceptance, choose_counts, step_seconds
+from nanoserve.scheduler.speculation.ngram import NgramIndex
+from nanoserve.scheduler.work import StepWork
+
+_DECODE = Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
+_FIRST = Acceptance(accepted=2.4, tried=4.0, fading=0.99)
+"""The record of all sequences before anything is verified: α is high, so that guessing is tried."""
+_PROBE, _RAREST_PROBE = 16, 256
+"""Plans until a drafter is asked though that is not predicted to pay, and the most of them: the wait doubles until it
+is."""
+_RECONSIDERED = 8  # plans for which the choice of no guesses is kept, at most: it takes time
+_PLAIN = 32  # plans with guesses until one has none though they would pay: what is never done is never timed
+_TIMES_KEPT = 32
+"""Choices for which predicted times are kept while as many rows decode: contexts grow slowly."""
+_FIRST_DRAFT_SHARE = 0.1  # the time to draft a token over that of the step, until it is measured
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is known of guesses for one sequence."""
+
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(0.0, 0.0))
+    guesses: tuple[int, ...] = ()
+    length: int = 0
+    """What was last guessed to follow so many tokens; it is compared with what did, checked or not."""
+    index: NgramIndex = field(default_factory=NgramIndex)
+    seen: int = 0
+    wait: int = _PROBE
+    """How many tokens there were when it was last considered, and how many more are fed before it is again."""
+
+
+class GuessCounts(msgspec.Struct, array_like=True):
+    """What became of guesses since the engine started."""
+
+    rows: int = 0  # rows that had guesses
+    guesses: int = 0
+    accepted: list[int] = msgspec.field(default_factory=lambda: [0] * COUNTS[-1])
+    """Accepted guesses by their place in the row."""
+
+    def __add__(self, other: "GuessCounts") -> "GuessCounts":
+        """New counts: those of both."""
+        accepted = [one + another for one, another in zip(self.accepted, other.accepted, strict=True)]
+        return GuessCounts(self.rows + other.rows, self.guesses + other.guesses, accepted)
+
+
+class Speculator:
+    """``looks_up``: guesses come from the sequence's own tokens (n-grams); otherwise a drafter in the executor is asked
+    for them, one step before. A step has at most ``token_budget`` tokens with its guesses. With ``feeds_tokens`` the
+    next plan is made before a token is known, unless its sequence is ``guessing``."""
+
+    def __init__(self, *, looks_up: bool, token_budget: int, feeds_tokens: bool = False) -> None:
+        self.counts = GuessCounts()
+        self._looks_up, self._token_budget, self._feeds_tokens = looks_up, token_budget, feeds_tokens
+        self._records: dict[int, _Record] = {}
+        self._all = Acceptance(_FIRST.accepted, _FIRST.tried, _FIRST.fading)
+        self._draft_seconds = math.inf  # of one token of each row
+        self._pace_is_steady = False  # until then it is a bound
+        self._plans = self._rests_until = self._guessed = 0  # plans; those with guesses since one without
+        self._asked = set[int]()  # sequences with drafts under way or not considered yet
+        self._next_probe = self._probe_wait = _PROBE
+        self._step: Callable[[int], float] = float
+        self._step_of, self._step_age = (0, 0), 0
+
+    def rests(self) -> bool:
+        """Whether nothing is guessed for the next plan, as nothing was for one that was like it."""
+        self._plans += 1
+        return self._plans < self._rests_until and not (self._asked or self._feeds_tokens)
+
+    def choose(
+        self,
+        sequences: SequenceOf[Sequence],
+        work: Callable[[], StepWork],
+        predictor: Predictor | None,
+        wanted: int | None = None,
+        in_flight: int = 0,
+        prompt_tokens: int = 0,
+    ) -> list[tuple[tuple[int, ...], int]]:
+        """For each sequence that a plan samples, its guesses, and how many tokens to draft after the answer. ``work``
+        is the plan without guesses, with so many ``prompt_tokens``, beside so many others ``in_flight``. There are as
+        many as are ``wanted``, or without a predictor as many as possible."""
+        if wanted is not None:
+            predictor = None
+        most = COUNTS[-1] if wanted is None else min(wanted, COUNTS[-1])
+        records, room, found = list[_Record](), list[int](), list[tuple[int, ...]]()
+        for sequence in sequences:
+            record = self._records.get(sequence.sequence_id)
+            if record is None:
+                record = self._records[sequence.sequence_id] = _Record()
+            # The last token of an answer is sampled, never guessed; and a prompt's row has no guesses.
+            left = sequence.max_length - len(sequence.tokens) - 1
+            limit = min(left, most) if sequence.status is _DECODE else 0
+            self._asked.discard(sequence.sequence_id)
+            records.append(record)
+            room.append(left)
+            record.seen = len(sequence.tokens)
+            found.append(self._find(sequence, record, limit) if limit > 0 else ())
+        seconds = None
+        if predictor is not None and (any(found) or not self._looks_up):
+            seconds = self._seconds(work, predictor, (len(sequences), prompt_tokens), in_flight + 1)
+        counts = drafts = [0] * len(records)
+        if any(found):
+            limits = list(map(len, found))
+            counts = self._counts(records, limits, seconds, prompt_tokens, max(limits))
+        if is_plain := seconds is not None and not prompt_tokens and self._guessed >= _PLAIN:
+            counts = [0] * len(records)
+        self._guessed = self._guessed + 1 if any(counts) else 0
+        if not self._looks_up:
+            limits = [max(0, min(left - count, most)) for left, count in zip(room, counts, strict=True)]
+            drafts = self._counts(records, limits, seconds, prompt_tokens)
+            self._ask(sequences, records, limits, drafts)
+        if not (is_plain or prompt_tokens or any(counts) or any(drafts)):
+            pause = len(records) // 2 if self._looks_up and not any(found) else _RECONSIDERED
+            self._rests_until = self._plans + 1 + min(pause, _RECONSIDERED)
+        if self._feeds_tokens:
+            for sequence, record, count, draft in zip(sequences, records, counts, drafts, strict=True):
+                sequence.guessing = bool(count or draft or is_plain)
+                record.wait = _PROBE if sequence.guessing else min(2 * record.wait, _RAREST_PROBE)
+        return [(one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)]
+
+    def _find(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
+        """At most so many guesses."""
+        if self._looks_up or record.length != len(sequence.tokens):
+            self._compare(sequence, record)
+        if self._looks_up:
+            record.guesses, record.length = self._look_up(sequence, record, most), len(sequence.tokens)
+        return record.guesses[:most]
+
+    def _look_up(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
+        return record.index.guess(sequence.tokens, most)
+
+    def _compare(self, sequence: Sequence, record: _Record) -> None:
+        """Learn from what has followed the guesses for a sequence."""
+        guesses, record.guesses = record.guesses, ()
+        if following := sequence.tokens[record.length : record.length + len(guesses)]:
+            pairs = enumerate(zip(guesses, following, strict=False))
+            right = next((place for place, (guess, token) in pairs if guess != token), len(following))
+            self._take_note(record, len(following), right)
+
+    def _take_note(self, record: _Record, guesses: int, right: int) -> None:
+        for acceptance in (record.acceptance, self._all):
+            acceptance.learn(guesses, right)
+
+    def _seconds(
+        self, make_work: Callable[[], StepWork], predictor: Predictor, key: tuple[int, int], micro_batches: int
+    ) -> Callable[[int, int], float]:
+        """How long it takes until the rows of a plan are next, with so many guesses and seconds of drafting: through
+        all stages, or as often through one as there are micro-batches."""
+        if key != self._step_of or not self._step_age:
+            self._step, self._step_of, self._step_age = cache(step_seconds(predictor, make_work())), key, _TIMES_KEPT
+        self._step_age -= 1
+        step, share = self._step, predictor.slowest_share
+        each = 0.0 if self._looks_up else self._draft_seconds
+        if not self._pace_is_steady:
+            each = min(each, _FIRST_DRAFT_SHARE * step(0))
+
+        def seconds(guesses: int, drafted: int) -> float:
+            time, drafting = step(guesses), drafted * each
+            return max(time + drafting, micro_batches * (share * time + drafting))
+
+        return seconds
+
+    def _counts(
+        self,
+        records: SequenceOf[_Record],
+        limits: list[int],
+        seconds: Callable[[int, int], float] | None,
+        prompt_tokens: int,
+        longest: int = 0,
+    ) -> list[int]:
+        """How many guesses each has, of at most its limit. Drafts are checked at the pace at which the ``longest`` was
+        made."""
+        if seconds is None:
+            return limits
+        prior, budget = self._all.rate(0.0), self._token_budget - prompt_tokens - len(limits)
+        rates = [record.acceptance.rate(prior) for record in records]
+        paced = seconds if not longest else lambda guesses, _: seconds(guesses, longest)
+        return choose_counts(rates, limits, paced, budget, prompt_tokens)
+
+    def _ask(
+        self, sequences: SequenceOf[Sequence], records: list[_Record], limits: list[int], drafts: list[int]
+    ) -> None:
+        """Note who is asked for drafts: now and then one sequence, where none would be."""
+        if any(drafts):
+            self._probe_wait = _PROBE
+        elif self._plans >= self._next_probe and any(limits):
+            drafts[min(compress(range(len(limits)), limits), key=lambda place: records[place].length)] = 1
+            self._probe_wait = min(2 * self._probe_wait, _RAREST_PROBE)
+        if any(drafts):
+            self._next_probe = self._plans + self._probe_wait
+            self._asked.update(one.sequence_id for one, draft in zip(sequences, drafts, strict=True) if draft)
+
+    def learn(self, sequence: Sequence, guesses: int, answered: int, asked: int, draft: tuple[int, ...]) -> None:
+        """A row with so many guesses was answered with so many tokens, which the sequence has by now, and with a draft
+        of what follows, of the number that was asked for."""
+        record = self._records.get(sequence.sequence_id)
+        if record is None:
+            return
+        if guesses and answered:
+            self.counts.rows += 1
+            self.counts.guesses += guesses
+            for place in range(answered - 1):
+                self.counts.accepted[place] += 1
+        length = len(sequence.tokens)
+        if asked:
+            self._compare(sequence, record)
+            record.guesses, record.length = draft, length
+            if not draft:  # as good as a wrong guess
+                self._take_note(record, 1, 0)
+        if self._feeds_tokens and not sequence.guessing and length - record.seen >= record.wait:
+            sequence.guessing = not self._looks_up or bool(record.index.guess(sequence.tokens, 1))
+
+    def learn_pace(self, each: float, *, steady: bool) -> None:
+        """Drafting took so long for each token of the longest draft; at most, where a drafter that is not ``steady``
+        had to read what it had not seen of a sequence."""
+        if not steady:
+            self._draft_seconds = min(self._draft_seconds, each)
+        else:
+            self._draft_seconds = 0.8 * self._draft_seconds + 0.2 * each if self._pace_is_steady else each
+            self._pace_is_steady = True
+
+    def forget(self, sequence_id: int) -> None:
+        """The sequence has ended."""
+        self._records.pop(sequence_id, None)
+        self._asked.discard(sequence_id)

@@ -1,0 +1,80 @@
+"""A decoder small enough to run in a test, and what it computes without any cache."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoserve.config.model_config import ModelConfig, RopeConfig
+from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.kv_transfer.host_pool import HostPool
+from nanoserve.executor.local import LocalExecutor
+from nanoserve.executor.stage import Stage
+from nanoserve.models.attention import DenseCausalAttention
+from nanoserve.models.decoder import Decoder, LayerFunction
+
+VOCAB_SIZE = 61
+
+
+def small_config(*, sliding_window: int = 0) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(rotary_dim=8),
+        sliding_windows=(sliding_window, sliding_window),
+    )
+
+
+def small_decoder(config: ModelConfig | None = None) -> Decoder:
+    """Random weights, large enough that attention and logits are far from uniform."""
+    torch.manual_seed(0)
+    decoder = Decoder(config or small_config())
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+    return decoder.eval()
+
+
+@torch.inference_mode()
+def dense_logits(decoder: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+    """Logits at every position of one sequence, computed at once: [length, vocab_size]."""
+    attention = DenseCausalAttention(decoder.config, 1, len(tokens))
+    hidden = decoder(torch.tensor(tokens), torch.arange(len(tokens)), attention)
+    return decoder.compute_logits(hidden)
+
+
+def dense_greedy(decoder: Decoder, prompt: Sequence[int], count: int) -> list[int]:
+    """The tokens of greedy decoding, with everything computed anew for each."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(dense_logits(decoder, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def local_executor(
+    decoder: Decoder, *, host_pool: HostPool | None = None, feeds_tokens: bool = False, **settings: Any
+) -> LocalExecutor:
+    """A LocalExecutor on the CPU; settings as for `Stage.build`."""
+    part = None if host_pool is None else host_pool.part(decoder.shard)
+    return LocalExecutor(Stage.build(decoder, device="cpu", part=part, **settings), feeds_tokens=feeds_tokens)
+
+
+class LayersRunBy(LayerRunner):
+    """Whole layers run by a function."""
+
+    def __init__(self, run_layer: LayerFunction) -> None:
+        super().__init__()
+        self._run_layer = run_layer
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        return self._run_layer(*arguments)

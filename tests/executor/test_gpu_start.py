@@ -1,0 +1,302 @@
+"""Getting a GPU ready, on the CPU: the largest step really runs, and what it is told about memory is put to use."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from subprocess import CalledProcessError
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoserve import LLM
+from nanoserve.config.model_config import MoeConfig
+from nanoserve.engine import assembly
+from nanoserve.engine_config import EngineConfig
+from nanoserve.errors import RuntimeFailure
+from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.local import LocalExecutor
+from nanoserve.executor.stage import Stage
+from nanoserve.executor.start import gpu_start
+from nanoserve.executor.start.gpu_start import GpuStart, run_largest_step
+from nanoserve.executor.step.decode_graphs import DecodeGraphs
+from nanoserve.executor.step.forward_pass import ForwardPass
+from nanoserve.models.attention import AttentionFunction, PagedAttention
+from nanoserve.models.decoder import Decoder, DecoderLayer
+from nanoserve.models.shards import make_shards
+from nanoserve.request import SamplingParams
+from nanoserve.scheduler.plan import Begin, Row, StepPlan
+from tests.executor.fake_graphs import FakeRecorder
+from tests.executor.small_model import dense_greedy, local_executor, small_config, small_decoder
+from tests.models.thread_ranks import ThreadGroup, on_every_rank
+
+CPU = torch.device("cpu")
+STEP_MEMORY = 6000
+PROMPT = (7, 3, 58, 21, 9)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRecorder]:
+    """What of CUDA is asked, answered for the CPU; the compiler only traces."""
+    recorder, free = FakeRecorder(), iter(range(10_000, 0, -300))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10_000))
+    monkeypatch.setattr(gpu_start, "CudaRecorder", lambda device: recorder)
+    monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), STEP_MEMORY)[1])
+    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend="eager"))
+    yield recorder
+    torch._dynamo.reset()
+
+
+def executor_of(decoder: Decoder, start: GpuStart) -> LocalExecutor:
+    return local_executor(decoder, num_blocks=8, block_size=4, layers=start.layers)
+
+
+def greedy(executor: LocalExecutor, count: int) -> list[int]:
+    tokens = list(PROMPT)
+    for step in range(count):
+        start = 0 if step == 0 else len(tokens) - 1
+        begin = (Begin(1, PROMPT, len(PROMPT), 0, 0, SamplingParams(temperature=0.0)),) if step == 0 else ()
+        row = Row(1, start, tuple(tokens[start:]), True, (0, 1, 2) if step == 0 else ())
+        executor.submit(StepPlan(step, begin=begin, rows=(row,)))
+        (result,) = executor.collect(None)
+        tokens += result.answers[0].tokens
+    return tokens[len(PROMPT) :]
+
+
+def test_a_gpu_is_warmed_measured_and_captured(recorder: FakeRecorder) -> None:
+    decoder = small_decoder().requires_grad_(False)
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=12, block_size=4)
+    start, told = GpuStart(decoder, config, CPU), list[tuple[str, int, int]]()
+    reserved = start.measure(128, lambda *now: told.append(now))
+    graphs = 3 * gpu_start.GRAPH_BYTES + gpu_start.CAPTURE_WORKSPACE
+    assert reserved == STEP_MEMORY + STEP_MEMORY * 3 // 12 + graphs
+    executor = executor_of(decoder, start)
+    facts = start.capture(executor.runner, 20, lambda *now: told.append(now))
+    assert (facts.compiled, facts.step_memory, facts.graphs, facts.graph_memory) == (True, STEP_MEMORY, 3, 300)
+    assert [stage for stage, _, _ in told] == ["compiling layers"] * 2 + ["capturing decode steps"] * 4
+    assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
+    assert recorder.replayed == [1, 1, 1], "the prompt runs plainly"
+    assert "compiled layers" in str(facts) and "3 decode steps captured" in str(facts)
+
+
+def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, storyteller: LLM
+) -> None:
+    """All that is done for a GPU, with the CPU in its place: steps overlap too."""
+    load, build_stage = assembly.load_decoder, Stage.build
+    monkeypatch.setattr(assembly, "usable_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        assembly, "load_decoder", lambda resolved, config, device, progress: load(resolved, config, CPU, None)
+    )
+    monkeypatch.setattr(gpu_start, "GpuStart", lambda decoder, config, device: GpuStart(decoder, config, CPU))
+    monkeypatch.setattr(Stage, "build", lambda decoder, device, **options: build_stage(decoder, device=CPU, **options))
+    prompts = ["Once upon a time", "The cat", "One day, a boy named Tim went to"]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=9),
+        SamplingParams(temperature=0.8, top_p=0.9, max_tokens=7, seed=3),
+        SamplingParams(temperature=1.0, top_k=5, repetition_penalty=1.2, max_tokens=11, seed=4),
+    ]
+    expected = [output.outputs[0].token_ids for output in storyteller.generate(prompts, params)]
+    settings = {"dtype": "float32", "kv_cache_memory": 2**24, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    with LLM(device="cuda", **settings) as llm:
+        assert llm.compiled and llm.gpu is not None and llm.gpu.graphs == 3
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+    assert {1, 2, 4} == set(recorder.replayed)
+
+
+def test_each_kind_of_layer_is_compiled_for_one_token_and_for_more(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the largest step; capturing, prompts and decodes find it done."""
+    compiled = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend=count))
+    decoder = small_decoder().requires_grad_(False)
+    start = GpuStart(decoder, EngineConfig(max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
+    start.measure(128, None)
+    executor = executor_of(decoder, start)
+    assert start.capture(executor.runner, 20, None).graphs == 3
+    assert greedy(executor, 4) == dense_greedy(decoder, PROMPT, 4)
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize(("policy", "graphs"), [("sarathi", 2), ("hybrid", 6)])
+def test_pieces_are_compiled_before_the_first_step_that_needs_them(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, policy: str, graphs: int
+) -> None:
+    """And nobody else waits for that."""
+    decoder, needed = small_decoder().requires_grad_(False), iter((STEP_MEMORY, STEP_MEMORY + 1))
+    monkeypatch.setattr(gpu_start, "measured_memory", lambda device, step: (step(), next(needed))[1])
+    config = EngineConfig(policy=policy, max_num_seqs=2, max_num_batched_tokens=12, block_size=4, device="cuda")
+    compiled = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(LayerRunner, "torch_compile", partial(LayerRunner.torch_compile, backend=count))
+    start = GpuStart(decoder, config, CPU)
+    start.measure(128, None)
+    assert len(compiled) == graphs
+    executor = executor_of(decoder, start)
+    facts = start.capture(executor.runner, 20, None)
+    assert facts.step_memory == (STEP_MEMORY + 1 if policy == "hybrid" else STEP_MEMORY), "the larger of what is needed"
+    executor.runner.forward = ForwardPass(decoder, executor.runner.caches, start.layers.in_pieces)
+    if policy == "hybrid":
+        assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
+        assert len(compiled) == graphs, "nothing is left to be compiled"
+
+
+def test_steps_with_experts_that_wait_for_the_gpu_are_not_captured(recorder: FakeRecorder) -> None:
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=12, block_size=4)
+    moe = MoeConfig(4, 2, 16, normalize_weights=True, sparse_layers=frozenset({0}))
+    for dtype, graphs in ((torch.float32, 0), (torch.bfloat16, 2)):
+        model = replace(small_config(), num_layers=1, sliding_windows=(0,), moe=moe)
+        decoder = Decoder(model).to(dtype).requires_grad_(False)
+        start = GpuStart(decoder, config, CPU)  # which counts as a GPU of generation 9
+        start.measure(128, None)
+        assert start.capture(executor_of(decoder, start).runner, 20, None).graphs == graphs
+    assert recorder.recorded == [2, 1]
+
+
+def test_eager_compiles_and_captures_nothing(recorder: FakeRecorder) -> None:
+    decoder = small_decoder()
+    start = GpuStart(decoder, EngineConfig(eager=True, max_num_seqs=3, max_num_batched_tokens=12, block_size=4), CPU)
+    told = list[tuple[str, int, int]]()
+    assert start.measure(128, lambda *now: told.append(now)) == STEP_MEMORY
+    assert told == [("warming up", 0, 1), ("warming up", 1, 1)]
+    executor = executor_of(decoder, start)
+    facts = start.capture(executor.runner, 20, None)
+    assert not facts.compiled and facts.graphs == facts.graph_memory == 0 and recorder.recorded == []
+    assert not isinstance(executor.runner.forward, DecodeGraphs)
+    assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
+
+
+def test_what_does_not_fit_is_one_clear_line(recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small_decoder()
+    start = GpuStart(decoder, EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4), CPU)
+    captured = GpuStart(decoder, EngineConfig(max_num_seqs=2, block_size=4), CPU)
+    executor = executor_of(decoder, start)
+
+    def fail(*arguments: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decoder, "forward", fail)
+    with pytest.raises(
+        RuntimeFailure, match=r"a step of 12 tokens .* lower --max-num-batched-tokens or --max-num-seqs$"
+    ):
+        start.measure(128, None)
+    with pytest.raises(RuntimeFailure, match=r"capturing 2 decode steps .* lower --max-num-seqs or .* --eager$"):
+        captured.capture(executor.runner, 20, None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        CalledProcessError(1, ["gcc", "main.c"]),
+    ],
+)
+def test_kernels_that_cannot_be_built_are_one_clear_line(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    decoder = small_decoder()
+
+    def fail(*arguments: object) -> Tensor:
+        raise error
+
+    monkeypatch.setattr(decoder, "forward", fail)
+    start = GpuStart(decoder, EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4), CPU)
+    with pytest.raises(RuntimeFailure, match=r"install gcc and Python's headers, or set CC to a C compiler \(") as told:
+        start.measure(128, None)
+    assert "\n" not in str(told.value)
+
+
+def test_what_cannot_be_captured_runs_plainly(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = small_decoder()
+    start = GpuStart(decoder, EngineConfig(max_num_seqs=2, block_size=4), CPU)
+    executor = executor_of(decoder, GpuStart(decoder, EngineConfig(eager=True), CPU))
+
+    def refuse(step: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recorder, "record", refuse)
+    assert start.capture(executor.runner, 20, None).graphs == 0
+    assert greedy(executor, 2) == dense_greedy(decoder, PROMPT, 2)
+    assert "decode steps run uncaptured" in caplog.text and "not permitted when stream is capturing" in caplog.text
+
+
+@pytest.mark.parametrize("first", [ValueError("experts must wait"), torch.OutOfMemoryError("CUDA out of memory")])
+def test_the_first_error_of_a_recording_is_told_and_not_how_it_ended(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, first: Exception
+) -> None:
+    """As `torch.cuda.graph` does it, whose end fails where the step in it has failed."""
+    start = GpuStart(small_decoder(), EngineConfig(max_num_seqs=2, block_size=4), CPU)
+    executor = executor_of(small_decoder(), GpuStart(small_decoder(), EngineConfig(eager=True), CPU))
+
+    def fail(step: object) -> None:
+        try:
+            raise first
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(recorder, "record", fail)
+    if isinstance(first, torch.OutOfMemoryError):
+        with pytest.raises(RuntimeFailure, match="out of memory on cpu: capturing 2 decode steps does not fit"):
+            start.capture(executor.runner, 20, None)
+    else:
+        assert start.capture(executor.runner, 20, None).graphs == 0
+        assert "decode steps run uncaptured, which is slower: experts must wait" in caplog.text
+
+
+def test_a_kernel_that_is_too_large_for_the_gpu_is_one_clear_line(
+    recorder: FakeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OutOfResources(Exception):
+        """By the name of Triton's, which is no RuntimeError either."""
+
+    def fail(*arguments: object) -> Tensor:
+        raise OutOfResources("out of resource: shared memory, Required: 240000, Hardware limit: 101376.")
+
+    decoder = small_decoder()
+    monkeypatch.setattr(decoder, "forward", fail)
+    start = GpuStart(decoder, EngineConfig(eager=True, max_num_batched_tokens=12, block_size=4), CPU)
+    with pytest.raises(RuntimeFailure, match=r"cpu is too small for a kernel: out of resource: .* --device cpu$"):
+        start.measure(128, None)
+
+
+def test_the_largest_step_is_as_large_as_a_step_may_be() -> None:
+    decoder, seen = small_decoder(), list[tuple[int, ...]]()
+
+    def run_layer(
+        layer: DecoderLayer, hidden: Tensor, cos: Tensor, sin: Tensor, attention: AttentionFunction
+    ) -> Tensor:
+        assert isinstance(attention, PagedAttention)
+        seen.append((len(hidden), *attention.batch.context_lengths.tolist()))
+        output: Tensor = layer(hidden, cos, sin, attention)
+        return output
+
+    tokens = run_largest_step(decoder, run_layer, num_tokens=11, num_rows=4, block_size=4)
+    assert seen == [(11, 8, 1, 1, 1)] * small_config().num_layers
+    assert tokens is not None and len(tokens) == 11, "prompt log probabilities may look at every position"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_every_shard_of_a_model_has_a_largest_step(stages: int) -> None:
+    """A later stage begins with hidden states; only the first rank of the last stage samples."""
+    shards = make_shards(small_config(), pipeline_parallel=stages, tensor_parallel=2)
+
+    def run(rank: int, group: ThreadGroup) -> int | None:
+        decoder = Decoder(small_config(), shard=shards[first + rank], group=group).eval()
+        tokens = run_largest_step(decoder, DecoderLayer.__call__, num_tokens=11, num_rows=4, block_size=4)
+        return None if tokens is None else len(tokens)
+
+    for first in range(0, len(shards), 2):
+        assert on_every_rank(run, 2) == ([11, None] if shards[first].is_last else [None, None])

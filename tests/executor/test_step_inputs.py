@@ -1,0 +1,53 @@
+"""The tensors of a step equal what a loop over tokens says, also once the buffers had to grow."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from nanoserve.executor.step.forward_pass import BlockTable, InputBuilder, row_ends
+from nanoserve.executor.step.staging import Staging
+from nanoserve.scheduler.plan import Row
+
+BLOCK_SIZE = 4
+
+
+def table_of(blocks: Sequence[int]) -> BlockTable:
+    table = BlockTable()
+    for block in blocks[:3]:
+        table.extend((block,))
+    table.extend(blocks[3:])
+    return table
+
+
+def row(sequence: int, start: int, length: int) -> Row:
+    return Row(sequence, start, tuple(range(100 * sequence, 100 * sequence + length)), True)
+
+
+@pytest.mark.parametrize("rows", [[row(1, 6, 1), row(2, 0, 9), row(3, 3, 2)], [row(1, 40, 300), row(2, 99, 1)]])
+def test_inputs_equal_a_loop_over_tokens(rows: list[Row]) -> None:
+    builder, staging = InputBuilder(BLOCK_SIZE), Staging(torch.device("cpu"))
+    tables = [
+        table_of([(place + 1) * 1000 + block for block in range((each.start + len(each.tokens) + 3) // BLOCK_SIZE)])
+        for place, each in enumerate(rows)
+    ]
+    builder.build(rows[::-1], row_ends(rows[::-1]), tables[::-1], staging.add)  # an earlier step leaves nothing behind
+    inputs = builder.build(rows, row_ends(rows), tables, staging.add)
+    staging.transfer()
+    batch = inputs.batch
+    expected = [
+        (token, each.start + offset, int(table.blocks[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE)
+        for each, table in zip(rows, tables, strict=True)
+        for offset, token in enumerate(each.tokens)
+        for position in [each.start + offset]
+    ]
+    columns = (inputs.token_ids, inputs.positions, batch.slot_mapping)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+    assert {column.dtype for column in columns} == {torch.int64}
+    lengths = [len(each.tokens) for each in rows]
+    assert batch.query_starts.tolist() == [sum(lengths[:place]) for place in range(len(rows) + 1)]
+    assert batch.context_lengths.tolist() == [each.start + len(each.tokens) for each in rows]
+    width = max(len(table.blocks) for table in tables)
+    padded = [[*table.blocks.tolist(), *[0] * (width - len(table.blocks))] for table in tables]
+    assert batch.block_tables.tolist() == padded
+    assert batch.block_tables.dtype == batch.query_starts.dtype == batch.context_lengths.dtype == torch.int32

@@ -1,0 +1,139 @@
+"""The routes compute the same thing, and what is counted and formed from their times is right."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from nanoserve.lab.benchmarks import operators
+from nanoserve.lab.benchmarks.machine import ForeignLoad
+from nanoserve.lab.benchmarks.operators import (
+    OURS,
+    OperatorCase,
+    OperatorRound,
+    Route,
+    measure_case,
+    samples,
+    summarize,
+)
+from nanoserve.lab.benchmarks.rounds import Repeating
+
+
+@pytest.fixture(autouse=True)
+def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "COLD_BYTES", 1)
+    monkeypatch.setattr(operators, "_TURN_SECONDS", 0.0)
+
+
+def results(case: OperatorCase) -> dict[str, Tensor]:
+    found = {}
+    for name, route in case.routes.items():
+        with route.context():
+            result = route.call()
+        assert isinstance(result, Tensor)
+        found[name] = result.double()
+    return found
+
+
+@pytest.mark.parametrize("context", [32, 21])
+def test_every_way_to_attend_gives_the_same(context: int) -> None:
+    case = next(operators.attention_cases(2, context, torch.bfloat16))
+    ours, *others = results(case).values()
+    assert list(case.routes) == [OURS, "gather + SDPA", "plain torch"]
+    for other in others:
+        torch.testing.assert_close(other, ours, atol=2e-2, rtol=2e-2)
+    assert case.num_bytes == 2 * (2 * context * 8 * 128) * 2  # keys and values of two sequences, 16 bits each
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_host_tier_gives_what_its_operator_gives(dtype: torch.dtype) -> None:
+    cases = operators.attention_cases(2, 21, dtype)
+    next(cases)
+    case = next(cases)
+    handed_over, alone = results(case).values()
+    cases.close()
+    assert torch.equal(handed_over, alone)
+    assert case.num_bytes == 2 * (2 * 21 * 8 * 128) * dtype.itemsize
+
+
+def test_every_way_to_multiply_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_matrices", lambda: [("gate_up", 96, 64), ("head", 200, 64)])
+    cases = list(operators.linear_cases([3, 100], torch.bfloat16))
+    assert [case.name for case in cases] == [
+        "gate_up 96 x 64, 3 rows",
+        "gate_up 96 x 64, 100 rows",
+        "head 200 x 64, 3 rows",
+    ]
+    ours, *others = results(cases[0]).values()
+    for other in others:
+        torch.testing.assert_close(other, ours, atol=0.2, rtol=2e-2)
+    assert (cases[0].num_bytes, cases[0].operations) == (96 * 64 * 2, 2 * 3 * 96 * 64)
+
+
+def test_the_matrices_are_those_of_the_decoder() -> None:
+    sizes = {name: (columns, depth) for name, columns, depth in operators._matrices()}
+    assert sizes["gate_up"] == (6144, 1024)
+    assert sizes["qkv"] == (4096, 1024)
+    assert sizes["head"] == (151936, 1024)
+
+
+def test_calls_do_not_find_their_memory_in_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "COLD_BYTES", 5000)
+    places = [tensor.data_ptr() for tensor in operators._copies(torch.ones(256))]
+    assert len(places) == len(set(places)) == 5
+
+
+def test_routes_take_turns_and_a_round_has_its_own_floor(tmp_path: Path) -> None:
+    log: list[str] = []
+    routes = {name: Route(lambda name=name: log.append(name)) for name in (OURS, "other")}  # type: ignore[misc]
+    case = OperatorCase("work", num_bytes=4000, operations=1000, routes=routes)
+    bandwidths: Iterator[float] = iter([1e9, 3e9, 2e9, 2e9])
+    machine: dict[str, Any] = {"probe": lambda: next(bandwidths), "foreign": ForeignLoad(proc=tmp_path), "peak": 1e12}
+    done = list(measure_case(case, rounds=1, repeating=Repeating(), **machine))
+    assert [one.counts for one in done] == [False, True]
+    assert done[0].floor_us == pytest.approx(2.0)  # 4 kB at 2 GB/s
+    first_round = log[4 : 4 + 2 * operators._TURNS]
+    assert first_round[:4] == [OURS, "other", "other", OURS]
+    assert first_round.count(OURS) == operators._TURNS
+
+
+def a_round(number: int, ours: float, other: float) -> OperatorRound:
+    return OperatorRound(
+        case="work",
+        number=number,
+        bandwidth_before=10.0,
+        bandwidth_after=10.0,
+        foreign_cores=0.0,
+        num_bytes=10**6,
+        operations=2 * 10**6,
+        floor_us=100.0,
+        routes_us={OURS: ours, "other": other},
+    )
+
+
+def test_shares_rates_and_ratios() -> None:
+    ours, other = summarize([a_round(1, 200, 600), a_round(2, 200, 800), a_round(3, 400, 800)])
+    assert (ours["route"], ours["us"], ours["rounds"], ours["state"]) == (OURS, 200, 3, "10 GB/s")
+    assert ours["gb_per_s"] == pytest.approx(5.0)
+    assert ours["gflops"] == pytest.approx(10.0)
+    assert ours["of_floor"] == pytest.approx(0.5)
+    assert ours["ours_is_faster"] is None
+    assert (other["ours_is_faster"], other["low"], other["high"]) == (3.0, 2.0, 4.0)
+
+
+def test_samples_are_the_shares_of_the_rounds_that_count() -> None:
+    drifted = msgspec.structs.replace(a_round(2, 200, 600), bandwidth_after=20.0)
+    assert samples([a_round(1, 200, 600), drifted, a_round(3, 400, 600)]) == {"work": {"of_floor": [0.5, 0.25]}}
+
+
+def test_a_round_in_which_a_route_beats_the_floor_tells_no_share() -> None:
+    """The machine was looked at while it was busy: 100 us is not the least time, as some route took 90."""
+    ours, other = summarize([a_round(1, 125, 90), a_round(2, 200, 600)])
+    assert (ours["of_floor"], other["of_floor"]) == (0.5, pytest.approx(1 / 6))
+    ours, other = summarize([a_round(1, 125, 90)])
+    assert (ours["of_floor"], other["of_floor"]) == (None, None)
+    assert samples([a_round(1, 90, 125), a_round(2, 200, 600)]) == {"work": {"of_floor": [0.5]}}

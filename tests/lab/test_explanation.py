@@ -1,0 +1,73 @@
+"""An explanation shows the block tables that the scheduler and the executor have, whatever happens."""
+
+import dataclasses
+from collections import Counter
+
+import msgspec
+from hypothesis import given, settings
+
+from nanoserve.engine.engine import Engine
+from nanoserve.lab.explanation import AT_MOST, MEANINGS, NOT_SHOWN, ExplainedRun, explain_run
+from nanoserve.record.events import Event, Planned
+from nanoserve.record.run_record import RunRecord
+from nanoserve.scheduler.load import Decision, Load
+from nanoserve.scheduler.plan import Tier
+from tests.scheduler.lives import lives
+from tests.scheduler.tier_lives import DECIDED, TIERS, AtRandom, check
+
+Tables = dict[tuple[int, Tier], tuple[int, ...]]
+
+
+class Watch:
+    """Notes after each plan the tables that the scheduler holds, and those that the executor made of the plans."""
+
+    def __init__(self) -> None:
+        self.record = RunRecord(1, keeps_tables=True)
+        self.held: list[Tables] = []
+        self.known: list[Tables] = []
+
+    def __call__(self, engine: Engine) -> None:
+        self._engine = engine
+        engine.recorder.add(self.record, self._on_event)
+
+    def _on_event(self, event: Event) -> None:
+        if not isinstance(event, Planned):
+            return
+        sequences = self._engine.scheduler.table.sequences.items()
+        on_device: Tables = {(key, "device"): tuple(one.block_table) for key, one in sequences if one.block_table}
+        on_host: Tables = {(key, "host"): tuple(one.host_table) for key, one in sequences if one.host_table}
+        self.held.append(on_device | on_host)
+        records = self._engine.executor._records.items()
+        self.known.append({(key, one.tier): tuple(one.block_table) for key, one in records})
+
+
+@settings(max_examples=100, deadline=None)
+@given(life=lives(), memory=TIERS, decided=DECIDED)
+def test_tables_are_those_of_the_scheduler_and_of_the_executor(
+    life: dict, memory: dict, decided: list[Decision]
+) -> None:
+    watch = Watch()
+    check(AtRandom(decided), life, memory, watch=watch)
+    run = explain_run("random", watch.record, life["block_size"], 1, lambda tokens: tuple(map(str, tokens)))
+    encoded = msgspec.json.encode(run)
+    assert msgspec.json.encode(msgspec.json.decode(encoded, type=ExplainedRun)) == encoded
+    for step, held, known in zip(run.steps, watch.held, watch.known, strict=True):
+        tables = {(table.sequence, table.tier): table.blocks for table in step.tables}
+        assert tables == held
+        for (sequence, tier), blocks in known.items():
+            shown = tables[sequence, tier]
+            assert shown[: len(blocks)] == blocks
+            assert tier == "host" or shown == blocks  # the scheduler may have reserved more on the host
+        owners = Counter(block for (_, tier), blocks in tables.items() if tier == "device" for block in blocks)
+        assert set(step.shared) == {block for block, number in owners.items() if number > 1}
+        # A fork that has not written yet also owns the block that it will copy.
+        assert step.total_blocks - step.free_blocks >= len(owners)
+        assert not {copy.target for copy in step.copies} & set(step.shared)
+        for row in step.rows:
+            assert (row.sequence, row.tier) in tables
+
+
+def test_every_field_that_a_step_shows_has_its_meaning() -> None:
+    shown = {field.name for shape in (Load, Decision) for field in dataclasses.fields(shape)} - {*NOT_SHOWN}
+    assert {*MEANINGS} == shown
+    assert {*AT_MOST} <= {field.name for field in dataclasses.fields(Decision)}

@@ -1,0 +1,179 @@
+"""Speculative decoding of real models: token for token what plain decoding answers, in float32, whatever is guessed."""
+
+import json
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+import nanoserve
+from nanoserve.commands.answers import stream_answer
+from nanoserve.errors import UsageError
+from nanoserve.lab.explanation import explain_run
+from nanoserve.layout import ParallelLayout
+from nanoserve.record.chrome_trace import ChromeTraceFile
+from nanoserve.record.run_record import RunRecord
+from nanoserve.record.trace import RunTrace
+from nanoserve.request import RequestOutput, SamplingParams, Sequence
+from nanoserve.scheduler.speculation.speculator import Speculator
+
+PROMPTS = ["Once upon a time", "The dog the dog the dog the", "Tom said: I like red, I like blue, I like"]
+SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}'
+SETTINGS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=40),
+    "random": SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=40),
+    "cut": SamplingParams(temperature=1, top_k=20, min_p=0.02, seed=6, max_tokens=23, ignore_eos=True, n=2),
+    "penalties": SamplingParams(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3, seed=7, max_tokens=30),
+    "counts": SamplingParams(temperature=0, frequency_penalty=0.7, max_tokens=30, logit_bias={5: 4.0}),
+    "late end": SamplingParams(temperature=1.2, min_tokens=25, seed=8, max_tokens=40),
+    "stops": SamplingParams(temperature=0, stop=(" was", "the"), stop_token_ids=(20, 21), max_tokens=40),
+    "log probabilities": SamplingParams(temperature=0, logprobs=3, prompt_logprobs=1, max_tokens=12),
+    "grammar": SamplingParams(temperature=0.9, json_schema=SCHEMA, seed=9, max_tokens=40),
+    "grammar with counts": SamplingParams(
+        temperature=0.5, json_schema=SCHEMA, presence_penalty=0.5, seed=9, max_tokens=40
+    ),
+}
+
+
+class Scripted(Speculator):
+    """Guesses what plain decoding answers, with an error in each place that ``errs`` has, counted round and round."""
+
+    def __init__(self, answers: list[tuple[int, ...]], errs: tuple[bool, ...]) -> None:
+        super().__init__(looks_up=True, token_budget=512)
+        self._answers, self._errs = answers, errs
+
+    def _find(self, sequence: Sequence, record: object, most: int) -> tuple[int, ...]:
+        output = tuple(sequence.output_tokens)
+        known = next((one for one in self._answers if one[: len(output)] == output), ())
+        guesses = known[len(output) : len(output) + max(0, most)]
+        wrong = [self._errs[place % len(self._errs)] for place in range(len(output), len(output) + len(guesses))]
+        return tuple((token + err) % 1000 for token, err in zip(guesses, wrong, strict=True))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[nanoserve.LLM]:
+    with nanoserve.LLM(dtype="float32", eager=True, seed=0) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def guessing() -> Iterator[nanoserve.LLM]:
+    """Prompts are cut, and run beside guesses."""
+    with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="ngram", max_num_batched_tokens=24) as llm:
+        yield llm
+
+
+def _facts(outputs: list[RequestOutput]) -> list[object]:
+    completions = list(chain.from_iterable(output.outputs for output in outputs))
+    told = [
+        tuple((one.token, one.rank, round(one.logprob, 3)) for one in completion.logprobs or ())
+        for completion in completions
+    ]
+    return [
+        [(one.text, one.token_ids, one.finish_reason, one.stop_reason, one.error) for one in completions],
+        told,
+        [len(output.prompt_logprobs or ()) for output in outputs],
+    ]
+
+
+DRAFTS = {"itself": "draft:storyteller", "a smaller one": "draft:storyteller-draft"}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_draft_model_changes_no_answer_and_guesses_right_where_it_is_the_model(
+    draft: str, plain: nanoserve.LLM
+) -> None:
+    settings = {"dtype": "float32", "eager": True, "seed": 0, "kv_cache_memory": 2**20, "max_model_len": 96}
+    with nanoserve.LLM(
+        speculate=DRAFTS[draft], max_num_batched_tokens=24, **settings
+    ) as guessing:  # sequences are preempted
+        table = guessing.engine.scheduler.table
+        guessing.engine.scheduler.predictors = ()  # so that all that may be is guessed
+        for name in ("greedy", "random", "cut", "penalties", "grammar"):
+            before = sum(table.speculator.counts.accepted), table.speculator.counts.guesses
+            params = SETTINGS[name]
+            assert _facts(guessing.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params)), name
+            accepted, guesses = (
+                sum(table.speculator.counts.accepted) - before[0],
+                table.speculator.counts.guesses - before[1],
+            )
+            assert 0 < accepted <= guesses
+            if draft == "itself" and name in ("greedy", "random", "cut"):
+                assert accepted == guesses
+        assert table.preemptions > 0
+
+
+def test_a_drafter_that_raises_ends_nothing(plain: nanoserve.LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="draft:storyteller-draft") as guessing:
+        guessing.engine.executor.runner.drafting.drafter._decoder = None
+        params = SETTINGS["greedy"]
+        assert _facts(guessing.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params))
+    (told,) = [record.message for record in caplog.records if "guessed" in record.message]  # once
+    assert "nothing is guessed any more: 'NoneType'" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"speculate": "eagle3"}, "none of ngram"),
+        ({"speculate": "draft"}, "draft:MODEL"),
+        ({"speculate": "ngram:3"}, "none of ngram"),
+        ({"speculate": "ngram", "policy": "hybrid"}, "leave one out"),
+        ({"speculate": "eagle:somewhere", "policy": "neo"}, "leave one out"),
+        (
+            {
+                "speculate": "medusa:somewhere",
+                "tensor_parallel": 2,
+                "decode_layout": ParallelLayout(pipeline_parallel=2),
+            },
+            "leave it out with --prefill-parallel and --decode-parallel",
+        ),
+        ({"speculate": "draft:dummy:qwen3-0.6b"}, "151936 tokens"),
+    ],
+)
+def test_what_cannot_guess_is_refused_in_one_line(settings: dict[str, str], told: str) -> None:
+    with pytest.raises(UsageError, match=told) as refused:
+        nanoserve.LLM(**settings)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_whatever_is_guessed_the_answers_are_those_of_plain_decoding(
+    name: str, plain: nanoserve.LLM, guessing: nanoserve.LLM
+) -> None:
+    params, table = SETTINGS[name], guessing.engine.scheduler.table
+    outputs = plain.generate(PROMPTS, params)
+    answers = [completion.token_ids for output in outputs for completion in output.outputs]
+    by_ngrams, predictors = table.speculator, guessing.engine.scheduler.predictors
+    assert _facts(guessing.generate(PROMPTS, params)) == _facts(outputs)
+    guessing.engine.scheduler.predictors = ()  # so that all there is is guessed
+    for errs in [(False,), (True,), (False, False, True, False, False, False, False, True, False)]:
+        table.speculator = Scripted(answers, errs)
+        assert _facts(guessing.generate(PROMPTS, params)) == _facts(outputs), errs
+        counts = table.speculator.counts
+        assert counts.guesses > 0
+        assert (sum(counts.accepted) == 0) == (errs == (True,))
+    table.speculator, guessing.engine.scheduler.predictors = by_ngrams, predictors
+
+
+def test_guesses_are_told_as_guesses(tmp_path: Path) -> None:
+    with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="ngram") as guessing:
+        engine, path = guessing.engine, tmp_path / "trace.json"
+        engine.scheduler.predictors = ()  # so that all there is is guessed
+        file, record = ChromeTraceFile(path), RunRecord(1, keeps_tables=True)
+        engine.recorder.add(record, RunTrace(file, engine.now(), tells_times=False, close=file.close))
+        *_, answer = stream_answer(guessing, PROMPTS[1], {"temperature": 0, "max_tokens": 40, "ignore_eos": True})
+        counts = engine.status.guesses
+    checked, accepted = counts.guesses, sum(counts.accepted)
+    assert checked > 0
+    run = explain_run("", record, 16, 1, lambda tokens: tuple(map(str, tokens)))
+    found = [row for step in run.steps for row in step.rows]
+    assert {row.kind for row in found if row.guesses} == {"decode"}
+    assert (sum(row.guesses > 0 for row in found), sum(row.guesses for row in found)) == (counts.rows, checked)
+    assert all(row.count == 1 + row.guesses for row in found if row.kind == "decode")
+    bars = [event for event in json.loads(path.read_text()) if "guesses" in event.get("args", {})]
+    assert sum(bar["args"]["guesses"] for bar in bars) == checked
+    assert all(f"+ {bar['args']['guesses']} guesses" in bar["name"] for bar in bars)
+    assert answer.usage.steps == 40 - accepted
+    assert f"{40 / (40 - accepted):.2f} tokens a step" in answer.line(None)
