@@ -10,7 +10,7 @@ import pytest
 from nanoserve.commands.main import BENCHMARKS, COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.ipynb"), *ROOT.glob("*.md")])
+DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").glob("*.ipynb"), *ROOT.glob("*.md")])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
