@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,16 @@ from nanoserve.commands.main import BENCHMARKS, COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").glob("*.ipynb"), *ROOT.glob("*.md")])
+HEADLINES = ROOT / "docs/benchmarks.md"
+RESULTS = ROOT / "docs/results"
+NOTEBOOKS = sorted(RESULTS.glob("*-????-??-??.md"))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def name_of(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_a_link_to_a_name_leads_to_the_file_that_defines_it(document: Path) -> None:
     """Links have no line numbers: a reader searches the file for the name, and no edit moves it."""
     text = document.read_text()
@@ -38,7 +46,7 @@ def _names(node: ast.stmt) -> set[str | None]:
     return {getattr(target, "id", getattr(target, "name", None)) for target in targets}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_every_relative_link_leads_to_a_file(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", document.read_text()):
         if "://" not in target:
@@ -52,7 +60,7 @@ def test_the_readme_has_exactly_two_commands() -> None:
     assert "pytest" in blocks[1]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_a_link_to_a_section_leads_to_a_heading(document: Path) -> None:
     for path, section in re.findall(r"\]\(((?:[\w./-]+\.md)?)#([^)\s]+)\)", document.read_text()):
         target = document.parent / path if path else document
@@ -61,8 +69,89 @@ def test_a_link_to_a_section_leads_to_a_heading(document: Path) -> None:
 
 def headings(document: Path) -> set[str]:
     """The names that GitHub gives the headings of a page."""
-    titles = re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {anchor(title) for title in re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)}
+
+
+def anchor(title: str) -> str:
+    """The name that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_the_headlines_are_a_short_page() -> None:
+    assert len(HEADLINES.read_text().splitlines()) <= 200
+
+
+def test_every_file_of_the_results_is_in_the_table_of_contents() -> None:
+    listed = re.findall(r"^\| \[[^\]]*\]\(([^)]*)\) \|", (RESULTS / "README.md").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in RESULTS.iterdir() if path.name != "README.md")
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
+def test_a_notebook_is_of_the_day_that_its_name_says(notebook: Path) -> None:
+    title = notebook.read_text().splitlines()[0]
+    day = datetime.strptime(title.rpartition(", ")[2], "%d %B %Y")
+    assert notebook.stem.endswith(f"-{day:%Y-%m-%d}")
+
+
+def headline_rows() -> list[tuple[str, str]]:
+    """Find the rows of tables that have a column of results: the cell of the result, and the whole row."""
+    rows, column = [], -1
+    for line in HEADLINES.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        heads = [index for index, cell in enumerate(cells) if cell in ("result", "measured")]
+        if not line.startswith("|"):
+            column = -1
+        elif heads:
+            column = heads[0]
+        elif column >= 0 and not line.startswith("|---"):
+            rows.append((cells[column], line))
+    return rows
+
+
+def test_headlines_are_found_in_four_tables() -> None:
+    assert len(headline_rows()) == len(re.findall(r"\]\(results/[\w.-]+#", HEADLINES.read_text())) > 30
+
+
+@pytest.mark.parametrize(("result", "row"), headline_rows())
+def test_the_figures_of_a_headline_stand_in_the_notebook_that_it_links_to(result: str, row: str) -> None:
+    """A figure and the spread behind it stand together: in one row of a table, or in one paragraph."""
+    ((path, section),) = re.findall(r"\]\((results/[\w.-]+)#([\w-]+)\)", row)
+    places = [set(numbers(place)) for place in rows_and_paragraphs(section_of(HEADLINES.parent / path, section))]
+    figures = re.findall(r"\d[\d.,]*(?: \([^)]*\))?", result.replace("**", ""))
+    assert figures
+    for figure in figures:
+        assert any(place.issuperset(numbers(figure)) for place in places), figure
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:[.,]\d+)*", text)
+
+
+def section_of(document: Path, name: str) -> str:
+    """Return what stands below a heading, up to the next one that is as high."""
+    level, lines = 0, []
+    for line in document.read_text().splitlines():
+        marks, _, title = line.partition(" ")
+        if marks and not marks.strip("#"):
+            if level and len(marks) <= level:
+                break
+            if anchor(title) == name:
+                level = len(marks)
+        if level:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def rows_and_paragraphs(text: str) -> Iterator[str]:
+    for paragraph in text.split("\n\n"):
+        yield from paragraph.splitlines() if paragraph.startswith("|") else [paragraph]
+
+
+def test_a_headline_has_the_day_of_its_notebook() -> None:
+    links = re.findall(r"\[[^\]]*?, (\d+ [A-Z]\w+)\]\(results/[\w-]*?(\d{4}-\d\d-\d\d)\.md", HEADLINES.read_text())
+    assert links
+    for day, date in links:
+        assert datetime.strptime(f"{day} {date[:4]}", "%d %B %Y") == datetime.fromisoformat(date)
 
 
 def test_the_tour_says_how_many_lines_the_core_has() -> None:
@@ -76,7 +165,7 @@ def test_the_tour_says_how_many_lines_the_core_has() -> None:
     assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, f"{lines} lines"
 
 
-@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.suffix == ".md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.suffix == ".md"], ids=name_of)
 def test_commands_take_the_options_that_are_written(document: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in commands(document.read_text()):
         words = line.split()

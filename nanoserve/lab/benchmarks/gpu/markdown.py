@@ -1,4 +1,4 @@
-"""The results of a run as the tables of docs/benchmarks.md, with targets for an H200, which are never asserted."""
+"""The results of a run as tables in Markdown, with targets for an H200, which are never asserted."""
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
