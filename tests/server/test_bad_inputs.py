@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -385,25 +384,22 @@ def _send_monsters(server: Server) -> None:
 
 @pytest.mark.parametrize("disturb", [_drop_connections, _send_monsters], ids=["dropped", "monsters"])
 def test_other_streams_are_unharmed(server: Server, disturb: Callable[[Server], None]) -> None:
-    undisturbed = TimedStream(server)
+    undisturbed = GreedyStream(server)
     undisturbed.join()
-    others = [TimedStream(server) for _ in range(2)]
+    others = [GreedyStream(server) for _ in range(2)]
     disturb(server)
     for other in others:
         other.join()
         assert other.text == undisturbed.text
-        # Generous: the disturber and the streams' readers share the machine with the server.
-        assert other.longest_gap < 40 * undisturbed.longest_gap
     server.wait_idle()
 
 
-class TimedStream(threading.Thread):
-    """Reads the same greedy stream each time, with the moments at which its pieces came."""
+class GreedyStream(threading.Thread):
+    """Reads the same greedy stream each time."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
         self._url = server.url + COMPLETION
-        self._times: list[float] = []
         self.text = ""
         self.start()
 
@@ -413,12 +409,7 @@ class TimedStream(threading.Thread):
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     self.text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-                    self._times.append(time.monotonic())
 
-    @property
-    def longest_gap(self) -> float:
-        """Seconds between two pieces."""
-        return max(after - before for before, after in pairwise(self._times))
 
 
 def test_equal_request_ids_of_two_clients_are_not_mixed_up(server: Server) -> None:
