@@ -12,6 +12,8 @@ from nanoserve.record.sketches import Occupancy, Series, Sketch
 from nanoserve.record.times import Beside, ReshardTimes, StageTimes, SwapTimes
 from nanoserve.request import Sequence, SequenceUpdate
 
+FILLING_SHARE = 0.3  # of the arrivals of an open loop, before the window in which its rates are measured
+
 
 class CompletedRequest(NamedTuple):
     """Lengths and latencies of a finished request; TTFT and E2EL run from the arrival, in seconds."""
@@ -121,8 +123,6 @@ class ArrivalWindow:
     Progress is kept at arrivals, thinned to a thousand of them.
     """
 
-    _FILLED = 0.3  # share of the arrivals before the window
-
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
         self._arrivals = self._requests = self._good = self._input_tokens = self._output_tokens = 0
@@ -153,7 +153,7 @@ class ArrivalWindow:
     def rates(self) -> SteadyRates | None:
         """The rates; None if the requests came all at once."""
         points = self._series.points
-        begin, before = points[int(self._FILLED * len(points))]
+        begin, before = points[int(FILLING_SHARE * len(points))]
         end, after = self._last
         seconds = end - begin
         if seconds <= 0:

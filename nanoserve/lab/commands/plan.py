@@ -94,8 +94,9 @@ def _costs_of(options: PlanOptions) -> Callable[[ParallelLayout], StepCosts]:
     return partial(profile.costs, read_config(resolved, options.quantization))
 
 
-def _columns(*, closed: bool) -> list[Column]:
-    """The estimate stands beside what the layouts are ordered by: throughput of a closed batch, else latency."""
+def _columns(*, closed: bool, pairs: bool) -> list[Column]:
+    """The estimate stands beside what the layouts are ordered by: throughput of a closed batch, else latency. Only
+    pairs of layouts have transitions."""
     found = columns(
         ("", "layout"),
         ("<", "policy"),
@@ -106,8 +107,10 @@ def _columns(*, closed: bool) -> list[Column]:
         ("", ("KV blocks", "blocks")),
         (",d", "transitions"),
     )
-    unused = "estimated_e2el_s" if closed else "estimated_tokens_per_second"
-    return [column for column in found if column.path != unused]
+    unused = ["estimated_e2el_s" if closed else "estimated_tokens_per_second"]
+    if not pairs:
+        unused.append("transitions")
+    return [column for column in found if column.path not in unused]
 
 
 def _show(report: Report, work: PlannedWork) -> None:
@@ -122,7 +125,8 @@ def _show(report: Report, work: PlannedWork) -> None:
     model = " in ".join(filter(None, (settings["model"], settings["quantization"])))
     print(f"simulated: {model} on {settings['gpus']} of {settings['hardware']}; KV blocks are a replica's")
     requests = f"{len(work.shapes)} requests of {settings['workload']}"
-    print_table(f"{requests}, {order}", _columns(closed=closed), rows)
+    pairs = any(len(row["kv_blocks"]) > 1 for row in rows)
+    print_table(f"{requests}, {order}", _columns(closed=closed, pairs=pairs), rows, keys=2)
     if left_out := report.document["left_out"]:
         brief = [{**one, "reason": one["reason"].partition("; what would fit")[0]} for one in left_out]
         print_table("left out", columns(("", ("layout", "name")), ("<", ("why", "reason"))), brief)

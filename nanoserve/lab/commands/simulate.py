@@ -14,6 +14,7 @@ import msgspec
 from nanoserve.commands.engine_options import parallel_pair, parsed_split, quantization_option
 from nanoserve.commands.options import HARDWARE_PANEL, Options, file_option, option
 from nanoserve.commands.tables import columns, print_table
+from nanoserve.commands.terminal import remark
 from nanoserve.costs.hardware import GIBI, load_machine
 from nanoserve.costs.predictor import MeasuredPredictor, layout_predictors
 from nanoserve.costs.profile import MeasuredTimes, Profile, read_profile
@@ -36,7 +37,7 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import find_shape
 from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.metrics import Distribution, parse_slo
-from nanoserve.record.metrics_observer import CompletedRequest
+from nanoserve.record.metrics_observer import FILLING_SHARE, CompletedRequest
 from nanoserve.record.trace import RunTrace
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.scheduler.predictor import Predictor
@@ -48,9 +49,10 @@ _PANEL_SIZE, _TIER_STYLES = (7.5, 2.7), ("-", "--", ":")  # of the chart
 _RUNTIMES = {"decoupled": DECOUPLED, "coupled": COUPLED}
 _AT_ONCE = 1e9  # requests per second
 _LONGEST_TRIAL = 16  # times --requests, for a rate of --max-rate that shorter runs do not decide
+_TRIAL_KEYS = ("policy", "rate", "requests")  # identify a trial of --max-rate
 _COLUMNS = columns(
-    ("", "policy"),
-    (".3g", "rate"),
+    ("", "policy", "rate"),
+    (",d", "requests"),
     (",.0f", ("tok/s", "tokens_per_second")),
     (",.2f", ("req/s", "requests_per_second")),
     (",.0f", ("TTFT ms", "ttft_ms.mean"), ("p99", "ttft_ms.p99")),
@@ -60,9 +62,7 @@ _COLUMNS = columns(
     (".0%", ("KV peak", "kv_peak")),
 )
 _SLO_COLUMNS = columns((".1%", ("SLO", "slo_attainment")), (",.2f", "goodput"))
-_RATIO_COLUMNS = [
-    replace(column, format=".2f") for column in _COLUMNS if column.path not in ("policy", "rate", "kv_peak")
-]
+_RATIO_COLUMNS = [replace(column, format=".2f") for column in _COLUMNS if column.path not in (*_TRIAL_KEYS, "kv_peak")]
 _TIER_COLUMNS = columns(  # shown if anything happened there
     (",d", ("preempted", "preemptions")),
     (",d", "guesses"),
@@ -358,14 +358,16 @@ def _try(
     rate: float,
     requests: int,
 ) -> RateTrial:
-    at = replace(options, rate=min(rate, _AT_ONCE), requests=requests)
+    tried = min(rate, _AT_ONCE)
+    at = replace(options, rate=tried, requests=requests)
+    remark(f"simulating {name}: {requests} requests, {_pace(tried)} ...")
     answers: list[TimedAnswer] = []
 
     def keep(request: CompletedRequest) -> None:
         answers.append(TimedAnswer(request.arrival, request.ttft, request.tpot, request.output_tokens))
 
     result = run_policy(requests=at.workload(exact=True), request_observers=[keep])
-    row = {"policy": name, "rate": at.rate, "bubble_share": result.bubble_share}
+    row = {"policy": name, "rate": tried, "bubble_share": result.bubble_share}
     report.add(row | msgspec.to_builtins(result))
     return RateTrial(result.requests_per_second, answers, result.slo_attainment)
 
@@ -400,27 +402,45 @@ def _title(report: Report, options: SimulateOptions) -> str:
     """What ran; a trace may have fewer requests than were asked for."""
     lengths = options.trace.name if options.trace else options.lengths or GLLMS_SHAREGPT
     together = "as the trace has them" if options.trace else "all at once"
-    pace = "at many rates" if options.max_rate else together if options.rate is None else f"{options.rate:g} a second"
+    pace = together if options.rate is None else f"{options.rate:g} a second"
+    if options.max_rate:
+        pace = "at many rates; more where these do not decide"
     return f"{report.rows[0]['requests']} requests of {lengths}, {pace}"
+
+
+def _pace(rate: float) -> str:
+    return "all at once" if rate == _AT_ONCE else f"{rate:.3g} a second"
 
 
 def _show(report: Report, options: SimulateOptions, place: str) -> None:
     print(f"simulated: {place}")
-    rows = [{**row, **(row["steady"] or {}), "e2el_s": row["e2el_ms"]["mean"] / 1000} for row in report.rows]
+    rows = [_shown(row) for row in report.rows]
     tiers = [column for column in _TIER_COLUMNS if any(row[column.path] for row in rows)]
     slo = _SLO_COLUMNS if report.document["settings"]["slo_ms"] else []
-    shown = [column for column in _COLUMNS if options.max_rate or column.path != "rate"]
-    print_table(_title(report, options), [*shown, *slo, *tiers], rows)
+    keys = _TRIAL_KEYS if options.max_rate else ("policy",)
+    shown = [column for column in _COLUMNS if column.path in keys or column.path not in _TRIAL_KEYS]
+    print_table(_title(report, options), [*shown, *slo, *tiers], rows, keys=len(keys))
     if len(rows) > 1 and not options.max_rate:
         first, *others = rows
         ratios = [_ratios(row, first) for row in others]
         print_table(f"over {first['policy']}", [_COLUMNS[0], *_RATIO_COLUMNS], ratios)
     if (steady := report.rows[-1]["steady"]) is not None:
-        print(f"rates per second: without the first {steady['arrivals_before']} arrivals and all after the last one")
+        filling = f"{FILLING_SHARE:.0%} of the" if options.max_rate else steady["arrivals_before"]
+        print(f"rates per second: without the first {filling} arrivals and all after the last one")
     for name, found in report.document.get("highest_rates", {}).items():
         print(f"{name}: {found['words']}")
     if options.replicas > 1:
         print_table("least / mean / most of the replicas", _SPREAD_COLUMNS, map(_spread, report.rows))
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table: rates without filling and draining, but of the whole run if all requests came at once."""
+    shown = {**row, "e2el_s": row["e2el_ms"]["mean"] / 1000}
+    if row.get("rate") == _AT_ONCE:
+        return {**shown, "rate": "burst"}
+    if "rate" in row:
+        shown["rate"] = f"{row['rate']:.3g}"
+    return shown | (row["steady"] or {})
 
 
 def _ratios(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ def test_layouts_pairs_and_policies_are_ranked_by_throughput(command: Run, tmp_p
     assert len(layouts) == 4
     assert {policy for layout, policy in rows if "->" not in layout} == {"sarathi", "throttling"}
     assert rows["P2->T2", "seesaw"]["transitions"] >= 1
+    assert "transitions" in out
     assert len(rows["P2->T2", "seesaw"]["kv_blocks"]) == 2
     assert [one["name"] for one in document["left_out"]] == [{"P2", "T2", "D2"}.difference(layouts).pop()]
     table = out[: out.index("left out")]
@@ -38,6 +39,7 @@ def test_at_a_rate_they_are_ranked_by_latency(command: Run) -> None:
     assert "8 requests of 60+6, 0.5 a second; the best latency first" in out
     assert out.index(" T2 ") < out.index(" P2 ")
     assert "are for closed batches: without a rate" in out
+    assert "transitions" not in out  # only pairs of layouts have them
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,25 @@ def test_the_highest_rate_of_each_policy_is_found(command: Run, tmp_path: Path) 
     assert list(document["highest_rates"]) == ["sarathi", "decode-first"]
 
 
+def test_a_trial_of_the_highest_rate_is_known_by_policy_rate_and_requests(command: Run, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    search = ["--requests", "40", "--max-rate", "--policy", "sarathi", "--lengths", "60+1"]
+    code, out, err = command(*SMALL, *search, "--slo", "ttft=60000,e2el=1", "--json", str(path))
+    assert code == 0
+    at_once, *others = json.loads(path.read_text())["rows"]
+    lines = [line.split("│")[1:-1] for line in out.splitlines() if line.startswith("│")]
+    tables = len(lines) // (1 + len(others))
+    assert tables > 1  # they are too wide for one, and each begins with what identifies a trial
+    keys = [(cells[0].strip(), cells[1].strip(), cells[2].strip()) for cells in lines]
+    one = [("sarathi", "burst", "40"), *(("sarathi", f"{row['rate']:.3g}", f"{row['requests']:,d}") for row in others)]
+    assert keys == tables * one
+    # The 40 requests that came at once have no window between arrivals: their rates are those of the whole run.
+    assert float(lines[0][4]) == pytest.approx(40 / at_once["seconds"], abs=0.005)
+    assert err.splitlines()[0] == "simulating sarathi: 40 requests, all at once ..."
+    assert len(err.splitlines()) == 1 + len(others)
+    assert "rates per second: without the first 30% of the arrivals" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
