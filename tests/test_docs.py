@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -163,6 +164,13 @@ def test_the_tour_says_how_many_lines_the_core_has() -> None:
     lines = sum(len(path.read_text().splitlines()) for path in core)
     (said,) = re.findall(r"about\s([\d,]+)\slines together", (ROOT / "docs/tour.md").read_text())
     assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, f"{lines} lines"
+
+
+def test_the_page_of_costs_names_all_hardware() -> None:
+    tables = tomllib.loads((ROOT / "nanoserve/costs/hardware.toml").read_text())
+    page = (ROOT / "docs/costs.md").read_text()
+    listed = page[page.index("| `--hardware` |") :].partition("\n\n")[0]
+    assert {*tables["devices"], *tables["machines"]} == set(re.findall(r"`([a-z][\w-]*)`", listed))
 
 
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if path.suffix == ".md"], ids=name_of)
