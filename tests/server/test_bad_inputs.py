@@ -411,7 +411,6 @@ class GreedyStream(threading.Thread):
                     self.text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
 
 
-
 def test_equal_request_ids_of_two_clients_are_not_mixed_up(server: Server) -> None:
     headers = {"x-request-id": "mine"}
     answers = [server.post(COMPLETION, CONTROL | {"max_tokens": count}, headers=headers) for count in (3, 9)]
