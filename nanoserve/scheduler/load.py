@@ -244,7 +244,7 @@ class Policy(ABC):
     def rank(self, request: Request, fair_start: float) -> float:
         """The place of an arriving request, which all its sequences keep: lower ranks begin first, and the highest
         gives way first where blocks run out. Of equal ranks the oldest is first. ``fair_start`` is lower, the less the
-        request's user has been served (`FairShare`)."""
+        request's user has been served (`Ordering`)."""
         return ORDERS[self.order](request, fair_start)
 
     @property
