@@ -1,6 +1,7 @@
 """The documents say what is true: their links lead where they say."""
 
 import ast
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -59,6 +60,28 @@ def test_the_readme_has_exactly_two_commands() -> None:
     assert [len(block.strip().splitlines()) for block in blocks] == [1, 1]
     assert "nanoserve chat" in blocks[0]
     assert "pytest" in blocks[1]
+
+
+def test_the_dockerfile_builds_and_runs_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    parts = {name: [rest for each, rest in steps if each == name] for name, _ in steps}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = [name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]]
+    copied = [name for words in parts["COPY"] for name in words.split()[:-1]]
+    about = project["project"]
+    assert sorted(copied) == sorted(["pyproject.toml", about["readme"], *about["license-files"], *packages])
+    assert all((ROOT / name).exists() for name in copied)
+    (extra,) = re.findall(r"'\.\[(\w+)\]'", " ".join(parts["RUN"]))
+    assert extra in about["optional-dependencies"]
+    assert parts["FROM"] == [f"python:{about['requires-python'].removeprefix('>=')}-slim"]
+    assert [json.loads(words) for words in parts["ENTRYPOINT"]] == [[*about["scripts"]]]
+    (command,) = (json.loads(words) for words in parts["CMD"])
+    assert {word for word in command if word.startswith("--")} <= options((command[0],), capsys)
+    assert parts["EXPOSE"] == [command[command.index("--port") + 1]]
+    (user,) = parts["USER"]
+    page = (ROOT / "docs/server.md").read_text()
+    assert f"/home/{user}/.cache" in page and f"`{' '.join(command)}`" in page
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
