@@ -15,12 +15,15 @@ import numpy as np
 import torch
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.config.cache_groups import CacheGroups
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine.outputs import StopStrings
 from nanoserve.executor.step.forward_pass import BlockTable, InputBuilder, row_ends
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.shards import make_shards, shard_config
 from nanoserve.record.run_record import RunRecord
+from nanoserve.request import Request, Sequence
+from nanoserve.scheduler.kv import BlockPool, SequenceBlocks
 from nanoserve.scheduler.plan import Row
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.text.tokenizer import load_tokenizer
@@ -108,6 +111,20 @@ def steps_of_a_host_token() -> None:
     print("\n".join(f"{steps} steps: {tokens} tokens" for steps, tokens in sorted(taken.items())))
 
 
+def blocks_behind_windows() -> None:
+    """13. Eight layers, all but every fourth with a window of 32; 100 tokens in blocks of 16."""
+    groups = CacheGroups.cut((32, 32, 32, 0) * 2, sources=(), longest=1024, numbers=(1,) * 8)
+    pool = BlockPool(64, 16, groups=len(groups.windows))
+    blocks = SequenceBlocks(pool, BlockPool(0, 16), groups.windows)
+    request = Request("one", tuple(range(100)), SamplingParams(), seed=0)
+    sequence = Sequence(0, request, 0, list(request.prompt))
+    blocks.grow(sequence, 100)
+    before = 64 - pool.free_blocks
+    blocks.slide(sequence, 100)
+    print(f"{len(groups.windows)} groups of {groups.num_tensors} layers")
+    print(f"{before} blocks, and {64 - pool.free_blocks} once those behind the windows are given back")
+
+
 EXERCISES: dict[int, Callable[[], None]] = {
     1: typed_control_tokens,
     2: steps_of_a_request,
@@ -117,6 +134,7 @@ EXERCISES: dict[int, Callable[[], None]] = {
     8: stop_string_in_pieces,
     10: shards_of_the_storyteller,
     11: steps_of_a_host_token,
+    13: blocks_behind_windows,
 }
 
 

@@ -62,6 +62,23 @@ def test_the_readme_has_exactly_two_commands() -> None:
     assert "pytest" in blocks[1]
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_paths_in_the_repository_exist(document: Path) -> None:
+    """Paths that are written out, in text and in commands; one with capitals, as GPU-DATE.json, stands for many."""
+    paths = r"(?<![\w./~(-])((?:nanoserve|triton_ops|tests|scripts|docs|\.ci)/[\w./-]*\w)"
+    for path in re.findall(paths, document.read_text()):
+        assert (ROOT / path).exists() or "DATE" in path, path
+
+
+def test_contributing_is_short_and_its_names_are_where_it_says() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert len(text.splitlines()) <= 120
+    named = re.findall(r"`(\w+)`\s+in\s+`([\w./]+\.py)`", text)
+    assert ("POLICIES", "nanoserve/scheduler/policies/__init__.py") in named
+    for symbol, path in named:
+        assert defines(ROOT / path, symbol), f"{path} does not define {symbol}"
+
+
 def test_the_dockerfile_builds_and_runs_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
@@ -179,11 +196,7 @@ def test_a_headline_has_the_day_of_its_notebook() -> None:
 
 
 def test_the_tour_says_how_many_lines_the_core_has() -> None:
-    core = [
-        ROOT / "nanoserve/engine/engine.py",
-        ROOT / "nanoserve/scheduler/kv.py",
-        *(ROOT / "nanoserve/scheduler").rglob("*.py"),
-    ]
+    core = [ROOT / "nanoserve/engine/engine.py", *(ROOT / "nanoserve/scheduler").rglob("*.py")]
     lines = sum(len(path.read_text().splitlines()) for path in core)
     (said,) = re.findall(r"about\s([\d,]+)\slines together", (ROOT / "docs/tour.md").read_text())
     assert abs(int(said.replace(",", "")) - lines) < 0.1 * lines, f"{lines} lines"

@@ -18,6 +18,7 @@ PRINTED = {
     6: ["slots [149, 127, 64, 65]"],
     8: ["'ough E' comes, ('ENough ', None)"],
     10: ["worker 3: stage 1, layers 2 to 3, 4 query heads, 2 key heads, 384 inner columns"],
+    13: ["4 groups of 2 layers", "28 blocks, and 16 once"],
 }
 
 

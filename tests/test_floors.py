@@ -1,6 +1,7 @@
 """Who may import whom (docs/tour.md, the floors), checked on the source and by importing with torch blocked."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -175,11 +176,25 @@ def test_no_room_imports_a_floor_above_it(room: str) -> None:
         assert _imported_rooms(path) <= FLOORS[room] | {room}, path
 
 
-def test_rooms_lie_on_few_floors() -> None:
-    floors: dict[str, int] = {}
+def floors() -> dict[str, int]:
+    """The floor of each room, counted from 1: above all rooms that it may import."""
+    found: dict[str, int] = {}
     for room in TopologicalSorter(FLOORS).static_order():  # raises CycleError if rooms lie above each other
-        floors[room] = 1 + max((floors[below] for below in FLOORS[room]), default=0)
-    assert max(floors.values()) <= MOST_FLOORS, floors
+        found[room] = 1 + max((found[below] for below in FLOORS[room]), default=0)
+    return found
+
+
+def test_rooms_lie_on_few_floors() -> None:
+    assert max(floors().values()) <= MOST_FLOORS, floors()
+
+
+def test_the_tour_draws_the_rooms_on_their_floors() -> None:
+    tour = (ROOT / "docs/tour.md").read_text()
+    lines = re.findall(r"^ *(\d+)  ([\w· ]+)$", tour, flags=re.MULTILINE)
+    assert {room: int(floor) for floor, rooms in lines for room in rooms.split(" · ")} == floors()
+    (table,) = re.findall(r"^\| room \|.*\n\|[-|]+\n((?:\|.*\n)+)", tour, flags=re.MULTILINE)
+    first_cells = [row.split("|")[1] for row in table.splitlines()]
+    assert {name for cell in first_cells for name in re.findall(r"`(\w+)/?`", cell)} == FLOORS.keys()
 
 
 def test_few_rooms_stand_side_by_side() -> None:
