@@ -74,8 +74,8 @@ def _show(report: Report, paper: Paper, findings: Mapping[str, Finding]) -> str:
     print("\n".join(counted))
     for figure in found_figures:
         found = findings[figure.number]
-        if found.columns:
-            print_table(f"{figure.number}: {figure.title}", found.columns, found.rows)
+        if figure.columns:
+            print_table(f"{figure.number}: {figure.title}", figure.columns, found.rows)
     print_table(paper.title, _CLAIM_COLUMNS, report.rows, keys=2)
     holding = sum(row["holds"] != "no" for row in report.rows)
     share = f"{holding} of {len(report.rows)} claims hold ({holding / len(report.rows):.0%})"

@@ -53,7 +53,6 @@ class Finding:
     claims: Sequence[Claim] = ()  # rows of the claims table
     chart: Chart | None = None  # picture of the figure; None if it consists of numbers only
     rows: Sequence[Mapping[str, Any]] = ()  # all numbers of the figure, for the report
-    columns: Sequence[Column] = ()  # which of them make a table on the terminal; none for no table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +66,8 @@ class PaperFigure:
     make: Callable[[Scale, Run], Finding]
     """Runs what it needs and says what came out. It submits all jobs at once where it can, for they run side by side;
     what depends on outcomes (a setting that is searched for) takes a second round."""
+    columns: Sequence[Column] = ()  # which of its numbers make a table; none for no table
+    measured: bool = False  # whether a model runs for it, so that its numbers depend on this machine and its torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

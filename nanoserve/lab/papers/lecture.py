@@ -7,7 +7,7 @@ are measured.
 
 from collections.abc import Callable, Sequence
 from itertools import chain, count, islice, product
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from nanoserve.record.metrics import Spread
 from nanoserve.request import RequestShape
 from nanoserve.scheduler.speculation.choosing import COUNTS, expected_tokens
 from nanoserve.scheduler.work import StepWork
+
+if TYPE_CHECKING:
+    from nanoserve.lab.papers.quantized_stories import Outliers
 
 MODEL, DEVICE = "llama-2-13b", "h100"
 """The lecture's own examples; this model has as many key as query heads, as the lecture's formulas have."""
@@ -61,6 +64,13 @@ def _attention(costs: StepCosts, batch: int = 1) -> float:
     return _intensity(costs, costs.work([CONTEXT] * batch), "attention")
 
 
+_ROOFLINE_COLUMNS = columns(
+    (",d", ("sequences decoding", "batch")),
+    (",.1f", ("feed-forward: exact", "mlp"), ("equation (10)", "mlp_closed")),
+    (".2f", ("attention: exact", "attention"), ("equation (13)", "attention_closed")),
+)
+
+
 def roofline(scale: Scale, run: Run) -> Finding:
     """Sections 1.2 to 1.6: operations per byte of each part, against the device's 295."""
     costs, model = _ideal(), load_shape(MODEL)
@@ -74,11 +84,6 @@ def roofline(scale: Scale, run: Run) -> Finding:
         }
         for batch in BATCHES
     ]
-    shown = columns(
-        (",d", ("sequences decoding", "batch")),
-        (",.1f", ("feed-forward: exact", "mlp"), ("equation (10)", "mlp_closed")),
-        (".2f", ("attention: exact", "attention"), ("equation (13)", "attention_closed")),
-    )
     balance, one = costs.machine.device.intensity, _attention(costs)
     ours = {
         "1.3": balance,
@@ -88,7 +93,7 @@ def roofline(scale: Scale, run: Run) -> Finding:
         "2.1": _attention(_ideal(GROUPED_MODEL)) / one,
         "1.6 prompt": _intensity(costs, costs.work([], [(0, CONTEXT)]), "attention"),
     }
-    return Finding(claims("lecture", ours, balance=balance), _roofline_chart(costs.machine, rows), rows, shown)
+    return Finding(claims("lecture", ours, balance=balance), _roofline_chart(costs.machine, rows), rows)
 
 
 def _roofline_chart(machine: Machine, rows: Sequence[dict[str, float]]) -> Chart:
@@ -108,6 +113,14 @@ def _roofline_chart(machine: Machine, rows: Sequence[dict[str, float]]) -> Chart
     return Chart(f"Roofline of an {DEVICE.upper()}", [both])
 
 
+_BATCH_COLUMNS = columns(
+    (",d", ("sequences decoding", "batch")),
+    (",.2f", ("ms: exact", "latency"), ("L(B)", "closed"), ("with efficiencies", "real")),
+    (",.0f", ("tok/s: exact", "throughput"), ("B / L(B)", "throughput_closed")),
+    ("", "fits"),
+)
+
+
 def batches(scale: Scale, run: Run) -> Finding:
     """Section 1.7: latency and throughput of decoding against batch size."""
     costs = _ideal()
@@ -119,12 +132,6 @@ def batches(scale: Scale, run: Run) -> Finding:
         "1.7 L(B)": max(row["latency"] / row["closed"] for row in rows if row["fits"] == "yes"),
         "1.7 most": most,
     }
-    shown = columns(
-        (",d", ("sequences decoding", "batch")),
-        (",.2f", ("ms: exact", "latency"), ("L(B)", "closed"), ("with efficiencies", "real")),
-        (",.0f", ("tok/s: exact", "throughput"), ("B / L(B)", "throughput_closed")),
-        ("", "fits"),
-    )
     closed, real = "closed form: L(B), B / L(B)", "with efficiencies"
     panels = [
         panel(
@@ -144,7 +151,7 @@ def batches(scale: Scale, run: Run) -> Finding:
         )
     ]
     chart = Chart(f"Decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", panels, columns=2)
-    return Finding(claims("lecture", ours), chart, rows, shown)
+    return Finding(claims("lecture", ours), chart, rows)
 
 
 def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
@@ -167,6 +174,15 @@ def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
 
 
 BLOCK = 16
+
+
+_PAGING_COLUMNS = columns(
+    ("", "trace"),
+    (",.0f", ("tokens held, mean", "held")),
+    (",d", ("longest sequence", "longest")),
+    (".1%", ("slots in use: region", "contiguous"), "prompt_known", (f"blocks of {BLOCK}", "paged")),
+    (".1f", ("sequences, blocks over region", "gain")),
+)
 
 
 def paging(scale: Scale, run: Run) -> Finding:
@@ -192,14 +208,7 @@ def paging(scale: Scale, run: Run) -> Finding:
         {label: [100 * row[field] for row in rows] for label, field in fields.items()},
         kind="bar",
     )
-    shown = columns(
-        ("", "trace"),
-        (",.0f", ("tokens held, mean", "held")),
-        (",d", ("longest sequence", "longest")),
-        (".1%", ("slots in use: region", "contiguous"), "prompt_known", (f"blocks of {BLOCK}", "paged")),
-        (".1f", ("sequences, blocks over region", "gain")),
-    )
-    return Finding(claims("lecture", ours), Chart("Paging against contiguous reservation", [bars]), rows, shown)
+    return Finding(claims("lecture", ours), Chart("Paging against contiguous reservation", [bars]), rows)
 
 
 def memory_use(shapes: Sequence[RequestShape]) -> dict[str, float]:
@@ -285,6 +294,14 @@ def _kept_of_latents(latent: Latent) -> Kept:
     return Kept(f"a latent of {latent.rank} + {latent.rotated}", [token * length for length in LENGTHS], over)
 
 
+_KV_COLUMNS = columns(
+    ("", "model", ("what makes it smaller", "how")),
+    (",.0f", ("bytes per token at 1k", "token")),
+    (",.3f", *((f"GiB at {length // 1024}k", f"{length // 1024}k") for length in SHOWN_LENGTHS)),
+    (".1f", (f"smaller by, at {LONG // 1024}k", "over")),
+)
+
+
 def kv(scale: Scale, run: Run) -> Finding:
     """Section 2.1: what a sequence keeps of its tokens, in 16 bits, by what makes it smaller."""
     found = {model: _kept(model) for model in FULL_MODELS + WINDOW_MODELS}
@@ -311,34 +328,34 @@ def kv(scale: Scale, run: Run) -> Finding:
     ]
     thousands = [length / 1024 for length in LENGTHS]
     lines = panel("one sequence, 16 bits", "tokens / 1,024", "GiB", thousands, gib, log_x=True, log_y=True)
-    shown = columns(
-        ("", "model", ("what makes it smaller", "how")),
-        (",.0f", ("bytes per token at 1k", "token")),
-        (",.3f", *((f"GiB at {length // 1024}k", f"{length // 1024}k") for length in SHOWN_LENGTHS)),
-        (".1f", (f"smaller by, at {LONG // 1024}k", "over")),
-    )
-    return Finding(claims("lecture", ours), Chart("Keys and values of a sequence", [lines]), rows, shown)
+    return Finding(claims("lecture", ours), Chart("Keys and values of a sequence", [lines]), rows)
 
 
 _STORED_BITS = {"int8": 8.25, "int4": 4.25}  # a 16-bit scale is shared by 64 weights
 
 
+_OUTLIERS: Sequence["Outliers"] = ("natural weights", "8 salient outliers", "3 random outliers")
+_QUANTIZATION_COLUMNS = columns(("", "method"), *(("", (kind, f"{kind} text")) for kind in _OUTLIERS))
+
+
 def quantization(scale: Scale, run: Run) -> Finding:
     """Section 2.3: perplexity of the storyteller in few bits, and what fewer bits of weights do for intensity."""
-    from nanoserve.lab.papers.quantized_stories import DrawnStories, Outliers, QuantizedReading
+    from nanoserve.lab.papers.quantized_stories import DrawnStories, QuantizedReading
 
-    drawing, kinds = DrawnStories(scale.seeds, readings=scale.pick(6, 12)), get_args(Outliers)
+    drawing = DrawnStories(scale.seeds, readings=scale.pick(6, 12))
     texts = dict(zip(scale.seeds, run([drawing])[drawing], strict=True))
-    jobs = {kind: [QuantizedReading(kind, seed, *texts[seed]) for seed in scale.seeds] for kind in kinds}
+    jobs = {kind: [QuantizedReading(kind, seed, *texts[seed]) for seed in scale.seeds] for kind in _OUTLIERS}
     outcomes = run(chain.from_iterable(jobs.values()))
     found = {kind: [outcomes[job] for job in own] for kind, own in jobs.items()}
     rows: list[dict[str, Any]] = []
-    for method in found[kinds[0]][0].perplexities:
-        spreads = {kind: Spread.of(one.perplexities[method] for one in found[kind]) for kind in kinds}
+    for method in found[_OUTLIERS[0]][0].perplexities:
+        spreads: dict[str, Spread] = {
+            kind: Spread.of(one.perplexities[method] for one in found[kind]) for kind in _OUTLIERS
+        }
         shown_texts = {f"{kind} text": spread.text("{:.2f}") for kind, spread in spreads.items()}
         rows.append({"method": method, **spreads, **shown_texts})
 
-    def lost(method: str, kind: Outliers = "8 salient outliers") -> Spread:
+    def lost(method: str, kind: "Outliers" = "8 salient outliers") -> Spread:
         """Perplexity over that of float32."""
         return Spread.of(one.perplexities[method] / one.perplexities["float32"] for one in found[kind])
 
@@ -352,12 +369,11 @@ def quantization(scale: Scale, run: Run) -> Finding:
         "2.3.2 LLM.int8()": lost("LLM.int8(), W8A8"),
         "2.3.2 share": Spread.of(100 * (1 - one.exact_share) for one in found["8 salient outliers"]),
     }
-    heights = {kind: [row[kind].mean for row in rows] for kind in kinds}
+    heights: dict[str, list[float]] = {kind: [row[kind].mean for row in rows] for kind in _OUTLIERS}
     names = [row["method"] for row in rows]
     points = panel("mean over seeds", "method", "perplexity", names, heights, styles="o", log_y=True)
     chart = Chart("The storyteller in few bits, and in float32", [points])
-    shown = columns(("", "method"), *(("", (kind, f"{kind} text")) for kind in kinds))
-    return Finding([*claims("lecture", ours), *_intensity_claims()], chart, rows, shown)
+    return Finding([*claims("lecture", ours), *_intensity_claims()], chart, rows)
 
 
 def _intensity_claims() -> list[Claim]:
@@ -374,6 +390,14 @@ def _intensity_claims() -> list[Claim]:
 _DRAFT_SHARE = 0.05
 """The time to draft a token, over that of the model's step."""
 _RATES, _LOOKAHEADS = (0.8, 0.6), (1, 2, 4, 7)
+
+
+_SPECULATIVE_COLUMNS = columns(
+    (".1f", ("a guess is right", "rate")),
+    (",d", ("sequences decoding", "batch")),
+    (".2f", ("K = 1", "1"), ("2", "2"), ("4", "4"), ("7", "7"), ("K = 4, products alone", "closed")),
+    (".2f", ("best K of 0 to 7", "chosen")),
+)
 
 
 def speculative(scale: Scale, run: Run) -> Finding:
@@ -408,12 +432,6 @@ def speculative(scale: Scale, run: Run) -> Finding:
         "3.1 many": speedup(0.8, 4, 295),
         "3.1 chosen": min(row["chosen"] for row in rows),
     }
-    shown = columns(
-        (".1f", ("a guess is right", "rate")),
-        (",d", ("sequences decoding", "batch")),
-        (".2f", ("K = 1", "1"), ("2", "2"), ("4", "4"), ("7", "7"), ("K = 4, products alone", "closed")),
-        (".2f", ("best K of 0 to 7", "chosen")),
-    )
     labels = {f"K = {guesses}": f"{guesses}" for guesses in _LOOKAHEADS} | {"best K": "chosen"}
     panels = [
         panel(
@@ -428,7 +446,13 @@ def speculative(scale: Scale, run: Run) -> Finding:
         for rate in _RATES
     ]
     chart = Chart(f"Speculative sampling, {GROUPED_MODEL} on an {DEVICE.upper()}", panels, columns=2)
-    return Finding(claims("lecture", ours, closed=speedup(0.8, 4, 295, closed)), chart, rows, shown)
+    return Finding(claims("lecture", ours, closed=speedup(0.8, 4, 295, closed)), chart, rows)
+
+
+_DRAFT_COLUMNS = columns(
+    ("", "drafter", "drawn", ("tokens a step", "text")),
+    (".2f", ("guess 1 kept", "1"), ("2", "2"), ("3", "3"), ("4", "4")),
+)
 
 
 def drafts(scale: Scale, run: Run) -> Finding:
@@ -449,14 +473,10 @@ def drafts(scale: Scale, run: Run) -> Finding:
         rows.append({"drafter": job.drafter, "drawn": drawn, "tokens": spread, "text": spread.text("{:.2f}"), **kept})
     tokens = {(row["drafter"], row["drawn"]): row["tokens"] for row in rows}
     ours = {"3.1.5 draft": tokens["draft:storyteller-draft", "greedy"], "3.1.5 ngram": tokens["ngram", "greedy"]}
-    shown = columns(
-        ("", "drafter", "drawn", ("tokens a step", "text")),
-        (".2f", ("guess 1 kept", "1"), ("2", "2"), ("3", "3"), ("4", "4")),
-    )
     names, kinds = list(dict.fromkeys(row["drafter"] for row in rows)), dict.fromkeys(row["drawn"] for row in rows)
     heights = {kind: [tokens[name, kind].mean for name in names] for kind in kinds}
     bars = panel("mean over seeds", "drafter", "tokens a step", names, heights, kind="bar")
-    return Finding(claims("lecture", ours), Chart("What drafters guess of the storyteller", [bars]), rows, shown)
+    return Finding(claims("lecture", ours), Chart("What drafters guess of the storyteller", [bars]), rows)
 
 
 PAPER = Paper(
@@ -464,22 +484,51 @@ PAPER = Paper(
     spread_over="traces",
     setting=("counted; lengths of 5,000 requests of each trace", "counted; lengths of 20,000 requests of each trace"),
     figures=(
-        PaperFigure(number="roofline", title=f"FLOP per byte, {MODEL} at a context of {CONTEXT}", make=roofline),
-        PaperFigure(number="batch", title=f"decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}", make=batches),
-        PaperFigure(number="kv", title="keys and values of a sequence against its length, in 16 bits", make=kv),
-        PaperFigure(number="paging", title="slots that hold a token, over the life of a sequence", make=paging),
+        PaperFigure(
+            number="roofline",
+            title=f"FLOP per byte, {MODEL} at a context of {CONTEXT}",
+            make=roofline,
+            columns=_ROOFLINE_COLUMNS,
+        ),
+        PaperFigure(
+            number="batch",
+            title=f"decoding, {MODEL} on an {DEVICE.upper()}, context {CONTEXT}",
+            make=batches,
+            columns=_BATCH_COLUMNS,
+        ),
+        PaperFigure(
+            number="kv",
+            title="keys and values of a sequence against its length, in 16 bits",
+            make=kv,
+            columns=_KV_COLUMNS,
+        ),
+        PaperFigure(
+            number="paging",
+            title="slots that hold a token, over the life of a sequence",
+            make=paging,
+            columns=_PAGING_COLUMNS,
+        ),
         PaperFigure(
             number="quantization",
             title="perplexity of stories drawn from the storyteller itself",
             counted="3,066 tokens of stories for each seed (--full: 6,132); mean [lowest..highest] over seeds",
             make=quantization,
+            columns=_QUANTIZATION_COLUMNS,
+            measured=True,
         ),
-        PaperFigure(number="speculative", title=f"speedup by guesses, {GROUPED_MODEL}", make=speculative),
+        PaperFigure(
+            number="speculative",
+            title=f"speedup by guesses, {GROUPED_MODEL}",
+            make=speculative,
+            columns=_SPECULATIVE_COLUMNS,
+        ),
         PaperFigure(
             number="drafts",
             title="tokens a step of the storyteller, by drafter",
             counted="4 stories of 128 tokens for each seed (--full: 16); mean [lowest..highest] over seeds",
             make=drafts,
+            columns=_DRAFT_COLUMNS,
+            measured=True,
         ),
     ),
 )

@@ -60,7 +60,7 @@ def test_every_figure_ends_in_claims(number: str, size: str) -> None:
     assert all(claim.assumption and claim.paper and claim.says for claim in found.claims)
     assert all(len(curve.xs) == len(curve.ys) > 0 for panel in _panels(found.chart) for curve in panel.curves)
     for row in found.rows:
-        assert all(column.path in row for column in found.columns)
+        assert all(column.path in row for column in figure.columns)
     cases = {(one.machine, one.lengths, one.requests): one for one in run.outcomes if isinstance(one, Case)}
     for case in cases.values():
         longest = max(shape.total_tokens for shape in case.shapes())

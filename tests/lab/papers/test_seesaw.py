@@ -39,6 +39,11 @@ def test_all_layouts_that_fit_are_looked_at() -> None:
     assert max(shape.total_tokens for shape in seventy.shapes()) <= LONGEST
 
 
+def test_the_bandwidth_figure_has_all_layouts_that_fit() -> None:
+    setting = closed_batch("codellama-34b", "seesaw-a10", 8, "arxiv", requests=50)
+    assert sorted(sensitivity.ALL_STATIC.values()) == sorted(layout.name for layout in fitting_layouts(setting))
+
+
 def test_the_whole_time_of_an_all_reduce_is_scaled_and_the_hosts_link_is_not() -> None:
     ten_times = replace(SMALL, all_reduce_scale=10.0)
     slow, fast = SMALL.costs(T4), ten_times.costs(T4)

@@ -6,9 +6,15 @@ systems depends on), ours.py (figure 6, and the list on which our policy has to 
 simulator/host_attention.py.
 """
 
-from nanoserve.lab.papers.apex.decoding import bounds, processor_speed
-from nanoserve.lab.papers.apex.ours import fixed_list, latency
-from nanoserve.lab.papers.apex.throughput import output_lengths, processors, throughput_figure
+from nanoserve.lab.papers.apex.decoding import BOUND_COLUMNS, bounds, processor_speed
+from nanoserve.lab.papers.apex.ours import LATENCY_COLUMNS, LIST_COLUMNS, fixed_list, latency
+from nanoserve.lab.papers.apex.throughput import (
+    BACKLOG_COLUMNS,
+    PROCESSOR_COLUMNS,
+    output_lengths,
+    processors,
+    throughput_figure,
+)
 from nanoserve.lab.papers.framework import Paper, PaperFigure
 
 _COSTS = "the cost model alone: no requests, no seeds"
@@ -22,11 +28,17 @@ PAPER = Paper(
     ),
     figures=(
         PaperFigure(number="1b", title="attention on device and CPU", make=processor_speed, counted=_COSTS),
-        PaperFigure(number="bounds", title="decodes alone, beside the closed forms", make=bounds, counted=_STEPS),
-        PaperFigure(number="5", title="throughput", make=throughput_figure),
-        PaperFigure(number="7", title="throughput by output length", make=output_lengths),
-        PaperFigure(number="list", title="our policy beside all others", make=fixed_list),
-        PaperFigure(number="6", title="latency per token", make=latency),
-        PaperFigure(number="cpu", title="how fast the CPUs attend", make=processors),
+        PaperFigure(
+            number="bounds",
+            title="decodes alone, beside the closed forms",
+            make=bounds,
+            counted=_STEPS,
+            columns=BOUND_COLUMNS,
+        ),
+        PaperFigure(number="5", title="throughput", make=throughput_figure, columns=BACKLOG_COLUMNS),
+        PaperFigure(number="7", title="throughput by output length", make=output_lengths, columns=BACKLOG_COLUMNS),
+        PaperFigure(number="list", title="our policy beside all others", make=fixed_list, columns=LIST_COLUMNS),
+        PaperFigure(number="6", title="latency per token", make=latency, columns=LATENCY_COLUMNS),
+        PaperFigure(number="cpu", title="how fast the CPUs attend", make=processors, columns=PROCESSOR_COLUMNS),
     ),
 )

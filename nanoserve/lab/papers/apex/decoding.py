@@ -166,10 +166,10 @@ def bounds(scale: Scale, run: Run) -> Finding:
     for platform in (A10, T4):
         slow = [one for case, one in outcomes.items() if (case.platform, case.processor) == (platform, PAPERS_SHARE)]
         ours[f"bounds {platform.name}"] = Spread.of(one.speed_ratio / one.break_even for one in slow)
-    return Finding(claims("apex", ours), None, rows, _COLUMNS)
+    return Finding(claims("apex", ours), None, rows)
 
 
-_COLUMNS = columns(
+BOUND_COLUMNS = columns(
     ("", "platform"),
     (",d", ("B", "decodes"), "context", ("C", "host")),
     (".0f", ("CPU share, %", "share")),

@@ -68,10 +68,10 @@ def fixed_list(scale: Scale, run: Run) -> Finding:
         ),
     }
     where = "{platform}, {lengths}, {load}, over {system}".format_map(worst)
-    return Finding(claims("apex", ours, number=len(others), where=where), None, rows, _COLUMNS)
+    return Finding(claims("apex", ours, number=len(others), where=where), None, rows)
 
 
-_COLUMNS = columns(
+LIST_COLUMNS = columns(
     ("", "platform"),
     ("<", "lengths", "load", "system"),
     (",.0f", ("tok/s", "throughput")),
@@ -111,6 +111,14 @@ def _loads(settings: Sequence[HostBacklog], rates: Sequence[float], scale: Scale
 _LATENCIES = {T4: "osc:200", A10: "1000:200"}  # lengths by platform
 
 
+LATENCY_COLUMNS = columns(
+    ("", "platform"),
+    (".1f", ("rate over capacity", "rate")),
+    ("<", "system"),
+    (",.0f", ("latency per token, ms", "latency")),
+)
+
+
 def latency(scale: Scale, run: Run) -> Finding:
     """Figure 6: latency per token, the whole latency of a request over its output tokens, against the rate."""
     places = [_small_backlog(platform, name, scale) for platform, name in _LATENCIES.items()]
@@ -125,12 +133,6 @@ def latency(scale: Scale, run: Run) -> Finding:
         for setting, load, label in runs.cases
         if load is not None
     ]
-    shown = columns(
-        ("", "platform"),
-        (".1f", ("rate over capacity", "rate")),
-        ("<", "system"),
-        (",.0f", ("latency per token, ms", "latency")),
-    )
     ours = {
         f"6 {one.platform.name}": runs.ratio((one, ABOVE, APEX.label), (one, ABOVE, NEO.label), _latency)
         for one in places
@@ -142,7 +144,7 @@ def latency(scale: Scale, run: Run) -> Finding:
         title = f"{one.platform.name}, {one.lengths}"
         panels.append(panel(title, "request rate, 1/s", "latency per token, ms", rates, heights))
     chart = Chart("APEX, figure 6: latency per token", panels, columns=2)
-    return Finding(claims("apex", ours), chart, rows, shown)
+    return Finding(claims("apex", ours), chart, rows)
 
 
 def _latency(outcome: Outcome) -> float:

@@ -79,7 +79,7 @@ def throughput_figure(scale: Scale, run: Run) -> Finding:
         for other in (DEVICE, NEO, NEO_KERNEL):
             ours[f"5b {one.lengths}: {other.label}"] = _over(APEX, other, one, runs)
         ours[f"5b {one.lengths}: hybrid"] = _over(HYBRID, DEVICE, one, runs)
-    return Finding(claims("apex", ours, budgets=_said_budgets(scale), **best), chart, _rows(runs), _COLUMNS)
+    return Finding(claims("apex", ours, budgets=_said_budgets(scale), **best), chart, _rows(runs))
 
 
 def _over(above: System, below: System, setting: HostBacklog, runs: Backlogs) -> Spread:
@@ -112,10 +112,10 @@ def output_lengths(scale: Scale, run: Run) -> Finding:
     )
     curves = _over_outputs("A10, LLaMA-3.1-8B, mean input 1000", settings, runs, relative=True)
     chart = Chart("APEX, figure 7: throughput by output length", [curves])
-    return Finding(found, chart, _rows(runs), _COLUMNS)
+    return Finding(found, chart, _rows(runs))
 
 
-_COLUMNS = columns(
+BACKLOG_COLUMNS = columns(
     ("", "platform"),
     ("<", "lengths", "system"),
     (",d", "budget"),
@@ -168,6 +168,17 @@ _WITH_SLOW_CPUS = ((OVERLAP, NEO), (APEX, NEO), (HYBRID, NEO), (APEX, NEO_KERNEL
 """What is compared where the CPUs are a tenth as fast as the device."""
 
 
+PROCESSOR_COLUMNS = columns(
+    ("", "platform"),
+    ("<", "system"),
+    (".2f", ("CPU share", "share")),
+    (",d", "budget"),
+    (",.0f", ("tok/s", "throughput")),
+    (".2f", ("over device only", "over_device"), ("over NEO", "over_neo")),
+    (".0f", ("CPU busy, %", "processor")),
+)
+
+
 def processors(scale: Scale, run: Run) -> Finding:
     """No figure of the paper: throughput by the share of the CPUs' data sheet that attention reaches."""
     settings = [
@@ -179,15 +190,6 @@ def processors(scale: Scale, run: Run) -> Finding:
     rows = _rows(runs)
     for row, (setting, label) in zip(rows, runs.cases, strict=True):
         row["over_neo"] = runs.ratio((setting, label), (setting, NEO.label), throughput).mean
-    shown = columns(
-        ("", "platform"),
-        ("<", "system"),
-        (".2f", ("CPU share", "share")),
-        (",d", "budget"),
-        (",.0f", ("tok/s", "throughput")),
-        (".2f", ("over device only", "over_device"), ("over NEO", "over_neo")),
-        (".0f", ("CPU busy, %", "processor")),
-    )
     panels = []
     for platform, lengths in _PLACES:
         here = [one for one in settings if one.platform == platform]
@@ -197,7 +199,7 @@ def processors(scale: Scale, run: Run) -> Finding:
         shares = [100 * share for share in _SHARES]
         panels.append(panel(title, x, _RELATIVE, shares, heights, log_x=True, log_y=True, marks=(1.0,)))
     chart = Chart("How fast the CPUs attend", panels, columns=2)
-    return Finding(claims("apex", _with_slow_cpus(settings, runs)), chart, rows, shown)
+    return Finding(claims("apex", _with_slow_cpus(settings, runs)), chart, rows)
 
 
 def _with_slow_cpus(settings: Sequence[HostBacklog], runs: Backlogs) -> Ours:

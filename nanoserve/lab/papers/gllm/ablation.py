@@ -29,7 +29,7 @@ _BELOW = 2.5
 _LOW, _DEEP = f"{_BELOW:g} requests a second", "deep backlog"
 _HIGHER = {f"{rate:g} requests a second": rate for rate in (5.0, 10.0)}
 """Where prompts meet one another: without WT they stall the stages, and TTFT grows too."""
-_COLUMNS = [*columns(("", "load"), ("<", "system")), *metric_columns(str)]
+PARAMETER_COLUMNS = [*columns(("", "load"), ("<", "system")), *metric_columns(str)]
 
 
 def ablation(scale: Scale, run: Run) -> Finding:
@@ -62,7 +62,7 @@ def ablation(scale: Scale, run: Run) -> Finding:
             heights = [runs.mean((load, system.label), METRICS[metric]) for system in systems]
             panels.append(panel(load, "", f"{metric}, {unit}", names, {"": heights}, kind="bar", marks=(heights[0],)))
     chart = Chart("gLLM, figure 15: ablation (dotted: gLLM)", panels, columns=4)
-    return Finding(claims("gllm", ours), chart, table, _COLUMNS)
+    return Finding(claims("gllm", ours), chart, table)
 
 
 _BUSY = 10.0  # requests per second: two thirds of what the machine can do
@@ -134,7 +134,7 @@ def sensitivity(scale: Scale, run: Run) -> Finding:
         title = f"{name}, {load}:\nmetrics move by up to {most_moved(name, load):.1f} %"
         y, is_log = f"over its value at {name} = {_DEFAULTS[name]:g}", name != "threshold"
         panels.append(panel(title, name, y, values, heights, styles=_METRIC_STYLES, log_x=is_log, marks=(1.0,)))
-    return Finding(claims("gllm", ours), Chart("gLLM, figure 16: sensitivity", panels, columns=3), table, _COLUMNS)
+    return Finding(claims("gllm", ours), Chart("gLLM, figure 16: sensitivity", panels, columns=3), table)
 
 
 def _set(cases: Sequence[Case], name: str, value: float) -> list[Case]:

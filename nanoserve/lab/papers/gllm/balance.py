@@ -29,6 +29,15 @@ from nanoserve.record.metrics import Spread
 _CAPS = (256, 1024, 4096)
 
 
+TOKEN_COLUMNS = columns(
+    ("", ("system, first seed", "system")),
+    (",.0f", ("tokens of a step", "tokens"), ("of prompts", "prefill"), "decodes"),
+    (".2f", "variation"),
+    (".1f", "bubbles"),
+    (",.0f", ("tok/s", "throughput")),
+)
+
+
 def token_counts(scale: Scale, run: Run) -> Finding:
     """Figure 1: tokens of consecutive micro-batches, under Sarathi-Serve's budget of 2048 and under throttling."""
     runs = Runs(run, {system.label: deep_backlog(scale, system) for system in (GLLM, WITH_CK)})
@@ -47,13 +56,6 @@ def token_counts(scale: Scale, run: Run) -> Finding:
         claims("gllm", ours),
         Chart("gLLM, figure 1: scheduled tokens of each micro-batch (dotted: the budget)", panels, columns=2),
         [{"system": label, **_balance(one)} for label, one in firsts.items()],
-        columns(
-            ("", ("system, first seed", "system")),
-            (",.0f", ("tokens of a step", "tokens"), ("of prompts", "prefill"), "decodes"),
-            (".2f", "variation"),
-            (".1f", "bubbles"),
-            (",.0f", ("tok/s", "throughput")),
-        ),
     )
 
 
@@ -163,6 +165,16 @@ def _cumulative(name: str, sizes: list[int]) -> ChartCurve:
     return ChartCurve(name, [float(ordered[place]) for place in places], shares, style="-")
 
 
+CAP_COLUMNS = columns(
+    ("", "system"),
+    (",d", "cap"),
+    (",.0f", ("tok/s", "throughput")),
+    (".1f", "bubbles"),
+    (",.0f", ("tokens of a step", "tokens")),
+    (".2f", "variation"),
+)
+
+
 def caps(scale: Scale, run: Run) -> Finding:
     """No figure of the paper: the deep backlog under a cap on running sequences, which the paper does not state."""
     systems = (GLLM, WITH_CK, VLLM)
@@ -179,12 +191,4 @@ def caps(scale: Scale, run: Run) -> Finding:
         claims("gllm", ours),
         Chart("The cap on running sequences", [bars]),
         [{"system": label, "cap": cap, **_balance(runs.outcomes((label, cap))[0])} for label, cap in runs.cases],
-        columns(
-            ("", "system"),
-            (",d", "cap"),
-            (",.0f", ("tok/s", "throughput")),
-            (".1f", "bubbles"),
-            (",.0f", ("tokens of a step", "tokens")),
-            (".2f", "variation"),
-        ),
     )

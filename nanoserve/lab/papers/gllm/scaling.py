@@ -21,6 +21,15 @@ _CLAIMED = [(L20, GLLM, 2), (L20, GLLM, 4), (A100, GLLM, 2), (A100, GLLM, 4), *_
 """Machine, system, and how many devices are compared with one."""
 
 
+SCALING_COLUMNS = columns(
+    ("", "model"),
+    ("<", "place", "system"),
+    ("d", "devices"),
+    (",d", "budget"),
+    (",.0f", ("tok/s", "throughput")),
+)
+
+
 def scaling(scale: Scale, run: Run) -> Finding:
     """Figure 12."""
     cases = {
@@ -70,13 +79,6 @@ def scaling(scale: Scale, run: Run) -> Finding:
         claims("gllm", over_one),
         Chart("gLLM, figure 12: maximum throughput", panels, columns=2),
         rows,
-        columns(
-            ("", "model"),
-            ("<", "place", "system"),
-            ("d", "devices"),
-            (",d", "budget"),
-            (",.0f", ("tok/s", "throughput")),
-        ),
     )
 
 

@@ -114,6 +114,9 @@ def _jobs(
     }
 
 
+RATE_COLUMNS = [*columns(("", "setting"), ("<", "system"), ("g", ("req/s", "rate"))), *metric_columns(str.lower)]
+
+
 def _finding(title: str, ours: Ours, sweeps: Sequence[RateSweep], runs: Sweeps, **words: object) -> Finding:
     """The four metrics against the rate, by setting and system."""
     table = [
@@ -127,13 +130,12 @@ def _finding(title: str, ours: Ours, sweeps: Sequence[RateSweep], runs: Sweeps, 
         for system in SYSTEMS
         for rate in sweep.rates
     ]
-    shown = [*columns(("", "setting"), ("<", "system"), ("g", ("req/s", "rate"))), *metric_columns(str.lower)]
     panels = [
         _over_rates(sweep, SYSTEMS, runs, f"{name}, {UNITS[name]}", metric)
         for sweep in sweeps
         for name, metric in METRICS.items()
     ]
-    return Finding(claims("gllm", ours, **words), Chart(title, panels, columns=4), table, shown)
+    return Finding(claims("gllm", ours, **words), Chart(title, panels, columns=4), table)
 
 
 def _over_rates(
@@ -236,6 +238,9 @@ def _slope(points: Points) -> float:
 _GOAL = 80.0  # per cent of the requests
 
 
+ATTAINMENT_COLUMNS = columns(("", "system"), ("g", ("req/s", "rate")), (".0f", ("attainment %", "attainment")))
+
+
 def slo_attainment(scale: Scale, run: Run) -> Finding:
     """Figure 14: the share of requests within limits of TTFT and TPOT, 100B on four nodes."""
     sweep, systems = LLAMA_AZURE, (VLLM, GLLM)
@@ -260,9 +265,8 @@ def slo_attainment(scale: Scale, run: Run) -> Finding:
         {"system": label, "rate": rate, "attainment": runs.mean((title, label, rate), attainment)}
         for title, label, rate in runs.cases
     ]
-    shown = columns(("", "system"), ("g", ("req/s", "rate")), (".0f", ("attainment %", "attainment")))
     chart = Chart("gLLM, figure 14: four nodes with A800", [curves])
-    return Finding(claims("gllm", ours, **limits_in_words), chart, rows, shown)
+    return Finding(claims("gllm", ours, **limits_in_words), chart, rows)
 
 
 def attainment(outcome: Outcome) -> float:

@@ -75,17 +75,20 @@ def _breakdowns() -> dict[str, tuple[Parts, Parts]]:
     return found
 
 
+_FIELDS = [(phase, part) for phase in ("prefill", "decode") for part in (*_PARTS, "total")]
+LAYOUT_COLUMNS = columns(
+    ("", "layout"), (",.1f", *((f"{phase} {part} ms", f"{phase}_{part}_ms") for phase, part in _FIELDS))
+)
+
+
 def layouts(scale: Scale, run: Run) -> Finding:
     """Figure 1: what prefill and decode spend their time on, by layout."""
     found = _breakdowns()
-    fields = [(phase, part) for phase in ("prefill", "decode") for part in (*_PARTS, "total")]
     rows: list[dict[str, Any]] = [
-        {f"{phase}_{part}_ms": 1e3 * getattr(pair[phase == "decode"], part) for phase, part in fields}
+        {f"{phase}_{part}_ms": 1e3 * getattr(pair[phase == "decode"], part) for phase, part in _FIELDS}
         | {"layout": name}
         for name, pair in found.items()
     ]
-    cells = [(f"{phase} {part} ms", f"{phase}_{part}_ms") for phase, part in fields]
-    shown = columns(("", "layout"), (",.1f", *cells))
     panels = []
     for number, title in enumerate(("(a) prefill", "(b) decode")):
         longest = max(pair[number].total for pair in found.values())  # 1 on the paper's axes
@@ -97,7 +100,7 @@ def layouts(scale: Scale, run: Run) -> Finding:
     pipeline, tensor = found["TP1PP8"], found["TP8PP1"]
     ours = {"1 prefill": tensor[0].total / pipeline[0].total, "1 decode": pipeline[1].total / tensor[1].total}
     chart = Chart("Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels)
-    return Finding(claims("seesaw", ours), chart, rows, shown)
+    return Finding(claims("seesaw", ours), chart, rows)
 
 
 def prefill_rate(costs: StepCosts) -> float:
@@ -124,6 +127,12 @@ def _best_rate(machine: str, devices: int, rate: Callable[[StepCosts], float]) -
     return best
 
 
+DISAGGREGATION_COLUMNS = columns(
+    ("", "machine"),
+    (".2f", ("prefill on 4, req/s", "prefill_4"), ("decode on 4", "decode_4"), ("decode on 8", "decode_8")),
+)
+
+
 def disaggregation(scale: Scale, run: Run) -> Finding:
     """Figure 4: 70B on devices of their own for prompts and answers."""
     measured = {"prefill_4": (4, prefill_rate), "decode_4": (4, decode_rate), "decode_8": (8, decode_rate)}
@@ -139,12 +148,8 @@ def disaggregation(scale: Scale, run: Run) -> Finding:
     title = f"{_INPUT:,} tokens in, {_OUTPUT} out"
     machines = [row["machine"] for row in rows]
     bars = panel(title, "", "throughput (requests/s)", machines, heights, kind="bar")
-    shown = columns(
-        ("", "machine"),
-        (".2f", ("prefill on 4, req/s", "prefill_4"), ("decode on 4", "decode_4"), ("decode on 8", "decode_8")),
-    )
     chart = Chart("Seesaw, figure 4: 70B disaggregated, 4 + 4", [bars])
-    return Finding(claims("seesaw", ours), chart, rows, shown)
+    return Finding(claims("seesaw", ours), chart, rows)
 
 
 def _decoding(tensor: int) -> dict[str, Any]:
@@ -159,6 +164,13 @@ def _decoding(tensor: int) -> dict[str, Any]:
     return {"layout": f"TP{tensor}DP{8 // tensor}", "batch": batch, **msgspec.structs.asdict(parts)}
 
 
+REPLICA_COLUMNS = columns(
+    ("", "layout"),
+    (",d", ("largest batch", "batch")),
+    (".2f", ("weights ms", "weights"), ("compute ms", "compute"), ("all-reduce ms", "communication")),
+)
+
+
 def data_parallelism(scale: Scale, run: Run) -> Finding:
     """Figure 15: what replicas cost in decoding."""
     rows = [_decoding(degree) for degree in (1, 2, 4, 8)]
@@ -168,11 +180,6 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
         "15 batch": divided["batch"] / replicated["batch"],
         "15 weights": replicated["weights"] / divided["weights"],
     }
-    shown = columns(
-        ("", "layout"),
-        (",d", ("largest batch", "batch")),
-        (".2f", ("weights ms", "weights"), ("compute ms", "compute"), ("all-reduce ms", "communication")),
-    )
     names = [row["layout"] for row in rows]
     parts = {"load weight": "weights", "compute": "compute", "all-reduce": "communication"}
     times = {label: [row[part] for row in rows] for label, part in parts.items()}
@@ -182,4 +189,4 @@ def data_parallelism(scale: Scale, run: Run) -> Finding:
         panel("largest batch", "layout", "batch size", names, batches, kind="bar"),
     ]
     chart = Chart("Seesaw, figure 15: data parallelism in decode, 13B on 8 L4", panels)
-    return Finding(claims("seesaw", ours), chart, rows, shown)
+    return Finding(claims("seesaw", ours), chart, rows)

@@ -28,6 +28,13 @@ def _batches(scale: Scale, policy: str) -> list[Case]:
     return over_seeds(replace(case, layouts=layouts, system=replace(RESHARDING, policy=policy)), scale.seeds)
 
 
+SCHEDULE_COLUMNS = columns(
+    ("", "policy"),
+    (",.0f", "seconds", "transitions"),
+    (".1f", ("% of the time in them", "share"), ("answers of a decode step", "decodes")),
+)
+
+
 def three_schedules(scale: Scale, run: Run) -> Finding:
     """Figure 2: three ways to schedule transitions."""
     runs = Runs(run, {policy: _batches(scale, policy) for policy in _POLICIES})
@@ -50,11 +57,6 @@ def three_schedules(scale: Scale, run: Run) -> Finding:
         claims("seesaw", ours),
         Chart("Seesaw, figure 2: 34B on 4 A10, P4->T4, a pool of 40 GiB", panels, columns=3),
         [{"policy": policy, **runs.means(policy, metrics)} for policy in _POLICIES],
-        columns(
-            ("", "policy"),
-            (",.0f", "seconds", "transitions"),
-            (".1f", ("% of the time in them", "share"), ("answers of a decode step", "decodes")),
-        ),
     )
 
 
@@ -70,6 +72,9 @@ def _schedule(title: str, one: Outcome) -> Panel:
     """Sequences of each step over time, as the figure draws them."""
     times, _, answers, *_ = zip(*one.result.tokens_series, strict=True)
     return panel(f"{title}: {seconds(one):,.0f} s", "time (s)", "answers of a step", times, {"": answers}, styles="-")
+
+
+TIER_COLUMNS = columns(("", "phase"), (",.1f", ("from s", "begin"), ("to s", "end")))
 
 
 def tiers(scale: Scale, run: Run) -> Finding:
@@ -90,5 +95,4 @@ def tiers(scale: Scale, run: Run) -> Finding:
     rows = [
         {"begin": begin, "end": end, "phase": ("prefill", "decode")[layout]} for begin, end, layout in outcome.phases
     ]
-    shown = columns(("", "phase"), (",.1f", ("from s", "begin"), ("to s", "end")))
-    return Finding(claims("seesaw", ours), Chart("Seesaw, figure 6: both tiers of the KV cache", [both]), rows, shown)
+    return Finding(claims("seesaw", ours), Chart("Seesaw, figure 6: both tiers of the KV cache", [both]), rows)

@@ -8,14 +8,14 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from nanoserve.commands.tables import columns
+from nanoserve.costs import ParallelLayout
 from nanoserve.lab.charts import Chart, panel
 from nanoserve.lab.papers.cases import Case, Metric, Runs, over_seeds, with_budget
 from nanoserve.lab.papers.claims import claims
 from nanoserve.lab.papers.framework import Finding, Run, Scale
 from nanoserve.lab.papers.observers import Breakdown
 from nanoserve.lab.papers.seesaw.search import BestBudget, seconds
-from nanoserve.lab.papers.seesaw.settings import A10, RESHARDING, WHOLE_PROMPTS, closed_batch, fitting_layouts
-from nanoserve.layout import ParallelLayout
+from nanoserve.lab.papers.seesaw.settings import A10, RESHARDING, WHOLE_PROMPTS, closed_batch
 
 
 def _with_layouts(case: Case, name: str) -> Case:
@@ -39,6 +39,15 @@ _TIMES = (
 """A part of the time, and the two systems that are compared."""
 
 
+_PARTS_AND_TOTAL = (*_PARTS, "total")
+BREAKDOWN_COLUMNS = columns(
+    ("", ("layout", "system")),
+    ("<", "policy"),
+    ("d", ("tokens of a step", "budget")),
+    (",.0f", *((f"{part} s", part) for part in _PARTS_AND_TOTAL)),
+)
+
+
 def breakdown(scale: Scale, run: Run) -> Finding:
     """Figure 12: what the end-to-end time is made of."""
     setting = closed_batch("codellama-34b", A10, 4, "arxiv", scale.pick(250, 500), seed=scale.seeds[0])
@@ -52,7 +61,7 @@ def breakdown(scale: Scale, run: Run) -> Finding:
         "chunked": found[tuned[1]],
     }
     runs = Runs(run, {name: over_seeds(case, scale.seeds) for name, case in systems.items()})
-    parts: dict[str, Metric] = {part: attrgetter(f"breakdown.{part}") for part in (*_PARTS, "total")}
+    parts: dict[str, Metric] = {part: attrgetter(f"breakdown.{part}") for part in _PARTS_AND_TOTAL}
     ours = {f"12 {part} {above} {below}": runs.ratio(above, below, parts[part]) for part, above, below in _TIMES}
     names = ["tp4", "pp4", "p4->t4", "tp2pp2\n+chunked prefill"]
     heights = {part: [runs.mean(one, parts[part]) for one in systems] for part in _PARTS}
@@ -62,13 +71,7 @@ def breakdown(scale: Scale, run: Run) -> Finding:
         | runs.means(name, parts)
         for name, one in systems.items()
     ]
-    shown = columns(
-        ("", ("layout", "system")),
-        ("<", "policy"),
-        ("d", ("tokens of a step", "budget")),
-        (",.0f", *((f"{part} s", part) for part in parts)),
-    )
-    return Finding(claims("seesaw", ours), Chart("Seesaw, figure 12: 34B on 4 A10", [stacks]), rows, shown)
+    return Finding(claims("seesaw", ours), Chart("Seesaw, figure 12: 34B on 4 A10", [stacks]), rows)
 
 
 _INPUT = 3000
@@ -76,6 +79,14 @@ _STATIC = {"pp8": "P8", "tp2pp4": "T2P4", "tp4pp2": "T4P2"}
 _PAIR = "pp8->tp4pp2"
 _LAYOUTS = {**_STATIC, _PAIR: "P8->T4P2"}
 """Layouts by the paper's names."""
+
+
+OUTPUT_COLUMNS = columns(
+    ("d", ("output tokens", "output")),
+    (".3f", *((f"{name} req/s", name) for name in _LAYOUTS)),
+    ("", ("best static", "best")),
+    (".2f", "gain"),
+)
 
 
 def output_length(scale: Scale, run: Run) -> Finding:
@@ -106,14 +117,8 @@ def output_length(scale: Scale, run: Run) -> Finding:
         {"output": output, "best": winner, "gain": gain, **one}
         for output, winner, gain, one in zip(outputs, winners, gains, rates, strict=True)
     ]
-    shown = columns(
-        ("d", ("output tokens", "output")),
-        (".3f", *((f"{name} req/s", name) for name in rates[0])),
-        ("", ("best static", "best")),
-        (".2f", "gain"),
-    )
     found = claims("seesaw", ours, winners=", ".join(winners))
-    return Finding(found, Chart("Seesaw, figure 13: 70B on 8 A10", [curves]), rows, shown)
+    return Finding(found, Chart("Seesaw, figure 13: 70B on 8 A10", [curves]), rows)
 
 
 def _grid(settings: Sequence[Case], layouts: Sequence[str], run: Run) -> list[list[float]]:
@@ -125,8 +130,19 @@ def _grid(settings: Sequence[Case], layouts: Sequence[str], run: Run) -> list[li
     return [[seconds(outcomes[case]) for case in row] for row in cases]
 
 
+ALL_STATIC = {
+    "d1t1p8": "P8",
+    "d2t1p4": "D2P4",
+    "d1t2p4": "T2P4",
+    "d2t2p2": "D2T2P2",
+    "d1t4p2": "T4P2",
+    "d2t4p1": "D2T4",
+    "d1t8p1": "T8",
+}
+"""All layouts of CodeLLaMA-34B on eight A10 in which it fits."""
 _PAIRS = {"d2p4->d2t4": "D2P4->D2T4", "d1p8->d1t8": "P8->T8"}
 """The paper's pair, and the one that the search finds best at the bandwidth of PCIe."""
+_OF_BANDWIDTH = (*ALL_STATIC, *_PAIRS)
 _PAIR_STYLES = dict(zip(_PAIRS, ("k^-", "k^--"), strict=True))
 
 
@@ -158,24 +174,27 @@ def _points(scale: Scale, run: Run) -> list[BandwidthPoint]:
     setting = closed_batch("codellama-34b", A10, 8, "arxiv", scale.pick(250, 500), seed=scale.seeds[0])
     factors = scale.pick((0.1, 0.3, 1.0, 5.0, 50.0), (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0))
     settings = [replace(setting, all_reduce_scale=factor) for factor in factors]
-    layouts = {
-        f"d{layout.data_parallel}t{layout.tensor_parallel}p{layout.pipeline_parallel}": layout.name
-        for layout in fitting_layouts(settings[0])
-    }
-    grid = _grid(settings, [*layouts.values(), *_PAIRS.values()], run)
+    grid = _grid(settings, [*ALL_STATIC.values(), *_PAIRS.values()], run)
     points = []
     for factor, row in zip(factors, grid, strict=True):
-        static = dict(zip(layouts, row, strict=False))
-        pairs = dict(zip(_PAIRS, row[len(layouts) :], strict=True))
+        static = dict(zip(ALL_STATIC, row, strict=False))
+        pairs = dict(zip(_PAIRS, row[len(ALL_STATIC) :], strict=True))
         points.append(BandwidthPoint(factor=factor, static=static, pairs=pairs))
     return points
+
+
+BANDWIDTH_COLUMNS = columns(
+    ("g", ("bandwidth x", "factor")),
+    (",.0f", *((f"{name} s", name) for name in _OF_BANDWIDTH)),
+    ("", ("best static", "best")),
+    (".2f", "gain"),
+)
 
 
 def bandwidth(scale: Scale, run: Run) -> Finding:
     """Figure 14: throughput against the bandwidth of all-reduces."""
     points = _points(scale, run)
-    names = (*points[0].static, *points[0].pairs)
-    seconds = {name: [{**point.static, **point.pairs}[name] for point in points] for name in names}
+    seconds = {name: [{**point.static, **point.pairs}[name] for point in points] for name in _OF_BANDWIDTH}
     fastest = min(min(each) for each in seconds.values())
     curves = panel(
         f"{scale.pick(250, 500)} of arxiv",
@@ -190,12 +209,6 @@ def bandwidth(scale: Scale, run: Run) -> Finding:
         {"factor": point.factor, "best": point.winner, "gain": point.gain, **point.static, **point.pairs}
         for point in points
     ]
-    shown = columns(
-        ("g", ("bandwidth x", "factor")),
-        (",.0f", *((f"{name} s", name) for name in names)),
-        ("", ("best static", "best")),
-        (".2f", "gain"),
-    )
     upward = [point for point in points if point.factor >= 1]
     slow, fast = points[0], points[-1]
     ours = {
@@ -207,4 +220,4 @@ def bandwidth(scale: Scale, run: Run) -> Finding:
     }
     gains = ", ".join(f"{point.gain:.2f} at {point.factor:g}x" for point in points)
     found = claims("seesaw", ours, gains=gains, slow=slow.winner, fast=fast.winner)
-    return Finding(found, Chart("Seesaw, figure 14: 34B on 8 A10", [curves]), rows, shown)
+    return Finding(found, Chart("Seesaw, figure 14: 34B on 8 A10", [curves]), rows)

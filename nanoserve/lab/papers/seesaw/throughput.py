@@ -16,7 +16,7 @@ from nanoserve.record.metrics import Spread
 MODELS = (("llama-3-15b", 4), ("codellama-34b", 8), ("llama-2-70b", 8))  # models and the devices of each (section 6.2)
 WORKLOADS = (("arxiv", 250, 500), ("sharegpt-gllm", 1000, 2000))
 """Lengths, and requests at the reduced and at the paper's size (section 6.1)."""
-COLUMNS = columns(
+GAIN_COLUMNS = columns(
     ("", "model"),
     ("<", "machine", "lengths", ("best static (tokens of a step)", "static")),
     (".2f", ("req/s", "static_requests_per_second")),
@@ -79,7 +79,7 @@ def on_a10_and_l4(scale: Scale, run: Run) -> Finding:
         for lengths, _, _ in WORKLOADS
     ]
     chart = Chart("Seesaw, figure 10: throughput over the best static configuration", panels, columns=2)
-    return Finding(claims("seesaw", ours), chart, [_row(found, one) for one in every], COLUMNS)
+    return Finding(claims("seesaw", ours), chart, [_row(found, one) for one in every])
 
 
 def _bars(title: str, found: BestOfBoth, settings: Sequence[Case]) -> Panel:
@@ -117,4 +117,4 @@ def on_a100(scale: Scale, run: Run) -> Finding:
     }
     bars = panel("8 x A100", "", "throughput (normalized)", names, heights, kind="bar")
     chart = Chart("Seesaw, figure 11: LLaMA2-70B on A100", [bars])
-    return Finding(claims("seesaw", ours), chart, [_row(found, one) for one in places.values()], COLUMNS)
+    return Finding(claims("seesaw", ours), chart, [_row(found, one) for one in places.values()])
