@@ -1,5 +1,6 @@
 """Tables on the terminal, built from the rows of a report."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,8 @@ from rich.text import Text
 
 _WIDTH_OF_A_FILE = 100
 _NOTHING = "-"
+_TEXT_FORMATS = ("", "<")
+_MARKUP = re.compile(r"[\\|*`<]")
 FEW_MARK = "*"
 _BEYOND = {"p90": 10, "p99": 100}  # values of which one lies beyond that percentile
 _FEW_NOTE = f"{FEW_MARK} close to the largest value: p90 takes 10 values, p99 takes 100"
@@ -82,12 +85,20 @@ def print_table(title: str, columns: Sequence[Column], rows: Iterable[Mapping[st
 
 
 def markdown_table(columns: Sequence[Column], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table in GitHub's Markdown. A row that `failed` shows why in its second column."""
-    lines = [[column.heading for column in columns], ["---"] * len(columns)]
+    """A table in GitHub's Markdown, numbers on the right. A row that `failed` shows why in its second column."""
+    lines = [[escaped(column.heading) for column in columns]]
+    lines.append(["---" if column.format in _TEXT_FORMATS else "---:" for column in columns])
     for row in rows:
         texts = [column.text(row, nothing="") for column in columns]
-        lines.append(texts if row.get("failed") is None else [texts[0], row["failed"], *texts[2:]])
-    return "\n".join("| " + " | ".join(text.replace("|", "/") for text in line) + " |" for line in lines)
+        if row.get("failed") is not None:
+            texts[1] = row["failed"]
+        lines.append([escaped(text) for text in texts])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def escaped(text: str) -> str:
+    """The text on one line, with a backslash before what GitHub's Markdown would take for more than text."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def _parts(least: Sequence[int], keys: int, width: int) -> list[list[int]]:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from nanoserve.commands.tables import Column, columns, print_table
-from nanoserve.lab.commands import (
+from nanoserve.commands.tables import Column, columns, markdown_table, print_table
+from nanoserve.commands import (
     bench_compare,
     bench_diff,
     bench_hybrid,
@@ -144,3 +144,14 @@ def test_a_percentile_of_few_values_is_marked(capsys: pytest.CaptureFixture[str]
     assert [several.split("│")[place].strip() for place in (2, 3, 4)] == ["1.0", "2.0", "3.0*"]
     assert "*" not in many
     assert note.strip() == "* close to the largest value: p90 takes 10 values, p99 takes 100"
+
+
+def test_a_cell_of_markdown_stays_one_cell_and_plain_text() -> None:
+    shown = columns(("", ("a|b", "name")), (",d", "tokens"), ("<", "remark"))
+    row = {"name": "2 * 3 * 4 `x`\nand more", "tokens": 1234, "remark": "<b> or \\ of x_y, P4->T4"}
+    assert markdown_table(shown, [row, {"name": "nothing"}]).splitlines() == [
+        r"| a\|b | tokens | remark |",
+        "| --- | ---: | --- |",
+        r"| 2 \* 3 \* 4 \`x\` and more | 1,234 | \<b> or \\ of x_y, P4->T4 |",
+        "| nothing |  |  |",
+    ]

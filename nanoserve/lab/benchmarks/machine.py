@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -60,6 +60,11 @@ def describe_machine() -> dict[str, Any]:
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
+
+
+def machine_text(machine: Mapping[str, Any]) -> str:
+    """A description of a machine in words, for the head of a table."""
+    return f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}"
 
 
 def available_cores() -> int:

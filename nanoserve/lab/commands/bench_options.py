@@ -15,6 +15,7 @@ from nanoserve.commands.progress import show_progress
 from nanoserve.commands.tables import Column, columns, print_table
 from nanoserve.commands.terminal import remark
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.lab.benchmarks.machine import machine_text
 from nanoserve.lab.benchmarks.plots import plot_bars
 from nanoserve.lab.benchmarks.report import Report
 from nanoserve.lab.benchmarks.rounds import Repeating
@@ -182,9 +183,9 @@ def operators_title(facts: Mapping[str, Any]) -> str:
 
 
 def print_head(report: Report) -> None:
-    document, machine = report.document, report.document["machine"]
+    document = report.document
     versions = [f"{name} {version}" for name, version in document["versions"].items()]
-    print(f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, {machine['system']}")
+    print(machine_text(document["machine"]))
     print(", ".join([*versions, f"commit {document['commit']}"]))
     for note in filter(None, (*document["notes"], report.busy_note)):
         print(note)

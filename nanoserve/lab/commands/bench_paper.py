@@ -1,23 +1,19 @@
 """``nanoserve bench paper``: a paper's figures and claims, simulated, beside the paper's own numbers."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
-from nanoserve.commands.options import argument, option
+from nanoserve.commands.options import argument, file_option, option
 from nanoserve.commands.progress import show_progress
 from nanoserve.commands.tables import columns, print_table
 from nanoserve.lab.benchmarks.report import Report
 from nanoserve.lab.charts import check_plotting, draw
 from nanoserve.lab.commands.bench_options import RESULTS_PANEL, JsonOptions, make_directory, print_head
-from nanoserve.lab.papers.framework import Finding, Paper, Scale, load_paper
+from nanoserve.lab.papers.framework import Paper, Scale, load_paper
+from nanoserve.lab.papers.markdown import CLAIM_COLUMNS, conditions, found_figures, to_markdown, verdict
 from nanoserve.lab.papers.running import Runner
+from nanoserve.utils.files import replace_file
 
-_CLAIM_COLUMNS = columns(
-    ("", "figure"),
-    ("<", ("claim", "says")),
-    ("", "paper", ("here", "ours_text"), ("asked", "bounds"), ("holds", "verdict")),
-    ("<", ("what it hangs on", "assumption")),
-)
+_ASSUMPTION = columns(("<", ("what it hangs on", "assumption")))
 
 
 class PaperOptions(JsonOptions):
@@ -29,6 +25,9 @@ class PaperOptions(JsonOptions):
     plot: Path | None = option(
         None, "Draw each figure into a PNG file in this directory.", metavar="DIR", panel=RESULTS_PANEL
     )
+    markdown: Path | None = file_option(
+        "Write what was run, the claims and the tables to this page in Markdown.", panel=RESULTS_PANEL
+    )
 
 
 def run(options: PaperOptions) -> None:
@@ -38,7 +37,7 @@ def run(options: PaperOptions) -> None:
 
       nanoserve bench paper gllm --plot figures
       nanoserve bench paper gllm --figure 12 --seeds 1
-      nanoserve bench paper lecture
+      nanoserve bench paper lecture --markdown lecture.md
     """
     paper = load_paper(options.name)
     figures = paper.chosen(options.figure)
@@ -48,14 +47,14 @@ def run(options: PaperOptions) -> None:
     scale = Scale(seeds=tuple(range(options.seeds)), full=options.full)
     settings = {"paper": options.name, "figure": options.figure, "seeds": options.seeds, "full": options.full}
     settings["size"] = (len(figures) == 1 and figures[0].counted) or scale.pick(*paper.setting)
-    findings: dict[str, Finding] = {}
     with (
-        options.reported("paper", settings, lambda report, _: _show(report, paper, findings)) as report,
+        options.reported("paper", settings, lambda report, _: _show(report, paper, options.markdown)) as report,
         show_progress() as progress,
         Runner(options.workers, lambda done, total: progress(f"figure {one.number}", done, total)) as runner,
     ):
+        _write_page(report, options.markdown)  # at once, for where it cannot be written no minutes should be spent
         for one in figures:
-            found = findings[one.number] = one.make(scale, runner.run)
+            found = one.make(scale, runner.run)
             report.put(f"figure {one.number}", {"title": one.title, "rows": found.rows, "chart": found.chart})
             for claim in found.claims:
                 report.add({"case": f"{claim.figure}: {claim.says}", **claim.row()})
@@ -63,20 +62,19 @@ def run(options: PaperOptions) -> None:
                 draw(found.chart, options.plot / f"{options.name}-{one.number}.png")
 
 
-def _show(report: Report, paper: Paper, findings: Mapping[str, Finding]) -> str:
-    settings = report.document["settings"]
+def _show(report: Report, paper: Paper, page: Path | None) -> str:
+    document = report.document
+    _write_page(report, page)
     print_head(report)
-    found_figures = [figure for figure in paper.figures if figure.number in findings]
-    counted = [f"figure {figure.number}: {figure.counted}" for figure in found_figures if figure.counted]
-    if len(counted) < len(found_figures):
-        runs = f"{settings['seeds']} " if paper.spread_over == "seeds" else ""
-        counted.insert(0, f"{settings['size']}; mean [lowest..highest] over {runs}{paper.spread_over}")
-    print("\n".join(counted))
-    for figure in found_figures:
-        found = findings[figure.number]
+    print("\n".join(conditions(document, paper)))
+    for figure in found_figures(document, paper):
         if figure.columns:
-            print_table(f"{figure.number}: {figure.title}", figure.columns, found.rows)
-    print_table(paper.title, _CLAIM_COLUMNS, report.rows, keys=2)
-    holding = sum(row["holds"] != "no" for row in report.rows)
-    share = f"{holding} of {len(report.rows)} claims hold ({holding / len(report.rows):.0%})"
-    return f"{share}, each over {settings['seeds']} {paper.spread_over} that all count."
+            rows = document[f"figure {figure.number}"]["rows"]
+            print_table(f"{figure.number}: {figure.title}", figure.columns, rows)
+    print_table(paper.title, [*CLAIM_COLUMNS, *_ASSUMPTION], report.rows, keys=2)
+    return verdict(document)
+
+
+def _write_page(report: Report, page: Path | None) -> None:
+    if page is not None:
+        replace_file(page, to_markdown(report.document))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanoserve.commands.main import main
+from nanoserve.lab.papers.markdown import to_markdown, verdict
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -35,6 +36,26 @@ def test_the_lecture_is_written_as_table_and_json(paper: Run, tmp_path: Path) ->
     assert document["settings"]["paper"] == "lecture"
     assert [row["holds"] for row in document["rows"] if row["paper"] == "295"] == ["yes"]
     assert document["figure roofline"]["rows"]
+
+
+def test_the_page_is_that_of_the_json(paper: Run, tmp_path: Path) -> None:
+    kept, page = tmp_path / "report.json", tmp_path / "page.md"
+    code, out, _ = paper("lecture", "--figure", "kv", "--seeds", "1", "--json", kept, "--markdown", page)
+    assert code == 0
+    document = json.loads(kept.read_text())
+    assert page.read_text() == to_markdown(document)
+    assert out.splitlines()[-1] == document["verdict"] == verdict(document)
+
+
+def test_a_page_that_cannot_be_written_costs_no_run(
+    paper: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[str]()
+    monkeypatch.setattr("nanoserve.lab.papers.running.Runner.run", lambda self, jobs: made.append("ran"))
+    page = tmp_path / "missing" / "page.md"
+    code, out, error = paper("gllm", "--figure", "1", "--markdown", page)
+    assert (code, out, made) == (1, "", [])
+    assert error == f"nanoserve: cannot write {page}: No such file or directory\n"
 
 
 @pytest.mark.parametrize(
