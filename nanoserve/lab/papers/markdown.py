@@ -59,12 +59,15 @@ def verdict(document: Document) -> str:
     rows, paper = document["rows"], load_paper(document["settings"]["paper"])
     holding = sum(row["holds"] != "no" for row in rows)
     share = f"{holding} of {len(rows)} claims hold ({holding / len(rows):.0%})"
-    return f"{share}, each over {_runs(document, paper)} that all count."
+    return f"{share}, over {_runs(document, paper)}; all runs count."
 
 
 def _runs(document: Document, paper: Paper) -> str:
-    """How many runs the spread of a claim goes over: "3 seeds"."""
-    return f"{document['settings']['seeds']} seeds" if paper.spread_over == "seeds" else paper.spread_over
+    """How many runs the spread of a claim goes over: "up to 3 seeds", as some figures are of the first one."""
+    if paper.spread_over != "seeds":
+        return paper.spread_over
+    seeds: int = document["settings"]["seeds"]
+    return "one seed" if seeds == 1 else f"up to {seeds} seeds"
 
 
 def _head(document: Document, paper: Paper, figures: Sequence[PaperFigure]) -> Iterator[str]:
