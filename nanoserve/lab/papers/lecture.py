@@ -481,7 +481,7 @@ def drafts(scale: Scale, run: Run) -> Finding:
 
 PAPER = Paper(
     title="CS336, lecture 10: efficient inference",
-    spread_over="traces",
+    spread_over="traces or seeds",
     setting=("counted; lengths of 5,000 requests of each trace", "counted; lengths of 20,000 requests of each trace"),
     figures=(
         PaperFigure(
