@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from nanoserve.commands.tables import Column, columns, markdown_table, print_table
-from nanoserve.commands import (
+from nanoserve.lab.commands import (
     bench_compare,
     bench_diff,
     bench_hybrid,

@@ -8,7 +8,6 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from nanoserve.commands.tables import columns
-from nanoserve.costs import ParallelLayout
 from nanoserve.lab.charts import Chart, panel
 from nanoserve.lab.papers.cases import Case, Metric, Runs, over_seeds, with_budget
 from nanoserve.lab.papers.claims import claims
@@ -16,6 +15,7 @@ from nanoserve.lab.papers.framework import Finding, Run, Scale
 from nanoserve.lab.papers.observers import Breakdown
 from nanoserve.lab.papers.seesaw.search import BestBudget, seconds
 from nanoserve.lab.papers.seesaw.settings import A10, RESHARDING, WHOLE_PROMPTS, closed_batch
+from nanoserve.layout import ParallelLayout
 
 
 def _with_layouts(case: Case, name: str) -> Case:
