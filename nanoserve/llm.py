@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from nanoserve.engine.assembly import build_engine
-from nanoserve.engine.dispatcher import Dispatcher
 from nanoserve.engine.engine import Engine
 from nanoserve.engine.outputs import RequestTracker
 from nanoserve.engine_config import EngineConfig
@@ -46,11 +45,13 @@ class LLM:
 
     ``model`` is a directory, a Hugging Face id, ``dummy:NAME``, None for the bundled storyteller, or what
     `resolve_model` found. ``progress`` is called with (stage, done, total) while downloading and loading. ``settings``
-    are the fields of EngineConfig; environment variables such as NANOSERVE_POLICY are for commands and set none. If
-    these leave layout or policy open, ``choice`` says what was chosen and why: for a batch of the lengths that
-    ``expected`` returns when it is called with the tokenizer and the longest sequence in tokens, or without it for
-    requests that come one by one. Raises ModelError if the model cannot be used, UsageError if a setting is not valid
-    for this model or machine.
+    are the fields of EngineConfig; environment variables such as NANOSERVE_POLICY are for commands and set none.
+
+    ``built`` is the engine with the model's shape and the settings in use. If the settings leave layout or policy open,
+    ``built.choice`` says what was chosen and why: for a batch of the lengths that ``expected`` returns when it is
+    called with the tokenizer and the longest sequence in tokens, or without it for requests that come one by one.
+
+    Raises ModelError if the model cannot be used, UsageError if a setting is not valid for this model or machine.
     """
 
     def __init__(
@@ -71,66 +72,31 @@ class LLM:
         with ExitStack() as failing:
             failing.callback(self.tokenizer.close)
             asked = None if expected is None else partial(expected, self.tokenizer)
-            built = build_engine(model, config, progress, asked)
-            failing.callback(built.engine.close)
+            self.built = build_engine(model, config, progress, asked)
+            failing.callback(self.built.engine.close)
             self._grammars = GrammarChecker(model.tokenizer_directory)
             failing.pop_all()  # the LLM closes them
-        self.engine_config, self.choice = built.config, built.choice  # None where nothing was left open
-        self.driven = built.engine  # the engine, or the dispatcher of several
-        self.config, self.max_model_len = built.model, built.max_model_len
-        self._default_params = built.default_params
-        self._operators, self._layers = built.operators, built.layers
-        self.gpu = built.gpu  # the costs of preparing the GPU (`GpuFacts`); None without a GPU
-        self.speeds = built.speeds  # measured speeds of each worker; None if no decision needs them
-        self.end_tokens = self.tokenizer.end_tokens(self.config.eos_token_ids)
+        self._engine = self.built.engine
+        self.end_tokens = self.tokenizer.end_tokens(self.built.model.eos_token_ids)
         self._trackers: dict[str, RequestTracker] = {}
         self._names = count()
 
     @property
     def engine(self) -> Engine:
         """The only engine, for callers that look inside. Raises UsageError if there are several."""
-        if isinstance(self.driven, Dispatcher):
-            raise UsageError(
-                f"this is for one engine, not {len(self.driven.engines)}: leave out --dp, or the D of the layouts"
-            )
-        return self.driven
+        engines = self._engine.engines
+        if len(engines) > 1:
+            raise UsageError(f"this is for one engine, not {len(engines)}: leave out --dp, or the D of the layouts")
+        return engines[0]
 
     @property
     def status(self) -> EngineStatus:
         """The status of the engine, or of all engines together."""
-        return self.driven.status
-
-    @property
-    def compiled(self) -> bool:
-        """Whether the model's layers run compiled."""
-        return self.gpu.compiled if self.gpu is not None else self._layers is not None and self._layers.loaded
-
-    def start_preparing(self) -> None:
-        """Start to compile layers in the background. They are used as soon as they are ready."""
-        if self._layers is not None:
-            self._layers.start()
-
-    def prepare(self, progress: Any = None) -> None:
-        """Wait until everything is compiled: before long batches and before measurements.
-
-        This takes a minute the first time that a model runs on a machine, and no time later. On a very busy machine,
-        code that is not compiled after some minutes is left uncompiled. ``progress`` is called as in the constructor.
-        """
-        stages = [("building operators", self._operators), ("compiling layers", self._layers)]
-        for _, built in stages:
-            if built is not None:
-                built.start(waited=True)
-        for stage, built in stages:
-            if built is not None and built.pending:
-                if progress is not None:
-                    progress(stage, 0, 1)
-                built.wait()
-                if progress is not None:
-                    progress(stage, 1, 1)
+        return self._engine.status
 
     def default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's generation_config.json recommends."""
-        return self._default_params
+        return self.built.default_params
 
     # ---- asking -----------------------------------------------------------------------------------------------
 
@@ -147,10 +113,10 @@ class LLM:
         ``params`` are one for all prompts or one for each; None takes the model's defaults. So are ``priority`` and
         ``user``, by which policies may order. Raises UsageError if a prompt can never run here; then none of them runs.
         """
-        one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         # mypy cannot infer from the line above whether it is one prompt or several.
-        every = [prompts] if one else list(prompts)
-        return self._run_all(every, params, priority, user)  # type: ignore[arg-type]
+        every: list[Prompt] = [prompts] if is_one else list(prompts)  # type: ignore[list-item, arg-type]
+        return self._run_all(every, params, priority, user)
 
     def chat(
         self,
@@ -159,9 +125,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several; messages are {"role": ..., "content": ...}. Raises UsageError if a
         conversation is malformed or too long."""
-        one = len(messages) == 0 or isinstance(messages[0], Mapping)
+        is_one = len(messages) == 0 or isinstance(messages[0], Mapping)
         # As in `generate`, mypy cannot infer which it is.
-        return self._run_all([messages] if one else list(messages), params)  # type: ignore[list-item, arg-type]
+        every: list[Prompt] = [messages] if is_one else list(messages)  # type: ignore[list-item, arg-type]
+        return self._run_all(every, params)
 
     def stream(
         self,
@@ -202,22 +169,25 @@ class LLM:
         """
         pending = enumerate(items)
         running: dict[int, RequestTracker] = {}
-        exhausted = False
+        is_exhausted = False
         try:
-            while running or not exhausted:
-                while not exhausted and self._wants_more:
-                    position, item = next(pending, (0, None))
-                    exhausted = item is None
+            while running or not is_exhausted:
+                while not is_exhausted and self._wants_more:
+                    following = next(pending, None)
+                    if following is None:
+                        is_exhausted = True
+                        break
+                    position, (prompt, params) = following
                     try:
-                        if item is not None:
-                            running[position] = self._add(*item)
+                        running[position] = self._add(prompt, params)
                     except NanoserveError as error:
                         yield position, error
                 if running:
-                    updates = self._step(None if on_step is None else self.driven.now() + _WATCHED_SECONDS)
+                    updates = self._step(None if on_step is None else self._engine.now() + _WATCHED_SECONDS)
                     if on_step is not None:
                         on_step(updates)
-                for position in [position for position, tracker in running.items() if tracker.finished]:
+                finished = [position for position, tracker in running.items() if tracker.finished]
+                for position in finished:
                     tracker = running.pop(position)
                     self._forget(tracker)
                     yield position, tracker.whole()
@@ -225,15 +195,30 @@ class LLM:
             for tracker in running.values():
                 self._forget(tracker)
 
-    def _run_all(self, prompts: SequenceOf[Prompt], *settings: Any) -> list[RequestOutput]:
-        """Each of the settings is one for all prompts, or a list with one for each."""
-        each = [given if isinstance(given, list | tuple) else [given] * len(prompts) for given in settings]
-        if counts := {len(given) for given in each} - {len(prompts)}:
-            raise UsageError(f"{len(prompts)} prompts, but a list of {counts.pop()} settings: give one or as many")
+    @property
+    def _wants_more(self) -> bool:
+        """Whether an engine might run out of prompts. Sequences in host memory do not count as waiting."""
+        status = self.status
+        return status.waiting < self.built.config.max_num_seqs * len(status.layouts)
+
+    def _run_all(
+        self,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None,
+        priority: int | SequenceOf[int] = 0,
+        user: str | SequenceOf[str] = "",
+    ) -> list[RequestOutput]:
+        """Run prompts to their ends, each with its own setting or with that of all."""
+        every_params = _for_each(prompts, params)
+        every_priority = _for_each(prompts, priority)
+        every_user = _for_each(prompts, user)
         trackers: list[RequestTracker] = []
         try:
-            for prompt, *one in zip(prompts, *each, strict=True):
-                trackers.append(self._add(prompt, *one))
+            for number, prompt in enumerate(prompts):
+                tracker = self._add(
+                    prompt, every_params[number], priority=every_priority[number], user=every_user[number]
+                )
+                trackers.append(tracker)
             while not all(tracker.finished for tracker in trackers):
                 self._step()
             return [tracker.whole() for tracker in trackers]
@@ -247,14 +232,18 @@ class LLM:
         self,
         prompt: Prompt,
         params: SamplingParams | None,
+        *,
         priority: int = 0,
         user: str = "",
         template_arguments: Mapping[str, Any] | None = None,
     ) -> RequestTracker:
-        params = params or self.default_sampling_params()
+        """Give a prompt to the engine. Raises UsageError if it can never run."""
+        if params is None:
+            params = self.default_sampling_params()
         text, tokens = self._tokenize(prompt, template_arguments)
-        limit = self.config.max_position_embeddings  # --max-model-len cannot be raised beyond it
-        if len(tokens) + (params.max_tokens != 0) > limit:
+        limit = self.built.model.max_position_embeddings  # --max-model-len cannot be raised beyond it
+        fewest_answered = 0 if params.max_tokens == 0 else 1
+        if len(tokens) + fewest_answered > limit:
             raise UsageError(
                 f"the prompt has {len(tokens)} tokens, but the model's own limit is {limit} with at least one for the "
                 "answer; shorten the prompt"
@@ -267,20 +256,14 @@ class LLM:
             params=params,
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
             end_tokens=self.end_tokens,
-            arrival_time=self.driven.now(),
+            arrival_time=self._engine.now(),
             priority=priority,
             user=user,
         )
-        self.driven.add(request)
+        self._engine.add(request)
         tracker = RequestTracker(request, self.tokenizer, prompt=text)
         self._trackers[request.request_id] = tracker
         return tracker
-
-    @property
-    def _wants_more(self) -> bool:
-        """Whether an engine might run out of prompts. Sequences in host memory do not count as waiting."""
-        status = self.status
-        return status.waiting < self.engine_config.max_num_seqs * len(status.layouts)
 
     def _tokenize(
         self, prompt: Prompt, template_arguments: Mapping[str, Any] | None
@@ -297,24 +280,29 @@ class LLM:
         return None, prompt  # type: ignore[return-value]  # checked above
 
     def _step(self, until: float | None = None) -> list[SequenceUpdate]:
-        """One engine step, which waits at most until `until`. Ctrl-C is deferred, so that no step is left half done."""
+        """Run the engine's loop once, waiting at most until `until`, and turn its tokens into text.
+
+        Ctrl-C is deferred, so that no step is left half done.
+        """
         with deferred_interrupts():
-            updates = self.driven.step(until)
-            now = self.driven.now()
+            updates = self._engine.step(until)
+            now = self._engine.now()
             for update in updates:
                 tracker = self._trackers.get(update.request_id)
                 if tracker is not None and tracker.take(update, now):
-                    self.driven.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
+                    self._engine.stop(update.request_id, index=update.index, reason=FinishReason.STOP)
         return updates
 
     def _forget(self, tracker: RequestTracker) -> None:
         """Drop a request whose caller is done, and abort it if it still runs."""
-        if self._trackers.pop(tracker.request.request_id, None) is not None and not tracker.finished:
-            self.driven.stop(tracker.request.request_id)
+        request_id = tracker.request.request_id
+        was_known = self._trackers.pop(request_id, None) is not None
+        if was_known and not tracker.finished:
+            self._engine.stop(request_id)
 
     def close(self) -> None:
         """Free the engine's memory and end the child processes."""
-        self.driven.close()
+        self._engine.close()
         self.tokenizer.close()
         self._grammars.close()
 
@@ -323,3 +311,12 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _for_each(prompts: SequenceOf[Prompt], given: Any) -> SequenceOf[Any]:
+    """Repeat a setting for every prompt, unless it is a list with one for each."""
+    if not isinstance(given, list | tuple):
+        return [given] * len(prompts)
+    if len(given) != len(prompts):
+        raise UsageError(f"{len(prompts)} prompts, but a list of {len(given)} settings: give one or as many")
+    return given

@@ -35,7 +35,7 @@ class Measured:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.cost = ModelCost(llm.config, DTYPES[settle(llm, say)["dtype"]].itemsize)
+        self.cost = ModelCost(llm.built.model, DTYPES[settle(llm, say)["dtype"]].itemsize)
         self.driver = EngineDriver(llm.engine, self._look, self.cost.windows)
         self.resident = 0
 
@@ -92,9 +92,10 @@ def main() -> None:
         limits = machine_limits(DTYPES[options.dtype], probe, progress=lambda *_: None)
         print(f"limits: {limits.bytes_per_second / 1e9:.1f} GB/s, {limits.operations_per_second / 1e9:.0f} GFLOP/s")
         for one in engines.values():
-            one.run(random_prompts([64] * 2, one.llm.config.vocab_size, 0), 4)
+            one.run(random_prompts([64] * 2, one.llm.built.model.vocab_size, 0), 4)
         for number in range(1, options.rounds + 1):
-            prompts = random_prompts([shape.input_tokens] * options.requests, grouped.llm.config.vocab_size, number)
+            vocab_size = grouped.llm.built.model.vocab_size
+            prompts = random_prompts([shape.input_tokens] * options.requests, vocab_size, number)
             found = {}
             for name in ENGINES if number % 2 else reversed(ENGINES):
                 foreign = ForeignLoad()

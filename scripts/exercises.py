@@ -21,6 +21,7 @@ from nanoserve.engine.outputs import StopStrings
 from nanoserve.executor.step.forward_pass import BlockTable, InputBuilder, row_ends
 from nanoserve.models.hub import resolve_model
 from nanoserve.models.shards import make_shards, shard_config
+from nanoserve.record.recorder import recorded
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, Sequence
 from nanoserve.scheduler.kv import BlockPool, SequenceBlocks
@@ -57,7 +58,7 @@ def blocks_of_a_prompt() -> None:
     prompt, params = list(range(10, 110)), SamplingParams(max_tokens=30, ignore_eos=True)
     with LLM(eager=True, kv_cache_memory=64 << 20) as llm:
         record = RunRecord(llm.engine.executor.max_in_flight)
-        with llm.engine.recorder.observed_by(record):
+        with recorded(llm.engine, record):
             llm.generate(prompt, params)
         (again,) = llm.generate(prompt, params)
     print(f"{max(blocks.used_device for _, blocks in record.blocks)} blocks of 16 tokens")
@@ -101,7 +102,7 @@ def steps_of_a_host_token() -> None:
     sizes: dict[str, Any] = {"max_model_len": 96, "kv_cache_memory": 700_000, "host_kv_memory": 16_000_000}
     with LLM(eager=True, policy="overlap", host_threads=1, **sizes) as llm:
         record = RunRecord(llm.engine.executor.max_in_flight)
-        with llm.engine.recorder.observed_by(record):
+        with recorded(llm.engine, record):
             llm.generate([[number] * 30 for number in range(10, 26)], SamplingParams(max_tokens=24, ignore_eos=True))
     begun: dict[int, int] = {}
     taken: Counter[int] = Counter()

@@ -90,7 +90,7 @@ def draw_on_the_cpu(part: Any, region: torch.Tensor, _: torch.Generator) -> None
 def answers(spec: str, device: str, params: SamplingParams, **settings: Any) -> list[tuple[int, ...]]:
     sizes = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 32 << 20}
     with LLM(spec, device=device, **{"dtype": "float32", "seed": 0, **sizes, **settings}) as llm:
-        llm.prepare()
+        llm.built.prepare()
         prompts = [list(prompt) for prompt in random_prompts(LENGTHS, VOCAB_SIZE, seed=0)]
         return [one.token_ids for output in llm.generate(prompts, params) for one in output.outputs]
 
@@ -119,10 +119,10 @@ def show_step(device: str, model: str, batch: int, context: int) -> None:
     with LLM(
         DUMMY_PREFIX + model, device=device, dtype="bfloat16", seed=0, enable_prefix_caching=False, **settings
     ) as llm:
-        llm.prepare()
+        llm.built.prepare()
         engine, waiting = llm.engine, {str(place) for place in range(batch)}
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=batch + 100)
-        for place, prompt in enumerate(random_prompts([context] * batch, llm.config.vocab_size, seed=0)):
+        for place, prompt in enumerate(random_prompts([context] * batch, llm.built.model.vocab_size, seed=0)):
             engine.add(Request(str(place), prompt, params, seed=0, arrival_time=engine.now()))
         while waiting:
             waiting -= {update.request_id for update in engine.step()}

@@ -119,8 +119,8 @@ LAZY_IMPORTS: dict[str, list[str]] = {
     "Most engines do without it: several workers, a predictor, a trace, a drafter, several machines.": [
         "engine/assembly.py: executor.start.predictors",
         "engine/assembly.py: executor.workers.executor",
-        "engine/assembly.py: record.chrome_trace",
-        "engine/assembly.py: record.trace",
+        "engine/assembly.py: engine.tracing",
+        "engine/assembly.py: record.forecasts",
         "executor/start/gpu_start.py: executor.start.drafters",
         "executor/start/rendezvous.py: utils.sockets",
     ],

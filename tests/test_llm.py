@@ -97,7 +97,7 @@ def test_prompt_logprobs_cover_all_but_the_first_token(storyteller: LLM) -> None
 def test_a_prompt_can_be_scored_without_an_answer(storyteller: LLM) -> None:
     prompt = storyteller.tokenizer.encode("The cat sat on the mat.")
     params = SamplingParams(n=2, max_tokens=0, prompt_logprobs=0)
-    for tokens in (prompt, [300] * storyteller.max_model_len):
+    for tokens in (prompt, [300] * storyteller.built.max_model_len):
         output = storyteller.generate(tokens, params)[0]
         assert [(one.text, one.token_ids, one.finish_reason) for one in output.outputs] == [("", (), "length")] * 2
         assert [one.token for one in output.prompt_logprobs or () if one] == tokens[1:]
@@ -264,7 +264,7 @@ def test_impossible_sampling_defaults_are_the_fault_of_the_model(tmp_path: Path)
 
 def test_a_dummy_of_a_real_shape_runs() -> None:
     with LLM("dummy:smollm2-135m", max_model_len=64, kv_cache_memory=8 << 20) as llm:
-        assert llm.config.num_layers == 30
+        assert llm.built.model.num_layers == 30
         assert len(llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids) == 12
 
 
@@ -281,10 +281,10 @@ def test_the_first_token_does_not_wait_for_torchs_compiler_to_be_imported() -> N
 
 def test_eager_means_that_nothing_is_compiled() -> None:
     with LLM(eager=True, kv_cache_memory=16 << 20) as llm:
-        llm.start_preparing()
-        llm.prepare()
+        llm.built.start_preparing()
+        llm.built.prepare()
         assert len(llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids) == 12
-        assert not llm.compiled
+        assert not llm.built.compiled
 
 
 @pytest.mark.slow
@@ -293,10 +293,10 @@ def test_prepared_means_compiled_with_the_same_tokens(storyteller: LLM) -> None:
         pytest.skip(f"nothing can be built: {cpu_operators().problem}")
     stages = []
     with LLM(dtype="float32", kv_cache_memory=16 << 20) as llm:
-        llm.prepare(lambda stage, done, total: stages.append((stage, done, total)))
-        assert llm.compiled
+        llm.built.prepare(lambda stage, done, total: stages.append((stage, done, total)))
+        assert llm.built.compiled
         assert stages in ([], [("compiling layers", 0, 1), ("compiling layers", 1, 1)])  # compiled before, or now
-        llm.prepare(lambda *_: pytest.fail("nothing is left to prepare"))
+        llm.built.prepare(lambda *_: pytest.fail("nothing is left to prepare"))
         tokens = [llm.chat(STORY, GREEDY)[0].outputs[0].token_ids]
     assert tokens == [storyteller.chat(STORY, GREEDY)[0].outputs[0].token_ids]
 
@@ -323,14 +323,14 @@ def as_others_save_it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]
 
 def test_a_chat_ends_its_turn_whatever_the_configuration_says(as_others_save_it: LLM) -> None:
     end_of_turn = as_others_save_it.tokenizer.encode_chat(STORY, add_generation_prompt=False)[-1]
-    assert as_others_save_it.config.eos_token_ids == (0,) != (end_of_turn,)
+    assert as_others_save_it.built.model.eos_token_ids == (0,) != (end_of_turn,)
     params = SamplingParams(temperature=0, max_tokens=4, logit_bias={end_of_turn: 100.0})
     sample = as_others_save_it.chat(STORY, params)[0].outputs[0]
     assert (sample.text, sample.finish_reason) == ("", "stop")
 
 
 def test_a_prompt_with_a_token_that_the_model_lacks_is_refused(as_others_save_it: LLM) -> None:
-    assert as_others_save_it.tokenizer.vocab_size == as_others_save_it.config.vocab_size + 1
+    assert as_others_save_it.tokenizer.vocab_size == as_others_save_it.built.model.vocab_size + 1
     with pytest.raises(UsageError, match="the prompt: token id 4096 is not in the vocabulary of 4096"):
         as_others_save_it.generate("Once[PAD]", GREEDY)
     schema = SamplingParams(temperature=0, max_tokens=20, json_schema='{"type": "boolean"}')
@@ -355,4 +355,4 @@ def test_variables_are_for_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOSERVE_BLOCK_SIZE", "32")
     monkeypatch.setenv("NANOSERVE_POLICY", "no such policy")
     with LLM() as llm:
-        assert (llm.engine_config.block_size, llm.engine_config.policy) == (16, None)
+        assert (llm.built.config.block_size, llm.built.config.policy) == (16, None)

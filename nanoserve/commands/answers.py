@@ -137,7 +137,7 @@ class LocalModel:
 
     def _open_ahead(self) -> "nanoserve.LLM":
         llm = self._open(self._note)
-        llm.start_preparing()
+        llm.built.start_preparing()
         return llm
 
     def _note(self, what: str, done: int, total: int) -> None:
@@ -179,7 +179,7 @@ class LocalModel:
     @property
     def context(self) -> int | None:
         """The most tokens of prompt and answer."""
-        return self.llm.max_model_len
+        return self.llm.built.max_model_len
 
     def count_tokens(self, conversation: Conversation, *, add_generation_prompt: bool = True) -> int | None:
         """How long the conversation is as the model sees it; None if nobody can tell."""
@@ -224,7 +224,7 @@ def stream_answer(
             if sample.error is not None:
                 raise RuntimeFailure(sample.error)
             tokens, steps = tokens + len(sample.token_ids), steps + bool(sample.token_ids)
-            usage = AnswerUsage.of(output, tokens, steps if llm.engine_config.speculate else None)
+            usage = AnswerUsage.of(output, tokens, steps if llm.built.config.speculate else None)
             yield ChatAnswer(sample.text, "", usage, sample.finish_reason, sample.marks)
 
 

@@ -156,14 +156,17 @@ class _Batch:
         if not (usable := [row for row in rows if row.error is None]):
             return
         with self.engine.open_llm(expected=partial(self._expected, usable)) as llm:
-            if len(layouts := llm.engine_config.whole_layouts) > 1:
+            engine, layouts = llm.built.engine, llm.built.config.whole_layouts
+            if len(layouts) > 1:
                 self.phases = Phases(layouts)
             with show_progress() as progress:
-                llm.prepare(progress)
+                llm.built.prepare(progress)
             items = list(self._items(usable, llm.default_sampling_params()))
             prompts = [(row.prompt, params) for row, params in items]
-            if len(layouts) > 1 and llm.choice is None and (advice := advice_for(llm, layouts, prompts)) is not None:
-                remark(advice)
+            if len(layouts) > 1 and llm.built.choice is None:
+                advice = advice_for(llm, layouts, prompts)
+                if advice is not None:
+                    remark(advice)
             self.started = time.monotonic()
             with self._progress_bar() as draw:
 
@@ -176,13 +179,14 @@ class _Batch:
                 for position, outcome in llm.generate_as_completed(prompts, on_step=look):
                     is_chat = not isinstance(prompts[position][0], str)
                     result = _result(outcome, llm.tokenizer if is_chat else None)
-                    if isinstance(outcome, NanoserveError) or result.get("error") not in llm.driven.failures:
+                    failures = [one.failure for one in engine.engines if one.failure is not None]
+                    if isinstance(outcome, NanoserveError) or result.get("error") not in failures:
                         self._write(items[position][0], result)
                         continue
                     # An engine failed, not the row. Its rows are left for the next run; other engines go on.
                     lost = result["error"]
-                    if llm.driven.failure is not None:
-                        raise WorkersFailed(llm.driven.failure)
+                    if engine.failure is not None:
+                        raise WorkersFailed(engine.failure)
         if lost is not None:
             raise WorkersFailed(lost)
 
@@ -285,10 +289,10 @@ def advice_for(
     llm: "nanoserve.LLM", layouts: Sequence[ParallelLayout], items: Sequence[tuple[Any, SamplingParams]]
 ) -> str | None:
     """What the planner predicts for prompts with their settings, and what would be faster; None without speeds."""
-    speeds, shapes = llm.speeds, _shapes(llm.tokenizer, llm.max_model_len, items)
+    speeds, shapes = llm.built.speeds, _shapes(llm.tokenizer, llm.built.max_model_len, items)
     if speeds is None or not shapes:
         return None
-    return settings_chooser().advise_on_batch(llm.config, llm.engine_config, speeds, llm.status, layouts, shapes)
+    return settings_chooser().advise_on_batch(llm.built.model, llm.built.config, speeds, llm.status, layouts, shapes)
 
 
 def _shapes(tokenizer: Tokenizer, longest: int, items: Sequence[tuple[Any, SamplingParams]]) -> list[RequestShape]:

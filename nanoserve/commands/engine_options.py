@@ -143,8 +143,8 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
             from nanoserve.llm import LLM
         with show_progress() if progress is None else nullcontext(progress) as told:
             llm = LLM(model or self.model, progress=told, expected=expected, **settings)
-        if llm.choice is not None:
-            remark(llm.choice)
+        if llm.built.choice is not None:
+            remark(llm.built.choice)
         return llm
 
 

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from nanoserve.config.model_config import ModelConfig, SamplingDefaults, is_eagl
 from nanoserve.engine.choosing import settings_chooser
 from nanoserve.engine.dispatcher import Dispatcher
 from nanoserve.engine.engine import Engine
+from nanoserve.engine.interface import InferenceEngine
 from nanoserve.engine_config import AUTO, HEADS, EngineConfig
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.executor.compile.layer_runner import LayerRunner
@@ -29,7 +30,6 @@ from nanoserve.executor.start.model_loading import (
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.hub import ProgressCallback, ResolvedModel, resolve_model
 from nanoserve.models.shards import shards_of_layouts
-from nanoserve.record.recorder import Telling
 from nanoserve.request import ExpectedLengths, SamplingParams
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.kv import most_tokens
@@ -44,14 +44,13 @@ from triton_ops.cpu import CpuOperators, cpu_operators
 if TYPE_CHECKING:
     from nanoserve.costs.hardware import MachineSpeeds
     from nanoserve.executor.workers.executor import RemoteLayers
-    from nanoserve.record.chrome_trace import ChromeTraceFile
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, and what its users need to know of its model."""
+    """An engine, its model and its settings; `prepare` compiles what makes its steps faster."""
 
-    engine: Engine | Dispatcher
+    engine: InferenceEngine
     config: EngineConfig
     """As it was asked for, with what was left open chosen."""
     model: ModelConfig
@@ -65,6 +64,43 @@ class BuiltEngine:
     speeds: "MachineSpeeds | None" = None
     """What each worker reaches beside the others; None where no policy decides by them."""
     choice: str | None = None  # what was chosen and why, in one line; None where nothing was left open
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the model's layers run compiled."""
+        if self.gpu is not None:
+            return self.gpu.compiled
+        return self.layers is not None and self.layers.loaded
+
+    def start_preparing(self) -> None:
+        """Start to compile layers in the background. They are used as soon as they are ready."""
+        if self.layers is not None:
+            self.layers.start()
+
+    def prepare(self, progress: ProgressCallback | None = None) -> None:
+        """Wait until everything is compiled: before long batches and before measurements.
+
+        This takes a minute the first time that a model runs on a machine, and no time later. On a very busy machine,
+        code that is not compiled after some minutes is left uncompiled. ``progress`` is called with (stage, done,
+        total).
+        """
+        if self.operators is not None:
+            self.operators.start(waited=True)
+        if self.layers is not None:
+            self.layers.start(waited=True)
+        self._wait_for("building operators", self.operators, progress)
+        self._wait_for("compiling layers", self.layers, progress)
+
+    def _wait_for(
+        self, stage: str, build: "CpuOperators | LayerRunner | RemoteLayers | None", progress: ProgressCallback | None
+    ) -> None:
+        if build is None or not build.pending:
+            return
+        if progress is not None:
+            progress(stage, 0, 1)
+        build.wait()
+        if progress is not None:
+            progress(stage, 1, 1)
 
 
 def build_engine(
@@ -82,37 +118,49 @@ def build_engine(
     """
     model = read_config(resolved, config.quantization, config.device)
     default_params = _default_params(model.sampling_defaults, resolved)
+    _check_settings(config, model)
+    choice = None
+    if config.leaves_open:
+        config, choice = settings_chooser().choose_settings(resolved, config, model, progress, expected)
+    config = _choose_drafter(resolved, config, progress)
+    _warn_of_unused_memory(config, model)
+    build_for_devices = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
+    build = partial(build_for_devices, resolved, config, progress, default_params)
+    if config.trace is None:
+        built = build()
+    else:
+        from nanoserve.engine.tracing import build_traced  # few engines are traced
+
+        built = build_traced(Path(config.trace), build, on_trace_failure)
+    return replace(built, choice=choice)
+
+
+def _check_settings(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse settings that the model or this machine cannot meet, before anything is loaded."""
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
-    # Settings that this machine cannot meet are refused before anything is loaded.
     if config.host_threads is not None:
         HostProcessor.divide(config.host_threads)
     if config.profile is not None:
         from nanoserve.executor.start.predictors import check_profile  # the cost model is for engines that predict
 
         check_profile(config.profile)
-    choice = None
-    if config.leaves_open:
-        config, choice = settings_chooser().choose_settings(resolved, config, model, progress, expected)
-    config = _choose_drafter(resolved, config, progress)
-    notice, groups = logging.getLogger("nanoserve").warning, with_cache_groups(model, config).cache_groups
-    if (reason := keeps_all_positions(model, config)) is not None:
-        notice("nanoserve: layers with a window keep all positions, which takes more memory: %s needs that", reason)
-    elif groups.padding:
-        told = len(groups.windows), groups.num_tensors, 100 * groups.padding
-        notice("nanoserve: layers are in %d cache groups of %d, which leaves %.0f %% of the KV cache empty", *told)
-    build = _build_here if config.data_parallel * config.num_workers == 1 else _build_on_workers
-    if config.trace is None:
-        return replace(build(resolved, config, progress, default_params), choice=choice)
-    from nanoserve.record.chrome_trace import ChromeTraceFile  # few engines are traced
 
-    with ExitStack() as failing:
-        file = failing.enter_context(ChromeTraceFile(Path(config.trace)))  # fails at once if it cannot be written
-        built = build(resolved, config, progress, default_params)
-        _trace(built, file, config, on_trace_failure)
-        failing.pop_all()  # the end of the run closes it
-    return replace(built, choice=choice)
+
+def _warn_of_unused_memory(config: EngineConfig, model: ModelConfig) -> None:
+    """Warn where the KV cache of layers with a window takes more memory than they read."""
+    warn = logging.getLogger("nanoserve").warning
+    reason, groups = keeps_all_positions(model, config), with_cache_groups(model, config).cache_groups
+    if reason is not None:
+        warn("nanoserve: layers with a window keep all positions, which takes more memory: %s needs that", reason)
+    elif groups.padding:
+        warn(
+            "nanoserve: layers are in %d cache groups of %d, which leaves %.0f %% of the KV cache empty",
+            len(groups.windows),
+            groups.num_tensors,
+            100 * groups.padding,
+        )
 
 
 def _choose_drafter(resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None) -> EngineConfig:
@@ -120,9 +168,7 @@ def _choose_drafter(resolved: ResolvedModel, config: EngineConfig, progress: Pro
     model's, or else ngram. A draft model may be downloaded now. Raises UsageError for a drafter with other tokens or
     one that cannot work in a pipeline, ModelError if there is none."""
     if config.speculate == AUTO:
-        places = [(kind, resolved.tokenizer_directory / kind) for kind in (*HEADS, "draft") if resolved.directory]
-        bundled = [f"{kind}:{place}" for kind, place in places if place.is_dir()]
-        config = replace(config, speculate=[*bundled, "ngram"][0])
+        config = replace(config, speculate=_bundled_drafter(resolved) or "ngram")
     kind, _, name = (config.speculate or "").partition(":")
     directory = Path(name).expanduser()
     if kind == "draft":
@@ -146,27 +192,15 @@ def _choose_drafter(resolved: ResolvedModel, config: EngineConfig, progress: Pro
     return config
 
 
-def _trace(
-    built: BuiltEngine, file: "ChromeTraceFile", config: EngineConfig, on_failure: Callable[[RuntimeFailure], None]
-) -> None:
-    """Have what every engine does written into one file, which the first engine closes: it ends last."""
-    from nanoserve.record.trace import RunTrace  # few engines are traced
-
-    engines = built.engine.engines if isinstance(built.engine, Dispatcher) else (built.engine,)
-    for number, engine in enumerate(engines):
-        engine.forecasts.of_all = True
-        engine.recorder.add(
-            RunTrace(
-                file,
-                engine.now(),
-                layouts=config.layouts,
-                tells_times=isinstance(engine.executor, Telling),
-                host_link_bandwidth=None if built.speeds is None else built.speeds.host_link_bandwidth,
-                name=f"engine {number}" if len(engines) > 1 else None,
-                close=file.flush if number else file.close,
-                on_failure=on_failure,
-            )
-        )
+def _bundled_drafter(resolved: ResolvedModel) -> str | None:
+    """The drafter that lies in the model's own directory, as --speculate names it; None if there is none."""
+    if resolved.directory is None:
+        return None
+    for kind in (*HEADS, "draft"):
+        place = resolved.tokenizer_directory / kind
+        if place.is_dir():
+            return f"{kind}:{place}"
+    return None
 
 
 def _build_here(
@@ -284,7 +318,7 @@ def _make_scheduler(
     first, *others = capacities
     budget, looks_up = config.max_num_batched_tokens, config.speculate == "ngram"
     speculator = Speculator(looks_up=looks_up, token_budget=budget, feeds_tokens=feeds_tokens)
-    return Scheduler(
+    scheduler = Scheduler(
         _make_policy(config, host_blocks),
         num_blocks=first.num_blocks,
         block_size=config.block_size,
@@ -299,6 +333,11 @@ def _make_scheduler(
         speculator=None if config.speculate is None else speculator,
         windows=model.cache_groups.windows,
     )
+    if scheduler.predictors:
+        from nanoserve.record.forecasts import learn_from_results  # for engines that predict
+
+        learn_from_results(scheduler)
+    return scheduler
 
 
 def _make_policy(config: EngineConfig, host_blocks: int = 0) -> Policy:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from nanoserve.engine.engine import Engine
-from nanoserve.errors import UsageError, shown
-from nanoserve.record.counters import EngineStatus, RecentStep
+from nanoserve.errors import RuntimeFailure, UsageError, shown
+from nanoserve.record.counters import EngineStatus
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 
 Router = Callable[[Sequence[int]], int]
@@ -30,48 +30,23 @@ class Dispatcher:
         self.engines = tuple(engines)  # by number
         self._wait = wait
 
-    @property
-    def vocab_size(self) -> int:
-        return self.engines[0].vocab_size
-
-    @property
-    def losses(self) -> int:
-        """How often workers died and new ones were started."""
-        return sum(engine.losses for engine in self.engines)
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """The reason of each engine that has failed for good; its requests end with the same message."""
-        return tuple(failure for engine in self.engines for failure in engine.failures)
-
-    @property
-    def failure(self) -> str | None:
-        """Why all engines have failed for good; None while one lives."""
-        return self.failures[0] if len(self.failures) == len(self.engines) else None
-
-    @property
-    def ready(self) -> bool:
-        return all(engine.ready for engine in self._living)
-
-    @property
-    def has_work(self) -> bool:
-        return any(engine.has_work for engine in self.engines)
-
-    @property
-    def status(self) -> EngineStatus:
-        return EngineStatus.together(engine.status for engine in self.engines)
-
-    def take_steps(self) -> list[RecentStep]:
-        return [step for engine in self.engines for step in engine.take_steps()]
-
-    @property
-    def _living(self) -> list[Engine]:
-        """Engines that have not failed; all if none is left, so that requests fail with their reason."""
-        return [engine for engine in self.engines if engine.failure is None] or list(self.engines)
-
-    def now(self) -> float:
-        """Seconds on the clock of all executors."""
-        return self.engines[0].now()
+    def step(self, until: float | None = None) -> list[SequenceUpdate]:
+        """Let every engine submit its plans, wait for the first results, and take them in; ``until`` is as for an
+        Engine."""
+        living, updates = self._living, list[SequenceUpdate]()
+        for engine in living:
+            try:
+                engine.submit()
+            except RuntimeFailure as error:
+                updates += engine.fail(error)
+        if updates:
+            return updates
+        if any(engine.scheduler.awaits_results for engine in living) or (until is not None and not self.has_work):
+            self._wait(until)
+        now = self.now()
+        for engine in living:
+            updates += engine.step(now)
+        return updates
 
     def add(self, request: Request) -> None:
         """Give a request to the engine with the fewest tokens outstanding. Raises UsageError if it can never run, names
@@ -88,15 +63,39 @@ class Dispatcher:
         holding = [engine for engine in self.engines if request_id in engine.scheduler.table.requests]
         return [update for engine in holding for update in engine.stop(request_id, index=index, reason=reason)]
 
-    def step(self, until: float | None = None) -> list[SequenceUpdate]:
-        """Let every engine submit its plans, then collect the first results; ``until`` is as for an Engine."""
-        living = self._living
-        if updates := [update for engine in living for update in engine.submit()]:
-            return updates
-        if any(engine.scheduler.awaits_results for engine in living) or (until is not None and not self.has_work):
-            self._wait(until)
-        now = self.now()
-        return [update for engine in living for update in engine.collect(now)]
+    @property
+    def _living(self) -> list[Engine]:
+        """Engines that have not failed; all if none is left, so that requests fail with their reason."""
+        living = [engine for engine in self.engines if engine.failure is None]
+        return living or list(self.engines)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the first engine failed, if all have failed for good; None while one lives."""
+        if any(engine.failure is None for engine in self.engines):
+            return None
+        return self.engines[0].failure
+
+    @property
+    def losses(self) -> int:
+        """Number of times that workers died and new ones were started."""
+        return sum(engine.losses for engine in self.engines)
+
+    @property
+    def ready(self) -> bool:
+        return all(engine.ready for engine in self._living)
+
+    @property
+    def has_work(self) -> bool:
+        return any(engine.has_work for engine in self.engines)
+
+    @property
+    def status(self) -> EngineStatus:
+        return EngineStatus.together(engine.status for engine in self.engines)
+
+    def now(self) -> float:
+        """Seconds on the clock of all executors."""
+        return self.engines[0].now()
 
     def close(self) -> None:
         """Close all engines, even if closing one of them fails."""

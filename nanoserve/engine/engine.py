@@ -1,11 +1,11 @@
-"""Engine: the loop intake -> schedule -> submit -> collect -> output, and nothing else."""
+"""Engine: the loop. Schedule, execute, update, output."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from nanoserve.errors import PolicyFailed, RuntimeFailure, UsageError, WorkersFailed
-from nanoserve.record.counters import EngineStatus, RecentStep
-from nanoserve.record.forecasts import Forecasts
-from nanoserve.record.recorder import Recorder
+from nanoserve.record.counters import EngineStatus
+from nanoserve.record.engine_observer import EngineObserver
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.plan import Executor
 from nanoserve.scheduler.scheduler import Scheduler
@@ -22,21 +22,103 @@ class Engine:
         self.scheduler = scheduler
         self.executor = executor
         self.vocab_size = vocab_size
-        self.recorder = Recorder(scheduler, executor)  # counts, and shows this engine to observers
-        self.forecasts = Forecasts(scheduler.predictors, self.recorder.emit)  # what predictors learn through
-        if scheduler.predictors:
-            scheduler.observers.append(self.forecasts)
-        self.failure: str | None = None  # why the executor runs nothing any more; None while it does
+        self.now: Callable[[], float] = executor.now  # seconds on the engine's clock; a recorded run sets its own
+        self.observers: list[EngineObserver] = []
+        self.losses = 0  # number of times that the executor's workers died and new ones were started
+        self.failure: str | None = None  # reason why the executor runs nothing any more; None while it does
+
+    def step(self, until: float | None = None) -> list[SequenceUpdate]:
+        """Schedule, execute, update, output.
+
+        ``until`` is the time at which waiting for a result ends; None waits for one. With nothing to do, time passes
+        until then, as workers may die. A step that fails (out of memory, say) ends all sequences in flight with an
+        error; the engine goes on. Where no step can run any more, all sequences end so, and ``failure`` says why.
+        """
+        scheduler, updates = self.scheduler, list[SequenceUpdate]()
+        try:
+            self.submit()
+            if scheduler.awaits_results or (until is not None and not scheduler.has_work):
+                results = self.executor.collect(until)
+                for observer in self.observers:
+                    observer.on_results(results)
+                for result in results:
+                    if result.lost is not None:
+                        self.losses += 1
+                    updates += scheduler.apply(result, self.now())
+        except RuntimeFailure as error:
+            return self.fail(error, updates)
+        for observer in self.observers:
+            observer.on_updates(updates)
+        return updates
+
+    def submit(self) -> None:
+        """Schedule as many plans as may be in flight, and hand them to the executor.
+
+        Where two may be, the device computes the second while the answers of the first are taken in and a third plan is
+        made. Raises RuntimeFailure for `fail`.
+        """
+        if self.failure is not None:
+            raise WorkersFailed(self.failure)
+        scheduler, executor = self.scheduler, self.executor
+        while scheduler.has_work and scheduler.steps_in_flight < executor.max_in_flight:
+            plan = scheduler.schedule(self.now())
+            if plan is None:
+                return
+            executor.submit(plan)
+            for observer in self.observers:
+                observer.on_submit(plan)
+
+    def fail(self, error: RuntimeFailure, updates: SequenceOf[SequenceUpdate] = ()) -> list[SequenceUpdate]:
+        """End sequences with an error; returns their updates after those of the step so far.
+
+        After an error of the policy all requests end, but what is in flight is still answered. After the end of the
+        workers all end for good, and after any other error what is in flight ends.
+        """
+        if isinstance(error, PolicyFailed):
+            failed = self.scheduler.stop_all(str(error), self.now())
+        else:
+            for observer in self.observers:
+                observer.on_failure()
+            if isinstance(error, WorkersFailed):
+                self.failure = str(error)
+                failed = self.scheduler.fail_all(self.failure, self.now())
+            else:
+                failed = self.scheduler.fail_steps(str(error), self.now())
+        known = [*updates, *failed]
+        for observer in self.observers:
+            observer.on_updates(known)
+        return known
+
+    def add(self, request: Request) -> None:
+        """Take a request in; it runs from the next step on. Raises UsageError if it can never run, or names a token id
+        beyond the vocabulary."""
+        self._check_tokens("the prompt", request.prompt)
+        self._check_tokens("stop_token_ids", request.params.stop_token_ids)
+        self._check_tokens("logit_bias", list(request.params.logit_bias))
+        self.scheduler.add(request)
+        for observer in self.observers:
+            observer.on_request(request)
+
+    def _check_tokens(self, name: str, tokens: SequenceOf[int]) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            outside = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise UsageError(f"{name}: token id {outside} is not in the vocabulary of {self.vocab_size}")
+
+    def stop(
+        self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
+    ) -> list[SequenceUpdate]:
+        """End a request, or one of its samples, from outside: an abort, or a stop string seen in the text."""
+        for observer in self.observers:
+            observer.on_stop(request_id, index, reason)
+        updates = self.scheduler.stop(request_id, self.now(), index=index, reason=reason)
+        for observer in self.observers:
+            observer.on_updates(updates)
+        return updates
 
     @property
-    def losses(self) -> int:
-        """How often the executor's workers died and new ones were started."""
-        return self.recorder.losses
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """`failure`, if there is one, as of several engines."""
-        return () if self.failure is None else (self.failure,)
+    def engines(self) -> "tuple[Engine, ...]":
+        """This engine, as a `Dispatcher` names several."""
+        return (self,)
 
     @property
     def ready(self) -> bool:
@@ -49,88 +131,12 @@ class Engine:
 
     @property
     def status(self) -> EngineStatus:
-        return self.recorder.status
-
-    def take_steps(self) -> list[RecentStep]:
-        """The steps that have ended since the last call, at most the last `RECENT_STEPS`."""
-        return self.recorder.take_steps()
-
-    def now(self) -> float:
-        """Seconds on the executor's clock."""
-        return self.recorder.now()
-
-    def add(self, request: Request) -> None:
-        """Take a request in; it runs from the next step on. Raises UsageError if it can never run, or names a token id
-        beyond the vocabulary."""
-        stop_tokens, bias = request.params.stop_token_ids, request.params.logit_bias
-        for name, tokens in (("the prompt", request.prompt), ("stop_token_ids", stop_tokens), ("logit_bias", bias)):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-                outside = next(token for token in tokens if not 0 <= token < self.vocab_size)
-                raise UsageError(f"{name}: token id {outside} is not in the vocabulary of {self.vocab_size}")
-        self.scheduler.add(request)
-        self.recorder.on_request(request)
-
-    def stop(
-        self, request_id: str, *, index: int | None = None, reason: FinishReason = FinishReason.ABORT
-    ) -> list[SequenceUpdate]:
-        """End a request, or one of its samples, from outside: an abort, or a stop string seen in the text."""
-        self.recorder.on_stop(request_id, index, reason)
-        updates = self.scheduler.stop(request_id, self.now(), index=index, reason=reason)
-        self.recorder.on_updates(updates)
-        return updates
-
-    def step(self, until: float | None = None) -> list[SequenceUpdate]:
-        """Submit as many plans as may be in flight, then take in what has become known.
-
-        Where two may be, the device computes the second while the answers of the first are taken in and a third plan is
-        made. A step that fails (out of memory, say) ends all sequences in flight with an error; the engine goes on.
-        Where no step can run any more, all sequences end so, and ``failure`` says why. ``until`` is the time at which
-        waiting for a result ends; None waits for one. With nothing to do, time passes until then, as workers may die.
-        """
-        return self.submit() or self.collect(until)
-
-    def submit(self) -> list[SequenceUpdate]:
-        """The first half of a step; returns what has ended because nothing can be submitted."""
-        if self.failure is not None:
-            return self._fail(WorkersFailed(self.failure))
-        scheduler, recorder = self.scheduler, self.recorder
-        try:
-            while scheduler.has_work and scheduler.steps_in_flight < self.executor.max_in_flight:
-                plan = scheduler.schedule(recorder.now())
-                if plan is None:
-                    break
-                recorder.submit(plan)
-        except RuntimeFailure as error:
-            return self._fail(error)
-        return []
-
-    def collect(self, until: float | None = None) -> list[SequenceUpdate]:
-        """The second half of a step, with its argument."""
-        updates: list[SequenceUpdate] = []
-        if self.failure is not None:
-            return updates
-        recorder = self.recorder
-        try:
-            if self.scheduler.awaits_results or (until is not None and not self.has_work):
-                for result in recorder.collect(until):
-                    updates += self.scheduler.apply(result, recorder.now())
-        except RuntimeFailure as error:
-            return self._fail(error, updates)
-        recorder.on_updates(updates)
-        return updates
-
-    def _fail(self, error: RuntimeFailure, updates: SequenceOf[SequenceUpdate] = ()) -> list[SequenceUpdate]:
-        """End what is in flight with an error, or all sequences if the workers are gone; ``updates`` came before. All
-        end too if the policy failed, but what is in flight is still answered then, and the engine goes on."""
-        if isinstance(error, PolicyFailed):
-            failed = self.scheduler.stop_all(str(error), self.now())
-        elif isinstance(error, WorkersFailed):
-            self.failure = str(error)
-            failed = self.scheduler.fail_all(self.failure, self.now())
-        else:
-            failed = self.scheduler.fail_steps(str(error), self.now())
-        self.recorder.on_updates(known := [*updates, *failed])
-        return known
+        return EngineStatus.of(self.scheduler, self.losses)
 
     def close(self) -> None:
-        self.recorder.close()
+        """Close the executor; raises RuntimeFailure if an observer could not finish."""
+        try:
+            for observer in self.observers:
+                observer.on_close()
+        finally:
+            self.executor.close()

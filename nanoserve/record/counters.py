@@ -1,4 +1,4 @@
-"""What an engine always counts: its status, and a summary of each recent step. Memory is bounded."""
+"""Counts of an engine: its status, and the summary of one step."""
 
 from collections.abc import Iterable
 from functools import reduce
@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.speculation.speculator import GuessCounts
 
 
@@ -34,6 +35,30 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     host_losses: int = 0
     """How often workers died and were restarted, and attention on the CPU was lost and its sequences recomputed."""
     guesses: GuessCounts = msgspec.field(default_factory=GuessCounts)  # stays at zeros without speculation
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, losses: int) -> Self:
+        """Return the status of one engine, from its scheduler and the number of times that its workers died."""
+        speculator = scheduler.table.speculator
+        return cls(
+            layouts=(scheduler.layouts.current,),
+            changing=(scheduler.layouts.changing,),
+            running=len(scheduler.running),
+            on_host=len(scheduler.on_host),
+            waiting=len(scheduler.waiting),
+            free_blocks=scheduler.pool.free_blocks,
+            total_blocks=scheduler.pool.num_blocks,
+            free_host_blocks=scheduler.host_pool.free_blocks,
+            total_host_blocks=scheduler.host_pool.num_blocks,
+            prompt_tokens=scheduler.prompt_tokens,
+            output_tokens=scheduler.output_tokens,
+            preemptions=scheduler.table.preemptions,
+            steps=scheduler.steps,
+            transitions=scheduler.transitions,
+            losses=losses,
+            host_losses=scheduler.host_losses,
+            guesses=GuessCounts() if speculator is None else speculator.counts + GuessCounts(),
+        )
 
     @classmethod
     def together(cls, statuses: Iterable[Self]) -> Self:

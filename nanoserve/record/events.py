@@ -1,7 +1,7 @@
 """Events of a run, in the order in which they become known. An observer is called with each of them.
 
 Times are the executor's; ``clock`` is the engine's, on which all that happens between two results has one moment if
-the recorder's clock is stepped (`Recorder.step_clock`).
+the engine's clock is stepped, as it is for a replay.
 """
 
 from collections.abc import Callable, Mapping

@@ -16,11 +16,18 @@ from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Load
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult, work_of
 from nanoserve.scheduler.predictor import LearningPredictor, Predictor
+from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.work import HostBatch, StepFeatures
 
 _MANY, _ONE_IN = 256, 17
 """The predictor learns from the first _MANY results, then from one in _ONE_IN, to save time on the CPU. Every second or
 fourth would always pick the same one of micro-batches that take turns."""
+
+
+def learn_from_results(scheduler: Scheduler) -> None:
+    """Have a scheduler's predictors learn from its results, if there are any that do."""
+    if any(isinstance(one, LearningPredictor) for one in scheduler.predictors):
+        scheduler.observers.append(Forecasts(scheduler.predictors))
 
 
 class Forecasts:
@@ -30,12 +37,13 @@ class Forecasts:
     with the predictor's corrections when they may have changed.
     """
 
-    def __init__(self, predictors: Sequence[Predictor], emit: Callable[[Event], None] = lambda event: None) -> None:
+    def __init__(self, predictors: Sequence[Predictor], emit: Callable[[Event], object] = lambda event: None) -> None:
         self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, LearningPredictor | None]] = {}
         self._newest: LearningPredictor | None = None  # predictor of the newest plan
-        self._plans, self._host_results, self._emit = _lessons(), _lessons(), emit
+        self.emit = emit
+        self._plans, self._host_results = _lessons(), _lessons()
 
     def on_plan(self, plan: StepPlan, load: Load | None, decision: Decision, cohorts: HostCohorts) -> None:
         """Predict a plan with rows; the cohorts do not follow it yet."""
@@ -44,13 +52,13 @@ class Forecasts:
             return
         if predictor is not self._newest:
             self._newest = predictor
-            self._emit(Corrected(predictor.corrections))
+            self.emit(Corrected(predictor.corrections))
         is_lesson = next(self._plans)
         if is_lesson or self.of_all:
             work = features_of(plan, cohorts)
             forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
             self._in_flight[plan.step] = forecast, predictor if is_lesson else None
-            self._emit(forecast)
+            self.emit(forecast)
 
     def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
@@ -61,7 +69,7 @@ class Forecasts:
                 by_size[one.sequences, one.context_tokens].append(one.seconds)
             for (sequences, context_tokens), seconds in by_size.items():
                 self._newest.observe_host(sequences, context_tokens, median(seconds))
-            self._emit(Corrected(self._newest.corrections))
+            self.emit(Corrected(self._newest.corrections))
         if result.step not in self._in_flight:
             return
         forecast, predictor = self._in_flight.pop(result.step)
@@ -71,8 +79,8 @@ class Forecasts:
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
         if predictor is not None:
             predictor.observe(work, result.seconds)
-            self._emit(Corrected(predictor.corrections))
-        self._emit(replace(forecast, work=work, measured=result.seconds))
+            self.emit(Corrected(predictor.corrections))
+        self.emit(replace(forecast, work=work, measured=result.seconds))
 
     def on_reset(self) -> None:
         self._in_flight.clear()

@@ -1,33 +1,23 @@
-"""Recorder: the only wrapper around an engine's scheduler and executor; it sees everything that passes between them.
+"""Recorder: listens to an engine and its scheduler, and makes events of everything that passes between them.
 
-Without observers, as in serving, it keeps counts and a ring of recent steps. Observers are shown every event and decide
-what to keep: sketches, a trace, a window, or everything (`RunRecord`).
+An engine has no recorder until a caller asks for events. Observers of the events decide what to keep: sketches, a
+trace, a window, or everything (`RunRecord`).
 """
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from math import ceil
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from nanoserve.errors import RuntimeFailure
 from nanoserve.record import events
-from nanoserve.record.counters import EngineStatus, RecentStep
+from nanoserve.record.engine_observer import EngineObserver
+from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, SequenceUpdate
 from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.speculation.speculator import GuessCounts
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-RECENT_STEPS = 32  # steps that a recorder keeps, to show what an engine did last
-_TICKS_PER_SECOND = 2**20  # sums and differences of whole ticks are exact in floating point
 
 
 @runtime_checkable
@@ -38,120 +28,105 @@ class Telling(Protocol):
         """Return the times since the last call."""
 
 
-class Recorder:
-    """Stands between an engine and its executor, observes its scheduler, and receives arrivals and aborts."""
+class RecordedEngine(Protocol):
+    """The part of an engine that a recorder listens to."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
-        self.executor = executor
-        self.executor_seconds = 0.0  # real time spent in the executor
-        self.losses = 0  # how often the executor's workers died and new ones were started
-        self._scheduler = scheduler
-        self._recent: deque[RecentStep] = deque(maxlen=RECENT_STEPS)
-        self._take_times = executor.take_times if isinstance(executor, Telling) else tuple
+    scheduler: Scheduler
+    executor: Executor
+    observers: list[EngineObserver]
+    now: Callable[[], float]
+
+
+def recorder_of(engine: RecordedEngine) -> "Recorder":
+    """Return the recorder that is attached to an engine, or attach one."""
+    for observer in engine.observers:
+        if isinstance(observer, Recorder):
+            return observer
+    return Recorder(engine)
+
+
+@contextmanager
+def recorded(engine: RecordedEngine, observer: events.Observer) -> Iterator[None]:
+    """Show an engine's events to an observer inside the block."""
+    recorder = recorder_of(engine)
+    recorder.add(observer)
+    try:
+        yield
+    finally:
+        recorder.remove(observer)
+
+
+class Recorder(EngineObserver):
+    """Shows an engine's events to observers. `recorder_of` makes at most one for each engine."""
+
+    def __init__(self, engine: RecordedEngine) -> None:
+        self._engine, self._scheduler, self._executor = engine, engine.scheduler, engine.executor
         self._observers: list[events.Observer] = []
-        self._clock: float | None = None
+        self._forecasts = [one for one in engine.scheduler.observers if isinstance(one, Forecasts)]
+        executor = engine.executor
+        self._take_times = executor.take_times if isinstance(executor, Telling) else tuple[Times, ...]
         self._load: Load | None = None
         self._decision = Decision(0, 0)  # what the policy saw and decided for the newest plan
-        scheduler.observers.append(self)
-
-    @property
-    def status(self) -> EngineStatus:
-        scheduler, speculator = self._scheduler, self._scheduler.table.speculator
-        return EngineStatus(
-            layouts=(scheduler.layouts.current,),
-            changing=(scheduler.layouts.changing,),
-            running=len(scheduler.running),
-            on_host=len(scheduler.on_host),
-            waiting=len(scheduler.waiting),
-            free_blocks=scheduler.pool.free_blocks,
-            total_blocks=scheduler.pool.num_blocks,
-            free_host_blocks=scheduler.host_pool.free_blocks,
-            total_host_blocks=scheduler.host_pool.num_blocks,
-            prompt_tokens=scheduler.prompt_tokens,
-            output_tokens=scheduler.output_tokens,
-            preemptions=scheduler.table.preemptions,
-            steps=scheduler.steps,
-            transitions=scheduler.transitions,
-            losses=self.losses,
-            host_losses=scheduler.host_losses,
-            guesses=GuessCounts() if speculator is None else speculator.counts + GuessCounts(),
-        )
-
-    def take_steps(self) -> list[RecentStep]:
-        """The steps that have ended since the last call, at most RECENT_STEPS."""
-        steps = list(self._recent)
-        self._recent.clear()
-        return steps
+        self._clock = self._planned = 0.0  # when that was planned, on the engine's clock and on the executor's
+        engine.observers.append(self)
+        engine.scheduler.observers.append(self)
+        for forecasts in self._forecasts:
+            forecasts.emit = self._emit
+        self._take_times()  # nobody wants those of earlier steps
 
     def add(self, *observers: events.Observer) -> None:
         self._observers += observers
+        self._choose_forecasts()
 
-    @contextmanager
-    def observed_by(self, observer: events.Observer) -> Iterator[None]:
-        self.add(observer)
-        try:
-            yield
-        finally:
-            self._observers.remove(observer)
-
-    def step_clock(self) -> None:
-        """Let the engine's clock advance only while the engine waits for results: that makes a replay exact."""
-        self._clock = self._after(0.0)
+    def remove(self, observer: events.Observer) -> None:
+        """Show an observer nothing more. Without observers the recorder leaves the engine."""
+        self._observers.remove(observer)
+        self._choose_forecasts()
+        if not self._observers:
+            self._engine.observers.remove(self)
+            self._scheduler.observers.remove(self)
 
     def finish(self) -> None:
         """Emit the end of the run; the executor stays open."""
         self._show_times()
-        self.emit(events.Finished(self.executor.now(), events.Blocks.of(self._scheduler)))
+        self._emit(events.Finished(self._executor.now(), events.Blocks.of(self._scheduler)))
 
-    def submit(self, plan: StepPlan) -> None:
-        """Pass a plan on; raises as the executor does."""
-        handed_over = self.executor.now() if self._observers else 0.0
-        self._call(self.executor.submit, plan)
-        if self._observers:
-            clock = handed_over if self._clock is None else self._clock
-            blocks, tables = events.Blocks.of(self._scheduler), tuple(self._tables())
-            self.emit(events.Planned(handed_over, clock, plan, self._load, self._decision, blocks, tables))
-        self._show_times()
-
-    def collect(self, until: float | None) -> list[StepResult]:
-        """Wait with the executor; raises as it does."""
-        results, scheduler = self._call(self.executor.collect, until), self._scheduler
-        if self._clock is not None:
-            self._clock = self._after(self._clock)
-        for result in results:
-            self.losses += result.lost is not None
-            if (plan := scheduler.plans_in_flight.get(result.step)) is not None:  # its result is not applied yet
-                held = len(scheduler.running), len(scheduler.waiting)
-                self._recent.append(RecentStep(plan.step, plan.decodes, plan.prompt_tokens, *held, result.seconds))
-        if results and self._observers:
-            self.emit(events.Collected(self.executor.now(), self.now(), tuple(results)))
-        self._show_times()
-        return results
-
-    def now(self) -> float:
-        """The executor's time, or that of the last results if the clock is stepped."""
-        return self.executor.now() if self._clock is None else self._clock
-
-    def close(self) -> None:
-        """Emit the end of the run and close the executor; raises RuntimeFailure if an observer could not finish."""
-        try:
-            self.finish()
-        finally:
-            self.executor.close()
+    # ---- the engine's part ------------------------------------------------------------------------------------
 
     def on_request(self, request: Request) -> None:
-        self.emit(events.Arrived(self.now(), request))
+        self._emit(events.Arrived(self._engine.now(), request))
 
     def on_stop(self, request_id: str, index: int | None, reason: FinishReason) -> None:
-        self.emit(events.Stopped(self.now(), request_id, index, reason))
+        self._emit(events.Stopped(self._engine.now(), request_id, index, reason))
 
-    def on_updates(self, updates: list[SequenceUpdate]) -> None:
-        if updates and self._observers:
-            self.emit(events.Gained(self.now(), tuple(updates)))
+    def on_submit(self, plan: StepPlan) -> None:
+        blocks, tables = events.Blocks.of(self._scheduler), tuple(self._tables())
+        self._emit(events.Planned(self._planned, self._clock, plan, self._load, self._decision, blocks, tables))
+        self._show_times()
+
+    def on_results(self, results: SequenceOf[StepResult]) -> None:
+        if results:
+            self._emit(events.Collected(self._executor.now(), self._engine.now(), tuple(results)))
+        self._show_times()
+
+    def on_failure(self) -> None:
+        self._emit(events.ExecutorFailed(self._executor.now()))
+
+    def on_updates(self, updates: SequenceOf[SequenceUpdate]) -> None:
+        if updates:
+            self._emit(events.Gained(self._engine.now(), tuple(updates)))
+
+    def on_close(self) -> None:
+        """Emit the end of the run; raises RuntimeFailure if an observer could not finish."""
+        self.finish()
+
+    # ---- the scheduler's part ---------------------------------------------------------------------------------
 
     def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
-        """Remember what the scheduler made the newest plan from."""
+        """Remember what the scheduler made the newest plan from, and when."""
         self._load, self._decision = load, decision
+        self._clock = self._engine.now()
+        self._planned = self._executor.now()
 
     def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
         """Results are seen when the executor gives them, before the scheduler."""
@@ -159,27 +134,23 @@ class Recorder:
     def on_reset(self) -> None:
         """Plans in flight are not kept here."""
 
-    def emit(self, event: events.Event) -> None:
-        """Show an event to all observers."""
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _emit(self, event: events.Event) -> None:
         for observer in self._observers:
             observer(event)
 
-    def _call(self, part: Callable[[T], R], argument: T) -> R:
-        """Call a part of the executor, and count its time."""
-        began = time.perf_counter()
-        try:
-            return part(argument)
-        except RuntimeFailure:
-            self.emit(events.ExecutorFailed(self.executor.now()))
-            raise
-        finally:
-            self.executor_seconds += time.perf_counter() - began
+    def _choose_forecasts(self) -> None:
+        """Have every plan predicted if an observer wants it."""
+        for forecasts in self._forecasts:
+            forecasts.of_all = any(getattr(one, "wants_forecasts", False) for one in self._observers)
 
     def _show_times(self) -> None:
-        if (times := self._take_times()) and self._observers:
+        times = self._take_times()
+        if times:
             stages = tuple([one for one in times if isinstance(one, StageTimes)])
             beside = tuple([one for one in times if not isinstance(one, StageTimes)])
-            self.emit(events.Worked(stages, beside))
+            self._emit(events.Worked(stages, beside))
 
     def _tables(self) -> Iterator[events.HeldBlocks]:
         is_wanted = any(getattr(one, "keeps_tables", False) for one in self._observers)
@@ -188,9 +159,3 @@ class Recorder:
                 yield events.HeldBlocks(one.sequence_id, "device", tuple(one.block_table), one.computed)
             if one.host_table:
                 yield events.HeldBlocks(one.sequence_id, "host", tuple(one.host_table), one.computed)
-
-    def _after(self, clock: float) -> float:
-        # Rounded up: a request that is due on the executor's clock is due on this one. No two moments are equal, or a
-        # replay could not know whether a result or an arrival came first.
-        ticks = ceil(self.executor.now() * _TICKS_PER_SECOND)
-        return max(clock + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)

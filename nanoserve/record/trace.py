@@ -39,6 +39,8 @@ class RunTrace:
     ``name`` tells runs or engines in one file apart. ``close`` is called at the end of the run.
     """
 
+    wants_forecasts = True  # of every plan that can be predicted
+
     def __init__(
         self,
         file: ChromeTraceFile,

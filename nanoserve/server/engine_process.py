@@ -12,10 +12,10 @@ from contextlib import suppress
 import msgspec
 import zmq
 
-from nanoserve.engine.dispatcher import Dispatcher
-from nanoserve.engine.engine import Engine
+from nanoserve.engine.interface import InferenceEngine
 from nanoserve.errors import NanoserveError, PolicyFailed, RuntimeFailure, UsageError, WorkersFailed
 from nanoserve.record.counters import RecentStep
+from nanoserve.record.recent_steps import RecentSteps
 from nanoserve.request import Sequence, SequenceUpdate
 from nanoserve.server import messages
 from nanoserve.utils.memory import keep_what_is_loaded
@@ -48,8 +48,13 @@ def receive(mailbox: messages.Mailbox[messages.Command], seconds: float) -> list
 
 
 class EngineLoop:
-    def __init__(self, engine: Engine | Dispatcher, mailbox: messages.Mailbox[messages.Command]) -> None:
+    """Drives an engine by the commands of a mailbox."""
+
+    def __init__(self, engine: InferenceEngine, mailbox: messages.Mailbox[messages.Command]) -> None:
         self._engine, self._mailbox = engine, mailbox
+        self._recent = [RecentSteps(each.scheduler) for each in engine.engines]
+        for each, recent in zip(engine.engines, self._recent, strict=True):
+            each.observers.append(recent)
         self._added = 0
         self._reported: dict[Sequence, int] = {}  # log probabilities that were reported of each sequence
         self._workers = (True, 0)  # readiness and deaths as last reported
@@ -66,7 +71,8 @@ class EngineLoop:
         commands = receive(self._mailbox, 0.0 if self._engine.has_work else WATCH_SECONDS)
         updates = [update for command in commands for update in self._obey(command)]
         updates += self._engine.step(self._engine.now() + (COMMAND_SECONDS if self._engine.has_work else 0.0))
-        workers, steps = (self._engine.ready, self._engine.losses), self._engine.take_steps()
+        workers = self._engine.ready, self._engine.losses
+        steps = [step for recent in self._recent for step in recent.take()]
         if (updates or steps or commands or workers != self._workers) and self._engine.failure is None:
             self._report(updates, steps)
             self._workers = workers
@@ -130,7 +136,7 @@ class EngineLoop:
         )
 
 
-def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[messages.Command]) -> Engine | Dispatcher:
+def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[messages.Command]) -> InferenceEngine:
     """Load the model, reporting progress, and report that the engine is ready."""
     from nanoserve.engine.assembly import build_engine
 
@@ -154,12 +160,11 @@ def build_from_model(start: messages.EngineStart, mailbox: messages.Mailbox[mess
     )
     for told in filter(None, (built.choice, built.gpu)):
         print(f"nanoserve: {told}", file=sys.stderr, flush=True)
-    if built.layers is not None:
-        built.layers.start()  # compiled in the background, and used from a later step on
+    built.start_preparing()
     return built.engine
 
 
-def main(build: Callable[..., Engine | Dispatcher] = build_from_model) -> None:
+def main(build: Callable[..., InferenceEngine] = build_from_model) -> None:
     """Entry point; ``build`` makes the engine. The first line of stdin is an EngineStart."""
     watchdog = ParentWatchdog.of_this_process()
     line = watchdog.read_line()

@@ -54,6 +54,25 @@ class FakeTokenizer:
         return [len(word) for word in words(text)]
 
 
+class _FakeEngine:
+    """Two engines that are used as one."""
+
+    def __init__(self) -> None:
+        self.engines = types.SimpleNamespace(failure=None), types.SimpleNamespace(failure=None)
+        self.failure: str | None = None
+
+    def fail(self, failure: str, *, together: bool) -> None:
+        self.engines[0].failure = failure
+        if together:
+            self.failure = failure
+
+
+def _prepare(progress: Any = None) -> None:
+    if progress is not None:
+        progress("compiling layers", 0, 1)
+        progress("compiling layers", 1, 1)
+
+
 class FakeLLM:
     """The part of LLM that commands use. ``prompts`` and ``params`` record what was asked."""
 
@@ -81,18 +100,22 @@ class FakeLLM:
             for done in range(3):
                 settings["progress"]("load", done, 2)
         self.settings = settings
-        self.engine_config = EngineConfig(**{name: value for name, value in settings.items() if name != "progress"})
-        self.choice = None
+        self.built = types.SimpleNamespace(
+            engine=_FakeEngine(),
+            config=EngineConfig(**{name: value for name, value in settings.items() if name != "progress"}),
+            max_model_len=max_model_len or 200,
+            choice=None,
+            speeds=None,
+            start_preparing=lambda: None,
+            prepare=_prepare,
+        )
         self.model_name = model or "storyteller"
-        self.max_model_len = max_model_len or 200
         self.tokenizer = FakeTokenizer()
         self.prompts: list[Any] = []
         self.params: list[SamplingParams] = []
         self.template_arguments: list[Any] = []
         self.aborted = self.steps = 0
         self.closed = False
-        self.speeds = None
-        self.driven = types.SimpleNamespace(failure=None, failures=())
 
     def __enter__(self) -> "FakeLLM":
         return self
@@ -102,14 +125,6 @@ class FakeLLM:
 
     def close(self) -> None:
         self.closed = True
-
-    def start_preparing(self) -> None:
-        """There is nothing to compile."""
-
-    def prepare(self, progress: Any = None) -> None:
-        if progress is not None:
-            progress("compiling layers", 0, 1)
-            progress("compiling layers", 1, 1)
 
     @property
     def status(self) -> EngineStatus:
@@ -130,8 +145,8 @@ class FakeLLM:
 
     def stream(self, prompt: Any, params: SamplingParams, template_arguments: Any = None) -> Iterator[RequestOutput]:
         text, ids = self._tokenize(prompt)
-        if len(ids) >= self.max_model_len:
-            raise UsageError(f"the prompt has {len(ids)} tokens, the context {self.max_model_len}")
+        if len(ids) >= self.built.max_model_len:
+            raise UsageError(f"the prompt has {len(ids)} tokens, the context {self.built.max_model_len}")
         self.prompts.append(prompt)
         self.params.append(params)
         self.template_arguments.append(template_arguments)
@@ -156,8 +171,8 @@ class FakeLLM:
                 yield position, error
                 continue
             if "perish" in str(prompt):  # the only engine, or one of two
-                (failure,) = self.driven.failures = ("the workers died 3 times",)
-                self.driven.failure = None if "half" in str(prompt) else failure
+                failure = "the workers died 3 times"
+                self.built.engine.fail(failure, together="half" not in str(prompt))
                 sample = replace(deltas[-1].outputs[0], finish_reason="error", error=failure)
                 yield position, replace(_whole(deltas, 1), outputs=(sample,))
                 continue
@@ -178,7 +193,7 @@ class FakeLLM:
             raise RuntimeFailure("the executor died")
         slow = "slowly" in text
         answer = words(text if "<think>" in text else f"You said: {text}")
-        room = min(params.max_tokens or 10**9, self.max_model_len - len(ids))
+        room = min(params.max_tokens or 10**9, self.built.max_model_len - len(ids))
         finished = False
         try:
             step = 0

@@ -24,12 +24,12 @@ PAIR = (
 def make_llm(**speeds: float) -> Any:
     """Whose engines have ten blocks on their devices together, and four in host memory."""
     llm: Any = FakeLLM()
-    llm.config = dummy_config("qwen3-0.6b")
-    llm.engine_config = EngineConfig(
+    llm.built.model = dummy_config("qwen3-0.6b")
+    llm.built.config = EngineConfig(
         pipeline_parallel=2, data_parallel=2, decode_layout=ParallelLayout(tensor_parallel=2), dtype="float32"
     )
     if speeds:
-        llm.speeds = MachineSpeeds(**speeds)
+        llm.built.speeds = MachineSpeeds(**speeds)
     return llm
 
 

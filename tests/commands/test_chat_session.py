@@ -145,7 +145,7 @@ def test_regenerate_keeps_the_old_answer_when_there_is_no_new_one() -> None:
     before = list(session.turns)
     assert list(session.regenerate(first(0))) == []
     assert session.turns == before
-    fake(session).max_model_len = 3
+    fake(session).built.max_model_len = 3
     with pytest.raises(NanoserveError):
         list(session.regenerate())
     assert session.turns == before

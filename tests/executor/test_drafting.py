@@ -281,8 +281,8 @@ def test_auto_takes_what_lies_in_the_models_directory_or_else_ngrams(heads: dict
     last = "ngram"
     for kind, found in (("draft", draft), ("medusa", heads["medusa"]), ("eagle", heads["eagle3"])):
         with nanoserve.LLM(str(model), speculate="auto", **SETTING) as llm:
-            assert llm.engine_config.speculate == last
+            assert llm.built.config.speculate == last
         copied(found, model / kind)
         last = f"{kind}:{model / kind}"
     with nanoserve.LLM(str(model), speculate="auto", **SETTING) as llm:
-        assert llm.engine_config.speculate == last
+        assert llm.built.config.speculate == last

@@ -100,7 +100,7 @@ def test_an_engine_on_a_gpu_gives_the_answers_of_the_cpu(
     expected = [output.outputs[0].token_ids for output in storyteller.generate(prompts, params)]
     settings = {"dtype": "float32", "kv_cache_memory": 2**24, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     with LLM(device="cuda", **settings) as llm:
-        assert llm.compiled and llm.gpu is not None and llm.gpu.graphs == 3
+        assert llm.built.compiled and llm.built.gpu is not None and llm.built.gpu.graphs == 3
         assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
     assert {1, 2, 4} == set(recorder.replayed)
 

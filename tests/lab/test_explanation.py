@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from nanoserve.engine.engine import Engine
 from nanoserve.lab.explanation import AT_MOST, MEANINGS, NOT_SHOWN, ExplainedRun, explain_run
 from nanoserve.record.events import Event, Planned
+from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Tier
@@ -28,7 +29,7 @@ class Watch:
 
     def __call__(self, engine: Engine) -> None:
         self._engine = engine
-        engine.recorder.add(self.record, self._on_event)
+        recorder_of(engine).add(self.record, self._on_event)
 
     def _on_event(self, event: Event) -> None:
         if not isinstance(event, Planned):

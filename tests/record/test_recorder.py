@@ -18,7 +18,8 @@ from nanoserve.record.events import (
     Stopped,
     Worked,
 )
-from nanoserve.record.recorder import RECENT_STEPS
+from nanoserve.record.recent_steps import MOST_RECENT_STEPS, RecentSteps
+from nanoserve.record.recorder import recorded, recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler import make_policy
@@ -50,7 +51,7 @@ def _requests(now: float = 0.0) -> list[Request]:
 def test_events_come_in_the_order_in_which_things_become_known() -> None:
     events: list[Event] = []
     engine = Engine(_scheduler(), MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50)
-    engine.recorder.add(events.append)
+    recorder_of(engine).add(events.append)
     engine.add(_requests()[0])
     while engine.has_work:
         engine.step()
@@ -68,7 +69,7 @@ def test_events_come_in_the_order_in_which_things_become_known() -> None:
 def test_a_plan_is_told_with_what_the_policy_saw_and_with_the_blocks_that_it_left(policy: str) -> None:
     executor = MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE)
     engine, record = Engine(_scheduler(policy), executor, vocab_size=50), RunRecord(1)
-    engine.recorder.add(record)
+    recorder_of(engine).add(record)
     drive(engine, _requests())
     assert record.plans == executor.plans
     owned = 0
@@ -83,7 +84,7 @@ def test_a_plan_is_told_with_what_the_policy_saw_and_with_the_blocks_that_it_lef
 def test_workers_times_follow_their_plans_and_results() -> None:
     executor = ObservedExecutor(LinearTimes(num_stages=2))
     engine, record = Engine(_scheduler(depth=2), executor, vocab_size=50), RunRecord(2)
-    engine.recorder.add(record)
+    recorder_of(engine).add(record)
     drive(engine, _requests(executor.now()))
     assert [times.step for times in record.stages()[1]] == [plan.step for plan in record.plans]
     assert len(record.stage_times) == 2 * len(record.plans)
@@ -94,7 +95,7 @@ def test_nothing_is_told_while_nobody_looks_on_and_counts_go_on() -> None:
     engine, record = Engine(_scheduler(), MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50), RunRecord(1)
     first, second, third = _requests()
     drive(engine, [first])
-    with engine.recorder.observed_by(record):
+    with recorded(engine, record):
         drive(engine, [second])
     drive(engine, [third])
     assert [request.request_id for request in record.arrivals] == ["r1"]
@@ -105,13 +106,15 @@ def test_nothing_is_told_while_nobody_looks_on_and_counts_go_on() -> None:
 
 def test_recent_steps_are_kept_in_a_ring_and_taken_once() -> None:
     engine = Engine(_scheduler(), MemoryCheckingExecutor(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50)
+    recent = RecentSteps(engine.scheduler)
+    engine.observers.append(recent)
     for turn in range(20):
         drive(engine, [replace(request, request_id=f"{turn} {request.request_id}") for request in _requests()])
-    steps = engine.take_steps()
-    assert [step.step for step in steps] == list(range(engine.status.steps))[-RECENT_STEPS:]
-    assert engine.take_steps() == []
+    steps = recent.take()
+    assert [step.step for step in steps] == list(range(engine.status.steps))[-MOST_RECENT_STEPS:]
+    assert recent.take() == []
     drive(engine, _requests()[:1])
-    prompt, *decodes = engine.take_steps()
+    prompt, *decodes = recent.take()
     assert (prompt.decodes, prompt.prompt_tokens, prompt.running) == (0, 7, 1)
     assert [(step.decodes, step.prompt_tokens) for step in decodes] == [(1, 0)] * 2
 
@@ -123,7 +126,7 @@ class _OutOfMemory(MemoryCheckingExecutor):
 
 def test_a_failed_step_is_told() -> None:
     engine, record = Engine(_scheduler(), _OutOfMemory(NUM_BLOCKS, BLOCK_SIZE), vocab_size=50), RunRecord(1)
-    engine.recorder.add(record)
+    recorder_of(engine).add(record)
     drive(engine, _requests()[:1])
     assert [type(event) for event in record.events] == [Arrived, ExecutorFailed, Gained]
     with pytest.raises(RuntimeFailure, match="out of memory"):

@@ -13,7 +13,7 @@ from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.lab.simulator.fleet import drive
 from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.events import Collected
-from nanoserve.record.recorder import Recorder, Telling
+from nanoserve.record.recorder import Telling, recorder_of
 from nanoserve.record.times import StageTimes
 from nanoserve.record.trace import RunTrace, bars_of
 from nanoserve.request import Request, SamplingParams
@@ -37,23 +37,21 @@ def _scheduler(executor: Executor) -> Scheduler:
     )
 
 
-def _traced(executor: Executor, path: Path, **settings: Any) -> Recorder:
-    recorder = Recorder(_scheduler(executor), executor)
-    recorder.add(_trace(recorder, path, **settings))
-    return recorder
+def _traced(executor: Executor, path: Path, **settings: Any) -> Engine:
+    engine = Engine(_scheduler(executor), executor, vocab_size=2)
+    file, told = ChromeTraceFile(path), isinstance(executor, Telling)
+    recorder_of(engine).add(RunTrace(file, engine.now(), tells_times=told, close=file.close, **settings))
+    return engine
 
 
-def _trace(recorder: Recorder, path: Path, **settings: Any) -> RunTrace:
-    file, told = ChromeTraceFile(path), isinstance(recorder.executor, Telling)
-    return RunTrace(file, recorder.now(), tells_times=told, close=file.close, **settings)
+def _request(name: str, tokens: int, arrival_time: float = 0.0) -> Request:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return Request(name, (1,) * 7, params, seed=0, arrival_time=arrival_time)
 
 
 def _run(executor: Executor, path: Path) -> None:
-    engine = Engine(_scheduler(executor), executor, vocab_size=2)
-    engine.recorder.add(_trace(engine.recorder, path))
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    requests = [Request(f"r{name}", (1,) * 7, params, seed=0, arrival_time=executor.now()) for name in range(3)]
-    drive(engine, requests)
+    engine = _traced(executor, path)
+    drive(engine, [_request(f"r{name}", 4, executor.now()) for name in range(3)])
     engine.close()
 
 
@@ -109,8 +107,10 @@ def test_a_loss_is_shown_and_frees_the_tracks(tmp_path: Path) -> None:
 def test_a_killed_run_leaves_what_was_known(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     traced = _traced(ObservedExecutor(LinearTimes(num_stages=2)), path)
-    traced.submit(StepPlan(0))
-    assert [result.step for result in traced.collect(None)] == [0]
+    traced.add(_request("r", 1))
+    while traced.has_work:
+        traced.step()
+    assert traced.scheduler.steps == 1
     assert [event["name"] for event in json.loads(path.read_text() + "]")].count("compute") == 2
 
 
@@ -118,21 +118,22 @@ class _FailingOnce(SimulatedExecutor):
     failed = False
 
     def collect(self, until: float | None) -> list[StepResult]:
+        results = super().collect(until)
         if not self.failed:
             self.failed = True
             raise RuntimeFailure("out of memory")
-        return super().collect(until)
+        return results
 
 
 def test_a_failed_step_frees_its_track(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    traced = _traced(_FailingOnce(LinearTimes(), max_in_flight=9), path)
-    traced.submit(StepPlan(0))
-    with pytest.raises(RuntimeFailure, match="out of memory"):
-        traced.collect(None)
-    traced.submit(StepPlan(1))
-    while not any(result.step == 1 for result in traced.collect(None)):
-        pass
+    traced = _traced(_FailingOnce(LinearTimes(), answer=dummy_answers), path)
+    traced.add(_request("fails", 1))
+    (update,) = traced.step()
+    assert update.sequence.error == "out of memory"
+    traced.add(_request("runs", 1))
+    while traced.has_work:
+        traced.step()
     traced.close()
     bars = tracks_of(json.loads(path.read_text()))
     assert [bar["args"]["step"] for bar in bars["micro-batch 0"]] == [1]
@@ -144,10 +145,10 @@ def test_a_full_disk_ends_the_trace_and_not_the_run() -> None:
     if not full.exists():
         pytest.skip("there is no full device to write to")
     failures: list[RuntimeFailure] = []
-    traced = _traced(SimulatedExecutor(LinearTimes()), full, on_failure=failures.append)
-    for step in range(3):
-        traced.submit(StepPlan(step))
-        assert len(traced.collect(None)) == 1
+    traced = _traced(SimulatedExecutor(LinearTimes(), answer=dummy_answers), full, on_failure=failures.append)
+    traced.add(_request("r", 3))
+    for _ in range(3):
+        assert len(traced.step()) == 1
         assert len(failures) == 1, "it is told at once, and once"
     with pytest.raises(RuntimeFailure, match="the trace is not complete: cannot write /dev/full: No space left"):
         traced.close()

@@ -13,6 +13,8 @@ from nanoserve.lab.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExe
 from nanoserve.lab.simulator.fleet import drive
 from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.events import Collected, ExecutorFailed
+from nanoserve.record.forecasts import learn_from_results
+from nanoserve.record.recorder import recorder_of
 from nanoserve.record.trace import RunTrace, facts_of
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
@@ -44,15 +46,15 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
         host_blocks=200,
         predictors=[predictor],
     )
+    learn_from_results(scheduler)
     times = TierTimes(num_layers=LAYERS, layer=0.1, token=0.01, key=0.01, host_key=0.008, swap_token=0.01)
     requests = [
         Request(f"r{number}", (1,) * 9, SamplingParams(), 12, end_tokens=(END_TOKEN,), arrival_time=number / 2)
         for number in range(24)
     ]
     engine = Engine(scheduler, SimulatedExecutor(times, block_size=2), vocab_size=VOCAB_SIZE)
-    engine.forecasts.of_all = True
     file = ChromeTraceFile(tmp_path / "trace.json")
-    engine.recorder.add(RunTrace(file, engine.now(), close=file.close))
+    recorder_of(engine).add(RunTrace(file, engine.now(), close=file.close))
     drive(engine, requests)
     engine.close()
 

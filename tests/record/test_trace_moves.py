@@ -13,6 +13,7 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.record.chrome_trace import ChromeTraceFile
 from nanoserve.record.events import Blocks, Collected, ExecutorFailed, Finished, Planned, Worked
 from nanoserve.record.phases import Phase, PhaseTracker, PhaseTurn
+from nanoserve.record.recorder import recorder_of
 from nanoserve.record.times import SwapTimes
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import Request, SamplingParams
@@ -49,7 +50,7 @@ def _run(policy: Policy, path: Path) -> Scheduler:
     engine = Engine(scheduler, executor, vocab_size=2)
     link = WEIGHT_BYTES / 2
     trace = RunTrace(file, engine.now(), layouts=_P2_T2, host_link_bandwidth=link, close=file.close)
-    engine.recorder.add(trace)
+    recorder_of(engine).add(trace)
     params = SamplingParams(max_tokens=_ANSWER, ignore_eos=True)
     now = engine.now()
     requests = [Request(f"r{name}", (1,) * _PROMPT, params, seed=0, arrival_time=now) for name in range(_REQUESTS)]

@@ -10,7 +10,8 @@ from nanoserve.engine.engine import Engine
 from nanoserve.lab.simulator.executor import END_TOKEN, VOCAB_SIZE, SimulatedExecutor
 from nanoserve.lab.simulator.replay import record_run, replay
 from nanoserve.record.events import Corrected, Event, Forecast
-from nanoserve.record.forecasts import Forecasts, features_of
+from nanoserve.record.forecasts import Forecasts, features_of, learn_from_results
+from nanoserve.record.recorder import recorder_of
 from nanoserve.request import Request, SamplingParams, Sequence
 from nanoserve.scheduler import make_policy
 from nanoserve.scheduler.cohorts import HostCohorts
@@ -183,7 +184,10 @@ def test_the_scheduler_forgets_what_will_not_be_answered() -> None:
     for end in ("die", "fail"):
         learner, shown = Learner(), list[Event]()
         bench = Bench(predictors=[learner, learner])
-        bench.engine.recorder.add(shown.append)
+        learn_from_results(bench.scheduler)
+        (forecasts,) = bench.scheduler.observers
+        assert isinstance(forecasts, Forecasts)
+        recorder_of(bench.engine).add(shown.append)
         bench.add("a", length=3, max_tokens=4)
         plan = bench.scheduler.schedule(0.0)
         assert plan is not None
@@ -192,7 +196,7 @@ def test_the_scheduler_forgets_what_will_not_be_answered() -> None:
             bench.scheduler.apply(StepResult(None, lost="killed"), 0.0)
         else:
             bench.scheduler.fail_steps("no memory", 0.0)
-        bench.engine.forecasts.on_result(StepResult(plan.step, seconds=9.0), NOBODY)
+        forecasts.on_result(StepResult(plan.step, seconds=9.0), NOBODY)
         assert learner.steps == []
 
 
@@ -254,6 +258,7 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
                 predictors=[predictor],
             )
         )
+        learn_from_results(made[-1])
         return made[-1]
 
     executor = SimulatedExecutor(times, block_size=2)

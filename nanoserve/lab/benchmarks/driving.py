@@ -9,13 +9,13 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from nanoserve.engine.dispatcher import Dispatcher
-from nanoserve.engine.engine import Engine
+from nanoserve.engine.interface import InferenceEngine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.lab.benchmarks.floors import STEP_KINDS, Limits, ModelCost, step_kind, step_work
 from nanoserve.lab.benchmarks.rounds import GIGA
 from nanoserve.record.events import Collected, Event, Planned
 from nanoserve.record.metrics import MILLISECONDS, Distribution, RequestTiming
+from nanoserve.record.recorder import recorder_of
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.work import StepWork
 from nanoserve.utils.interrupts import deferred_interrupts
@@ -53,14 +53,14 @@ class EngineDriver:
 
     def __init__(
         self,
-        engine: Engine | Dispatcher,
+        engine: InferenceEngine,
         on_step: Callable[[StepWork], None] = lambda _: None,
         windows: Sequence[int] = (),
     ) -> None:
         self._engine, self._on_step, self._windows = engine, on_step, windows
         self._finished: list[tuple[StepWork, float]] = []  # plans that ended, and their durations
-        for each in engine.engines if isinstance(engine, Dispatcher) else (engine,):
-            each.recorder.add(partial(self._observe, {}))
+        for each in engine.engines:
+            recorder_of(each).add(partial(self._observe, {}))
         self._runs = 0
 
     def _observe(self, in_flight: dict[int, StepWork], event: Event) -> None:
@@ -111,7 +111,7 @@ class EngineDriver:
                     raise RuntimeFailure(update.sequence.error)
                 answers[update.request_id] += [(now, token) for token in update.new_tokens]
             for work, inside in finished:
-                if isinstance(engine, Engine):  # steps of several engines overlap, and none has a time of its own
+                if len(engine.engines) == 1:  # steps of several engines overlap, and none has a time of its own
                     steps.append(StepRecord(work, inside, seconds / len(finished)))
                 self._on_step(work)
             finished.clear()

@@ -49,13 +49,15 @@ class LocalBench:
     ) -> None:
         self._llm = llm = llms[0]
         self._seed, self._announce, self._progress, self._repeating = seed, announce, progress, repeating
-        self.longest = llm.max_model_len
+        self.longest = llm.built.max_model_len
         self._done, self._expected, self._told = 0, 0, 0.0
         self.facts, *_ = [settle(each, announce) for each in llms]
         self._dtype = dtype = DTYPES[self.facts["dtype"]]
-        self._cost, self._foreign = ModelCost(llm.config, dtype.itemsize), ForeignLoad()
+        self._cost, self._foreign = ModelCost(llm.built.model, dtype.itemsize), ForeignLoad()
         self._drivers = {
-            "compiled" if one.compiled else "eager": EngineDriver(one.driven, self._count, self._cost.windows)
+            "compiled" if one.built.compiled else "eager": EngineDriver(
+                one.built.engine, self._count, self._cost.windows
+            )
             for one in llms
         }
         if len(self._drivers) < len(llms):
@@ -168,7 +170,7 @@ class LocalBench:
 
     def _run(self, driver: EngineDriver, shapes: Sequence[RequestShape], repeat: int) -> EngineRun:
         lengths = [shape.input_tokens for shape in shapes]
-        prompts = random_prompts(lengths, self._llm.config.vocab_size, self._seed + repeat)
+        prompts = random_prompts(lengths, self._llm.built.model.vocab_size, self._seed + repeat)
         return driver.run(prompts, [shape.output_tokens for shape in shapes])
 
 

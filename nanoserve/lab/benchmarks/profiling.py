@@ -29,6 +29,7 @@ from nanoserve.lab.simulator.pipeline import StepTimes
 from nanoserve.llm import LLM
 from nanoserve.record.metrics import Distribution
 from nanoserve.record.metrics_observer import LatencyMetrics
+from nanoserve.record.recorder import recorded
 from nanoserve.request import Request, RequestShape, SamplingParams
 from nanoserve.scheduler.policies import make_policy
 
@@ -51,15 +52,15 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
     """Measure an idle open LLM, and run two small workloads beside their predictions. ``processor`` is the part of the
     CPU that is to attend in host memory. Raises TypeError for an engine that is not one device in this process,
     UsageError for limits of the engine so small that there is nothing to measure."""
-    executor, config = llm.engine.executor, llm.engine_config
+    executor, config = llm.engine.executor, llm.built.config
     if not isinstance(executor, LocalExecutor):
         raise TypeError(f"one device in this process can be profiled, not {type(executor).__name__}")
-    limits = config.max_num_batched_tokens, llm.max_model_len, config.max_num_seqs
+    limits = config.max_num_batched_tokens, llm.built.max_model_len, config.max_num_seqs
     for (flag, least), limit in zip(LEAST_LIMITS.items(), limits, strict=True):
         if limit < least:
             raise UsageError(f"{flag} is too small to profile: it must allow {least}, not {limit}")
     runner = executor.runner
-    sizes = SIZES.within(runner, config, context=llm.max_model_len)
+    sizes = SIZES.within(runner, config, context=llm.built.max_model_len)
     facts = settle(llm, announce)
     announce(f"{STAGE} ...")
     dtype = runner.decoder.dtype
@@ -177,7 +178,7 @@ def _fitting(longest: int, divisor: int) -> tuple[RequestShape, ...]:
 def run_for_real(engine: Engine, draw: Callable[..., Iterator[Request]], name: str) -> RunFigures:
     """Run the requests on the engine's own clock, and return their metrics."""
     lives, began = LatencyMetrics(), engine.now()
-    with engine.recorder.observed_by(lives):
+    with recorded(engine, lives):
         drive(engine, draw(after=began, name=name))
     return _figures(engine.now() - began, lives.ttft.distribution(), lives.tpot.distribution())
 

@@ -28,14 +28,14 @@ def settle_operators(announce: Callable[[str], None] = lambda _: None) -> str:
 
 def settle(llm: LLM, announce: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Wait for the operators and for compiled layers; facts about what runs from here on."""
-    operators, config = settle_operators(announce), llm.engine_config
-    llm.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
+    operators, config = settle_operators(announce), llm.built.config
+    llm.built.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
     return {
         "model": llm.model_name,
-        "dtype": format_name(resolve_dtype(config.dtype, torch.device(config.device), llm.config.dtype)),
+        "dtype": format_name(resolve_dtype(config.dtype, torch.device(config.device), llm.built.model.dtype)),
         "quantization": config.quantization or "none",
         "operators": operators,
-        "layers": "compiled" if llm.compiled else "eager",
+        "layers": "compiled" if llm.built.compiled else "eager",
         "threads": torch.get_num_threads(),
         "policy": config.policy_name,
     }
@@ -45,6 +45,6 @@ if __name__ == "__main__":
     try:
         asked = msgspec.json.decode(sys.argv[2], type=EngineConfig)
         with LLM(json.loads(sys.argv[1]), **{field.name: getattr(asked, field.name) for field in fields(asked)}) as llm:
-            print("\n" + json.dumps(settle(llm) | {"max_num_seqs": llm.engine_config.max_num_seqs}))
+            print("\n" + json.dumps(settle(llm) | {"max_num_seqs": llm.built.config.max_num_seqs}))
     except Exception as error:
         sys.exit(str(error) or type(error).__name__)  # one line for the benchmark to show, whatever it was

@@ -52,7 +52,7 @@ class SpeculationBench:
     """Measures two open engines of the same model, of which the second guesses."""
 
     def __init__(self, plain: LLM, guessing: LLM) -> None:
-        self._plain, self._budget = plain, guessing.engine_config.max_num_batched_tokens
+        self._plain, self._budget = plain, guessing.built.config.max_num_batched_tokens
         self._drivers = {"plain": EngineDriver(plain.engine), "guessing": EngineDriver(guessing.engine)}
         self._scheduler, self._own = guessing.engine.scheduler, guessing.engine.scheduler.table.speculator
         self._probe, self._foreign = BandwidthProbe().read, ForeignLoad()
@@ -64,7 +64,7 @@ class SpeculationBench:
         params = {"edits": greedy, "stories": defaults}.get(workload, SamplingParams(temperature=1.0))
         prompts = self._prompts(workload, case)
         known = dict(zip(prompts, self._drivers["plain"].run(prompts, lengths, params).tokens, strict=True))
-        scripted = {"vocab_size": self._plain.config.vocab_size, "token_budget": self._budget}
+        scripted = {"vocab_size": self._plain.built.model.vocab_size, "token_budget": self._budget}
         self._scheduler.table.speculator = self._own if rate is None else Scripted(rate, known, **scripted)
         self._drivers["guessing"].run(prompts, lengths, params)
 
@@ -96,7 +96,7 @@ class SpeculationBench:
         repeat most."""
         llm, size, length = self._plain, case.batch, case.input_tokens
         if workload not in ("edits", "stories"):
-            return random_prompts([length] * size, llm.config.vocab_size, size)
+            return random_prompts([length] * size, llm.built.model.vocab_size, size)
         params = replace(llm.default_sampling_params(), ignore_eos=True, max_tokens=length)
         seeds = range(2 * size + 14)
         asked: str | list[int] = "Once upon a time"

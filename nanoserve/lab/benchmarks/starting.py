@@ -83,7 +83,7 @@ def _start_here(began: float, model: str | None, settings: dict[str, Any]) -> di
         for name, _ in zip(_TOKENS, llm.stream(_PROMPT, params), strict=True):
             mark(name)
         answered = time.monotonic() - began
-        llm.prepare(lambda stage, *_: mark(_PREPARATIONS[stage]))
+        llm.built.prepare(lambda stage, *_: mark(_PREPARATIONS[stage]))
         for name in _PREPARATIONS.values():  # one that took no time was not spoken of
             answered = marks.setdefault(name, answered)
         from nanoserve.lab.benchmarks.settling import settle

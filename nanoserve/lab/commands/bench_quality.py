@@ -186,11 +186,11 @@ def run(options: QualityOptions) -> None:
         else:
             from nanoserve.lab.benchmarks.peers.weights import checkpoint_directory, dtype_name
 
-            dtype = dtype_name(options.dtype, llm.config)
+            dtype = dtype_name(options.dtype, llm.built.model)
             directory = checkpoint_directory(options.find_model(), dtype)
             readers.append(transformers_reader(directory, dtype, llm.end_tokens))
         if content is not None:
-            length = min(options.window, llm.max_model_len - 1)
+            length = min(options.window, llm.built.max_model_len - 1)
             pieces = windows(llm.tokenizer.encode(content), length, options.windows)
             count = sum(len(piece) - 1 for piece in pieces)
             for reader in readers:
@@ -205,10 +205,10 @@ def _measure_accuracy(
     readers: list[Reader], llm: "nanoserve.LLM", examples: Any, rows: Any, max_tokens: int, report: Report
 ) -> None:
     prompts = [tuple(llm.tokenizer.encode(prompt_text(question, examples))) for question in rows]
-    if (longest := max(map(len, prompts))) + max_tokens > llm.max_model_len:
+    if (longest := max(map(len, prompts))) + max_tokens > llm.built.max_model_len:
         raise UsageError(
             f"the longest prompt has {longest} tokens, with --max-tokens {max_tokens} more than the context of "
-            f"{llm.max_model_len}; lower --shots or --max-tokens"
+            f"{llm.built.max_model_len}; lower --shots or --max-tokens"
         )
     golds, ours = [question.gold for question in rows], dict[str, Any]()
     for reader in readers:

@@ -18,6 +18,7 @@ from nanoserve.lab.commands.explain_view import print_steps, show_steps
 from nanoserve.lab.commands.simulate import HardwareOptions, SimulatedHardware, WorkloadOptions
 from nanoserve.lab.explanation import ExplainedRun, Explanation, explain_run, explanation_page
 from nanoserve.lab.simulator.scenarios import SCENARIOS, explained_simulation
+from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.utils.files import read_bytes, replace_file
@@ -131,14 +132,15 @@ def _live(options: ExplainOptions, policy: str | None, rows: list[PromptRow]) ->
     with replace(options, policy=policy, record=record_file).open_llm() as llm:
         engine, defaults, tokenizer = llm.engine, llm.default_sampling_params(), llm.tokenizer
         record = RunRecord(engine.executor.max_in_flight, keeps_tables=True)
-        engine.recorder.add(record)
+        recorder = recorder_of(engine)
+        recorder.add(record)
         items = [(row.prompt, sampling_params(defaults, given, row.settings)) for row in rows]
         for _, output in llm.generate_as_completed(items):
             if isinstance(output, NanoserveError):
                 raise output
             if (error := output.outputs[0].error) is not None:
                 raise RuntimeFailure(error)
-        engine.recorder.finish()
-        name, size = policy or llm.engine_config.policy_name, llm.engine_config.block_size
+        recorder.finish()
+        name, size = policy or llm.built.config.policy_name, llm.built.config.block_size
         decode, stages = partial(tokenizer.decode, skip_special_tokens=False), engine.scheduler.pipeline_depth
         return explain_run(name, record, size, stages, lambda tokens: tuple(decode([one]) for one in tokens))

@@ -10,6 +10,7 @@ from nanoserve.errors import UsageError, shown
 from nanoserve.lab.simulator.executor import VOCAB_SIZE, SimulatedExecutor
 from nanoserve.lab.simulator.result import ReplicaFigures
 from nanoserve.record.metrics_observer import LatencyMetrics, LayoutTime, StepMetrics
+from nanoserve.record.recorder import recorder_of
 from nanoserve.request import Request
 from nanoserve.scheduler.scheduler import Scheduler
 
@@ -55,7 +56,8 @@ class Replica:
     ) -> None:
         self.scheduler, self.executor, self.steps, self.lives = scheduler, executor, steps, lives
         self.engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
-        self.engine.recorder.add(steps, lives)
+        self.recorder = recorder_of(self.engine)
+        self.recorder.add(steps, lives)
 
     @property
     def layout_times(self) -> list[LayoutTime]:

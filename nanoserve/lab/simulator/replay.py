@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from math import ceil
 from typing import NamedTuple
 
 from nanoserve.engine.engine import Engine
 from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.lab.simulator.fleet import drive
+from nanoserve.record.engine_observer import EngineObserver
+from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
-from nanoserve.scheduler.plan import Row, StepPlan, StepResult
+from nanoserve.scheduler.plan import Executor, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.work import Chunk, StepWork
 
 _ABOUT = 1.25  # numbers of tokens within this factor are about the same
+_TICKS_PER_SECOND = 2**20  # sums and differences of whole ticks are exact in floating point
 
 
 class MeasuredStep(NamedTuple):
@@ -87,16 +91,39 @@ def _factor(tokens: int, others: int) -> float:
     return (high + 1) / (low + 1)
 
 
+class SteppedClock(EngineObserver):
+    """An engine's clock, which advances only while the engine waits for results: that makes a replay exact."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._now = self._later_than(0.0)
+
+    def now(self) -> float:
+        return self._now
+
+    def on_results(self, results: Sequence[StepResult]) -> None:
+        self._now = self._later_than(self._now)
+
+    def _later_than(self, moment: float) -> float:
+        # Rounded up: a request that is due on the executor's clock is due on this one. No two moments are equal, or a
+        # replay could not know whether a result or an arrival came first.
+        ticks = ceil(self._executor.now() * _TICKS_PER_SECOND)
+        return max(moment + 1 / _TICKS_PER_SECOND, ticks / _TICKS_PER_SECOND)
+
+
 def record_run(engine: Engine, requests: Iterable[Request]) -> RunRecord:
     """Run requests to their ends on an engine whose clock is stepped, and return the record.
 
     The results of its executor come in the order of the plans; the requests in that of their arrivals, on its clock.
     """
     record = RunRecord(engine.executor.max_in_flight)
-    engine.recorder.add(record)
-    engine.recorder.step_clock()
+    clock = SteppedClock(engine.executor)
+    engine.now = clock.now
+    engine.observers.insert(0, clock)  # other observers see the time to which results advance it
+    recorder = recorder_of(engine)
+    recorder.add(record)
     drive(engine, requests)
-    engine.recorder.finish()
+    recorder.finish()
     return record
 
 

@@ -11,6 +11,7 @@ from nanoserve.lab.simulator.fleet import Replica, bubble_share, check_replicas,
 from nanoserve.lab.simulator.pipeline import DECOUPLED, Runtime, StepTimes, TieredTimes
 from nanoserve.lab.simulator.result import SimulationResult
 from nanoserve.record.events import Observer
+from nanoserve.record.forecasts import learn_from_results
 from nanoserve.record.metrics import Slo
 from nanoserve.record.metrics_observer import ArrivalWindow, LatencyMetrics, RequestObserver, SloMeter, StepMetrics
 from nanoserve.record.sketches import Sketch, mean_series
@@ -96,16 +97,17 @@ def simulate(
         executor = SimulatedExecutor(*layouts, block_size=block_size, groups=groups, runtime=runtime, drafter=drafter)
         speculator = None if drafter is None else Speculator(looks_up=False, token_budget=_MOST_TOKENS)
         scheduler = make_scheduler(speculator=speculator)
+        learn_from_results(scheduler)
         lives = LatencyMetrics((within, window.on_request, *request_observers))
         fleet.append(Replica(scheduler, executor, steps, lives))
-        fleet[-1].engine.recorder.add(window)
-    fleet[0].engine.recorder.add(*observers)
+        fleet[-1].recorder.add(window)
+    fleet[0].recorder.add(*observers)
     drive_fleet(fleet, make_router(router), _fitting(requests, longest + 1), is_over)
     if failures := [each.scheduler.policy_failure for each in fleet if each.scheduler.policy_failure]:
         raise PolicyFailed(failures[0])
     if not any(replica.scheduler.steps for replica in fleet):
         raise UsageError("there are no requests to simulate")
-    fleet[0].engine.recorder.finish()
+    fleet[0].recorder.finish()
     return _result(fleet, window, None if slo is None else within)
 
 

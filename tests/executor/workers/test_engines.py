@@ -40,15 +40,15 @@ def tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def dispatcher(llm: LLM) -> Dispatcher:
-    assert isinstance(llm.driven, Dispatcher)
-    return llm.driven
+    assert isinstance(llm.built.engine, Dispatcher)
+    return llm.built.engine
 
 
 def disturb(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, after_tokens: int, action: Callable[[], object]
 ) -> dict[str, int]:
     """Act once so many tokens have come; returns how many came behind that, by request, filled as they come."""
-    step = llm.driven.step
+    step = llm.built.engine.step
     seen, later = 0, dict[str, int]()
 
     def disturbed(until: float | None = None) -> list[SequenceUpdate]:
@@ -62,7 +62,7 @@ def disturb(
                 later[update.request_id] = later.get(update.request_id, 0) + len(update.new_tokens)
         return updates
 
-    monkeypatch.setattr(llm.driven, "step", disturbed)
+    monkeypatch.setattr(llm.built.engine, "step", disturbed)
     return later
 
 
@@ -111,10 +111,10 @@ def test_two_workers_in_a_layout_that_is_chosen_answer_what_one_process_answers(
         return [RequestShape(len(tokenizer.encode(prompt)), 40) for prompt, _ in PROMPTS]
 
     with LLM(**MODEL, parallel="auto", devices=2, host_kv_memory=1 << 20, expected=lengths) as llm:
-        config, names = llm.engine_config, "->".join(layout.name for layout in llm.engine_config.whole_layouts)
+        config, names = llm.built.config, "->".join(layout.name for layout in llm.built.config.whole_layouts)
         assert asked == [128]
         assert len(workers(mark)) == config.data_parallel * config.num_workers == 2
-        assert llm.choice is not None and llm.choice.startswith(f"{names} with {config.policy}: predicted ")
+        assert llm.built.choice is not None and llm.built.choice.startswith(f"{names} with {config.policy}: predicted ")
         assert tokens(ask(llm)) == expected
 
 
@@ -156,11 +156,11 @@ def test_an_engine_without_workers_fails_alone(
         assert "worker 0 was killed by SIGKILL" in str(failed[0].error)
         for found, wanted in zip(tokens(outputs), expected, strict=True):
             assert found == wanted[: len(found)]
-        assert llm.driven.failure is None
+        assert llm.built.engine.failure is None
         assert tokens(ask(llm)) == expected
         kill(workers(mark)[0])
         assert {sample.finish_reason for output in ask(llm) for sample in output.outputs} == {"error"}
-        assert llm.driven.failure is not None
+        assert llm.built.engine.failure is not None
 
 
 def test_an_answer_that_nobody_wants_ends_in_its_engine(expected: list[tuple[int, ...]], mark: str) -> None:
@@ -180,11 +180,11 @@ def test_layers_are_prepared_for_all_engines(mark: str) -> None:
     if not cpu_operators().wait():
         pytest.skip(f"nothing can be built: {cpu_operators().problem}")
     with LLM(**{**MODEL, "eager": False}, data_parallel=2) as llm:
-        assert not llm.compiled
-        llm.start_preparing()
+        assert not llm.built.compiled
+        llm.built.start_preparing()
         first = tokens(ask(llm))
-        llm.prepare()
-        assert llm.compiled
+        llm.built.prepare()
+        assert llm.built.compiled
         assert tokens(ask(llm)) == first
 
 

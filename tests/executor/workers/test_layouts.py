@@ -90,8 +90,8 @@ def test_what_is_prepared_answers_the_same(storyteller: LLM, layout: dict[str, i
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in storyteller.generate(PROMPTS, params)]
     with LLM(dtype="float32", kv_cache_memory=16 << 20, **layout) as llm:
-        llm.start_preparing()
+        llm.built.start_preparing()
         for _ in range(2):
             assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)] == expected
-            llm.prepare()
-        assert llm.compiled == compiled
+            llm.built.prepare()
+        assert llm.built.compiled == compiled

@@ -1,4 +1,4 @@
-"""`LLM.prepare` where the layers are those of worker processes."""
+"""`BuiltEngine.prepare` where the layers are those of worker processes."""
 
 import pytest
 
@@ -20,9 +20,9 @@ def test_a_worker_that_dies_meanwhile_is_missed_by_nobody(monkeypatch: pytest.Mo
     with LLM(**SETTINGS, eager=True, pipeline_parallel=2) as llm:
         expected = story(llm)
         kill(workers(mark)[1])
-        llm.prepare()
-        assert not llm.compiled
+        llm.built.prepare()
+        assert not llm.built.compiled
         assert story(llm) == expected
         assert llm.engine.losses == 1
-        llm.prepare()
+        llm.built.prepare()
     assert workers(mark) == []

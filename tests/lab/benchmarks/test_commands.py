@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanoserve import LLM
+from nanoserve.engine.assembly import BuiltEngine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.lab.benchmarks import operators
 from nanoserve.lab.benchmarks.driving import EngineDriver
@@ -40,8 +40,8 @@ def bench(run_command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_latency_writes_a_table_json_and_a_chart(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    prepared: list[LLM] = []
-    monkeypatch.setattr(LLM, "prepare", lambda llm, progress: prepared.append(llm))
+    prepared: list[BuiltEngine] = []
+    monkeypatch.setattr(BuiltEngine, "prepare", lambda built, progress: prepared.append(built))
     report, chart = tmp_path / "report.json", tmp_path / "chart.png"
     sizes = ("--batch-sizes", "1,2", "--lengths", "6+3", "--repeats", 2)
     code, out, _ = bench("latency", *sizes, "--json", report, "--plot", chart)
@@ -170,8 +170,8 @@ def test_latency_of_eager_and_compiled_layers_prints_their_ratio(
     bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: str
 ) -> None:
     """An LLM without `--eager` passes for a compiled one, for compiling takes a minute."""
-    monkeypatch.setattr(LLM, "compiled", property(lambda llm: not llm.engine_config.eager))
-    monkeypatch.setattr(LLM, "prepare", lambda llm, progress: None)
+    monkeypatch.setattr(BuiltEngine, "compiled", property(lambda built: not built.config.eager))
+    monkeypatch.setattr(BuiltEngine, "prepare", lambda built, progress: None)
     run, runs = EngineDriver.run, []
 
     def recorded(self: EngineDriver, *arguments: Any) -> Any:
@@ -220,8 +220,8 @@ def test_ratios_above_one_say_that_compiled_layers_are_faster() -> None:
 def test_layers_that_cannot_be_compared_are_refused(
     bench: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], line: str
 ) -> None:
-    monkeypatch.setattr(LLM, "compiled", False)
-    monkeypatch.setattr(LLM, "prepare", lambda llm, progress: None)
+    monkeypatch.setattr(BuiltEngine, "compiled", False)
+    monkeypatch.setattr(BuiltEngine, "prepare", lambda built, progress: None)
     code, _, err = bench("latency", *options, "--batch-sizes", 1, "--lengths", "6+3", "--no-probe")
     assert code != 0 and line in err
 

@@ -349,7 +349,7 @@ def _check_engine(shelf: EngineShelf, check: str, family: str) -> Row:
         executor.max_in_flight = engine.in_flight if check == OVERLAP and second else 1
         prompts = random_prompts(PROMPT_LENGTHS, VOCAB_SIZE, seed=0)
         answers.append(engine.driver.run(prompts, OUTPUT_LENGTHS).tokens)
-    facts, problem = engine.llm.gpu, None
+    facts, problem = engine.llm.built.gpu, None
     fields: Row = {} if check == GRAPHS else {"in_flight": executor.max_in_flight}
     if facts is not None and check == GRAPHS:  # a dry run has no graphs
         fields["graphs"] = facts.graphs

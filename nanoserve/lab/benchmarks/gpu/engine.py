@@ -94,21 +94,21 @@ class EngineBench:
         engine = open_engine()
         fields: Row = {
             "open_seconds": round(time.perf_counter() - began, 1),
-            "dtype": engine.llm.engine_config.dtype,
-            "max_model_len": engine.llm.max_model_len,
+            "dtype": engine.llm.built.config.dtype,
+            "max_model_len": engine.llm.built.max_model_len,
             "overlaps": engine.in_flight > 1,
         }
-        if engine.llm.gpu is None:
+        if engine.llm.built.gpu is None:
             return fields
         free, total = torch.cuda.mem_get_info(self._bench.device)
         memory = {"free_gib": round(free / 2**30, 1), "total_gib": round(total / 2**30, 1)}
-        return fields | memory | dataclasses.asdict(engine.llm.gpu)
+        return fields | memory | dataclasses.asdict(engine.llm.built.gpu)
 
     def _measure_alone(self, metric: str, step: StepWork, prompt: int, output: int, open_engine: OpenEngine) -> Row:
         """One request after another, the first of which warms up and is left out, against the floor of a step.
         `metric`: "tpot", or "ttft" for a prompt in one step, from its issue to its first token."""
         engine = open_engine()
-        config, cost = engine.llm.config, ModelCost(engine.llm.config, self._bench.dtype.itemsize)
+        config, cost = engine.llm.built.model, ModelCost(engine.llm.built.model, self._bench.dtype.itemsize)
         prompts = [random_prompts([prompt], config.vocab_size, seed) for seed in range(_REPEATS + 1)]
         runs = [engine.driver.run(one, [output]) for one in prompts]
         spread = TimeSpread.of([getattr(run.timings[0], metric) or 0.0 for run in runs[1:]])
@@ -145,7 +145,7 @@ class EngineBench:
     def _measure_preset(self, open_engine: OpenEngine) -> Row:
         """The preset on this engine, warmed up with the same prompts."""
         engine = open_engine()
-        prompts, lengths = self._preset_work(engine.llm.config.vocab_size)
+        prompts, lengths = self._preset_work(engine.llm.built.model.vocab_size)
         engine.driver.run(prompts, [2] * len(prompts))
         run = engine.driver.run(prompts, lengths)
         rates = BatchRates.of(run.timings)
@@ -292,7 +292,7 @@ def _decoding(engine: TimedEngine, batch: int, context: int) -> Iterator[Engine]
     inner, names = engine.llm.engine, [f"traced-{place}" for place in range(batch)]
     steps = _SETTLING_STEPS + _TIMED_STEPS + 2 * _TRACED_STEPS
     params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=steps + batch + 8)
-    prompts = random_prompts([context] * batch, engine.llm.config.vocab_size, seed=0)
+    prompts = random_prompts([context] * batch, engine.llm.built.model.vocab_size, seed=0)
     waiting = set(names)
     try:
         for name, prompt in zip(names, prompts, strict=True):

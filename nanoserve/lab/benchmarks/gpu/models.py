@@ -87,7 +87,7 @@ class EngineShelf:
                 shape = str(path)
             llm = LLM(DUMMY_PREFIX + shape, seed=0, enable_prefix_caching=False, **settings)
             self._closing.enter_context(llm)
-            llm.prepare()
+            llm.built.prepare()
             engine = TimedEngine(llm, EngineDriver(llm.engine), llm.engine.executor.max_in_flight)
             self._held = (model, settings), engine
         return self._held[1]

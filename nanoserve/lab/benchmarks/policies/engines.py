@@ -100,7 +100,7 @@ def open_with_host(
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
     speeds = measure_speeds(executor.runner.device, executor.runner.decoder.dtype)
-    starting = StartingEngine(stage=executor.stage, config=sized, model=llm.config, speeds=speeds)
+    starting = StartingEngine(stage=executor.stage, config=sized, model=llm.built.model, speeds=speeds)
     profile = hybrid_profile(starting, progress)
     if profile is None:
         raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
@@ -126,7 +126,7 @@ def _open(opened: ExitStack, resolved: ResolvedModel, config: EngineConfig, prog
     source = resolved.name if resolved.directory is None else resolved.directory  # found once, not looked up again
     llm = LLM(source, progress=progress, **{field.name: getattr(config, field.name) for field in fields(config)})
     opened.callback(llm.close)
-    llm.prepare(progress)
+    llm.built.prepare(progress)
     return llm
 
 
@@ -134,9 +134,9 @@ def _of_llm(name: str, llm: LLM, *, simulated: bool = True) -> OpenEngine:
     return OpenEngine(
         name=name,
         executor=llm.engine.executor,
-        vocab_size=llm.config.vocab_size,
+        vocab_size=llm.built.model.vocab_size,
         capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
         windows=llm.engine.scheduler.table.blocks.windows,
-        compiled=llm.compiled,
+        compiled=llm.built.compiled,
         simulated=simulated,
     )

@@ -12,6 +12,7 @@ from nanoserve.lab.simulator.pipeline import MovingTimes
 from nanoserve.lab.simulator.replay import MeasuredStages, MeasuredStep, replay
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.metrics import MILLISECONDS
+from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.record.times import StageTimes
 from nanoserve.scheduler.plan import Answer, StepPlan, work_of
@@ -59,7 +60,7 @@ def rerun(
     executor = SimulatedExecutor(*layouts, block_size=pool.block_size, groups=pool.groups, answer=_answers)
     again = RunRecord(executor.max_in_flight)
     engine = Engine(scheduler, executor, vocab_size=vocab_size)
-    engine.recorder.add(again)
+    recorder_of(engine).add(again)
     drive(engine, record.rebased_requests)
     return again
 

@@ -17,7 +17,8 @@ from nanoserve.lab.simulator.replay import record_run
 from nanoserve.lab.workloads import random_prompts
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.events import Worked
-from nanoserve.record.recorder import Telling
+from nanoserve.record.forecasts import learn_from_results
+from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, RequestShape, SamplingParams
 from nanoserve.scheduler.kv import most_tokens
@@ -112,7 +113,7 @@ class PolicyVariant:
         config, kind, (first, *others) = self.config, RESHARDING.get(self.policy), self.capacities
         assert config.max_model_len is not None, "known since the engines are open"
         budget = config.max_num_batched_tokens
-        return Scheduler(
+        scheduler = Scheduler(
             kind(budget) if kind else make_policy(self.policy, budget),
             num_blocks=first.num_blocks,
             block_size=config.block_size,
@@ -126,6 +127,8 @@ class PolicyVariant:
             feeds_tokens=not simulated and self.engine.executor.feeds_tokens,
             windows=self.engine.windows,
         )
+        learn_from_results(scheduler)
+        return scheduler
 
     def run(self, requests: Sequence[Request]) -> RunRecord:
         """Run requests to their ends, beginning in the first layout. Raises as `run_requests`."""
@@ -166,8 +169,6 @@ def run_requests(
     """Run requests to their ends under a new scheduler; the record has the times that the ``workers`` report. Arrival
     times are from the beginning of the run on, in order. Raises UsageError if a request can never run, and
     RuntimeFailure if one fails, workers die, attention on the CPU is lost, or a worker does not report its times."""
-    if isinstance(executor, Telling):
-        executor.take_times()  # discard the times of earlier runs
     began = executor.now()
     moved = [replace(request, arrival_time=began + request.arrival_time) for request in requests]
     engine = Engine(make_scheduler(), executor, vocab_size=vocab_size)
@@ -178,7 +179,7 @@ def run_requests(
     while sum(len(event.stages) for event in record.of(Worked)) < wanted:
         if executor.now() > until:
             raise RuntimeFailure("the workers did not report what they did for every plan")
-        engine.recorder.collect(executor.now() + _LOOK)
+        recorder_of(engine).on_results(executor.collect(executor.now() + _LOOK))
     return record
 
 
