@@ -1,11 +1,13 @@
-"""What a user reads, made from the engine's token updates with a tokenizer: text, stop strings, log probabilities,
-times. It runs beside the engine (LLM) or in another process (a server), never inside a step."""
+"""RequestTracker: turns the engine's token updates into text, stop strings, log probabilities and times.
+
+It runs beside the engine (LLM) or in another process (a server), never inside a step.
+"""
 
 from collections import deque
 from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from nanoserve.request import (
     CompletionOutput,
@@ -48,7 +50,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: TokenDecoder, prompt_ids: SequenceOf[int] = ()) -> None:
-        """`prompt_ids`: what the output continues; without them it is decoded as the beginning of a text."""
+        """The output continues `prompt_ids`; without them it is decoded as the beginning of a text."""
         self._tokenizer = tokenizer
         self._window = self._readable(prompt_ids[-4 * _PROMPT_WINDOW :])[-_PROMPT_WINDOW:]
         self._known_ids = len(self._window)
@@ -56,7 +58,7 @@ class Detokenizer:
         self._emitted = len(tokenizer.decode(self._window).rstrip(_REPLACEMENT))
 
     def push(self, token_ids: SequenceOf[int]) -> str:
-        """The text that these ids complete; empty while a character is incomplete."""
+        """Return the text that these ids complete; empty while a character is incomplete."""
         new = self._readable(token_ids)
         if not new:
             return ""
@@ -75,22 +77,23 @@ class Detokenizer:
         return fresh
 
     def flush(self) -> str:
-        """The rest, at the end of the output; bytes that never became a character read as U+FFFD."""
+        """Return the rest, at the end of the output; bytes that never became a character read as U+FFFD."""
         text = self._tokenizer.decode(self._window)
         fresh = text[self._emitted :]
         self._emitted = len(text)
         return fresh
 
     def cut(self) -> str:
-        """The text before a marker token, as `flush`. What follows does not complete a character before it."""
+        """Return the text before a marker token, as `flush`. Later ids do not complete a character before it."""
         fresh = self.flush()
         if self._tokenizer.decode(self._window).endswith(_REPLACEMENT):
-            self._window, self._emitted = [], 0
+            self._window = []
+            self._emitted = 0
         self._known_ids = len(self._window)
         return fresh
 
     def _readable(self, token_ids: SequenceOf[int]) -> list[int]:
-        """The ids that have a text: no control tokens, no rows that only pad the embedding."""
+        """Leave out ids without a text: control tokens, and rows that only pad the embedding."""
         skipped, vocab_size = self._tokenizer.special_ids, self._tokenizer.vocab_size
         return [token for token in token_ids if token not in skipped and token < vocab_size]
 
@@ -109,12 +112,18 @@ class _StopString:
             self._shorter.append(length + 1 if text[length] == last else 0)
 
     def advance(self, matched: int, new: str) -> tuple[int, int | None]:
-        """Read the ``new`` end of a text that ended with the first ``matched`` characters. Returns with how many it
-        ends now, and how many of the new ones complete the string, if they do."""
-        text, place = self.text, 0
+        """Read the ``new`` end of a text that ended with the first ``matched`` characters of the stop string.
+
+        Returns the number of its characters with which the text ends now, and how many of the new ones complete the
+        string, if they do.
+        """
+        text = self.text
+        place = 0
         while place < len(new):
-            if not matched and (place := new.find(text[0], place)) < 0:
-                return 0, None
+            if matched == 0:
+                place = new.find(text[0], place)
+                if place < 0:
+                    return 0, None
             while matched and text[matched] != new[place]:
                 matched = self._shorter[matched]
             if text[matched] == new[place]:
@@ -132,8 +141,8 @@ _stop_string = lru_cache(256)(_StopString)
 class StopStrings:
     """Passes text on until a stop string appears, without it; holds back an end that may be the beginning of one.
 
-    The first one to be complete wins; if several are complete at once, the one that began first wins. There may be no
-    stop strings, but no empty ones, which SamplingParams refuses.
+    The first stop string to be complete wins; if several are complete at once, the one that began first wins. There may
+    be no stop strings. SamplingParams refuses empty ones.
     """
 
     def __init__(self, stops: SequenceOf[str]) -> None:
@@ -143,7 +152,10 @@ class StopStrings:
         self._stopped: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that is safe to show, the stop string that was met or None). After a match all text is dropped."""
+        """Return (text that is safe to show, the stop string that was met or None). After a match all text is
+        dropped."""
+        if not self._stops:
+            return text, None
         if self._stopped is not None:
             return "", self._stopped
         ends: dict[str, int] = {}
@@ -153,17 +165,30 @@ class StopStrings:
                 ends[stop.text] = len(self._held) + end
         known = self._held + text
         if ends:
-            self._held, self._stopped = "", min(ends, key=lambda stop: (ends[stop], -len(stop)))
-            return known[: ends[self._stopped] - len(self._stopped)], self._stopped
-        cut = len(known) - max(self._matched, default=0)
+            first = min(ends, key=lambda stop: (ends[stop], -len(stop)))
+            self._held, self._stopped = "", first
+            return known[: ends[first] - len(first)], first
+        cut = len(known) - max(self._matched)
         self._held = known[cut:]
         return known[:cut], None
 
     def flush(self) -> str:
-        """The text that was held back, where the text ends or a marker stands: it was no stop string after all."""
-        held, self._held = self._held, ""
+        """Return the text that was held back, where the text ends or a marker stands: it is no stop string."""
+        held = self._held
+        self._held = ""
         self._matched = [0] * len(self._stops)
         return held
+
+
+class _Extent(NamedTuple):
+    """How far a sample had come after an update."""
+
+    pieces: int  # of text
+    tokens: int
+    ended: bool
+
+
+_NOTHING = _Extent(0, 0, ended=False)
 
 
 class _Sample:
@@ -180,44 +205,37 @@ class _Sample:
         self._marks: list[tuple[int, int]] = []  # the number of pieces of text before a marker token, and its id
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
-        self._sequence: Sequence | None = None
+        self.sequence: Sequence | None = None  # as of the last update
         self._last_token_time: float | None = None
-        self._shown_text = 0
-        self._shown_tokens = 0
-        self._deltas: deque[tuple[int, int, bool]] = deque()  # pieces of text, tokens, and whether it ended, by update
+        self._shown = _NOTHING
+        self.unread: deque[_Extent] = deque()  # one for each update that no delta has returned yet
         self.stop_string: str | None = None
         self.finished = False
 
     def take(self, update: SequenceUpdate, now: float) -> None:
         """Add an update; sets ``stop_string`` when the text meets one."""
-        self._sequence = update.sequence
-        if self.finished:
+        sequence = self.sequence = update.sequence
+        if self.finished or not (update.new_tokens or update.finished):
             return
-        self._take(update, now)
-        if update.new_tokens or self.finished:
-            if len(self._deltas) == MAX_DELTAS:
-                self._deltas.pop()
-            self._deltas.append((len(self._text), len(self._tokens), self.finished))
-
-    def _take(self, update: SequenceUpdate, now: float) -> None:
         if update.new_tokens:
             self._last_token_time = now
-        logprobs = update.sequence.logprobs
         for token in update.new_tokens:
             self._tokens.append(token)
-            self._logprobs += logprobs[len(self._tokens) - 1 : len(self._tokens)]
             if token in self._markers:
                 self._mark(token)
-            elif not (update.finished and token == update.sequence.stop_token):
+            elif not (update.finished and token == sequence.stop_token):
                 self._show(self._detokenizer.push([token]))
             if self.stop_string is not None:
-                self.finished = True
-                return
-        if update.finished:
+                break
+        self._logprobs += sequence.logprobs[len(self._logprobs) : len(self._tokens)]
+        if update.finished and self.stop_string is None:
             self._show(self._detokenizer.flush())
             if self.stop_string is None:
                 self._text.append(self._stops.flush())
-            self.finished = True
+        self.finished = update.finished or self.stop_string is not None
+        if len(self.unread) == MAX_DELTAS:
+            self.unread.pop()
+        self.unread.append(_Extent(len(self._text), len(self._tokens), self.finished))
 
     def _show(self, text: str) -> None:
         if len(self._tokens) > self._params.min_tokens:
@@ -232,61 +250,55 @@ class _Sample:
             self._marks.append((len(self._text), token))
 
     def delta(self) -> CompletionOutput:
-        """The oldest update that no delta has returned yet."""
-        text, tokens = self._shown_text, self._shown_tokens
-        self._shown_text, self._shown_tokens, ended = self._deltas.popleft()
-        new = slice(tokens, self._shown_tokens)
-        pieces = slice(text, self._shown_text)
-        return self._output(pieces, self._tokens[new], self._logprobs[new], ended=ended)
+        """Return the oldest update that no delta has returned yet."""
+        before = self._shown
+        self._shown = self.unread.popleft()
+        return self._output(before, self._shown)
 
     def whole(self) -> CompletionOutput:
-        pieces = slice(0, len(self._text))
-        return self._output(pieces, self._tokens, self._logprobs, ended=self.finished)
+        """Return all of the sample so far."""
+        return self._output(_NOTHING, _Extent(len(self._text), len(self._tokens), self.finished))
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self._deltas)
-
-    def _output(
-        self, pieces: slice, tokens: list[int], logprobs: list[TokenLogprob], *, ended: bool
-    ) -> CompletionOutput:
-        begun, sequence = self._sequence, self._sequence if ended else None
-        reason = None
-        if sequence is not None:
-            reason = FinishReason.STOP if self.stop_string is not None else sequence.finish_reason or FinishReason.STOP
+    def _output(self, before: _Extent, after: _Extent) -> CompletionOutput:
+        """Return the part of the sample between two moments."""
+        sequence = self.sequence
+        finish_reason: FinishReason | None = None
+        stop_reason: str | int | None = None
+        if after.ended and sequence is not None:
+            finish_reason, stop_reason = sequence.finish_reason, sequence.stop_token
+            if self.stop_string is not None:
+                finish_reason, stop_reason = FinishReason.STOP, self.stop_string
         metrics = RequestMetrics(
             arrival_time=self._arrival_time,
-            first_scheduled_time=begun.first_scheduled_time if begun else None,
-            first_token_time=begun.first_token_time if begun else None,
+            first_scheduled_time=None if sequence is None else sequence.first_scheduled_time,
+            first_token_time=None if sequence is None else sequence.first_token_time,
             last_token_time=self._last_token_time,
-            finished_time=begun.finished_time if begun else None,
+            finished_time=None if sequence is None else sequence.finished_time,
             output_tokens=len(self._tokens),
         )
+        logprobs = None
+        if self._params.logprobs is not None:
+            logprobs = tuple(self._logprobs[before.tokens : after.tokens])
         return CompletionOutput(
             index=self.index,
-            text="".join(self._text[pieces]),
-            token_ids=tuple(tokens),
-            logprobs=None if self._params.logprobs is None else tuple(logprobs),
-            finish_reason=None if reason is None else reason.value,
-            stop_reason=None if sequence is None else self.stop_string or sequence.stop_token,
+            text="".join(self._text[before.pieces : after.pieces]),
+            token_ids=tuple(self._tokens[before.tokens : after.tokens]),
+            logprobs=logprobs,
+            finish_reason=None if finish_reason is None else finish_reason.value,
+            stop_reason=stop_reason,
             metrics=metrics,
-            error=None if sequence is None else sequence.error,
-            marks=tuple(
-                (sum(map(len, self._text[pieces.start : before])), token)
-                for before, token in self._marks
-                if pieces.start < before <= pieces.stop
-            ),
+            error=sequence.error if after.ended and sequence is not None else None,
+            marks=self._marks_between(before.pieces, after.pieces) if self._marks else (),
         )
 
-    @property
-    def cached_tokens(self) -> int:
-        return self._sequence.cached_tokens if self._sequence else 0
-
-    @property
-    def prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
-        if self._params.prompt_logprobs is None or self._sequence is None:
-            return None
-        return (None, *self._sequence.prompt_logprobs)
+    def _marks_between(self, first: int, last: int) -> tuple[tuple[int, int], ...]:
+        """Return the marker tokens among these pieces of text, each with its place in their text."""
+        marks = []
+        for place, token in self._marks:
+            if first < place <= last:
+                characters = sum(len(piece) for piece in self._text[first:place])
+                marks.append((characters, token))
+        return tuple(marks)
 
 
 class RequestTracker:
@@ -294,41 +306,44 @@ class RequestTracker:
 
     def __init__(self, request: Request, tokenizer: TokenDecoder, *, prompt: str | None = None) -> None:
         self.request = request
+        self.finished = False  # whether every sample has ended
         self._prompt = prompt
         self._samples = [_Sample(request, index, tokenizer) for index in range(request.params.n)]
 
-    @property
-    def finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(sample.finished for sample in self._samples)
-
     def take(self, update: SequenceUpdate, now: float) -> bool:
-        """Add an update that came at ``now``, in seconds on the engine's clock. True if the sample met a stop string,
-        so that the engine must end it."""
+        """Add an update that came at ``now``, in seconds on the engine's clock. Returns whether the sample met a stop
+        string, so that the engine must end it."""
         sample = self._samples[update.index]
         sample.take(update, now)
+        if sample.finished:
+            self.finished = all(each.finished for each in self._samples)
         return sample.stop_string is not None and not update.finished
-
-    def delta(self) -> RequestOutput:
-        """The oldest unread update of each sample that has one."""
-        outputs = [sample.delta() for sample in self._samples if sample.has_news]
-        return self._output(outputs, finished=self.finished and not self.has_news)
 
     @property
     def has_news(self) -> bool:
         """Whether any sample has an unread update."""
-        return any(sample.has_news for sample in self._samples)
+        return any(sample.unread for sample in self._samples)
+
+    def delta(self) -> RequestOutput:
+        """Return the oldest unread update of each sample that has one."""
+        outputs = [sample.delta() for sample in self._samples if sample.unread]
+        return self._output(outputs, finished=self.finished and not self.has_news)
 
     def whole(self) -> RequestOutput:
+        """Return the whole output so far."""
         return self._output([sample.whole() for sample in self._samples], finished=self.finished)
 
     def _output(self, outputs: SequenceOf[CompletionOutput], *, finished: bool) -> RequestOutput:
+        sequence = self._samples[0].sequence  # the first sample keeps what the prompt has
+        prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        if sequence is not None and self.request.params.prompt_logprobs is not None:
+            prompt_logprobs = (None, *sequence.prompt_logprobs)
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=self.request.prompt,
             outputs=outputs,
             finished=finished,
-            cached_tokens=self._samples[0].cached_tokens,
-            prompt_logprobs=self._samples[0].prompt_logprobs,
+            cached_tokens=0 if sequence is None else sequence.cached_tokens,
+            prompt_logprobs=prompt_logprobs,
         )
