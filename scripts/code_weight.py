@@ -7,6 +7,7 @@ functions are counted. The test of this script holds three of its figures below 
 """
 
 import ast
+import inspect
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -14,11 +15,24 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanoserve.lab.papers.gllm.code_size import PACKAGES, ROOT, rooms, sources, together
 
 OWN = tuple(f"{ROOT / package}/" for package in PACKAGES)
+
+
+class Function(NamedTuple):
+    """A function that was called."""
+
+    file: str  # below the root
+    name: str
+    num_lines: int
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether it is neither the model's nor an operator's."""
+        return not self.file.startswith(("nanoserve/models/", "triton_ops/"))
 
 
 @dataclass(slots=True)
@@ -26,6 +40,16 @@ class Visit:
     """The functions of nanoserve that ran while something was done, each with the number of its calls."""
 
     calls: Counter[CodeType] = field(default_factory=Counter)
+
+    @property
+    def functions(self) -> list[Function]:
+        """Named functions, by file: comprehensions are no functions to a reader."""
+        functions = []
+        for code in self.calls:
+            if not code.co_name.startswith("<"):
+                file = str(Path(code.co_filename).relative_to(ROOT))
+                functions.append(Function(file, code.co_qualname, _num_lines(code)))
+        return sorted(functions)
 
     @property
     def files(self) -> list[str]:
@@ -43,6 +67,11 @@ class Visit:
     def _count(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(OWN) and frame.f_code.co_name != "<module>":
             self.calls[frame.f_code] += 1
+
+
+def _num_lines(code: CodeType) -> int:
+    lines, _ = inspect.getsourcelines(code)
+    return len(lines)
 
 
 def repeated_class_names() -> dict[str, int]:
@@ -88,7 +117,10 @@ def main() -> None:
     *tokens, whole = visits()
     for name, visit in zip(("first", "later"), tokens, strict=True):
         print(f"\n{name} token: {len(visit.files)} files, {len(visit.calls)} functions, {visit.calls.total()} calls")
-        print("  " + "\n  ".join(visit.files))
+        engine = [function for function in visit.functions if function.is_engine]
+        print(f"  {len(engine)} named functions outside models/ and triton_ops/")
+        for file in visit.files:
+            print(f"  {sum(function.file == file for function in visit.functions):4} {file}")
     lines = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in whole.files)
     print(f"\nplain serving on one device: {len(whole.files)} files of {lines:,} lines")
     print("  " + "\n  ".join(whole.files))

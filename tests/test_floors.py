@@ -58,11 +58,14 @@ LOOP = {*DECIDING, "record", "engine"}
 OFFLINE = {*LOOP, "layout", "config", "engine_config", "costs", "text", "models", "executor", "llm"}
 CLOSURES = {
     "nanoserve.scheduler.scheduler": (DECIDING, 31),
-    "nanoserve.engine.engine": (LOOP, 38),
-    "nanoserve.llm": (OFFLINE, 125),
+    "nanoserve.engine.engine": (LOOP, 35),
+    "nanoserve.llm": (OFFLINE, 123),
 }
 """The rooms that importing a module may load, and the most modules: deciding needs no cost model, the loop none either,
 and an engine that predicts nothing does without the laboratory."""
+
+LOOP_KNOWS_OF_RECORDS = {"nanoserve.record", "nanoserve.record.counters", "nanoserve.record.engine_observer"}
+"""Modules of record/ that the loop loads: its status, and the contract of those who listen."""
 
 LABORATORY_IS_NAMED = {"nanoserve/commands/main.py", "nanoserve/engine/choosing.py"}
 """The files outside of the laboratory that name its modules: the table of commands, and the look-up of what chooses."""
@@ -269,6 +272,7 @@ def test_a_module_loads_only_what_it_needs(module: str) -> None:
     loaded, (rooms, most) = ran.stdout.split(), CLOSURES[module]
     names = {name.split(".")[1] for name in loaded if "." in name}
     assert names <= rooms
+    assert {name for name in loaded if name.startswith("nanoserve.record")} <= LOOP_KNOWS_OF_RECORDS
     assert len(loaded) <= most, sorted(loaded)
 
 

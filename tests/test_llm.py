@@ -104,6 +104,11 @@ def test_a_prompt_can_be_scored_without_an_answer(storyteller: LLM) -> None:
     assert _all_blocks_are_back(storyteller)
 
 
+def test_nothing_listens_to_a_chat(storyteller: LLM) -> None:
+    storyteller.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=2))
+    assert storyteller.engine.observers == storyteller.engine.scheduler.observers == []
+
+
 def test_times_are_told(storyteller: LLM) -> None:
     metrics = storyteller.generate("Once", GREEDY)[0].outputs[0].metrics
     assert metrics.queue_time is not None and metrics.time_to_first_token is not None and metrics.latency is not None

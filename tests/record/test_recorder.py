@@ -98,6 +98,7 @@ def test_nothing_is_told_while_nobody_looks_on_and_counts_go_on() -> None:
     with recorded(engine, record):
         drive(engine, [second])
     drive(engine, [third])
+    assert engine.observers == engine.scheduler.observers == [], "a recorder leaves with its last observer"
     assert [request.request_id for request in record.arrivals] == ["r1"]
     assert [timing.output_tokens for timing in record.timings] == [3]
     assert (engine.status.prompt_tokens, engine.status.output_tokens) == (21, 9)
