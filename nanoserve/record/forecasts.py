@@ -25,8 +25,9 @@ fourth would always pick the same one of micro-batches that take turns."""
 
 
 def learn_from_results(scheduler: Scheduler) -> None:
-    """Have a scheduler's predictors learn from its results, if there are any that do."""
-    if any(isinstance(one, LearningPredictor) for one in scheduler.predictors):
+    """Have a scheduler's predictors learn from its results, if there are any that do and they are not learning yet."""
+    are_learning = any(isinstance(observer, Forecasts) for observer in scheduler.observers)
+    if not are_learning and any(isinstance(one, LearningPredictor) for one in scheduler.predictors):
         scheduler.observers.append(Forecasts(scheduler.predictors))
 
 

@@ -258,7 +258,6 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
                 predictors=[predictor],
             )
         )
-        learn_from_results(made[-1])
         return made[-1]
 
     executor = SimulatedExecutor(times, block_size=2)

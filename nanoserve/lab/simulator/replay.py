@@ -9,6 +9,7 @@ from nanoserve.engine.engine import Engine
 from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.lab.simulator.fleet import drive
 from nanoserve.record.engine_observer import EngineObserver
+from nanoserve.record.forecasts import learn_from_results
 from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request
@@ -116,6 +117,7 @@ def record_run(engine: Engine, requests: Iterable[Request]) -> RunRecord:
 
     The results of its executor come in the order of the plans; the requests in that of their arrivals, on its clock.
     """
+    learn_from_results(engine.scheduler)
     record = RunRecord(engine.executor.max_in_flight)
     clock = SteppedClock(engine.executor)
     engine.now = clock.now
@@ -178,6 +180,7 @@ def replay(record: RunRecord, make_scheduler: Callable[[], Scheduler], *, vocab_
         replayed.append(plan)
 
     scheduler = make_scheduler()
+    learn_from_results(scheduler)
     executor = _ReplayingExecutor(record, check=check)
     drive(Engine(scheduler, executor, vocab_size=vocab_size), record.arrivals)
     return replayed

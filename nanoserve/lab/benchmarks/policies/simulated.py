@@ -11,6 +11,7 @@ from nanoserve.lab.simulator.fleet import drive
 from nanoserve.lab.simulator.pipeline import MovingTimes
 from nanoserve.lab.simulator.replay import MeasuredStages, MeasuredStep, replay
 from nanoserve.layout import ParallelLayout
+from nanoserve.record.forecasts import learn_from_results
 from nanoserve.record.metrics import MILLISECONDS
 from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
@@ -56,6 +57,7 @@ def rerun(
 ) -> RunRecord:
     """Simulate a run's requests, which come from time 0 on, in these times; only their lengths matter."""
     scheduler = make_scheduler()
+    learn_from_results(scheduler)
     pool = scheduler.pool
     executor = SimulatedExecutor(*layouts, block_size=pool.block_size, groups=pool.groups, answer=_answers)
     again = RunRecord(executor.max_in_flight)

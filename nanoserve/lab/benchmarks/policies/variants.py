@@ -17,7 +17,6 @@ from nanoserve.lab.simulator.replay import record_run
 from nanoserve.lab.workloads import random_prompts
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.events import Worked
-from nanoserve.record.forecasts import learn_from_results
 from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, RequestShape, SamplingParams
@@ -113,7 +112,7 @@ class PolicyVariant:
         config, kind, (first, *others) = self.config, RESHARDING.get(self.policy), self.capacities
         assert config.max_model_len is not None, "known since the engines are open"
         budget = config.max_num_batched_tokens
-        scheduler = Scheduler(
+        return Scheduler(
             kind(budget) if kind else make_policy(self.policy, budget),
             num_blocks=first.num_blocks,
             block_size=config.block_size,
@@ -127,8 +126,6 @@ class PolicyVariant:
             feeds_tokens=not simulated and self.engine.executor.feeds_tokens,
             windows=self.engine.windows,
         )
-        learn_from_results(scheduler)
-        return scheduler
 
     def run(self, requests: Sequence[Request]) -> RunRecord:
         """Run requests to their ends, beginning in the first layout. Raises as `run_requests`."""
