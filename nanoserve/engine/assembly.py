@@ -52,17 +52,17 @@ class BuiltEngine:
 
     engine: InferenceEngine
     config: EngineConfig
-    """As it was asked for, with what was left open chosen."""
+    """Settings in use: those asked for, with a choice for each that was left open."""
     model: ModelConfig
     max_model_len: int
     """Longest sequence in tokens that the engine takes."""
     default_params: SamplingParams  # what the model's generation_config.json recommends
     operators: CpuOperators | None
     layers: "LayerRunner | RemoteLayers | None"
-    """What is built in the background and makes steps faster; None where nothing is."""
+    """Operators and layers are compiled in the background, and make steps faster; None where nothing is compiled."""
     gpu: GpuFacts | None  # what getting the GPU ready took; None without one
     speeds: "MachineSpeeds | None" = None
-    """What each worker reaches beside the others; None where no policy decides by them."""
+    """Measured speeds of each worker beside the others; None where no policy decides by them."""
     choice: str | None = None  # what was chosen and why, in one line; None where nothing was left open
 
     @property

@@ -1,1 +1,1 @@
-"""What happened in a run, recorded once; metrics, phases, traces, replay and learning are functions of it. No torch."""
+"""Records of runs: events, and the metrics, phases, traces, replay and learning that are made of them. No torch."""

@@ -12,7 +12,7 @@ from nanoserve.scheduler.speculation.speculator import GuessCounts
 
 
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
-    """What one engine, or several together, hold at a moment and have done so far."""
+    """Occupancy and counts of one engine, or of several together, at a moment."""
 
     layouts: tuple[int, ...] = (0,)  # number of each engine's current parallel layout
     changing: tuple[bool, ...] = (False,)

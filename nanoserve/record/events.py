@@ -80,7 +80,7 @@ class Planned(msgspec.Struct, frozen=True):
     plan: StepPlan
     load: Load | None
     decision: Decision
-    """What the policy saw, and what it decided; the load is None if no scheduler made the plan."""
+    """The policy saw the load and took the decision; the load is None if no scheduler made the plan."""
     blocks: Blocks  # blocks after the plan's rows and swaps; the plan itself says what it took and freed
     tables: tuple[HeldBlocks, ...] = ()
     """All block tables after the plan was made, oldest sequence first; none unless the recorder keeps them."""

@@ -34,8 +34,8 @@ def learn_from_results(scheduler: Scheduler) -> None:
 class Forecasts:
     """A SchedulerObserver with a predictor for each layout; only predictors that learn get forecasts.
 
-    ``emit`` is called with each forecast when its step is planned, and again when it was measured and learned from; and
-    with the predictor's corrections when they may have changed.
+    ``emit``, which a recorder sets, is called with each forecast when its step is planned, and again when it was
+    measured and learned from; and with the predictor's corrections when they may have changed.
     """
 
     def __init__(self, predictors: Sequence[Predictor], emit: Callable[[Event], object] = lambda event: None) -> None:
@@ -76,7 +76,8 @@ class Forecasts:
         forecast, predictor = self._in_flight.pop(result.step)
         if result.host_lost is not None:
             return  # what it waited for never came
-        if (work := forecast.work).strategy == "overlap":
+        work = forecast.work
+        if work.strategy == "overlap":
             work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
         if predictor is not None:
             predictor.observe(work, result.seconds)
@@ -92,7 +93,7 @@ def _lessons() -> Iterator[bool]:
 
 
 def features_of(plan: StepPlan, cohorts: HostCohorts) -> StepFeatures:
-    """What a plan amounts to, if all cohorts under way, before they follow it, join an overlapped step."""
+    """Sum a plan up, as if all cohorts under way, before they follow it, join an overlapped step."""
     device = work_of(row for row in plan.rows if row.tier == "device")
     on_host = [row for row in plan.rows if row.tier == "host"]
     if plan.strategy == "overlap":

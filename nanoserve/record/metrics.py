@@ -81,7 +81,7 @@ class Spread(msgspec.Struct, frozen=True):
         return cls(sum(found) / len(found), min(found), max(found))
 
     def text(self, form: str) -> str:
-        """As "1.84x [1.79x..1.90x]", or the mean alone where all seeds agree on it; ``form`` is for str.format."""
+        """Format as "1.84x [1.79x..1.90x]", or the mean alone where all seeds agree; ``form`` is for str.format."""
         mean, low, high = (form.format(value) for value in (self.mean, self.low, self.high))
         return mean if low == high else f"{mean} [{low}..{high}]"
 
@@ -145,7 +145,7 @@ SLO_NAMES = ("ttft", "tpot", "e2el")
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What a good answer keeps to, in milliseconds; None where anything is good enough."""
+    """Latency limits of a good answer, in milliseconds; None where there is no limit."""
 
     ttft: float | None = None
     tpot: float | None = None

@@ -11,7 +11,7 @@ _PREFILL = 0  # the layout in which prompts are computed
 
 
 class PhaseTurn(NamedTuple):
-    """What became of sequences that were on the device when the layout was to change."""
+    """Fates of the sequences that were on the device when the layout was to change."""
 
     finished: int
     """Sequences on the device when the host pool ran empty that decoded to their ends; 0 after a prefill phase."""
@@ -35,7 +35,7 @@ class Phase:
     swaps_out: int = 0
     swaps_in: int = 0
     turn: PhaseTurn | None = None
-    """What became of the sequences on the device; None unless the phase is a drain."""
+    """Fates of the sequences on the device; None unless the phase is a drain."""
 
     @property
     def seconds(self) -> float:

@@ -112,7 +112,7 @@ class RunRecord:
         return [move for event in self.of(Worked) for move in event.beside if not isinstance(move, HostTimes)]
 
     def stages(self, tensor_parallel: int = 1) -> list[list[StageTimes]]:
-        """What the first rank of each stage did, in the order of the plans."""
+        """Times of the first rank of each stage, in the order of the plans."""
         ordered = sorted(self.stage_times, key=attrgetter("step"))
         ranks = sorted({times.rank for times in ordered if times.rank % tensor_parallel == 0})
         return [[times for times in ordered if times.rank == rank] for rank in ranks]
@@ -155,7 +155,7 @@ class RunRecord:
 
     @property
     def rebased_requests(self) -> list[Request]:
-        """The same requests, with arrival times from 0 on."""
+        """The requests, with arrival times from 0 on."""
         first = self._requests[0].arrival_time
         return [replace(request, arrival_time=request.arrival_time - first) for request in self._requests]
 
