@@ -20,8 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoserve.models.gguf_directory import LINK_NAME
-from nanoserve.models.hub import resolve_model
+from nanoserve.models.hub import LINK_NAME, resolve_model
 
 TASKS = ("next_sentence", "short_sentences")
 COMMON = ("--dtype", "float32", "--eager", "--max-model-len", "512", "--kv-cache-memory", "256MiB")

@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from nanoserve.config.model_config import ModelConfig, SamplingDefaults, is_eagle3
 from nanoserve.engine.choosing import settings_chooser
 from nanoserve.engine.dispatcher import Dispatcher
@@ -15,10 +17,8 @@ from nanoserve.engine.interface import InferenceEngine
 from nanoserve.engine_config import AUTO, HEADS, EngineConfig
 from nanoserve.errors import ModelError, RuntimeFailure, UsageError
 from nanoserve.executor.compile.layer_runner import LayerRunner
-from nanoserve.executor.cpu_attention.host_processor import HostProcessor
-from nanoserve.executor.kv_transfer.host_pool import HostPool, choose_host_blocks
 from nanoserve.executor.local import LocalExecutor
-from nanoserve.executor.start.gpu_start import DeviceStart, GpuFacts
+from nanoserve.executor.start.device_start import DeviceStart
 from nanoserve.executor.start.memory import available_memory, choose_num_blocks, kv_bytes_per_block
 from nanoserve.executor.start.model_loading import (
     keeps_all_positions,
@@ -37,12 +37,14 @@ from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.speculation.speculator import Speculator
 from nanoserve.text.tokenizer import has_same_tokens
 from triton_ops.cpu import CpuOperators, cpu_operators
 
 if TYPE_CHECKING:
     from nanoserve.costs.hardware import MachineSpeeds
+    from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+    from nanoserve.executor.kv_transfer.host_pool import HostPool
+    from nanoserve.executor.start.gpu_start import GpuFacts
     from nanoserve.executor.workers.executor import RemoteLayers
 
 
@@ -60,7 +62,7 @@ class BuiltEngine:
     operators: CpuOperators | None
     layers: "LayerRunner | RemoteLayers | None"
     """Operators and layers are compiled in the background, and make steps faster; None where nothing is compiled."""
-    gpu: GpuFacts | None  # what getting the GPU ready took; None without one
+    gpu: "GpuFacts | None"  # what getting the GPU ready took; None without one
     speeds: "MachineSpeeds | None" = None
     """Measured speeds of each worker beside the others; None where no policy decides by them."""
     choice: str | None = None  # what was chosen and why, in one line; None where nothing was left open
@@ -141,6 +143,8 @@ def _check_settings(config: EngineConfig, model: ModelConfig) -> None:
     if config.max_model_len is not None and config.max_model_len > longest:
         raise UsageError(f"--max-model-len {config.max_model_len} is beyond the model's own limit of {longest}")
     if config.host_threads is not None:
+        from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+
         HostProcessor.divide(config.host_threads)
     if config.profile is not None:
         from nanoserve.executor.start.predictors import check_profile  # the cost model is for engines that predict
@@ -215,43 +219,54 @@ def _build_here(
     reserved, longest = start.reserved_bytes(progress), model.max_position_embeddings
     free, windows = max(0, available_memory(decoder.device) - reserved), model.cache_groups.windows
     num_blocks = choose_num_blocks(start.block_bytes[0], free, longest, config, windows)
-    host_pool = _host_pool(decoder, model, config, num_blocks)
+    host_pool = _host_pool(decoder, model, config, num_blocks) if config.uses_host_memory else None
     predicting = None
     if host_pool is not None or config.speculate is not None:
         from nanoserve.executor.start.predictors import DevicePredictors  # the cost model is for engines that predict
 
         predicting = DevicePredictors(device, decoder.dtype)
     max_model_len = _longest(config, model, num_blocks)
-    operators = cpu_operators() if gpu is None else None
     # Before anything is compiled for a number of threads.
-    processor = HostProcessor.set_apart(config.host_threads, device) if config.attends_on_host else None
-    layers = start.layers[0] if gpu is None else None
-    (stage,) = start.stages([num_blocks], host_pool, processor)
-    executor = LocalExecutor(stage, feeds_tokens=gpu is not None and not config.eager)
+    processor = _set_apart(config, device) if config.attends_on_host else None
+    operators = layers = None
+    if gpu is None:
+        operators, layers = cpu_operators(), start.layers[0]
+    overlaps = _overlaps_steps(config, device)
+    (stage,) = start.stages([num_blocks], host_pool, processor, feeds_tokens=overlaps)
+    executor = LocalExecutor(stage, feeds_tokens=overlaps)
     facts = None if gpu is None else gpu.capture(executor.runner, max_model_len, progress)
-    try:
-        predictors = () if predicting is None else predicting.of(stage, config, model, progress)
-    except UsageError:  # the profile that is given is of something else
-        executor.close()
-        raise
+    predictors: Sequence[Predictor] = ()
+    if predicting is not None:
+        try:
+            predictors = predicting.of(stage, config, model, processor, progress)
+        except UsageError:  # the profile that is given is of something else
+            executor.close()
+            raise
     host_blocks = 0 if host_pool is None else host_pool.num_blocks
+    capacities = [LayoutCapacity(num_blocks)]
     scheduler = _make_scheduler(
-        config,
-        model,
-        [LayoutCapacity(num_blocks)],
-        max_model_len,
-        host_blocks,
-        predictors,
-        feeds_tokens=executor.feeds_tokens,
+        config, model, capacities, max_model_len, host_blocks, predictors, feeds_tokens=overlaps
     )
     engine = Engine(scheduler, executor, vocab_size=model.vocab_size)
     return BuiltEngine(engine, config, model, max_model_len, default_params, operators, layers, facts)
+
+
+def _overlaps_steps(config: EngineConfig, device: torch.device) -> bool:
+    """Whether the next step is launched while a device computes one: the CPU is both, and gains nothing by it."""
+    return device.type == "cuda" and not config.eager
+
+
+def _set_apart(config: EngineConfig, device: torch.device) -> "HostProcessor":
+    from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+
+    return HostProcessor.set_apart(config.host_threads, device)
 
 
 def _build_on_workers(
     resolved: ResolvedModel, config: EngineConfig, progress: ProgressCallback | None, default_params: SamplingParams
 ) -> BuiltEngine:
     """On several devices, each with a process of its own: one engine, or several behind a dispatcher."""
+    from nanoserve.executor.kv_transfer.host_pool import choose_host_blocks
     from nanoserve.executor.start.predictors import worker_predictors
     from nanoserve.executor.workers.executor import start_workers, wait_for_news  # ZeroMQ is for them alone
 
@@ -289,8 +304,10 @@ def _build_on_workers(
     return BuiltEngine(driven, config, model, max_model_len, default_params, None, layers, None, speeds)
 
 
-def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> HostPool | None:
-    """A pool in memory of this process, beside `num_blocks` on its device, if that was asked for."""
+def _host_pool(decoder: Decoder, model: ModelConfig, config: EngineConfig, num_blocks: int) -> "HostPool | None":
+    """A pool in memory of this process, beside `num_blocks` on its device; None if it would have no block."""
+    from nanoserve.executor.kv_transfer.host_pool import HostPool, choose_host_blocks
+
     on_cpu = decoder.device.type == "cpu"
     cache = num_blocks * kv_bytes_per_block(model, config.block_size, decoder.dtype) if on_cpu else 0
     host_blocks = choose_host_blocks(model, config, reserved=cache)
@@ -316,8 +333,12 @@ def _make_scheduler(
     feeds_tokens: bool = False,
 ) -> Scheduler:
     first, *others = capacities
-    budget, looks_up = config.max_num_batched_tokens, config.speculate == "ngram"
-    speculator = Speculator(looks_up=looks_up, token_budget=budget, feeds_tokens=feeds_tokens)
+    speculator = None
+    if config.speculate is not None:
+        from nanoserve.scheduler.speculation.speculator import Speculator
+
+        budget, looks_up = config.max_num_batched_tokens, config.speculate == "ngram"
+        speculator = Speculator(looks_up=looks_up, token_budget=budget, feeds_tokens=feeds_tokens)
     scheduler = Scheduler(
         _make_policy(config, host_blocks),
         num_blocks=first.num_blocks,
@@ -330,7 +351,7 @@ def _make_scheduler(
         other_layouts=others,
         predictors=predictors,
         feeds_tokens=feeds_tokens,
-        speculator=None if config.speculate is None else speculator,
+        speculator=speculator,
         windows=model.cache_groups.windows,
     )
     if scheduler.predictors:

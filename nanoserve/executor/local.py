@@ -3,14 +3,13 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import msgspec
 import torch
 
 from nanoserve.errors import RuntimeFailure
-from nanoserve.executor.kv_transfer.swapping import LocalSwaps
+from nanoserve.executor.mechanism import Mechanism, bound
 from nanoserve.executor.stage import Stage
 from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.scheduler.plan import StepPlan, StepResult
@@ -19,10 +18,10 @@ from nanoserve.scheduler.plan import StepPlan, StepResult
 class LocalExecutor:
     """The Executor of one process with one device: `submit` queues a plan, `collect` runs it.
 
-    With `feeds_tokens`, `submit` hands the plan to the device and returns, and `collect` waits for the older of the two
-    that may be in flight: on a GPU the host works while the device computes; the CPU is both, and gains nothing by it.
-    With a part of a host pool in its stage, it carries out swaps beside the computing. `submit` and `collect` raise
-    RuntimeFailure when the device has no memory left; what was in flight is then forgotten.
+    With `feeds_tokens`, `submit` launches the plan on the device and returns, and `collect` waits for the older of the
+    two that may be in flight: on a GPU the host works while the device computes; the CPU is both, and gains nothing by
+    it. `submit` and `collect` raise RuntimeFailure when the device has no memory left; what was in flight is then
+    forgotten.
     """
 
     def __init__(self, stage: Stage, *, feeds_tokens: bool = False) -> None:
@@ -30,9 +29,9 @@ class LocalExecutor:
         self.max_in_flight = 2 if feeds_tokens else 1
         self.ready = True  # this process always is
         self._stage: Stage | None = stage
-        self._swaps = None if stage.mover is None else LocalSwaps()
-        self._plans: deque[StepPlan | PreparedStep] = deque()  # those in flight: queued, or launched
-        self._without_host = -1  # host rows of plans up to this step are never answered
+        self._waiting = bound(stage.mechanisms, Mechanism.wait)
+        self._queued = deque[StepPlan]()
+        self._launched = deque[PreparedStep]()
 
     @property
     def stage(self) -> Stage:
@@ -49,80 +48,69 @@ class LocalExecutor:
         """Take a plan: launch it, or keep it for the next `collect`. One that holds nothing but swaps is over at once.
         Raises RuntimeError if the executor is closed or as many plans as may be are in flight already."""
         stage = self.stage
-        if plan.swaps and not plan.rows and plan.strategy != "overlap":
+        if plan.swaps and not plan.ends:
             self._launch(stage, plan)
             return
-        if len(self._plans) >= self.max_in_flight:
+        if len(self._queued) + len(self._launched) >= self.max_in_flight:
             raise RuntimeError(f"at most {self.max_in_flight} plan may be in flight")
-        self._plans.append(self._launch(stage, plan) if self.feeds_tokens else plan)
+        if self.max_in_flight > 1:
+            self._launched.append(self._launch(stage, plan))
+        else:
+            self._queued.append(plan)
 
     def collect(self, until: float | None) -> list[StepResult]:
-        """Answer the oldest plan in flight, however long it takes, and the swaps that are done by then. With no plan in
-        flight, wait for a swap; with none under way either, sleep to the end of `until`, if one is given."""
+        """Answer the oldest plan in flight, however long it takes. With no plan in flight, wait for what is under way
+        beside the steps; with nothing there either, sleep to the end of `until`, if one is given."""
         stage = self.stage
-        if not self._plans:
-            if swapped := self._swapped(stage, until):
-                return [StepResult(step=None, swapped=swapped)]
-            if until is not None:
-                time.sleep(max(0.0, until - self.now()))
-            return []
-        oldest = self._plans.popleft()
-        step = self._launch(stage, oldest) if isinstance(oldest, StepPlan) else oldest
-        began = self.now()
-        with self._failing_clearly(stage, lambda: _problem(step.plan)):
+        if self._queued:
+            self._launched.append(self._launch(stage, self._queued.popleft()))
+        if not self._launched:
+            return self._wait(until)
+        step = self._launched.popleft()
+        began = time.monotonic()
+        with self._forgetting_failures(stage), stage.memory_errors(step.plan):
             answers = step.answers()
-        seconds = step.results.device_seconds
-        if seconds is None:  # the host's time is the device's
-            seconds = step.launch_seconds + self.now() - began - step.draft_seconds
-        swapped = self._swapped(stage, began)
-        result = StepResult(step.plan.step, answers, swapped=swapped, seconds=seconds, draft_seconds=step.draft_seconds)
-        return [result if stage.hybrid is None else self._with_host(stage, result, step.plan)]
-
-    def _with_host(self, stage: Stage, result: StepResult, plan: StepPlan) -> StepResult:
-        """The result with progress and loss of host sequences."""
-        assert stage.hybrid is not None
-        hybrid = stage.hybrid.hybrid
-        work, lost = hybrid.take_work(), stage.take_loss()
-        if plan.step <= self._without_host:
-            on_host = {row.sequence for row in plan.rows if row.tier == "host"}
-            answers = tuple(answer for answer in result.answers if answer.sequence not in on_host)
-            result = msgspec.structs.replace(result, answers=answers)
-        if lost is not None and self._plans:  # host rows of a plan that was launched meanwhile are not waited for
-            newest = self._plans[-1]
-            self._without_host = (newest.plan if isinstance(newest, PreparedStep) else newest).step
-            stage.forget_host()
-        return msgspec.structs.replace(result, cohorts=hybrid.progress, host_work=work, host_lost=lost)
-
-    def _swapped(self, stage: Stage, until: float | None) -> tuple[int, ...]:
-        """Swaps that are done; waits for one until that time, and not at all if none is under way."""
-        if self._swaps is None:
-            return ()
-        with self._failing_clearly(stage, lambda: "a swap does not fit"):
-            return self._swaps.take_done(until)
+            seconds = step.results.device_seconds
+            if seconds is None:  # the host's time is the device's
+                seconds = step.launch_seconds + time.monotonic() - began
+            result = stage.complete(step, StepResult(step.plan.step, answers, seconds=seconds))
+        return [result]
 
     def _launch(self, stage: Stage, plan: StepPlan) -> PreparedStep:
+        """Issue a plan's work: prepare its inputs, compute its layers, sample."""
         stage.poll()
-        if stage.runner.device.type == "cuda":
-            torch.cuda.set_device(stage.runner.device)  # a setting of each thread, and another one may have loaded it
-        began = self.now()
-        with self._failing_clearly(stage, lambda: _problem(plan)):
-            step = stage.runner.prepare(plan)
-            stage.begin_swaps(step, self._swaps)
-            stage.runner.sample(step, stage.runner.compute(step))
-        step.launch_seconds = self.now() - began
+        runner = stage.runner
+        if runner.device.type == "cuda":
+            torch.cuda.set_device(runner.device)  # a setting of each thread, and another one may have loaded it
+        began = time.monotonic()
+        with self._forgetting_failures(stage), stage.memory_errors(plan):
+            step = runner.prepare(plan)
+            runner.begin(step)
+            hidden = runner.compute(step)
+            runner.sample(step, hidden)
+        step.launch_seconds = time.monotonic() - began
         return step
 
+    def _wait(self, until: float | None) -> list[StepResult]:
+        """Wait while no plan is in flight."""
+        for wait in self._waiting:
+            with self._forgetting_failures(self.stage):
+                result = wait(until)
+            if result is not None:
+                return [result]
+        if until is not None:
+            time.sleep(max(0.0, until - time.monotonic()))
+        return []
+
     @contextmanager
-    def _failing_clearly(self, stage: Stage, problem: Callable[[], str]) -> Iterator[None]:
-        """A step that finds no memory says so in one line, and nothing in flight will be answered."""
+    def _forgetting_failures(self, stage: Stage) -> Iterator[None]:
+        """Forget what is in flight when memory does not suffice: it will not be answered."""
         try:
-            with stage.memory_errors(problem):
-                yield
+            yield
         except RuntimeFailure:
-            self._plans.clear()
-            if self._swaps is not None:
-                self._swaps.abandon()
-            stage.forget_host()
+            self._queued.clear()
+            self._launched.clear()
+            stage.abandon()
             raise
 
     def now(self) -> float:
@@ -130,10 +118,9 @@ class LocalExecutor:
 
     def close(self) -> None:
         """Give the memory back; closing again does nothing, anything else is an error from here on."""
-        self._plans.clear()
-        if self._swaps is not None:
-            self._swaps.close()
-            self._swaps = None
+        self._queued.clear()
+        self._launched.clear()
+        self._waiting = ()
         if self._stage is not None:
             device = self._stage.runner.device
             self._stage.close()
@@ -144,7 +131,3 @@ class LocalExecutor:
                 # and its error is the first one and not this one.
                 with suppress(RuntimeError):
                     torch.cuda.empty_cache()
-
-
-def _problem(plan: StepPlan) -> str:
-    return f"a step of {sum(len(row.tokens) for row in plan.rows)} tokens does not fit"

@@ -14,10 +14,10 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import shown
 from nanoserve.models.gguf_file import GgufFile
 from nanoserve.models.gguf_vocabulary import BYTE, CONTROL, USER_DEFINED, GgufVocabulary, listed, read_vocabulary
+from nanoserve.models.hub import LINK_NAME
 from nanoserve.utils.files import replace_file
 from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory
 
-LINK_NAME = "model.gguf"
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor of numbers that Llama 3's rotary frequencies are divided by."""
 

@@ -64,11 +64,6 @@ class GgufTensor:
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether it is a GGUF file by its name."""
-    return path.suffix.lower() == ".gguf" and path.is_file()
-
-
 class GgufFile:
     """An open GGUF file, with the tensors of all files of a model that is split. Raises ModelError, one line that names
     the file, if one is damaged or of another kind."""

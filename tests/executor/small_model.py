@@ -1,20 +1,29 @@
 """A decoder small enough to run in a test, and what it computes without any cache."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nanoserve.config.model_config import ModelConfig, RopeConfig
+from nanoserve.executor.async_scheduling.fed_tokens import FedTokens
 from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.cpu_attention.cpu_attention import LocalCpuAttention
+from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+from nanoserve.executor.drafting.drafter import Drafter
+from nanoserve.executor.drafting.drafting import Drafting
+from nanoserve.executor.drafting.verification import Verification
 from nanoserve.executor.kv_transfer.host_pool import HostPool
+from nanoserve.executor.kv_transfer.transfer import LocalKvTransfer
 from nanoserve.executor.local import LocalExecutor
+from nanoserve.executor.mechanism import Mechanism
 from nanoserve.executor.stage import Stage
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, LayerFunction
 
 VOCAB_SIZE = 61
+MechanismType = TypeVar("MechanismType", bound=Mechanism)
 
 
 def small_config(*, sliding_window: int = 0) -> ModelConfig:
@@ -62,11 +71,37 @@ def dense_greedy(decoder: Decoder, prompt: Sequence[int], count: int) -> list[in
 
 
 def local_executor(
-    decoder: Decoder, *, host_pool: HostPool | None = None, feeds_tokens: bool = False, **settings: Any
+    decoder: Decoder,
+    *,
+    host_pool: HostPool | None = None,
+    processor: HostProcessor | None = None,
+    feeds_tokens: bool = False,
+    verifies_drafts: bool = False,
+    drafter: Drafter | None = None,
+    layers: LayerRunner | None = None,
+    **settings: Any,
 ) -> LocalExecutor:
-    """A LocalExecutor on the CPU; settings as for `Stage.build`."""
-    part = None if host_pool is None else host_pool.part(decoder.shard)
-    return LocalExecutor(Stage.build(decoder, device="cpu", part=part, **settings), feeds_tokens=feeds_tokens)
+    """A LocalExecutor on the CPU with the mechanisms that are asked for; settings as for `Stage.build`."""
+    mechanisms = list[Mechanism]()
+    if host_pool is not None:
+        part = host_pool.part(decoder.shard)
+        if processor is not None:
+            mechanisms.append(LocalCpuAttention(processor, layers or LayerRunner(), part))
+        mechanisms.append(LocalKvTransfer(part))
+    if feeds_tokens:
+        mechanisms.append(FedTokens())
+    if verifies_drafts:
+        mechanisms.append(Verification())
+    if drafter is not None:
+        mechanisms.append(Drafting(drafter))
+    stage = Stage.build(decoder, device="cpu", layers=layers, mechanisms=mechanisms, **settings)
+    return LocalExecutor(stage, feeds_tokens=feeds_tokens)
+
+
+def mechanism_of(executor: LocalExecutor, kind: type[MechanismType]) -> MechanismType:
+    """The executor's mechanism of that kind."""
+    (found,) = [each for each in executor.stage.mechanisms if isinstance(each, kind)]
+    return found
 
 
 class LayersRunBy(LayerRunner):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from nanoserve.executor.drafting.features import FeatureCache, FeaturePass
 from nanoserve.executor.step.decode_graphs import DecodeGraphs, StaticInputs, bucket_sizes, fill, graph_sizes
-from nanoserve.executor.step.forward_pass import Caches, FeatureCache, ForwardPass, StepInputs
+from nanoserve.executor.step.forward_pass import Caches, ForwardPass, StepInputs
 from nanoserve.models.attention import AttentionBatch
-from nanoserve.models.decoder import Decoder
+from nanoserve.models.decoder import Decoder, DecoderLayer
 from tests.executor.fake_graphs import FakeRecorder
 from tests.executor.small_model import VOCAB_SIZE, small_config, small_decoder
 
@@ -87,10 +88,10 @@ def test_a_padded_decode_step_equals_the_plain_one() -> None:
     buckets, recorder = bucket_sizes(11), FakeRecorder()
     static = StaticInputs(graph_sizes(buckets, guesses=False), most_blocks=MOST_BLOCKS, device=CPU)
     features, plain_features = feature_cache(decoder), feature_cache(decoder)
-    graphs = DecodeGraphs(ForwardPass(decoder, caches, features=features), static)
+    graphs = DecodeGraphs(FeaturePass(decoder, caches, DecoderLayer.__call__, features), static)
     graphs.capture(recorder)
     assert recorder.recorded == [11, 8, 4, 2, 1], "the largest first"
-    plain = ForwardPass(decoder, plain_caches, features=plain_features)
+    plain = FeaturePass(decoder, plain_caches, DecoderLayer.__call__, plain_features)
     with torch.inference_mode():
         for rows in [*range(1, 12), 3, 1, 11, 2]:
             poison(static.first(buckets[-1]))

@@ -16,11 +16,12 @@ import nanoserve
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import NanoserveError, RuntimeFailure
 from nanoserve.executor.drafting.drafter import DraftedSequence, Drafter
+from nanoserve.executor.drafting.drafting import Drafting
+from nanoserve.executor.drafting.features import FeatureCache
 from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState, sample
 from nanoserve.executor.start.drafters import load_drafter
 from nanoserve.executor.start.memory import kv_bytes_per_block
 from nanoserve.executor.start.model_loading import load_decoder
-from nanoserve.executor.step.forward_pass import FeatureCache
 from nanoserve.executor.step.staging import Staging
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder, DecoderLayer
@@ -28,6 +29,7 @@ from nanoserve.models.draft_heads import Eagle3Head, EagleHead, MedusaHeads
 from nanoserve.models.hub import resolve_model
 from nanoserve.request import SamplingParams
 from scripts.saving import llama_config
+from tests.executor.small_model import mechanism_of
 from tests.scheduler.test_speculation import PROMPTS, SETTINGS, _facts
 from triton_ops.cache import SKIPPED_SLOT
 
@@ -147,11 +149,12 @@ def test_a_head_guesses_what_it_does_over_dense_passes(kind: str, plain: nanoser
     with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **small, **SETTING) as guessing:
         runner, table = guessing.engine.executor.runner, guessing.engine.scheduler.table
         guessing.engine.scheduler.predictors = ()  # so that all that may be is guessed
-        inner = runner.drafting.drafter
+        drafting = mechanism_of(guessing.engine.executor, Drafting)
+        inner = drafting.drafter
         head = inner._heads if kind == "medusa" else inner._decoder
         for name in ("random", "cut", "random"):  # the last finds cached prefixes
             outputs = plain.generate(PROMPTS, SETTINGS[name])
-            watched = runner.drafting.drafter = Watched(inner, _sequences(outputs))
+            watched = drafting.drafter = Watched(inner, _sequences(outputs))
             assert _facts(guessing.generate(PROMPTS, SETTINGS[name])) == _facts(outputs), name
             with torch.inference_mode():
                 for known, state, found in watched.noted[:: max(1, len(watched.noted) // 6)]:
@@ -172,9 +175,8 @@ def test_answers_end_at_the_context_and_are_those_without_a_head(
     ):
         guessing.engine.scheduler.predictors = ()
         outputs = short.generate(prompts, params)
-        guessing.engine.executor.runner.drafting.drafter = Watched(
-            guessing.engine.executor.runner.drafting.drafter, _sequences(outputs)
-        )
+        drafting = mechanism_of(guessing.engine.executor, Drafting)
+        drafting.drafter = Watched(drafting.drafter, _sequences(outputs))
         assert _facts(guessing.generate(prompts, params)) == _facts(outputs)
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
 
@@ -203,7 +205,7 @@ def test_a_head_whose_logits_are_not_numbers_is_asked_once(
     kind: str, plain: nanoserve.LLM, heads: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **SETTING) as guessing:
-        drafter = guessing.engine.executor.runner.drafting.drafter
+        drafter = mechanism_of(guessing.engine.executor, Drafting).drafter
         for parameter in (drafter._heads if kind == "medusa" else drafter._decoder.layers).parameters():
             parameter.fill_(torch.nan)
         params = SETTINGS["random"]

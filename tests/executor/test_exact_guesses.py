@@ -128,7 +128,12 @@ def test_tokens_are_those_of_plain_decoding(
     blocks, size, budget = life["num_blocks"], life["block_size"], life["token_budget"]
     drafter = _drafter(name, blocks, size)
     executor = local_executor(
-        DECODER, num_blocks=blocks, block_size=size, feeds_tokens=life["feeds_tokens"], drafter=drafter
+        DECODER,
+        num_blocks=blocks,
+        block_size=size,
+        feeds_tokens=life["feeds_tokens"],
+        verifies_drafts=True,
+        drafter=drafter,
     )
     decides = make_policy(policy, budget)
     speculator = Speculator(looks_up=drafter is None, token_budget=budget + 8, feeds_tokens=life["feeds_tokens"])

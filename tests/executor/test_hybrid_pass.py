@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nanoserve.config.model_config import ModelConfig
+from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionThread
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.kv_transfer.host_pool import HostPool
@@ -14,7 +15,7 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin, CohortProgress, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.work import Strategy
-from tests.executor.small_model import dense_greedy, local_executor, small_config, small_decoder
+from tests.executor.small_model import dense_greedy, local_executor, mechanism_of, small_config, small_decoder
 
 LAYERS, BLOCK_SIZE = 3, 4
 PROMPTS = {1: (7, 3, 58, 21, 9), 2: (4, 4, 17), 3: (30, 2, 11, 8, 8, 1)}
@@ -93,9 +94,7 @@ class Driver:
 
     def settle(self) -> None:
         """Until the CPU has done what it was asked for: a step would find it ready."""
-        hybrid = self.executor.runner.hybrid
-        assert hybrid is not None
-        for group in hybrid.pending:
+        for group in mechanism_of(self.executor, CpuAttention).hybrid.pending:
             assert group.pending is not None
             group.pending.task.wait()
 

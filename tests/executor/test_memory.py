@@ -10,7 +10,7 @@ from nanoserve import LLM
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.executor.start import memory
-from nanoserve.executor.start.gpu_start import DeviceStart
+from nanoserve.executor.start.device_start import DeviceStart
 from nanoserve.executor.start.memory import available_memory, choose_num_blocks, kv_bytes_per_block, out_of_memory
 from nanoserve.models.hub import resolve_model
 from nanoserve.utils.sizes import format_size, parse_size

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure
+from nanoserve.executor.async_scheduling.fed_tokens import FedTokens
 from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate, TokenLogprob
@@ -32,11 +33,14 @@ def fed(sequence: int, start: int, blocks: tuple[int, ...] = ()) -> Row:
 
 
 def make_runner(decoder: Decoder, device: str = "cpu") -> ModelRunner:
-    return ModelRunner(decoder, num_blocks=24, block_size=BLOCK_SIZE, device=torch.device(device))
+    return ModelRunner(
+        decoder, num_blocks=24, block_size=BLOCK_SIZE, device=torch.device(device), mechanisms=[FedTokens()]
+    )
 
 
 def launch(runner: ModelRunner, plan: StepPlan) -> PreparedStep:
     step = runner.prepare(plan)
+    runner.begin(step)
     return runner.sample(step, runner.compute(step))
 
 

@@ -14,7 +14,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.errors import RuntimeFailure
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.kv_transfer.host_pool import HostPool
-from nanoserve.executor.kv_transfer.swapping import LocalSwaps
+from nanoserve.executor.kv_transfer.transfer import LocalKvTransfer
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.executor.stage import Stage
 from nanoserve.executor.step.decode_graphs import DecodeGraphs, StaticInputs
@@ -232,28 +232,28 @@ def replace_plan(plan: StepPlan, **changes: object) -> StepPlan:
 
 def test_every_stage_lets_its_own_layers_leave(decoder: Decoder, config: ModelConfig, pool: HostPool) -> None:
     """The stages of a pipeline one after the other, as workers run them."""
-    stages: list[Stage] = []
+    stages, transfers = list[Stage](), list[LocalKvTransfer]()
     for shard in make_shards(config, pipeline_parallel=2, tensor_parallel=1):
         shard_decoder = Decoder(config, shard=shard).eval()
         shard_decoder.load_state_dict(_weights_of(decoder, shard_decoder, shard.layers.start))
-        part = pool.part(shard)
-        stages.append(Stage.build(shard_decoder, num_blocks=BLOCKS, block_size=BLOCK_SIZE, device=CPU, part=part))
-    swaps = [LocalSwaps() for _ in stages]
+        transfers.append(LocalKvTransfer(pool.part(shard)))
+        sizes = {"num_blocks": BLOCKS, "block_size": BLOCK_SIZE}
+        stages.append(Stage.build(shard_decoder, **sizes, device=CPU, mechanisms=transfers[-1:]))
     for plan in chunks():
         hidden: Tensor | None = None
-        for stage, swapper in zip(stages, swaps, strict=True):
+        for stage in stages:
             step = stage.runner.prepare(plan)
-            stage.begin_swaps(step, swapper)
+            stage.runner.begin(step)
             hidden = stage.runner.compute(step, hidden)
-        for swapper in swaps:
-            assert swapper.take_done(None) == tuple(swap.swap for swap in plan.swaps)
+        for transfer in transfers:
+            assert transfer.swapper.take_done(None) == tuple(swap.swap for swap in plan.swaps)
     alone = executor_of(decoder, pool)
     for plan in chunks():
         results_of(alone, replace_plan(plan, swaps=()))
     check_pool(pool, alone.runner)
     alone.close()
-    for swapper in swaps:
-        swapper.close()
+    for transfer in transfers:
+        transfer.close()
 
 
 def _weights_of(decoder: Decoder, stage: Decoder, first_layer: int) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from nanoserve.costs.hardware import MachineSpeeds
 from nanoserve.costs.profile import Profile, read_profile, write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
+from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionLost
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.kv_transfer.host_pool import HostPool
@@ -59,7 +60,7 @@ def engine() -> Iterator[StartingEngine]:
         processor=processor,
     )
     config = EngineConfig(policy="hybrid", block_size=BLOCK_SIZE)
-    yield StartingEngine(stage=executor.stage, config=config, model=small_config(), speeds=SPEEDS)
+    yield StartingEngine(stage=executor.stage, config=config, model=small_config(), speeds=SPEEDS, processor=processor)
     executor.close()
     processor.close()
 
@@ -103,9 +104,9 @@ def test_a_profile_is_made_once_and_kept(engine: StartingEngine, tmp_path: Path)
     assert first.linear.sizes == (1, 4, 80)
     assert first.host_exchange.sizes == (1, 4)
     assert first.memory.kv_tokens == 32 * BLOCK_SIZE
-    assert engine.runner._records == {}
-    assert engine.runner.hybrid is not None
-    assert not engine.runner.hybrid.pending
+    assert engine.runner.records == {}
+    (attention,) = [each for each in engine.stage.mechanisms if isinstance(each, CpuAttention)]
+    assert not attention.hybrid.pending
 
 
 def compiled(stage: Stage) -> Any:

@@ -12,8 +12,8 @@ from torch import Tensor
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.models.attention import DenseCausalAttention
 from nanoserve.models.decoder import Decoder
-from nanoserve.models.gguf_directory import LINK_NAME, gguf_directory
-from nanoserve.models.hub import resolve_model
+from nanoserve.models.gguf_directory import gguf_directory
+from nanoserve.models.hub import LINK_NAME, resolve_model
 from nanoserve.models.loading import load_model
 from tests.oracle.gguf_files import write_gguf
 

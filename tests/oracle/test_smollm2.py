@@ -16,8 +16,7 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.config.model_config import ModelConfig, SamplingDefaults
 from nanoserve.errors import ModelError
 from nanoserve.models.attention import DenseCausalAttention
-from nanoserve.models.gguf_directory import LINK_NAME
-from nanoserve.models.hub import SMOLLM2, resolve_model
+from nanoserve.models.hub import LINK_NAME, SMOLLM2, resolve_model
 from nanoserve.models.loading import load_model
 from nanoserve.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -10,6 +10,7 @@ import pytest
 import nanoserve
 from nanoserve.commands.answers import stream_answer
 from nanoserve.errors import UsageError
+from nanoserve.executor.drafting.drafting import Drafting
 from nanoserve.lab.explanation import explain_run
 from nanoserve.layout import ParallelLayout
 from nanoserve.record.chrome_trace import ChromeTraceFile
@@ -18,6 +19,7 @@ from nanoserve.record.run_record import RunRecord
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import RequestOutput, SamplingParams, Sequence
 from nanoserve.scheduler.speculation.speculator import Speculator
+from tests.executor.small_model import mechanism_of
 
 PROMPTS = ["Once upon a time", "The dog the dog the dog the", "Tom said: I like red, I like blue, I like"]
 SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}'
@@ -107,7 +109,7 @@ def test_a_draft_model_changes_no_answer_and_guesses_right_where_it_is_the_model
 
 def test_a_drafter_that_raises_ends_nothing(plain: nanoserve.LLM, caplog: pytest.LogCaptureFixture) -> None:
     with nanoserve.LLM(dtype="float32", eager=True, seed=0, speculate="draft:storyteller-draft") as guessing:
-        guessing.engine.executor.runner.drafting.drafter._decoder = None
+        mechanism_of(guessing.engine.executor, Drafting).drafter._decoder = None
         params = SETTINGS["greedy"]
         assert _facts(guessing.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params))
     (told,) = [record.message for record in caplog.records if "guessed" in record.message]  # once

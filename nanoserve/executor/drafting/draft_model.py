@@ -6,10 +6,10 @@ from typing import cast
 import numpy as np
 
 from nanoserve.executor.drafting.drafter import DraftedSequence, sampled_tokens
+from nanoserve.executor.drafting.features import FeatureCache
 from nanoserve.executor.sampling.sampler import SamplingRows
 from nanoserve.executor.step.forward_pass import (
     BlockTable,
-    FeatureCache,
     ForwardPass,
     InputBuilder,
     make_caches,

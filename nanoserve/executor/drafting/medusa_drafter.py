@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from nanoserve.executor.drafting.drafter import DraftedSequence, sampled_tokens
+from nanoserve.executor.drafting.features import FeatureCache
 from nanoserve.executor.sampling.sampler import SamplingRows
-from nanoserve.executor.step.forward_pass import FeatureCache
 from nanoserve.executor.step.staging import Staging
 from nanoserve.models.draft_heads import MedusaHeads
 

@@ -9,11 +9,11 @@ from nanoserve.errors import UsageError
 from nanoserve.executor.compile.layer_runner import LayerRunner
 from nanoserve.executor.drafting.draft_model import DraftModel
 from nanoserve.executor.drafting.drafter import Drafter
+from nanoserve.executor.drafting.features import FeatureCache
 from nanoserve.executor.drafting.medusa_drafter import MedusaDrafter
 from nanoserve.executor.stage import compiled_layers
 from nanoserve.executor.start.memory import kv_bytes_per_block, memory_errors
 from nanoserve.executor.start.model_loading import load_decoder
-from nanoserve.executor.step.forward_pass import FeatureCache
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.models.draft_heads import Eagle3Head, EagleHead, MedusaHeads, load_eagle, load_medusa
 from nanoserve.models.hub import ResolvedModel, resolve_model

@@ -1,13 +1,10 @@
-"""Gets a device ready for a model, in an engine's own process and in each worker alike.
-
-On a GPU: compiles its layers, finds out what steps need, captures the decode steps.
-"""
+"""Gets a GPU ready for a model: compiles its layers, finds out what steps need, captures the decode steps."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,12 +13,8 @@ from torch import Tensor
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import first_line
 from nanoserve.executor.compile.layer_runner import LayerRunner
-from nanoserve.executor.cpu_attention.host_processor import HostProcessor
-from nanoserve.executor.kv_transfer.gpu_staging import staging_memory
-from nanoserve.executor.kv_transfer.host_pool import HostPool
 from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState, sample
-from nanoserve.executor.stage import Stage, compiled_layers
-from nanoserve.executor.start.memory import kv_bytes_per_block, memory_errors, out_of_memory
+from nanoserve.executor.start.memory import memory_errors, out_of_memory
 from nanoserve.executor.start.model_loading import compiler_errors
 from nanoserve.executor.step.answers import rows_per_chunk
 from nanoserve.executor.step.decode_graphs import CudaRecorder, DecodeGraphs, StaticInputs, bucket_sizes, graph_sizes
@@ -30,11 +23,10 @@ from nanoserve.executor.step.model_runner import ModelRunner
 from nanoserve.executor.step.staging import Staging
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, LayerFunction
-from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.models.hub import ProgressCallback
 from nanoserve.models.packed import PackedExperts
 from nanoserve.request import SamplingParams
 from nanoserve.scheduler.plan import Begin
-from nanoserve.text.grammar.compiler import GrammarCompiler
 from nanoserve.utils.sizes import format_size
 from triton_ops.cache import SKIPPED_SLOT
 from triton_ops.gpu.experts import never_waits
@@ -99,7 +91,9 @@ class GpuStart:
             progress(stage, 0, 1)
         advice = "lower --max-num-batched-tokens or --max-num-seqs"
         problem = f"a step of {num_tokens} tokens does not fit"
-        ways: list[LayerFunction] = [self.layers, *([self.layers.in_pieces] if config.attends_on_host else [])]
+        ways: list[LayerFunction] = [self.layers]
+        if config.attends_on_host:
+            ways.append(self.layers.in_pieces)
         sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "block_size": config.block_size}
         runs = [partial(run_largest_step, self._decoder, run_layer, **sizes) for run_layer in ways]
         with memory_errors(self._device, problem, advice), compiler_errors(self._device):
@@ -152,70 +146,6 @@ class GpuStart:
                 return False
         runner.forward = graphs
         return True
-
-
-class DeviceStart:
-    """A device with its decoders, one for each parallel layout, and without their KV cache."""
-
-    def __init__(
-        self, resolved: ResolvedModel, config: EngineConfig, decoders: Sequence[Decoder], device: torch.device
-    ) -> None:
-        self._resolved, self._config, self._decoders, self._device = resolved, config, decoders, device
-        self.gpus = [GpuStart(decoder, config, device) for decoder in decoders] if device.type == "cuda" else []
-        self._drafting = None
-        if config.speculate is not None and decoders[0].shard.answers:
-            from nanoserve.executor.start.drafters import load_drafter  # and the drafters, which few engines have
-
-            self._drafting = load_drafter(config, resolved, decoders[0])
-        self.drafter_bytes = 0 if self._drafting is None else self._drafting.block_bytes
-        """What a drafter's cache takes beside each block."""
-        self.block_bytes = tuple(
-            kv_bytes_per_block(one.config, config.block_size, one.dtype) + self.drafter_bytes for one in decoders
-        )
-        """Size of a KV block by layout, with that."""
-
-    def reserved_bytes(self, progress: ProgressCallback | None = None) -> int:
-        """Memory that must stay free beside the KV cache: for the largest step, and for what swaps are staged in."""
-        longest = self._config.max_model_len or self._decoders[0].config.max_position_embeddings
-        reserved = max((gpu.measure(longest, progress) for gpu in self.gpus), default=0)
-        if self.gpus and self._config.uses_host_memory:
-            reserved += sum(map(staging_memory, self.block_bytes))
-        return reserved
-
-    @cached_property
-    def layers(self) -> list[LayerRunner | None]:
-        """What runs each decoder's layers; on a CPU compiled for the threads that there are when this is asked for."""
-        found: list[LayerRunner | None] = [gpu.layers for gpu in self.gpus]
-        found = found or [compiled_layers(decoder, self._config) for decoder in self._decoders]
-        if self._drafting is not None and self._drafting.layers is not None and found[0] is not None:
-            found[0].libraries += self._drafting.layers.libraries  # which are built and loaded with the model's own
-        return found
-
-    def stages(
-        self,
-        num_blocks: Sequence[int],
-        pool: HostPool | None,
-        processor: HostProcessor | None,
-        storage: Tensor | None = None,
-    ) -> list[Stage]:
-        """A stage for each decoder, with a cache of so many blocks; raises what `Stage.build` raises."""
-        drafter = None if self._drafting is None else self._drafting.build(num_blocks[0])
-        return [
-            Stage.build(
-                decoder,
-                num_blocks=blocks,
-                block_size=self._config.block_size,
-                device=self._device,
-                layers=layers,
-                part=None if pool is None else pool.part(decoder.shard),
-                processor=processor,
-                batch_invariant=self._config.batch_invariant,
-                grammars=GrammarCompiler(self._resolved.tokenizer_directory, decoder.config.vocab_size),
-                storage=storage,
-                drafter=drafter,
-            )
-            for decoder, layers, blocks in zip(self._decoders, self.layers, num_blocks, strict=True)
-        ]
 
 
 @torch.inference_mode()

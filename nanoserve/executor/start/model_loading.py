@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from subprocess import CalledProcessError
 from tempfile import TemporaryFile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,15 +23,16 @@ from nanoserve.errors import RuntimeFailure, UsageError, first_line, shown
 from nanoserve.executor.start.memory import memory_errors
 from nanoserve.models.decoder import Decoder, TensorParallelGroup
 from nanoserve.models.dtypes import resolve_dtype
-from nanoserve.models.dummy import make_dummy_model
 from nanoserve.models.hub import ProgressCallback, ResolvedModel, dummy_config
 from nanoserve.models.loading import load_model
-from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import Shard, shards_of_layouts
 from nanoserve.utils.files import unreadable_as_model_error
 from nanoserve.utils.sizes import format_size
 from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory
 from triton_ops.gpu.configurations import OLDEST_GENERATION, UnsupportedByGpu, attention_configuration, program_shape
+
+if TYPE_CHECKING:
+    from nanoserve.models.resharding import ReshardableWeights
 
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"
 
@@ -189,6 +190,8 @@ def load_decoder(
     settings: dict[str, Any] = {"shard": shard, "group": group, "quantization": config.quantization}
     with _loading(resolved, config, device):
         if resolved.directory is None:
+            from nanoserve.models.dummy import make_dummy_model
+
             decoder, model = make_dummy_model(resolved.name, config.dtype, device, **settings)
         else:
             told = None if progress is None else partial(progress, "load")
@@ -207,9 +210,11 @@ def load_layouts(
     *,
     shards: Sequence[Shard],
     groups: Sequence[TensorParallelGroup | None],
-) -> ReshardableWeights:
+) -> "ReshardableWeights":
     """A worker's decoders under several layouts, the first of which is in place. The model is in a directory; a dummy
     is written to one first. Raises ModelError, UsageError, RuntimeFailure as `load_decoder`."""
+    from nanoserve.models.resharding import ReshardableWeights
+
     model = with_cache_groups(read_config(resolved, config.quantization, config.device), config)
     directory = resolved.directory
     assert directory is not None, "weights that are read more than once are in files"

@@ -14,6 +14,7 @@ from nanoserve.costs.predictor import MeasuredPredictor, layout_predictors
 from nanoserve.costs.profile import Profile, read_profile
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.engine_config import EngineConfig
+from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.stage import Stage
 from nanoserve.executor.start.layout_profile import kept_layouts
 from nanoserve.executor.start.measuring_speeds import measure_speeds
@@ -37,12 +38,17 @@ class DevicePredictors:
         self.speeds = measure_speeds(device, dtype)
 
     def of(
-        self, stage: Stage, config: EngineConfig, model: ModelConfig, progress: ProgressCallback | None
+        self,
+        stage: Stage,
+        config: EngineConfig,
+        model: ModelConfig,
+        processor: HostProcessor | None,
+        progress: ProgressCallback | None,
     ) -> Sequence[Predictor]:
         """By layout. Raises UsageError if the profile that is given is of something else."""
-        if not config.attends_on_host:
+        if processor is None:
             return make_predictors(self.speeds, model, config)
-        starting = StartingEngine(stage=stage, config=config, model=model, speeds=self.speeds)
+        starting = StartingEngine(stage=stage, config=config, model=model, speeds=self.speeds, processor=processor)
         return hybrid_predictors(hybrid_profile(starting, progress))
 
 

@@ -98,15 +98,12 @@ class StartingEngine:
     model: ModelConfig
     """The whole model, of which the stage may have only some layers."""
     speeds: MachineSpeeds  # speeds that the device reached
+    processor: HostProcessor
+    """The part of the CPU that attends in host memory."""
 
     @property
     def runner(self) -> ModelRunner:
         return self.stage.runner
-
-    @property
-    def processor(self) -> HostProcessor:
-        assert self.stage.processor is not None, "only policies that attend in host memory ask for a profile"
-        return self.stage.processor
 
     @cached_property
     def setting(self) -> ProfileSetting:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -103,19 +103,14 @@ class ScoredPrompt:
         return Answer(self.sequence, prompt_logprobs=tuple(logprobs))
 
 
-class SampledRow(NamedTuple):
-    """A row of a step that is sampled, behind its last known token and behind each of its guesses."""
-
-    sequence: int
-    state: SamplingState
-    guesses: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class SampledRows:
-    """The rows of a step that are sampled at N positions together, with their tokens once they are."""
+    """The rows of a step that are sampled, at N positions together, with their tokens once they are. Here a row is
+    sampled at one position, behind its last token."""
 
-    rows: list[SampledRow]
+    sequences: list[int]
+    states: list[SamplingState]
+    """Of each position."""
     last_tokens: Tensor
     """int64 [N], the place in the step of the token before each position."""
     settings: SamplingRows
@@ -126,8 +121,10 @@ class SampledRows:
     """int64 [number of these], if there are any."""
     greedy: bool
     """Whether each position takes the token of the largest logit, and nobody needs the others."""
+    device_tokens: Tensor | None = None
+    """int64 [N], on the device; None before they are sampled, and where another rank gathers the logits."""
     tokens: Tensor | None = None
-    """int64 [N], on the host; None before, and where another rank gathers the logits."""
+    """The same on the host."""
     valid: Tensor | None = None
     """bool [N], on the host."""
     logprobs: LogprobColumns | None = None
@@ -139,38 +136,43 @@ class SampledRows:
     ) -> "SampledRows | None":
         """Have what sampling needs moved to the device, for all rows of the step with their `row_ends` and states; None
         if no row is sampled."""
-        sampled = list[SampledRow]()
-        states_there, positions, last_tokens = list[SamplingState](), list[int](), list[int]()
-        for row, state, end in zip(rows, states, ends.tolist(), strict=True):
-            if not row.sample:
-                continue
-            first = len(row.tokens) - row.guesses
-            guesses = row.tokens[first:]
-            sampled.append(SampledRow(row.sequence, state, guesses))
-            for count in range(row.guesses + 1):
-                states_there.append(state.after(guesses[:count]))
-                positions.append(row.start + first + count)
-                last_tokens.append(end - 1 - row.guesses + count)
+        sampled = [place for place, row in enumerate(rows) if row.sample]
         if not sampled:
             return None
-        tops = [state.params.logprobs for state in states_there]
-        asked = [(place, top) for place, top in enumerate(tops) if top is not None]
-        return cls(
-            rows=sampled,
-            last_tokens=staging.add(np.array(last_tokens)),
-            settings=SamplingRows.stage(states_there, positions, staging),
-            asked=asked,
-            asked_places=staging.add(np.array([place for place, _ in asked])) if asked else None,
-            greedy=all(state.takes_greediest for state in states_there),
+        return cls.at_positions(
+            sequences=[rows[place].sequence for place in sampled],
+            states=[states[place] for place in sampled],
+            positions=[rows[place].start + len(rows[place].tokens) for place in sampled],
+            last_tokens=ends[sampled] - 1,
+            staging=staging,
         )
 
-    @property
-    def sequences(self) -> list[int]:
-        """The sequence of each position."""
-        return [row.sequence for row in self.rows for _ in range(len(row.guesses) + 1)]
+    @classmethod
+    def at_positions(
+        cls,
+        sequences: list[int],
+        states: list[SamplingState],
+        positions: Sequence[int],
+        last_tokens: np.ndarray,
+        staging: Staging,
+    ) -> Self:
+        """Stage N positions of sequences, with the sampling state and the place of the last token of each."""
+        asked = list[tuple[int, int]]()
+        for place, state in enumerate(states):
+            if state.params.logprobs is not None:
+                asked.append((place, state.params.logprobs))
+        return cls(
+            sequences=sequences,
+            states=states,
+            last_tokens=staging.add(last_tokens),
+            settings=SamplingRows.stage(states, positions, staging),
+            asked=asked,
+            asked_places=staging.add(np.array([place for place, _ in asked])) if asked else None,
+            greedy=all(state.takes_greediest for state in states),
+        )
 
-    def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> Tensor | None:
-        """Sample from the logits of the step's hidden states; returns the tokens on the device."""
+    def sample(self, decoder: Decoder, hidden: Tensor, results: DeviceToHostCopy) -> None:
+        """Sample from the logits of the step's hidden states, and have the tokens copied to the host."""
         hidden = hidden[self.last_tokens]
         if self.greedy and decoder.shard.degree > 1:  # no rank needs the logits of the others
             maxima, tokens = decoder.greediest(hidden)
@@ -178,40 +180,38 @@ class SampledRows:
         else:
             logits = decoder.compute_logits(hidden)
             if not len(logits):  # another rank gathers them
-                return None
+                return
             sampled = sample(logits, self.settings)
         if not len(sampled.tokens):  # another rank samples
-            return None
+            return
         if self.asked_places is not None:
             places, most = self.asked_places, max(top for _, top in self.asked)
-            self.logprobs = LogprobColumns.of(logits[places], sampled.tokens[places], most).through(results.fetch)
+            columns = LogprobColumns.of(logits[places], sampled.tokens[places], most)
+            self.logprobs = columns.through(results.fetch)
+        self.device_tokens = sampled.tokens
         self.tokens, self.valid = results.fetch(sampled.tokens), results.fetch(sampled.valid)
-        return sampled.tokens
 
     def answers(self) -> Iterator[Answer]:
-        """One for each row; the states take note of the tokens."""
+        """Answer for each row; the states take note of the tokens."""
         if self.tokens is None or self.valid is None:
             return
-        logprobs: dict[int, TokenLogprob] = {}
-        if self.logprobs is not None:
-            found = self.logprobs.rows([top for _, top in self.asked])
-            logprobs = {place: logprob for (place, _), logprob in zip(self.asked, found, strict=True)}
-        first, tokens, valid = 0, self.tokens.tolist(), self.valid.tolist()
-        for row in self.rows:
-            grammar, taken, error = row.state.grammar, list[int](), None
-            for place, guess in enumerate((*row.guesses, None), start=first):
-                if valid[place]:
-                    row.state.append(tokens[place])
-                error = None if grammar is None else grammar.error
-                if error is not None or not valid[place]:
-                    break  # after the tokens before, it is the next step's
-                taken.append(tokens[place])
-                if taken[-1] != guess or (grammar is not None and grammar.complete):
-                    break
-            if taken:
-                known = [logprobs[place] for place in range(first, first + len(taken)) if place in logprobs]
-                complete = grammar is not None and grammar.complete
-                yield Answer(row.sequence, tuple(taken), tuple(known), complete=complete)
-            else:
-                yield Answer(row.sequence, error=error or NOT_NUMBERS)
-            first += len(row.guesses) + 1
+        logprobs = self.known_logprobs() if self.logprobs is not None else {}
+        tokens, valid = self.tokens.tolist(), self.valid.tolist()
+        for place, (sequence, state) in enumerate(zip(self.sequences, self.states, strict=True)):
+            if not valid[place]:
+                yield Answer(sequence, error=NOT_NUMBERS)
+                continue
+            state.append(tokens[place])
+            grammar = state.grammar
+            if grammar is not None and grammar.error is not None:
+                yield Answer(sequence, error=grammar.error)
+                continue
+            complete = grammar is not None and grammar.complete
+            yield Answer(sequence, (tokens[place],), logprobs.get(place, ()), complete=complete)
+
+    def known_logprobs(self) -> dict[int, tuple[TokenLogprob]]:
+        """The log probabilities of the positions that want them, on the host, by position."""
+        if self.logprobs is None:
+            return {}
+        found = self.logprobs.rows([top for _, top in self.asked])
+        return {place: (logprob,) for (place, _), logprob in zip(self.asked, found, strict=True)}

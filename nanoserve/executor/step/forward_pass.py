@@ -99,85 +99,39 @@ def make_caches(
     return Caches(tensors[::2], tensors[1::2])
 
 
-class FeatureCache:
-    """What a head that guesses tokens reads of the decoder: a vector of each position, in the slot of its keys.
-
-    So features are found with a cached prefix, and what a wrong guess left is overwritten. Blocks that come back from
-    host memory come without theirs: what is there instead makes guesses worse, and no answer.
-    """
-
-    def __init__(
-        self,
-        size: int,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layers: Sequence[int],
-        fuse: Callable[[Tensor], Tensor],
-    ) -> None:
-        """Vectors of this size: what `fuse` makes of the outputs of these layers side by side, [T, features] -> [T,
-        size]; without layers, of the final hidden states."""
-        self.layers, self.fuse = layers, fuse
-        with torch.inference_mode():
-            # The last block is for padding. What was never written must be numbers.
-            self._blocks = torch.zeros(num_blocks + 1, block_size, size, dtype=dtype, device=device)
-        self._vectors = self._blocks.view(-1, size)
-
-    def write(self, slots: Tensor, vectors: Tensor) -> None:
-        """Keep vectors [T, size] in slots int64 [T], some of which may be SKIPPED_SLOT."""
-        self._vectors.index_copy_(0, slots.where(slots >= 0, len(self._vectors) - 1), vectors)
-
-    def read(self, slots: Tensor) -> Tensor:
-        """A copy of what is in slots int64 [T]: [T, size]."""
-        return self._vectors[slots]
-
-    def copy(self, blocks: Tensor) -> None:
-        """Copy whole blocks, int64 [copies, 2], sources and targets."""
-        self._blocks.index_copy_(0, blocks[:, 1], self._blocks[blocks[:, 0]])
-
-
 class ForwardPass:
-    """A ForwardFunction: the decoder over its caches, each layer by `run_layer`. With a feature cache it keeps what
-    that takes of it."""
+    """A ForwardFunction: the decoder over its caches, each layer by `run_layer`."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        caches: Caches,
-        run_layer: LayerFunction = DecoderLayer.__call__,
-        features: FeatureCache | None = None,
-    ) -> None:
+    def __init__(self, decoder: Decoder, caches: Caches, run_layer: LayerFunction = DecoderLayer.__call__) -> None:
         self._decoder = decoder
         groups = decoder.config.cache_groups
         layers = [caches.of_layer(decoder.config, layer) for layer in range(decoder.config.num_layers)]
         self._keys, self._values = zip(*layers, strict=True)
         self._groups = [group for group, _ in groups.places] if len(groups.windows) > 1 else []
         self._run_layer = run_layer
-        self._features = features
 
     def __call__(self, inputs: StepInputs) -> Tensor:
-        batches = inputs.batches
-        of_layers = [batches[group] for group in self._groups] if self._groups else None
+        of_layers = None
+        if self._groups:
+            batches = inputs.batches
+            of_layers = [batches[group] for group in self._groups]
         attention = PagedAttention(self._decoder.config, self._keys, self._values, inputs.batch, of_layers)
-        features, kept = self._features, dict[int, Tensor]()
-        layers = () if features is None else features.layers
-
-        def run_and_note(layer: DecoderLayer, *given: Any) -> Tensor:
-            output = self._run_layer(layer, *given)
-            if inputs.computed is not None:
-                inputs.computed(layer.index)
-            if layer.index in layers:
-                kept[layer.index] = output
-            return output
-
-        run_layer = run_and_note if layers or inputs.computed is not None else self._run_layer
+        run_layer = self._run_layer
+        if inputs.computed is not None:
+            run_layer = _followed(run_layer, inputs.computed)
         hidden: Tensor = self._decoder(inputs.first, inputs.positions, attention, run_layer)
-        if features is not None:
-            found = features.fuse(torch.cat([kept[layer] for layer in layers], dim=-1) if layers else hidden)
-            features.write(inputs.batch.slot_mapping, found)
         return hidden
+
+
+def _followed(run_layer: LayerFunction, computed: LayerComputed) -> LayerFunction:
+    """Have each layer followed by a call of `computed`."""
+
+    def run(layer: DecoderLayer, *arguments: Any) -> Tensor:
+        output = run_layer(layer, *arguments)
+        computed(layer.index)
+        return output
+
+    return run
 
 
 # ---- from rows to tensors ------------------------------------------------------------------------------------

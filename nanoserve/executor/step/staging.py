@@ -95,17 +95,17 @@ class DeviceToHostCopy:
     copies; on the CPU a tensor is its own copy, and there is nothing to wait for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._began, self._ended = self._mark(), self._mark()
-
-    def _mark(self) -> "torch.cuda.Event | None":
-        if self._stream is None:
-            return None
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.device_seconds: float | None = None
+        """After `wait`: how long the step took on a GPU; None on the CPU, where the host's time is the device's."""
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device)
+            self._began = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Mark the beginning of the step's work."""
-        if self._began is not None:
+        if self._stream is not None:
             self._began.record(self._stream)
 
     def fetch(self, tensor: Tensor) -> Tensor:
@@ -114,16 +114,10 @@ class DeviceToHostCopy:
 
     def end(self) -> None:
         """Mark the end of the step's work, after all its results are fetched."""
-        if self._ended is not None:
+        if self._stream is not None:
             self._ended.record(self._stream)
 
     def wait(self) -> None:
-        if self._ended is not None:
+        if self._stream is not None:
             self._ended.synchronize()
-
-    @property
-    def device_seconds(self) -> float | None:
-        """After `wait`: how long the step took on a GPU; None on the CPU, where the host's time is the device's."""
-        if self._began is None or self._ended is None:
-            return None
-        return float(self._began.elapsed_time(self._ended)) / 1000
+            self.device_seconds = float(self._began.elapsed_time(self._ended)) / 1000

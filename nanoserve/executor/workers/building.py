@@ -14,7 +14,7 @@ from nanoserve.engine_config import EngineConfig
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor, default_host_threads
 from nanoserve.executor.kv_transfer.host_pool import HostPool, check_within_reach
 from nanoserve.executor.stage import Stage
-from nanoserve.executor.start.gpu_start import DeviceStart
+from nanoserve.executor.start.device_start import DeviceStart
 from nanoserve.executor.start.measuring_speeds import measure_speeds
 from nanoserve.executor.start.memory import available_memory, memory_errors
 from nanoserve.executor.start.model_loading import (
@@ -49,7 +49,7 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     model = with_cache_groups(read_config(start.model, config.quantization, config.device), config)
     everyone = join_workers(start.rank, config.num_workers, start.init_method, device, headers=config.attends_on_host)
     decoders, weights = _load(start, model, endpoint, everyone, device)
-    device_start = DeviceStart(start.model, config, decoders, device)
+    device_start = DeviceStart(start.model, config, decoders, device, in_worker=True)
     reserved, speeds = device_start.reserved_bytes(), None
     if not start.again and (
         start.host_pool is not None or config.pipeline_parallel > 1 or config.speculate is not None
@@ -84,7 +84,8 @@ def work(start: WorkerStart, endpoint: WorkerEndpoint) -> NoReturn:
     if start.profiles and start.rank == 0:
         assert speeds is not None, "only policies that attend in host memory ask for it"
         whole = as_whole_stage(layouts[0].stage, storage, config.block_size)
-        measured = StartingEngine(stage=whole, config=config, model=model, speeds=speeds)
+        assert processor is not None, "likewise"
+        measured = StartingEngine(stage=whole, config=config, model=model, speeds=speeds, processor=processor)
         profile = hybrid_profile(measured, lambda *progress: endpoint.report(Loading(start.rank, *progress)))
     while True:
         worker = Worker(start, endpoint, layouts, weights)
@@ -98,7 +99,7 @@ def _rejoin(start: WorkerStart, endpoint: WorkerEndpoint, layouts: Sequence[Work
     """Leave the other workers, and meet them and the new one as in the beginning, but with what is here already."""
     decoders = [layout.stage.runner.decoder for layout in layouts]
     for layout, decoder in zip(layouts, decoders, strict=True):
-        layout.stage.runner.forget()
+        layout.stage.forget()
         layout.activations.forget()
         decoder.meet(None)
     leave_workers()
@@ -175,7 +176,7 @@ def as_whole_stage(stage: Stage, storage: Tensor, block_size: int) -> Stage:
         run_layer=stage.layers or DecoderLayer.__call__,
         storage=storage,
     )
-    return Stage(runner, layers=stage.layers, processor=stage.processor)
+    return Stage(runner, layers=stage.layers)
 
 
 def as_whole_model(stage: Decoder) -> Decoder:

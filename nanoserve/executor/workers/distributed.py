@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoserve.executor.cpu_attention.hybrid_runner import Header
+from nanoserve.executor.cpu_attention.headers import Header
 from nanoserve.executor.start.rendezvous import open_store, own_address
 from nanoserve.executor.workers.links import Links
 from nanoserve.models.shards import Shard

@@ -12,8 +12,7 @@ import zmq
 from torch import Tensor
 
 from nanoserve.errors import NanoserveError
-from nanoserve.executor.cpu_attention.hybrid_runner import Header, HybridStep
-from nanoserve.executor.kv_transfer.swapping import Swapper
+from nanoserve.executor.mechanism import Mechanism, bound
 from nanoserve.executor.stage import Stage
 from nanoserve.executor.step.model_runner import PreparedStep
 from nanoserve.executor.workers.distributed import Activations, Expected
@@ -37,7 +36,7 @@ from nanoserve.executor.workers.messages import (
 from nanoserve.models.resharding import ReshardableWeights
 from nanoserve.models.shards import Shard
 from nanoserve.record.times import ReshardTimes, StageTimes, SwapTimes
-from nanoserve.scheduler.plan import StepPlan, StepResult, Swap
+from nanoserve.scheduler.plan import StepPlan, StepResult
 
 THREAD_NAME = "prefetch"
 
@@ -131,20 +130,42 @@ class PrefetchThread:
 _BUILDING_SECONDS = 0.5  # how often to look, with nothing else to do, whether something has been built
 
 
-@dataclass(frozen=True, slots=True)
 class WorkerLayout:
     """A worker's part in one parallel layout."""
 
-    shard: Shard
-    stage: Stage
-    activations: Activations
+    def __init__(self, shard: Shard, stage: Stage, activations: Activations) -> None:
+        self.shard, self.stage, self.activations = shard, stage, activations
+        self._expecting = bound(stage.mechanisms, Mechanism.expect)
+        self._sending = bound(stage.mechanisms, Mechanism.send)
+        self._reporting = bound(stage.mechanisms, Mechanism.report)
+
+    def expect(self, step: PreparedStep) -> Expected | None:
+        """Begin to receive the hidden states of a step; None where none come. If the plan does not say how many come,
+        this waits until the stage before says so."""
+        num_tokens = step.num_tokens
+        for expect in self._expecting:
+            num_tokens += expect(step, self.activations)
+        return self.activations.expect(num_tokens)
+
+    def send(self, step: PreparedStep, hidden: Tensor | None) -> None:
+        """Send what was computed of a step to the next stage."""
+        for send in self._sending:
+            if send(step, hidden, self.activations):
+                return
+        if hidden is not None:
+            self.activations.send(hidden)
+
+    def report(self) -> None:
+        """Report what the mechanisms have to tell at the end of a step."""
+        for report in self._reporting:
+            report()
 
 
 class Worker:
     """Runs plans in the order in which they come.
 
-    A plan's swaps begin when its turn comes, and a Swapper's threads copy them beside its step and later ones. They
-    cannot begin sooner: the plan before may copy from a block that is free already, and a swap may fill that block.
+    A plan begins when its turn comes, and what its mechanisms do beside the computing does not begin sooner: the plan
+    before may copy from a block that is free already, and a swap may fill that block.
 
     `weights` are those of all layouts; None where there is one.
     """
@@ -163,12 +184,17 @@ class Worker:
         self._observe_times = start.observe_times
         self._preparing = False
         self._forgotten = 0  # how many ForgetHost it has followed
-        self._swapper: Swapper | None = None
         device = self._current.stage.runner.device
         self._prefetch = PrefetchThread(endpoint.plans, None if start.coupled else self._prepare, device)
-        if self._current.stage.mover is not None:
-            self._swapper = Swapper(self._swapped, self._prefetch.fail)
+        for stage in self._stages:
+            for mechanism in stage.mechanisms:
+                mechanism.connect(self)
         self._plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+
+    @property
+    def rank(self) -> int:
+        """Its number among the workers."""
+        return self._current.shard.worker
 
     def run(self) -> WorkerStart:
         """Serve until another worker is lost, and all others are to meet a new one: how they begin. Raises
@@ -178,7 +204,7 @@ class Worker:
         except NanoserveError:
             raise
         except Exception as error:  # of this worker, or because another is lost: the engine knows, and may end this one
-            self._endpoint.report(WorkerFailed.of(self._current.shard.worker, error))
+            self._endpoint.report(WorkerFailed.of(self.rank, error))
         return self._prefetch.rejoin()
 
     def _serve(self) -> WorkerStart:
@@ -198,7 +224,7 @@ class Worker:
                 self._take_coupled(self._plan_decoder.decode(self._current.activations.receive_plan()))
             elif isinstance(message, ForgetHost):  # host sequences under way were lost, here or in another stage
                 self._forgotten += 1
-                self._current.stage.forget_host()
+                self._current.stage.abandon()
             elif isinstance(message, Rejoin):
                 return message.start
             elif isinstance(message, Prepare):
@@ -208,31 +234,26 @@ class Worker:
                 self._tell_prepared()
 
     def _prepare(self, plan: StepPlan, received: float) -> PrefetchedStep:
-        """The host's part of a step, and a place for its hidden states. If the plan does not say how many come, this
-        waits for the header of the stage before."""
-        step, activations = self._current.stage.runner.prepare(plan), self._current.activations
-        prepared, num_tokens = time.monotonic(), step.num_tokens
-        if isinstance(step, HybridStep):
-            step.header = activations.receive_header()
-            num_tokens += 0 if step.header is None else step.header.num_rows
-        return PrefetchedStep(step, activations.expect(num_tokens), received, prepared)
+        """The host's part of a step, and a place for its hidden states."""
+        step = self._current.stage.runner.prepare(plan)
+        prepared = time.monotonic()
+        return PrefetchedStep(step, self._current.expect(step), received, prepared)
 
     def _take(self, turn: PrefetchedStep, began: float) -> None:
         stage, step = self._current.stage, turn.step
-        stage.begin_swaps(step, self._swapper)
-        entering = None if turn.entering is None else turn.entering.wait()
-        arrived = began if entering is None else time.monotonic()
-        with stage.memory_errors(lambda: f"a step of {step.num_tokens} tokens does not fit"):
+        with stage.memory_errors(step.plan):
+            stage.runner.begin(step)
+            entering = None if turn.entering is None else turn.entering.wait()
+            arrived = began if entering is None else time.monotonic()
             computed, result = self._compute(turn, entering)
         self._prefetch.done()
-        if (reason := stage.take_loss()) is not None:
-            self._endpoint.report(HostLost(self._current.shard.worker, reason, self._forgotten))
-        if not step.plan.rows and not isinstance(step, HybridStep):
+        self._current.report()
+        if not step.plan.ends:
             return  # a plan of swaps is answered by these alone
         if self._observe_times:
             times = StageTimes(
                 step=step.plan.step,
-                rank=self._current.shard.worker,
+                rank=self.rank,
                 tokens=step.num_tokens,
                 received=turn.received,
                 prepared=turn.prepared,
@@ -247,31 +268,18 @@ class Worker:
 
     def _compute(self, turn: PrefetchedStep, entering: Tensor | None) -> tuple[float, StepResult | None]:
         """Run its layers, and pass on or sample what comes of it; when the device was done, and what to answer."""
-        shard, stage, activations = self._current.shard, self._current.stage, self._current.activations
-        step, header = turn.step, None
+        shard, stage, step = self._current.shard, self._current.stage, turn.step
         hidden = stage.runner.compute(step, entering)
-        if stage.hybrid is not None and isinstance(step, HybridStep):
-            header = stage.hybrid.header_behind(step)  # which host sequences go on shows only now
         if not shard.is_last:
             computed = time.monotonic()
-            if header is not None:
-                activations.send_with_header(header, hidden)
-            elif hidden is not None:
-                activations.send(hidden)
+            self._current.send(step, hidden)
             return computed, None
         answers = stage.runner.sample(step, hidden).answers()
         computed = time.monotonic()
         if not shard.answers:
             return computed, None
-        header, seconds = header or Header(), computed - turn.received - step.draft_seconds
-        return computed, StepResult(
-            step.plan.step,
-            answers,
-            seconds=seconds,
-            cohorts=header.cohorts,
-            host_work=header.host_work,
-            draft_seconds=step.draft_seconds,
-        )
+        result = StepResult(step.plan.step, answers, seconds=computed - turn.received)
+        return computed, stage.complete(step, result)
 
     def _take_coupled(self, plan: StepPlan) -> None:
         """Run a plan that comes with its hidden states: pass it on, then prepare its inputs."""
@@ -280,21 +288,30 @@ class Worker:
             self._current.activations.send_plan(msgspec.msgpack.encode(plan))
         self._take(self._prepare(plan, received), received)
 
-    # ---- what moves -------------------------------------------------------------------------------------------
+    # ---- what mechanisms tell -------------------------------------------------------------------------------------
 
-    def _swapped(self, swap: Swap, num_bytes: int, began: float, ended: float) -> None:
-        rank = self._current.shard.worker
-        times = SwapTimes(swap.swap, rank, swap.direction, num_bytes, began, ended, swap.after_row)
+    def report_moved(self, times: SwapTimes) -> None:
+        """Report a swap that is done; any thread may."""
         self._endpoint.report(Moved(times))
+
+    def report_loss(self, reason: str) -> None:
+        """Report that the CPU will not end what was under way here."""
+        self._endpoint.report(HostLost(self.rank, reason, self._forgotten))
+
+    def fail(self, error: BaseException) -> None:
+        """Have the loop raise the error of another thread."""
+        self._prefetch.fail(error)
+
+    # ---- what moves -------------------------------------------------------------------------------------------
 
     def _reshard(self, step: int, layout: int) -> None:
         """Change the layout, with nothing in flight: exchange the parameters."""
         assert self._weights is not None, "no change of layout where there is one"
         began = time.monotonic()
-        self._current.stage.runner.forget()
+        self._current.stage.forget()
         num_bytes = self._weights.fill(layout)
         self._current = self._layouts[layout]
-        times = ReshardTimes(step, self._current.shard.worker, layout, num_bytes, began, time.monotonic())
+        times = ReshardTimes(step, self.rank, layout, num_bytes, began, time.monotonic())
         self._endpoint.report(Moved(times))
 
     def _tell_prepared(self) -> None:
@@ -302,4 +319,4 @@ class Worker:
         if self._preparing and not any(stage.pending for stage in self._stages):
             self._preparing = False
             compiled = all(stage.compiled for stage in self._stages)
-            self._endpoint.report(Prepared(self._current.shard.worker, compiled))
+            self._endpoint.report(Prepared(self.rank, compiled))

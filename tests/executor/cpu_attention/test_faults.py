@@ -11,12 +11,14 @@ import pytest
 from torch import Tensor
 
 from nanoserve.executor.cpu_attention import host_attention
+from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionThread
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.request import FinishReason
 from nanoserve.scheduler.scheduler import MOST_HOST_LOSSES
 from tests.executor.cpu_attention.families import Model, small_model
 from tests.executor.cpu_attention.lives import Case, HybridSeen, at_random, check, hybrid_engine
+from tests.executor.small_model import mechanism_of
 from tests.fakes.integrity import check_integrity
 from tests.scheduler.lives import Arrival
 
@@ -159,7 +161,7 @@ def test_the_device_goes_on_while_the_cpu_hangs(
             engine.add(request)
         while mishaps.calls < 2 or engine.scheduler.running:
             engine.step()
-        hybrid = engine.executor.runner.hybrid  # type: ignore[attr-defined]
+        hybrid = mechanism_of(engine.executor, CpuAttention).hybrid  # type: ignore[arg-type]
         assert hybrid.pending and mishaps.calls == 2
         mishaps.released.set()
         while engine.has_work:
@@ -173,7 +175,7 @@ def test_an_abort_in_mid_token(model: Model) -> None:
     with closing(hybrid_engine(model, case, seen)) as engine:
         for request in model.requests[:4]:
             engine.add(request)
-        hybrid = engine.executor.runner.hybrid  # type: ignore[attr-defined]
+        hybrid = mechanism_of(engine.executor, CpuAttention).hybrid  # type: ignore[arg-type]
         while not any(len(group.rows) > 1 and group.layer == 1 for group in hybrid.pending):
             engine.step()
         group = next(group for group in hybrid.pending if len(group.rows) > 1)
@@ -205,7 +207,7 @@ def test_a_step_without_memory_ends_what_is_in_flight_and_nothing_else(
     seen = HybridSeen()
     with closing(hybrid_engine(model, case, seen)) as engine:
         engine.add(first)
-        hybrid = engine.executor.runner.hybrid  # type: ignore[attr-defined]
+        hybrid = mechanism_of(engine.executor, CpuAttention).hybrid  # type: ignore[arg-type]
         while not hybrid.pending:
             engine.step()
         with monkeypatch.context() as patch:

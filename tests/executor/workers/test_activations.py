@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanoserve.executor.cpu_attention.hybrid_runner import Header, Leaving
+from nanoserve.executor.cpu_attention.headers import Header, Leaving
 from nanoserve.executor.workers.distributed import Activations, Expected
 from nanoserve.models.shards import Shard
 from nanoserve.scheduler.plan import CohortProgress, HostWork

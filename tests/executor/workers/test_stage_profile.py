@@ -65,12 +65,13 @@ def engine_of(decoder: Decoder, processor: HostProcessor, model: ModelConfig, **
     with torch.inference_mode():
         storage = torch.empty(size, dtype=torch.uint8)
     sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
-    stage = Stage.build(decoder, **sizes, device=CPU, storage=storage, processor=processor)
+    stage = Stage.build(decoder, **sizes, device=CPU, storage=storage)
     engine = StartingEngine(
         stage=as_whole_stage(stage, storage, BLOCK_SIZE),
         config=EngineConfig(policy="hybrid", pipeline_parallel=2, block_size=BLOCK_SIZE, **settings),
         model=model,
         speeds=SPEEDS,
+        processor=processor,
     )
     caches = [(one.caches.keys[0].data_ptr(), len(one.caches.keys)) for one in (stage.runner, engine.runner)]
     assert caches[0] == caches[1], "the stage's own cache"

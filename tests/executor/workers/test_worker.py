@@ -1,7 +1,7 @@
 """A worker's loop, without another process."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import msgspec
@@ -10,7 +10,10 @@ import torch
 import zmq
 
 from nanoserve.errors import RuntimeFailure
+from nanoserve.executor.cpu_attention.pipeline import WorkerCpuAttention
 from nanoserve.executor.kv_transfer.swapping import LayerMarks
+from nanoserve.executor.kv_transfer.transfer import WorkerKvTransfer
+from nanoserve.executor.mechanism import Mechanism
 from nanoserve.executor.stage import Stage
 from nanoserve.executor.step.forward_pass import StepInputs
 from nanoserve.executor.step.model_runner import PreparedStep
@@ -41,27 +44,24 @@ class FullDevice:
     """In place of a ModelRunner."""
 
     device = CPU
+    mechanisms: Sequence[Mechanism] = ()
 
-    def prepare(self, plan: StepPlan) -> SimpleNamespace:
+    def prepare(self, plan: StepPlan) -> SimpleNamespace | PreparedStep:
         return SimpleNamespace(plan=plan, num_tokens=7, inputs=None)
+
+    def begin(self, step: PreparedStep) -> None:
+        for mechanism in self.mechanisms:
+            mechanism.begin(step)
 
     def compute(self, step: object, entering: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
 
 
-def make_worker(
-    connection: SimpleNamespace,
-    runner: FullDevice,
-    *,
-    num_stages: int = 2,
-    mover: "Mover | None" = None,
-    hybrid: "LosingRunner | None" = None,
-) -> Worker:
+def make_worker(connection: SimpleNamespace, runner: FullDevice, *, num_stages: int = 2) -> Worker:
     """That of the first stage, with one layout."""
     shard = Shard(range(1), num_stages=num_stages)
     activations = Activations(shard, hidden_size=1, num_tokens=1, dtype=torch.float32, device=CPU)
-    stage = Stage(runner)  # type: ignore[arg-type]
-    stage.mover, stage.hybrid = mover, hybrid  # type: ignore[assignment]
+    stage = Stage(runner, mechanisms=runner.mechanisms)  # type: ignore[arg-type]
     start = SimpleNamespace(layout=0, coupled=False, observe_times=False)
     return Worker(start, connection, [WorkerLayout(shard, stage, activations)], None)  # type: ignore[arg-type]
 
@@ -71,7 +71,7 @@ def test_a_step_without_memory_is_told_in_one_line(
 ) -> None:
     engine, plans = sockets
     worker = make_worker(SimpleNamespace(plans=plans), FullDevice(), num_stages=1)
-    engine.send(msgspec.msgpack.encode(RunPlan(StepPlan(0))))
+    engine.send(msgspec.msgpack.encode(RunPlan(StepPlan(0, rows=(Row(8, 0, (1,) * 7, sample=True),)))))
     with pytest.raises(RuntimeFailure, match=r"out of memory on cpu: a step of 7 tokens .*; lower --max-num-batched"):
         worker.run()
 
@@ -104,13 +104,20 @@ class Mover:
         return 0
 
 
+def transfer_by(mover: Mover) -> WorkerKvTransfer:
+    transfer = WorkerKvTransfer(part=None)  # type: ignore[arg-type]
+    transfer.mover = mover  # type: ignore[assignment]
+    return transfer
+
+
 def test_a_swap_begins_when_the_step_before_its_plan_is_done(
     sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
 ) -> None:
     """That step may copy from a block that is free already, and the swap may fill it."""
     engine, plans = sockets
     runner = SlowRunner()
-    worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner, mover=Mover(runner.moved))
+    runner.mechanisms = [transfer_by(Mover(runner.moved))]
+    worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner)
     row = Row(8, 0, (1,), sample=True)
     for plan in (StepPlan(0, rows=(row,)), StepPlan(1, rows=(row,), swaps=(Swap(0, 9, "in", (4,), (2,)),))):
         engine.send(msgspec.msgpack.encode(RunPlan(plan)))
@@ -119,18 +126,21 @@ def test_a_swap_begins_when_the_step_before_its_plan_is_done(
     assert runner.moved_beside == [False, True]
 
 
-class LosingRunner:
-    """In place of a HybridRunner whose attention on the CPU fails in its first and in its third step."""
+class LosingAttention(WorkerCpuAttention):
+    """Attention on the CPU that fails in its first and in its third step."""
 
     def __init__(self) -> None:
         self.steps = self.forgotten = 0
-        self.hybrid = self
+        self.hybrid = self  # type: ignore[assignment]
 
     def take_loss(self) -> str | None:
         self.steps += 1
         return f"step {self.steps}" if self.steps in (1, 3) else None
 
-    def forget_host(self) -> None:
+    def begin(self, step: PreparedStep) -> None:
+        """Nothing is computed."""
+
+    def abandon(self) -> None:
         self.forgotten += 1
 
 
@@ -138,11 +148,12 @@ def test_a_loss_says_of_which_losses_of_other_stages_the_worker_knew(
     sockets: tuple["zmq.Socket[bytes]", "zmq.Socket[bytes]"],
 ) -> None:
     engine, plans = sockets
-    runner, stage = SlowRunner(), LosingRunner()
+    runner, attention = SlowRunner(), LosingAttention()
+    runner.mechanisms = [attention]
     runner.moved.set()
     runner.last = 3
     reports: list[object] = []
-    worker = make_worker(SimpleNamespace(plans=plans, report=reports.append), runner, hybrid=stage)
+    worker = make_worker(SimpleNamespace(plans=plans, report=reports.append), runner)
     for message in (
         RunPlan(StepPlan(0)),
         RunPlan(StepPlan(1)),
@@ -154,7 +165,7 @@ def test_a_loss_says_of_which_losses_of_other_stages_the_worker_knew(
     with pytest.raises(RuntimeFailure, match="out of memory"):
         worker.run()
     assert reports == [HostLost(0, "step 1", forgotten=0), HostLost(0, "step 3", forgotten=1)]
-    assert stage.forgotten == 1
+    assert attention.forgotten == 1
 
 
 class LayeredRunner(FullDevice):
@@ -166,7 +177,7 @@ class LayeredRunner(FullDevice):
 
     def prepare(self, plan: StepPlan) -> PreparedStep:
         inputs = StepInputs(torch.zeros(1), torch.zeros(1), batch=None, longest=1)  # type: ignore[arg-type]
-        return PreparedStep(plan, DeviceToHostCopy(CPU), inputs=inputs)
+        return PreparedStep(plan, plan.rows, DeviceToHostCopy(CPU), inputs=inputs)
 
     def compute(self, step: PreparedStep, entering: object) -> None:
         assert step.inputs is not None and step.inputs.computed is not None
@@ -193,7 +204,8 @@ def test_a_prompt_that_is_parked_leaves_layer_by_layer(
 ) -> None:
     engine, plans = sockets
     runner = LayeredRunner()
-    worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner, mover=LayeredMover(runner.left))
+    runner.mechanisms = [transfer_by(LayeredMover(runner.left))]
+    worker = make_worker(SimpleNamespace(plans=plans, report=lambda _: None), runner)
     parked = Swap(0, 8, "out", (4,), (2,), after_row=True)
     engine.send(msgspec.msgpack.encode(RunPlan(StepPlan(0, rows=(Row(8, 0, (1,), sample=True),), swaps=(parked,)))))
     with pytest.raises(RuntimeFailure, match="out of memory"):

@@ -18,8 +18,7 @@ from nanoserve.lab.benchmarks.machine import cache_directory
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.dtypes import DTYPES, format_name, resolve_dtype
 from nanoserve.models.dummy import DUMMY_SEED, make_dummy_model, save_dummy_checkpoint
-from nanoserve.models.gguf_directory import LINK_NAME
-from nanoserve.models.hub import DUMMY_PREFIX, ResolvedModel, dummy_config, dummy_shape
+from nanoserve.models.hub import DUMMY_PREFIX, LINK_NAME, ResolvedModel, dummy_config, dummy_shape
 from nanoserve.models.loading import load_model
 from nanoserve.models.weights import tensor_parts
 from nanoserve.utils.temporary import choose_directory, make_directory, remove_directory

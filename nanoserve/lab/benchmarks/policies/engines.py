@@ -11,6 +11,7 @@ from nanoserve.costs.predictor import MeasuredPredictor
 from nanoserve.costs.profile import MeasuredTimes
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure
+from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionLost
 from nanoserve.executor.kv_transfer.host_pool import choose_host_blocks
 from nanoserve.executor.local import LocalExecutor
@@ -100,7 +101,8 @@ def open_with_host(
     executor = llm.engine.executor
     assert isinstance(executor, LocalExecutor), "one device in this process"
     speeds = measure_speeds(executor.runner.device, executor.runner.decoder.dtype)
-    starting = StartingEngine(stage=executor.stage, config=sized, model=llm.built.model, speeds=speeds)
+    processor = next(each.processor for each in executor.stage.mechanisms if isinstance(each, CpuAttention))
+    starting = StartingEngine(stage=executor.stage, config=sized, model=llm.built.model, speeds=speeds, processor=processor)
     profile = hybrid_profile(starting, progress)
     if profile is None:
         raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")

@@ -1,0 +1,134 @@
+"""Gets a device ready for a model, in an engine's own process and in each worker alike, and attaches what the engine's
+settings ask for."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanoserve.engine_config import EngineConfig
+from nanoserve.executor.compile.layer_runner import LayerRunner
+from nanoserve.executor.mechanism import Mechanism
+from nanoserve.executor.stage import Stage, compiled_layers
+from nanoserve.executor.start.memory import kv_bytes_per_block
+from nanoserve.models.decoder import Decoder
+from nanoserve.models.hub import ProgressCallback, ResolvedModel
+from nanoserve.text.grammar.compiler import GrammarCompiler
+
+if TYPE_CHECKING:
+    from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+    from nanoserve.executor.drafting.drafter import Drafter
+    from nanoserve.executor.kv_transfer.host_pool import HostPart, HostPool
+    from nanoserve.executor.start.drafters import DrafterStart
+    from nanoserve.executor.start.gpu_start import GpuStart
+
+
+class DeviceStart:
+    """A device with its decoders, one for each parallel layout, and without their KV cache."""
+
+    def __init__(
+        self,
+        resolved: ResolvedModel,
+        config: EngineConfig,
+        decoders: Sequence[Decoder],
+        device: torch.device,
+        *,
+        in_worker: bool = False,
+    ) -> None:
+        self._resolved, self._config, self._decoders, self._device = resolved, config, decoders, device
+        self._in_worker = in_worker
+        self.gpus: list[GpuStart] = []
+        if device.type == "cuda":
+            from nanoserve.executor.start import gpu_start
+
+            self.gpus = [gpu_start.GpuStart(decoder, config, device) for decoder in decoders]
+        self._drafting: DrafterStart | None = None
+        if config.speculate is not None and decoders[0].shard.answers:
+            from nanoserve.executor.start.drafters import load_drafter
+
+            self._drafting = load_drafter(config, resolved, decoders[0])
+        self.drafter_bytes = 0 if self._drafting is None else self._drafting.block_bytes
+        """What a drafter's cache takes beside each block."""
+        self.block_bytes = tuple(
+            kv_bytes_per_block(one.config, config.block_size, one.dtype) + self.drafter_bytes for one in decoders
+        )
+        """Size of a KV block by layout, with that."""
+
+    def reserved_bytes(self, progress: ProgressCallback | None = None) -> int:
+        """Memory that must stay free beside the KV cache: for the largest step, and for what swaps are staged in."""
+        longest = self._config.max_model_len or self._decoders[0].config.max_position_embeddings
+        reserved = max((gpu.measure(longest, progress) for gpu in self.gpus), default=0)
+        if self.gpus and self._config.uses_host_memory:
+            from nanoserve.executor.kv_transfer.gpu_staging import staging_memory
+
+            reserved += sum(map(staging_memory, self.block_bytes))
+        return reserved
+
+    @cached_property
+    def layers(self) -> list[LayerRunner | None]:
+        """What runs each decoder's layers; on a CPU compiled for the threads that there are when this is asked for."""
+        found: list[LayerRunner | None] = [gpu.layers for gpu in self.gpus]
+        found = found or [compiled_layers(decoder, self._config) for decoder in self._decoders]
+        if self._drafting is not None and self._drafting.layers is not None and found[0] is not None:
+            found[0].libraries += self._drafting.layers.libraries  # which are built and loaded with the model's own
+        return found
+
+    def stages(
+        self,
+        num_blocks: Sequence[int],
+        pool: "HostPool | None" = None,
+        processor: "HostProcessor | None" = None,
+        storage: Tensor | None = None,
+        *,
+        feeds_tokens: bool = False,
+    ) -> list[Stage]:
+        """A stage for each decoder, with a cache of so many blocks; raises what `Stage.build` raises."""
+        drafter = None if self._drafting is None else self._drafting.build(num_blocks[0])
+        stages = list[Stage]()
+        for decoder, layers, blocks in zip(self._decoders, self.layers, num_blocks, strict=True):
+            mechanisms = list[Mechanism]()
+            if pool is not None:
+                mechanisms += self._host_mechanisms(pool.part(decoder.shard), processor, layers)
+            if feeds_tokens:
+                from nanoserve.executor.async_scheduling.fed_tokens import FedTokens
+
+                mechanisms.append(FedTokens())
+            if self._config.speculate is not None:
+                mechanisms += self._draft_mechanisms(drafter)
+            stage = Stage.build(
+                decoder,
+                num_blocks=blocks,
+                block_size=self._config.block_size,
+                device=self._device,
+                layers=layers,
+                mechanisms=mechanisms,
+                batch_invariant=self._config.batch_invariant,
+                grammars=GrammarCompiler(self._resolved.tokenizer_directory, decoder.config.vocab_size),
+                storage=storage,
+            )
+            stages.append(stage)
+        return stages
+
+    def _host_mechanisms(
+        self, part: "HostPart", processor: "HostProcessor | None", layers: LayerRunner | None
+    ) -> list[Mechanism]:
+        """Those that use a part of the host pool: swaps, and attention there if a processor is set apart for it."""
+        from nanoserve.executor.kv_transfer.transfer import LocalKvTransfer, WorkerKvTransfer
+
+        transfer = WorkerKvTransfer(part) if self._in_worker else LocalKvTransfer(part)
+        if processor is None:
+            return [transfer]
+        from nanoserve.executor.cpu_attention.cpu_attention import LocalCpuAttention
+        from nanoserve.executor.cpu_attention.pipeline import WorkerCpuAttention
+
+        attention = WorkerCpuAttention if self._in_worker else LocalCpuAttention
+        return [attention(processor, layers or LayerRunner(), part), transfer]
+
+    def _draft_mechanisms(self, drafter: "Drafter | None") -> list[Mechanism]:
+        """Those of draft tokens, which a drafter guesses here or somebody elsewhere."""
+        from nanoserve.executor.drafting.drafting import Drafting
+        from nanoserve.executor.drafting.verification import Verification
+
+        return [Verification()] if drafter is None else [Verification(), Drafting(drafter)]
