@@ -55,11 +55,11 @@ NO_ROOM = {"__init__", "__main__", "py.typed", "assets", "__pycache__"}
 
 DECIDING = {"errors", "utils", "request", "scheduler"}
 LOOP = {*DECIDING, "record", "engine"}
-OFFLINE = {*LOOP, "layout", "config", "engine_config", "costs", "text", "models", "executor", "llm"}
+OFFLINE = {*LOOP, "layout", "config", "engine_config", "text", "models", "executor", "llm"}
 CLOSURES = {
     "nanoserve.scheduler.scheduler": (DECIDING, 31),
     "nanoserve.engine.engine": (LOOP, 35),
-    "nanoserve.llm": (OFFLINE, 123),
+    "nanoserve.llm": (OFFLINE, 105),
 }
 """The rooms that importing a module may load, and the most modules: deciding needs no cost model, the loop none either,
 and an engine that predicts nothing does without the laboratory."""
@@ -70,7 +70,7 @@ LOOP_KNOWS_OF_RECORDS = {"nanoserve.record", "nanoserve.record.counters", "nanos
 LABORATORY_IS_NAMED = {"nanoserve/commands/main.py", "nanoserve/engine/choosing.py"}
 """The files outside of the laboratory that name its modules: the table of commands, and the look-up of what chooses."""
 
-MOST_LAZY_IMPORTS = 61
+MOST_LAZY_IMPORTS = 80
 LAZY_IMPORTS: dict[str, list[str]] = {
     "It imports torch, which takes a second: options are checked, and help is printed, without it.": [
         "commands/engine_options.py: llm",
@@ -119,13 +119,33 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "server/engine_process.py: engine.assembly",
         "text/grammar/checker.py: text.grammar.compiler",
     ],
-    "Most engines do without it: several workers, a predictor, a trace, a drafter, several machines.": [
+    "Most engines do without it: several workers, a predictor, a trace, several machines.": [
         "engine/assembly.py: executor.start.predictors",
         "engine/assembly.py: executor.workers.executor",
         "engine/assembly.py: engine.tracing",
         "engine/assembly.py: record.forecasts",
-        "executor/start/gpu_start.py: executor.start.drafters",
         "executor/start/rendezvous.py: utils.sockets",
+        "models/shards.py: costs.counts",
+    ],
+    "A mechanism is put together only for the engines that use it: the plain path runs without its folder.": [
+        "engine/assembly.py: executor.cpu_attention.host_processor",
+        "engine/assembly.py: executor.kv_transfer.host_pool",
+        "engine/assembly.py: scheduler.speculation.speculator",
+        "executor/start/device_start.py: executor.async_scheduling.fed_tokens",
+        "executor/start/device_start.py: executor.cpu_attention.cpu_attention",
+        "executor/start/device_start.py: executor.cpu_attention.pipeline",
+        "executor/start/device_start.py: executor.drafting.drafting",
+        "executor/start/device_start.py: executor.drafting.verification",
+        "executor/start/device_start.py: executor.kv_transfer.gpu_staging",
+        "executor/start/device_start.py: executor.kv_transfer.transfer",
+        "executor/start/device_start.py: executor.start.drafters",
+    ],
+    "It is for GPUs.": ["executor/start/device_start.py: executor.start"],
+    "It is for models of another kind: GGUF files, random weights, weights under several layouts.": [
+        "executor/start/model_loading.py: models.dummy",
+        "executor/start/model_loading.py: models.resharding",
+        "models/hub.py: models.gguf_directory",
+        "models/loading.py: models.gguf_checkpoint",
     ],
     "It makes a ModelConfig, so it imports the module that asks it.": ["config/model_config.py: config.families"],
     "Its import is a part of what is timed, or a child process imports it.": [

@@ -110,7 +110,7 @@ def test_a_profile_is_made_once_and_kept(engine: StartingEngine, tmp_path: Path)
 
 
 def compiled(stage: Stage) -> Any:
-    return SimpleNamespace(runner=stage.runner, processor=stage.processor, compiled=True)
+    return SimpleNamespace(runner=stage.runner, compiled=True)
 
 
 @pytest.mark.parametrize(

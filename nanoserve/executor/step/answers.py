@@ -40,17 +40,21 @@ class LogprobColumns(NamedTuple):
     def of(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
         """The columns of logits, float32 [N, V], with the `most` likeliest tokens of each row; waits for nothing."""
         at_a_time = rows_in_cache(logits)
-        pieces = [slice(start, start + at_a_time) for start in range(0, len(logits), at_a_time)]
-        parts = [cls._of_rows(logits[rows], tokens[rows], most) for rows in pieces]
+        parts = list[LogprobColumns]()
+        for start in range(0, len(logits), at_a_time):
+            rows = slice(start, start + at_a_time)
+            parts.append(cls._of_rows(logits[rows], tokens[rows], most))
         if len(parts) == 1:
             return parts[0]
-        return cls(*map(torch.cat, zip(*parts, strict=True)))
+        return cls._make(torch.cat(columns) for columns in zip(*parts, strict=True))
 
     @classmethod
     def _of_rows(cls, logits: Tensor, tokens: Tensor, most: int) -> "LogprobColumns":
         normalizer = logits.logsumexp(dim=1, keepdim=True)
         chosen = logits.gather(1, tokens[:, None])
-        best = top_tokens(logits, most) if most else tokens[:, None][:, :0]
+        best = tokens.new_empty(len(tokens), 0)
+        if most:
+            best = top_tokens(logits, most)
         return cls(
             tokens=tokens,
             logprobs=(chosen - normalizer)[:, 0],
@@ -60,13 +64,15 @@ class LogprobColumns(NamedTuple):
         )
 
     def through(self, move: Callable[[Tensor], Tensor]) -> "LogprobColumns":
-        return LogprobColumns(*map(move, self))
+        return LogprobColumns._make(move(column) for column in self)
 
     def rows(self, tops: Sequence[int]) -> Iterator[TokenLogprob]:
         """One by one, on the host. tops: how many of the likeliest tokens to name for each."""
-        columns = [column.tolist() for column in self]
-        for token, rank, logprob, ids, values, top in zip(*columns, tops, strict=True):
-            yield TokenLogprob(token, logprob, rank, tuple(zip(ids[:top], values[:top], strict=True)))
+        tokens, ranks, logprobs = self.tokens.tolist(), self.ranks.tolist(), self.logprobs.tolist()
+        best, best_logprobs = self.best.tolist(), self.best_logprobs.tolist()
+        for place, top in enumerate(tops):
+            named = zip(best[place][:top], best_logprobs[place][:top], strict=True)
+            yield TokenLogprob(tokens[place], logprobs[place], ranks[place], tuple(named))
 
 
 @dataclass(slots=True)

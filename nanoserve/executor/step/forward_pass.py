@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class StepInputs:
     @property
     def batches(self) -> tuple[AttentionBatch, ...]:
         """Of all cache groups."""
-        return self.batch, *self.more
+        return (self.batch, *self.more)
 
     @property
     def first(self) -> Tensor:
@@ -71,7 +71,8 @@ class Caches:
         blocks, _, block_size, _ = self.keys[tensor].shape
         shape = (blocks * shares - part, own.num_kv_heads, block_size, own.head_dim)
         first = part * math.prod(shape[1:])
-        keys, values = (one[tensor].view(-1)[first:].view(shape) for one in (self.keys, self.values))
+        keys = self.keys[tensor].view(-1)[first:].view(shape)
+        values = self.values[tensor].view(-1)[first:].view(shape)
         return keys, values
 
 
@@ -86,17 +87,18 @@ def make_caches(
 ) -> Caches:
     """A KV cache with any content: memory that is never touched costs no time. Its tensors are laid out one after
     another in the storage, uint8 on that device, which several caches may share in turn; None takes new memory."""
-    shapes = [
-        (num_blocks, config.num_kv_heads, block_size, width) for width in config.tensor_widths
-    ] * config.cache_groups.num_tensors
+    keys, values = list[Tensor](), list[Tensor]()
+    end = 0  # of what is taken of the storage
     with torch.inference_mode():  # as steps run: compiled code is made for tensors of one mode
-        if storage is None:
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-        else:
-            ends = accumulate(math.prod(shape) * dtype.itemsize for shape in shapes)
-            places = [storage[start:end] for start, end in pairwise((0, *ends))]
-            tensors = [place.view(dtype).view(shape) for place, shape in zip(places, shapes, strict=True)]
-    return Caches(tensors[::2], tensors[1::2])
+        for _ in range(config.cache_groups.num_tensors):
+            for tensors, width in zip((keys, values), config.tensor_widths, strict=True):
+                shape = (num_blocks, config.num_kv_heads, block_size, width)
+                if storage is None:
+                    tensors.append(torch.empty(shape, dtype=dtype, device=device))
+                else:
+                    start, end = end, end + math.prod(shape) * dtype.itemsize
+                    tensors.append(storage[start:end].view(dtype).view(shape))
+    return Caches(keys, values)
 
 
 class ForwardPass:
@@ -184,9 +186,10 @@ class InputBuilder:
         add: Callable[[np.ndarray], Tensor],
         add_batch: Callable[[np.ndarray], Tensor] | None = None,
     ) -> StepInputs:
-        """The inputs of a step, whose rows end as `row_ends` says. `add` has an array moved to the device before the
+        """Lay the rows of a step end to end, as `row_ends` says. `add` has an array moved to the device before the
         next step is built, and `add_batch` those of the AttentionBatch, which may be needed elsewhere. Raises
         RuntimeError if a row's block table is too short for its last position."""
+        add_batch = add_batch or add
         starts = np.array([row.start for row in rows], np.int32)
         blocks = [table.blocks for table in tables]
         num_blocks = np.array([len(each) for each in blocks])
@@ -197,21 +200,24 @@ class InputBuilder:
         lengths = query_starts[1:] - query_starts[:-1]
         np.add(starts, lengths, out=contexts)
         self._check_capacity(rows, contexts, num_blocks // self.groups)
-        token_ids, positions, slots = self._token_buffers(num_tokens)
-        token_ids[:] = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, num_tokens)
         block_tables[:] = 0
         block_tables[np.arange(width) < num_blocks[:, None]] = np.concatenate(blocks)
+        tables_of_groups = [block_tables]
+        if self.groups > 1:
+            tables_of_groups = [block_tables[:, group :: self.groups] * n for group, n in enumerate(self._shares)]
+
+        token_ids, positions, slots = self._token_buffers(num_tokens)
+        token_ids[:] = np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, num_tokens)
         row_of_token = np.repeat(np.arange(len(rows)), lengths)
         positions[:] = np.arange(num_tokens) - query_starts[row_of_token] + starts[row_of_token]
-        tables_of = [block_tables]
-        if self.groups > 1:
-            tables_of = [block_tables[:, group :: self.groups] * share for group, share in enumerate(self._shares)]
-        self._fill_slots(slots, tables_of[0], row_of_token, positions)
-        batch = AttentionBatch(*map(add_batch or add, (tables_of[0], query_starts, contexts, slots)))
+        first_table = tables_of_groups[0]
+        self._fill_slots(slots, first_table, row_of_token, positions)
+        batch = AttentionBatch(add_batch(first_table), add_batch(query_starts), add_batch(contexts), add_batch(slots))
         more = list[AttentionBatch]()
-        for table in tables_of[1:]:
-            self._fill_slots(others := np.empty_like(slots), table, row_of_token, positions)
-            more.append(AttentionBatch(add(table), batch.query_starts, batch.context_lengths, add(others)))
+        for table in tables_of_groups[1:]:
+            group_slots = np.empty_like(slots)
+            self._fill_slots(group_slots, table, row_of_token, positions)
+            more.append(AttentionBatch(add(table), batch.query_starts, batch.context_lengths, add(group_slots)))
         return StepInputs(add(token_ids), add(positions), batch, int(lengths.max()), more=tuple(more))
 
     def _fill_slots(

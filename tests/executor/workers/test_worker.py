@@ -47,7 +47,7 @@ class FullDevice:
     mechanisms: Sequence[Mechanism] = ()
 
     def prepare(self, plan: StepPlan) -> SimpleNamespace | PreparedStep:
-        return SimpleNamespace(plan=plan, num_tokens=7, inputs=None)
+        return SimpleNamespace(plan=plan, num_tokens=7, inputs=None, forward=None)
 
     def begin(self, step: PreparedStep) -> None:
         for mechanism in self.mechanisms:
