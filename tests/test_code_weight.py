@@ -18,6 +18,8 @@ MOST_FILES_OF_A_LATER_TOKEN = 23
 MOST_FUNCTIONS_OF_A_LATER_TOKEN = 113
 """Named functions outside models/ and triton_ops/."""
 MOST_FUNCTIONS_OF_OUTPUTS = 11
+MOST_FUNCTIONS_OF_A_STEP = 32
+"""Named functions of the runner, its inputs and its answers."""
 MOST_LINES_OF_A_FUNCTION = 50
 
 
@@ -53,6 +55,8 @@ def test_a_later_token_visits_no_more_functions_and_none_is_long(tokens: tuple[V
     assert len(functions) <= MOST_FUNCTIONS_OF_A_LATER_TOKEN, functions
     outputs = [function for function in functions if function.file == "nanoserve/engine/outputs.py"]
     assert 0 < len(outputs) <= MOST_FUNCTIONS_OF_OUTPUTS, outputs
+    of_a_step = [function for function in functions if "/executor/step/" in function.file]
+    assert 0 < len(of_a_step) <= MOST_FUNCTIONS_OF_A_STEP, of_a_step
     assert [function for function in later.functions if function.num_lines > MOST_LINES_OF_A_FUNCTION] == []
 
 

@@ -49,8 +49,10 @@ class DeviceStart:
             from nanoserve.executor.start.drafters import load_drafter
 
             self._drafting = load_drafter(config, resolved, decoders[0])
-        self.drafter_bytes = 0 if self._drafting is None else self._drafting.block_bytes
+        self.drafter_bytes = 0
         """What a drafter's cache takes beside each block."""
+        if self._drafting is not None:
+            self.drafter_bytes = self._drafting.block_bytes
         self.block_bytes = tuple(
             kv_bytes_per_block(one.config, config.block_size, one.dtype) + self.drafter_bytes for one in decoders
         )
@@ -85,18 +87,16 @@ class DeviceStart:
         feeds_tokens: bool = False,
     ) -> list[Stage]:
         """A stage for each decoder, with a cache of so many blocks; raises what `Stage.build` raises."""
-        drafter = None if self._drafting is None else self._drafting.build(num_blocks[0])
+        drafter = self._drafting.build(num_blocks[0]) if self._drafting is not None else None
         stages = list[Stage]()
         for decoder, layers, blocks in zip(self._decoders, self.layers, num_blocks, strict=True):
             mechanisms = list[Mechanism]()
             if pool is not None:
-                mechanisms += self._host_mechanisms(pool.part(decoder.shard), processor, layers)
+                mechanisms.extend(self._host_mechanisms(pool.part(decoder.shard), processor, layers))
             if feeds_tokens:
-                from nanoserve.executor.async_scheduling.fed_tokens import FedTokens
-
-                mechanisms.append(FedTokens())
+                mechanisms.append(_fed_tokens())
             if self._config.speculate is not None:
-                mechanisms += self._draft_mechanisms(drafter)
+                mechanisms.extend(_draft_mechanisms(drafter))
             stage = Stage.build(
                 decoder,
                 num_blocks=blocks,
@@ -117,18 +117,35 @@ class DeviceStart:
         """Those that use a part of the host pool: swaps, and attention there if a processor is set apart for it."""
         from nanoserve.executor.kv_transfer.transfer import LocalKvTransfer, WorkerKvTransfer
 
-        transfer = WorkerKvTransfer(part) if self._in_worker else LocalKvTransfer(part)
-        if processor is None:
-            return [transfer]
-        from nanoserve.executor.cpu_attention.cpu_attention import LocalCpuAttention
-        from nanoserve.executor.cpu_attention.pipeline import WorkerCpuAttention
+        layers = layers or LayerRunner()
+        found = list[Mechanism]()
+        if self._in_worker:
+            if processor is not None:
+                from nanoserve.executor.cpu_attention.pipeline import WorkerCpuAttention
 
-        attention = WorkerCpuAttention if self._in_worker else LocalCpuAttention
-        return [attention(processor, layers or LayerRunner(), part), transfer]
+                found.append(WorkerCpuAttention(processor, layers, part))
+            found.append(WorkerKvTransfer(part))
+        else:
+            if processor is not None:
+                from nanoserve.executor.cpu_attention.cpu_attention import LocalCpuAttention
 
-    def _draft_mechanisms(self, drafter: "Drafter | None") -> list[Mechanism]:
-        """Those of draft tokens, which a drafter guesses here or somebody elsewhere."""
-        from nanoserve.executor.drafting.drafting import Drafting
-        from nanoserve.executor.drafting.verification import Verification
+                found.append(LocalCpuAttention(processor, layers, part))
+            found.append(LocalKvTransfer(part))
+        return found
 
-        return [Verification()] if drafter is None else [Verification(), Drafting(drafter)]
+
+def _fed_tokens() -> Mechanism:
+    """Launch the next step while the device computes one."""
+    from nanoserve.executor.async_scheduling.fed_tokens import FedTokens
+
+    return FedTokens()
+
+
+def _draft_mechanisms(drafter: "Drafter | None") -> list[Mechanism]:
+    """Those of draft tokens, which a drafter guesses here or somebody elsewhere."""
+    from nanoserve.executor.drafting.drafting import Drafting
+    from nanoserve.executor.drafting.verification import Verification
+
+    if drafter is None:
+        return [Verification()]
+    return [Verification(), Drafting(drafter)]
