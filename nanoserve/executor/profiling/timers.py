@@ -14,7 +14,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.executor.cpu_attention.host_attention import HostTask
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.kv_transfer.host_pool import HostPart
-from nanoserve.executor.step.model_runner import ModelRunner
+from nanoserve.executor.step.model_runner import ModelRunner, PreparedStep
 from nanoserve.models.attention import AttentionBatch
 from nanoserve.models.decoder import Decoder, DecoderLayer
 from nanoserve.request import SamplingParams
@@ -207,17 +207,22 @@ class StepTimer:
     def inputs_seconds(self, rows: int) -> float:
         """Seconds before the layers of `rows` decodes, after a step that displaces their data from a CPU's caches."""
         plan = self._decode_plan(rows)
-        self.runner.compute(self.runner.prepare(plan))
+        self._compute(plan)
         return self._watch.seconds(lambda: self.runner.prepare(plan))
 
     def head_seconds(self, rows: int) -> float:
         """Seconds after the layers of `rows` decodes: logits, greedy sampling and fetching tokens."""
-        step = self.runner.prepare(self._decode_plan(rows))
-        hidden = self.runner.compute(step)
+        step, hidden = self._compute(self._decode_plan(rows))
         return self._watch.seconds(lambda: self.runner.sample(step, hidden).answers())
 
     def close(self) -> None:
         self.runner.execute(StepPlan(0, end=tuple(self._begun)))
+
+    def _compute(self, plan: StepPlan) -> tuple[PreparedStep, Tensor | None]:
+        """Run a plan up to its last layer."""
+        step = self.runner.prepare(plan)
+        self.runner.begin(step)
+        return step, self.runner.compute(step)
 
     def _forward_seconds(self, sizes: Sequence[int]) -> float:
         """Seconds of the layers over prompts of these sizes, in a whole step, whose end displaces a CPU's caches."""
@@ -225,6 +230,7 @@ class StepTimer:
         # One sampled row displaces as much as many, which may take longer than the layers.
         rows = [Row(-1 - n, 0, text, sample=n == 0, new_blocks=self._column(n)) for n, text in enumerate(texts)]
         step = self.runner.prepare(StepPlan(0, begin=self._begin(texts), rows=tuple(rows)))
+        self.runner.begin(step)
         began = self._watch.now()
         hidden = self.runner.compute(step)
         seconds = self._watch.now() - began

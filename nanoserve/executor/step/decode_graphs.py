@@ -27,13 +27,17 @@ STAGE = "capturing decode steps"
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """How many rows the graphs have, ascending: 1, 2, 4, 8, 16, 24 and so on, the last for all that may run."""
     largest = min(max_num_seqs, LARGEST_BUCKET)
-    return (*(size for size in (1, 2, 4, *range(8, largest, 8)) if size < largest), largest)
+    smaller = [size for size in (1, 2, 4) if size < largest]
+    smaller.extend(range(8, largest, 8))
+    return (*smaller, largest)
 
 
 def graph_sizes(buckets: Sequence[int], *, guesses: bool) -> list[tuple[int, int]]:
     """Rows and tokens per row of each graph, ascending in both."""
-    several = [(rows, width) for width in WIDTHS for rows in buckets if rows <= LARGEST_GUESSING_BUCKET]
-    return [(rows, 1) for rows in buckets] + (several if guesses else [])
+    sizes = [(rows, 1) for rows in buckets]
+    if guesses:
+        sizes.extend((rows, width) for width in WIDTHS for rows in buckets if rows <= LARGEST_GUESSING_BUCKET)
+    return sizes
 
 
 class StaticInputs:
@@ -50,11 +54,13 @@ class StaticInputs:
     ) -> None:
         self.sizes = sizes  # as of `graph_sizes`
         self.most_blocks = most_blocks  # in a row of the longest sequence
-        most_rows, tokens = max(rows for rows, _ in sizes), max(rows * width for rows, width in sizes)
+        most_rows, most_width = max(rows for rows, _ in sizes), max(width for _, width in sizes)
+        tokens = max(rows * width for rows, width in sizes)
         self._token_ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        # What pads a row stands behind its last block, perhaps.
-        blocks = most_blocks + (max(width for _, width in sizes) if tokens > most_rows else 0)
+        blocks = most_blocks
+        if most_width > 1:
+            blocks += most_width  # what pads a row stands behind its last block, perhaps
         # Of each cache group: block tables and slots.
         self._tables = [torch.zeros(most_rows, blocks, dtype=torch.int32, device=device) for _ in range(groups)]
         self._starts = {
@@ -66,11 +72,12 @@ class StaticInputs:
 
     def first(self, rows: int, width: int = 1) -> StepInputs:
         tokens, starts = rows * width, self._starts[width][: rows + 1]
-        batch, *more = [
+        batches = [
             AttentionBatch(tables[:rows], starts, self._contexts[:rows], slots[:tokens])
             for tables, slots in zip(self._tables, self._slots, strict=True)
         ]
-        return StepInputs(self._token_ids[:tokens], self._positions[:tokens], batch, width, more=tuple(more))
+        token_ids, positions = self._token_ids[:tokens], self._positions[:tokens]
+        return StepInputs(token_ids, positions, batches[0], width, more=tuple(batches[1:]))
 
 
 def fill(static: StepInputs, inputs: StepInputs, places: Tensor | None = None) -> None:
@@ -79,17 +86,19 @@ def fill(static: StepInputs, inputs: StepInputs, places: Tensor | None = None) -
     _, starts, new_contexts, _ = inputs.batch.tensors
     contexts = static.batch.context_lengths
     rows, width = inputs.batch.block_tables.shape
-    tokens = rows if places is None else len(places)
-    sources = [*(batch.slot_mapping for batch in inputs.batches), inputs.token_ids, inputs.positions]
-    targets = [*(batch.slot_mapping for batch in static.batches), static.token_ids, static.positions]
+    tokens = rows
+    sources = [batch.slot_mapping for batch in inputs.batches] + [inputs.token_ids, inputs.positions]
+    targets = [batch.slot_mapping for batch in static.batches] + [static.token_ids, static.positions]
     if places is not None:
+        tokens = len(places)
         sources = [source[places.clamp(min=0)] for source in sources]
         for slots in sources[: len(static.batches)]:
             slots.masked_fill_(places < 0, SKIPPED_SLOT)
+        new_contexts = new_contexts - starts.diff() + static.longest
     torch._foreach_copy_([target[:tokens] for target in targets], sources)
     for batch, new in zip(static.batches, inputs.batches, strict=True):
         batch.block_tables[:rows, :width].copy_(new.block_tables)
-    contexts[:rows].copy_(new_contexts if places is None else new_contexts - starts.diff() + static.longest)
+    contexts[:rows].copy_(new_contexts)
     if rows < len(contexts):
         for batch in static.batches:
             batch.slot_mapping[tokens:].fill_(SKIPPED_SLOT)
@@ -130,11 +139,11 @@ class DecodeGraphs:
     def __call__(self, inputs: StepInputs) -> Tensor:
         rows, blocks = inputs.batch.block_tables.shape
         width = next((width for width in self._buckets if width >= inputs.longest), None)
-        buckets = () if width is None else self._buckets[width]
         # A graph does not say how far it is in its layers.
-        if width is None or not buckets or inputs.computed is not None:
+        if width is None or inputs.computed is not None or blocks > self._static.most_blocks:
             return self._forward(inputs)
-        if rows > buckets[-1] or blocks > self._static.most_blocks:
+        buckets = self._buckets[width]
+        if rows > buckets[-1]:
             return self._forward(inputs)
         static, replay, hidden = self._graphs[buckets[bisect_left(buckets, rows)], width]
         if width == 1:
