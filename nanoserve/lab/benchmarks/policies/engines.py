@@ -102,7 +102,9 @@ def open_with_host(
     assert isinstance(executor, LocalExecutor), "one device in this process"
     speeds = measure_speeds(executor.runner.device, executor.runner.decoder.dtype)
     processor = next(each.processor for each in executor.stage.mechanisms if isinstance(each, CpuAttention))
-    starting = StartingEngine(stage=executor.stage, config=sized, model=llm.built.model, speeds=speeds, processor=processor)
+    starting = StartingEngine(
+        stage=executor.stage, config=sized, model=llm.built.model, speeds=speeds, processor=processor
+    )
     profile = hybrid_profile(starting, progress)
     if profile is None:
         raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
