@@ -324,8 +324,8 @@ class Sequence:
     """The position from which on queries need their blocks: those behind its windows are given back."""
     in_flight: deque[PlannedRow] = field(default_factory=deque)
     """Rows of submitted plans that are not answered yet, oldest first; ``place`` shows a swap in flight."""
-    guessing: bool = True
-    """Whether its next row shall have guesses: it is not fed then, as they follow its latest token."""
+    waits_for_token: bool = False
+    """Whether its latest token must be known before its next row is planned, though the executor feeds tokens."""
     begun: bool = False
     siblings: "list[Sequence]" = field(default_factory=list)
     """Other samples of its request that wait until its prompt is computed."""

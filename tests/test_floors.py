@@ -120,6 +120,7 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "text/grammar/checker.py: text.grammar.compiler",
     ],
     "Most engines do without it: several workers, a predictor, a trace, several machines.": [
+        "engine/assembly.py: engine.extensions",
         "engine/assembly.py: executor.start.predictors",
         "engine/assembly.py: executor.workers.executor",
         "engine/assembly.py: engine.tracing",
@@ -130,7 +131,6 @@ LAZY_IMPORTS: dict[str, list[str]] = {
     "A mechanism is put together only for the engines that use it: the plain path runs without its folder.": [
         "engine/assembly.py: executor.cpu_attention.host_processor",
         "engine/assembly.py: executor.kv_transfer.host_pool",
-        "engine/assembly.py: scheduler.speculation.speculator",
         "executor/start/device_start.py: executor.async_scheduling.fed_tokens",
         "executor/start/device_start.py: executor.cpu_attention.cpu_attention",
         "executor/start/device_start.py: executor.cpu_attention.pipeline",

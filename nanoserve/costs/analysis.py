@@ -6,7 +6,7 @@ from typing import Literal
 import msgspec
 
 from nanoserve.costs.step_costs import StepCosts
-from nanoserve.scheduler.kv import most_blocks
+from nanoserve.scheduler.windows import most_blocks
 from nanoserve.scheduler.work import StepWork
 
 Bound = Literal["compute", "memory", "link", "overhead"]

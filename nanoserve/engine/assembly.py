@@ -32,11 +32,12 @@ from nanoserve.models.hub import ProgressCallback, ResolvedModel, resolve_model
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.request import ExpectedLengths, SamplingParams
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.kv import most_tokens
+from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.windows import most_tokens
 from nanoserve.text.tokenizer import has_same_tokens
 from triton_ops.cpu import CpuOperators, cpu_operators
 
@@ -333,12 +334,11 @@ def _make_scheduler(
     feeds_tokens: bool = False,
 ) -> Scheduler:
     first, *others = capacities
-    speculator = None
-    if config.speculate is not None:
-        from nanoserve.scheduler.speculation.speculator import Speculator
+    extensions = Extensions()
+    if host_blocks or others or config.speculate is not None:
+        from nanoserve.engine.extensions import engine_extensions  # most engines do without
 
-        budget, looks_up = config.max_num_batched_tokens, config.speculate == "ngram"
-        speculator = Speculator(looks_up=looks_up, token_budget=budget, feeds_tokens=feeds_tokens)
+        extensions = engine_extensions(config, host_blocks=host_blocks, other_layouts=others, feeds_tokens=feeds_tokens)
     scheduler = Scheduler(
         _make_policy(config, host_blocks),
         num_blocks=first.num_blocks,
@@ -347,12 +347,10 @@ def _make_scheduler(
         max_num_seqs=config.max_num_seqs,
         prefix_caching=config.enable_prefix_caching,
         pipeline_depth=first.pipeline_depth,
-        host_blocks=host_blocks,
-        other_layouts=others,
         predictors=predictors,
         feeds_tokens=feeds_tokens,
-        speculator=speculator,
         windows=model.cache_groups.windows,
+        extensions=extensions,
     )
     if scheduler.predictors:
         from nanoserve.record.forecasts import learn_from_results  # for engines that predict

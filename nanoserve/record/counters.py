@@ -8,7 +8,7 @@ from typing import Self
 import msgspec
 
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.speculation.speculator import GuessCounts
+from nanoserve.scheduler.work import GuessCounts
 
 
 class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -39,25 +39,27 @@ class EngineStatus(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, scheduler: Scheduler, losses: int) -> Self:
         """Return the status of one engine, from its scheduler and the number of times that its workers died."""
-        speculator = scheduler.table.speculator
+        extensions = scheduler.extensions
+        layouts, host = extensions.layouts, extensions.host
+        cpu_attention, drafts = extensions.cpu_attention, extensions.drafts
         return cls(
-            layouts=(scheduler.layouts.current,),
-            changing=(scheduler.layouts.changing,),
+            layouts=(0 if layouts is None else layouts.current,),
+            changing=(layouts is not None and layouts.changing,),
             running=len(scheduler.running),
-            on_host=len(scheduler.on_host),
+            on_host=0 if host is None else len(host.on_host),
             waiting=len(scheduler.waiting),
             free_blocks=scheduler.pool.free_blocks,
             total_blocks=scheduler.pool.num_blocks,
-            free_host_blocks=scheduler.host_pool.free_blocks,
-            total_host_blocks=scheduler.host_pool.num_blocks,
+            free_host_blocks=0 if host is None else host.pool.free_blocks,
+            total_host_blocks=0 if host is None else host.pool.num_blocks,
             prompt_tokens=scheduler.prompt_tokens,
             output_tokens=scheduler.output_tokens,
             preemptions=scheduler.table.preemptions,
             steps=scheduler.steps,
-            transitions=scheduler.transitions,
+            transitions=0 if layouts is None else layouts.transitions,
             losses=losses,
-            host_losses=scheduler.host_losses,
-            guesses=GuessCounts() if speculator is None else speculator.counts + GuessCounts(),
+            host_losses=0 if cpu_attention is None else cpu_attention.losses,
+            guesses=GuessCounts() if drafts is None else drafts.speculator.counts + GuessCounts(),
         )
 
     @classmethod

@@ -31,10 +31,15 @@ class Blocks(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Blocks":
-        device, host = scheduler.pool, scheduler.host_pool
-        used_device, used_host = device.num_blocks - device.free_blocks, host.num_blocks - host.free_blocks
-        sequences = len(scheduler.running), scheduler.table.preemptions
-        return cls(used_device, device.num_blocks, used_host, host.num_blocks, *sequences)
+        device, host = scheduler.pool, scheduler.extensions.host
+        return cls(
+            used_device=device.num_blocks - device.free_blocks,
+            device=device.num_blocks,
+            used_host=0 if host is None else host.pool.num_blocks - host.pool.free_blocks,
+            host=0 if host is None else host.pool.num_blocks,
+            on_device=len(scheduler.running),
+            preemptions=scheduler.table.preemptions,
+        )
 
     @property
     def device_share(self) -> float:

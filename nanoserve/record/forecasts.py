@@ -8,16 +8,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from statistics import median
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from nanoserve.record.events import Corrected, Event, Forecast
-from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Cohort, Decision, Load
 from nanoserve.scheduler.plan import Row, StepPlan, StepResult, work_of
 from nanoserve.scheduler.predictor import LearningPredictor, Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.work import HostBatch, StepFeatures
+
+if TYPE_CHECKING:  # most engines have no cohorts
+    from nanoserve.scheduler.cpu_attention.cohorts import HostCohorts
 
 _MANY, _ONE_IN = 256, 17
 """The predictor learns from the first _MANY results, then from one in _ONE_IN, to save time on the CPU. Every second or
@@ -28,25 +31,34 @@ def learn_from_results(scheduler: Scheduler) -> None:
     """Have a scheduler's predictors learn from its results, if there are any that do and they are not learning yet."""
     are_learning = any(isinstance(observer, Forecasts) for observer in scheduler.observers)
     if not are_learning and any(isinstance(one, LearningPredictor) for one in scheduler.predictors):
-        scheduler.observers.append(Forecasts(scheduler.predictors))
+        attention = scheduler.extensions.cpu_attention
+        cohorts = None if attention is None else attention.cohorts
+        scheduler.observers.append(Forecasts(scheduler.predictors, cohorts=cohorts))
 
 
 class Forecasts:
     """A SchedulerObserver with a predictor for each layout; only predictors that learn get forecasts.
 
     ``emit``, which a recorder sets, is called with each forecast when its step is planned, and again when it was
-    measured and learned from; and with the predictor's corrections when they may have changed.
+    measured and learned from; and with the predictor's corrections when they may have changed. ``cohorts`` are those of
+    the scheduler, if host sequences decode.
     """
 
-    def __init__(self, predictors: Sequence[Predictor], emit: Callable[[Event], object] = lambda event: None) -> None:
+    def __init__(
+        self,
+        predictors: Sequence[Predictor],
+        emit: Callable[[Event], object] = lambda event: None,
+        cohorts: "HostCohorts | None" = None,
+    ) -> None:
         self._predictors = [one if isinstance(one, LearningPredictor) else None for one in predictors]
+        self._cohorts = cohorts
         self.of_all = False  # whether every plan is predicted, as a trace wants it; else only those learned from
         self._in_flight: dict[int, tuple[Forecast, LearningPredictor | None]] = {}
         self._newest: LearningPredictor | None = None  # predictor of the newest plan
         self.emit = emit
         self._plans, self._host_results = _lessons(), _lessons()
 
-    def on_plan(self, plan: StepPlan, load: Load | None, decision: Decision, cohorts: HostCohorts) -> None:
+    def on_plan(self, plan: StepPlan, load: Load | None, decision: Decision) -> None:
         """Predict a plan with rows; the cohorts do not follow it yet."""
         predictor = self._predictors[plan.layout] if self._predictors else None
         if predictor is None or not plan.rows:
@@ -56,12 +68,12 @@ class Forecasts:
             self.emit(Corrected(predictor.corrections))
         is_lesson = next(self._plans)
         if is_lesson or self.of_all:
-            work = features_of(plan, cohorts)
+            work = features_of(plan, self._cohorts)
             forecast = Forecast(plan.step, decision, work, predictor.step_seconds(work))
             self._in_flight[plan.step] = forecast, predictor if is_lesson else None
             self.emit(forecast)
 
-    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
+    def on_result(self, result: StepResult) -> None:
         """Learn from a result; the cohorts do not advance by it yet."""
         if self._newest is not None and result.host_work and next(self._host_results):
             # An asymmetric step attends for the same sequences in layer after layer: together they are one number.
@@ -78,7 +90,7 @@ class Forecasts:
             return  # what it waited for never came
         work = forecast.work
         if work.strategy == "overlap":
-            work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, cohorts))
+            work = msgspec.structs.replace(work, host=_joined(work, result, forecast.step, self._cohorts))
         if predictor is not None:
             predictor.observe(work, result.seconds)
             self.emit(Corrected(predictor.corrections))
@@ -92,8 +104,10 @@ def _lessons() -> Iterator[bool]:
     return (number <= _MANY or number % _ONE_IN == 0 for number in count(1))
 
 
-def features_of(plan: StepPlan, cohorts: HostCohorts) -> StepFeatures:
+def features_of(plan: StepPlan, cohorts: "HostCohorts | None" = None) -> StepFeatures:
     """Sum a plan up, as if all cohorts under way, before they follow it, join an overlapped step."""
+    if cohorts is None:
+        return StepFeatures(strategy=plan.strategy, device=work_of(plan.rows))
     device = work_of(row for row in plan.rows if row.tier == "device")
     on_host = [row for row in plan.rows if row.tier == "host"]
     if plan.strategy == "overlap":
@@ -106,7 +120,7 @@ def features_of(plan: StepPlan, cohorts: HostCohorts) -> StepFeatures:
     )
 
 
-def _batches(rows: Iterable[Row], cohorts: HostCohorts) -> tuple[HostBatch, ...]:
+def _batches(rows: Iterable[Row], cohorts: "HostCohorts") -> tuple[HostBatch, ...]:
     """Rows of an asymmetric step, by how far they are; one of no tokens is under way, and leaves its cohort."""
     equally_far: defaultdict[int, list[Row]] = defaultdict(list)
     for row in rows:
@@ -123,8 +137,9 @@ def _passing(cohort: Cohort) -> HostBatch:
     return HostBatch(cohort.sequences, cohort.context_tokens, cohort.layers + 1)
 
 
-def _joined(work: StepFeatures, result: StepResult, step: int, cohorts: HostCohorts) -> tuple[HostBatch, ...]:
+def _joined(work: StepFeatures, result: StepResult, step: int, cohorts: "HostCohorts | None") -> tuple[HostBatch, ...]:
     """Host batches that took part in an overlapped step: they began in it, or their cohort advanced or finished."""
+    assert cohorts is not None, "only host sequences make a step overlap"
     beginning = [batch for batch in work.host if batch.attended == 0]
     layers = {progress.step: progress.layers for progress in result.cohorts}
     joined = [

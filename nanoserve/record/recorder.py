@@ -14,7 +14,6 @@ from nanoserve.record.engine_observer import EngineObserver
 from nanoserve.record.forecasts import Forecasts
 from nanoserve.record.times import StageTimes, Times
 from nanoserve.request import FinishReason, Request, SequenceUpdate
-from nanoserve.scheduler.cohorts import HostCohorts
 from nanoserve.scheduler.load import Decision, Load
 from nanoserve.scheduler.plan import Executor, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
@@ -122,13 +121,13 @@ class Recorder(EngineObserver):
 
     # ---- the scheduler's part ---------------------------------------------------------------------------------
 
-    def on_plan(self, plan: StepPlan, load: Load, decision: Decision, cohorts: HostCohorts) -> None:
-        """Remember what the scheduler made the newest plan from, and when."""
+    def on_plan(self, plan: StepPlan, load: Load, decision: Decision) -> None:
+        """Remember what the scheduler made the newest plan from."""
         self._load, self._decision = load, decision
         self._clock = self._engine.now()
         self._planned = self._executor.now()
 
-    def on_result(self, result: StepResult, cohorts: HostCohorts) -> None:
+    def on_result(self, result: StepResult) -> None:
         """Results are seen when the executor gives them, before the scheduler."""
 
     def on_reset(self) -> None:

@@ -9,35 +9,11 @@ from nanoserve.request import Sequence
 
 ChainLink = int | str  # the entry of the preceding column, or the salt in front of a first one
 NO_BLOCK = -1
-"""Stands in a block table for a block that the sequence has given back, or never had: it lies behind a window."""
+"""Stands in a block table for a block that the sequence has given back, or never had: no query will read it."""
 
 
 Address = tuple[ChainLink, tuple[int, ...]]
 """A column's content: its chain, and a block's worth of tokens after it."""
-
-
-def first_seen(position: int, window: int) -> int:
-    """The first position that a query sees through a window; one of 0 shows all."""
-    return max(0, position + 1 - window) if window else 0
-
-
-def most_blocks(windows: Iterable[int], tokens: int, block_size: int, chunk: int | None = None) -> int:
-    """Blocks that a sequence of this many tokens holds at most, at any time, in groups with these windows. It is
-    computed in chunks of at most ``chunk`` tokens; None stands for a block's worth, with which every sequence ends."""
-    columns = -(-tokens // block_size)
-    # A chunk's queries see W - 1 positions before it, and all of these begin anywhere in a block.
-    before = (block_size if chunk is None else chunk) - 1 + block_size - 1
-    return sum(min(columns, (window + before - 1) // block_size + 1) if window else columns for window in windows)
-
-
-def most_tokens(windows: tuple[int, ...], num_blocks: int, block_size: int, longest: int) -> int:
-    """Tokens, at most ``longest``, of a sequence that never holds more than this many blocks."""
-    in_windows = most_blocks([window for window in windows if window], longest, block_size)
-    full = windows.count(0)
-    columns = num_blocks // len(windows)  # if no window has been left behind
-    if in_windows <= num_blocks:
-        columns = max(columns, (num_blocks - in_windows) // full if full else longest)
-    return min(longest, columns * block_size)
 
 
 class BlockPool:
@@ -190,66 +166,40 @@ class BlockPool:
 
 
 class SequenceBlocks:
-    """The block tables of all sequences: prefix hits, growth, windows, forks, release. A sequence holds host blocks
-    before it moves if it is a prompt to be parked, and both tables while it moves. Each host block has one owner.
+    """The block tables of all sequences: prefix hits, growth, forks, release.
 
     A table is a list of columns, each a block of every cache group: block ``i`` of group ``g`` is at
-    ``i * groups + g``. So all groups grow together, and with one group it is the plain list of blocks. ``windows`` are
-    those of the groups, 0 for one that keeps all.
+    ``i * groups + g``. So all groups grow together, and with one group it is the plain list of blocks.
     """
 
-    def __init__(self, pool: BlockPool, host_pool: BlockPool, windows: tuple[int, ...] = (0,)) -> None:
+    slides = False
+    """Whether blocks are given back that queries no longer see."""
+
+    def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.host_pool = host_pool
-        self.windows = windows
-        self.groups = len(windows)
-        self.slides = any(windows)
-        """Whether blocks are given back behind windows."""
+        self.groups = pool.groups
         self._block_size = pool.block_size
 
     def most_held(self, tokens: int, chunk: int | None = None) -> int:
-        """Blocks that a sequence of this many tokens holds at most, see `most_blocks`."""
-        return most_blocks(self.windows, tokens, self._block_size, chunk)
+        """Blocks that a sequence of this many tokens, computed in such chunks, holds at most at any time."""
+        return self.pool.blocks_for(tokens) * self.groups
+
+    def first_columns(self, position: int) -> list[int]:
+        """For each group, the first column that a query at this position sees."""
+        return [0] * self.groups
 
     def take_prefix(self, sequence: Sequence) -> None:
         """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
-        found = self.pool.match(sequence.tokens, sequence.request.cache_salt)
-        hit = self._usable([blocks for blocks, _ in found])
-        end = hit * self._block_size
-        firsts = [self._first_block(end, window) for window in self.windows]
-        for index, (blocks, entry) in enumerate(found[:hit]):
+        for blocks, entry in self.pool.match(sequence.tokens, sequence.request.cache_salt):
+            if NO_BLOCK in blocks:
+                break
             sequence.chain.append(entry)
-            sequence.block_table += [
-                block if index >= first else NO_BLOCK for block, first in zip(blocks, firsts, strict=True)
-            ]
-        sequence.computed = sequence.slid_to = sequence.reach = end
+            sequence.block_table += blocks
+        sequence.computed = sequence.reach = len(sequence.chain) * self._block_size
         self.pool.share(sequence.block_table)
-
-    def _usable(self, columns: SequenceOf[list[int]]) -> int:
-        """How many of these columns are the longest prefix of which every group has what the next query sees: all, or
-        what is in its window. One pass finds it: whether a prefix will do hangs on no other."""
-        usable, size, runs = 0, self._block_size, [0] * self.groups
-        for length, blocks in enumerate(columns, 1):
-            runs = [0 if block == NO_BLOCK else run + 1 for block, run in zip(blocks, runs, strict=True)]
-            needed = [length - self._first_block(length * size, window) for window in self.windows]
-            if all(run >= need for run, need in zip(runs, needed, strict=True)):
-                usable = length
-        return usable
-
-    def _first_block(self, position: int, window: int) -> int:
-        """The column of the first position that a query sees."""
-        return first_seen(position, window) // self._block_size
 
     def slide(self, sequence: Sequence, position: int) -> None:
         """Give back the blocks that no query from this position on sees."""
-        table, groups = sequence.block_table, self.groups
-        for group, window in enumerate(self.windows):
-            first, end = self._first_block(sequence.slid_to, window), self._first_block(position, window)
-            if first < end:
-                passed = slice(first * groups + group, end * groups, groups)
-                self.pool.release(table[passed])
-                table[passed] = [NO_BLOCK] * (end - first)
-        sequence.slid_to = position
 
     def capacity(self, sequence: Sequence) -> int:
         """Positions to compute that fit into the sequence's blocks and all free ones."""
@@ -289,7 +239,7 @@ class SequenceBlocks:
         return new_blocks, copies
 
     def trim(self, sequence: Sequence) -> None:
-        """Give blocks behind the computed positions back: guesses that were wrong left them."""
+        """Give blocks behind the computed positions back."""
         columns = self.pool.blocks_for(sequence.computed)
         kept, sequence.reach = columns * self.groups, columns * self._block_size
         self.pool.release(sequence.block_table[kept:])
@@ -302,7 +252,7 @@ class SequenceBlocks:
         if shared == full or not self.pool.prefix_caching:  # nothing new, as for most decodes
             return
         groups, table = self.groups, sequence.block_table
-        # One that comes back from the host has no blocks behind its windows: such columns serve only those after them.
+        # A sequence that was away has no blocks that it will not read: such columns serve only those after them.
         while shared < full and max(table[(full - 1) * groups : full * groups]) == NO_BLOCK:
             full -= 1
         for index in range(shared, full):
@@ -314,7 +264,6 @@ class SequenceBlocks:
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""
         sibling.computed = parent.prompt_length - 1
-        sibling.slid_to = parent.slid_to
         full, partial = divmod(sibling.computed, self._block_size)
         end = full * self.groups
         sibling.block_table, sibling.reach = parent.block_table[:end], full * self._block_size
@@ -334,48 +283,3 @@ class SequenceBlocks:
         sequence.block_table = []
         sequence.reach = 0
         sequence.chain = []
-
-    def _host_columns(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Entries to append to the host table for this many tokens: NO_BLOCK behind the windows of the last one, and
-        where the device's table has none."""
-        end, table = self.host_pool.blocks_for(tokens) * self.groups, sequence.block_table
-        firsts = [
-            self._first_block(tokens - 1, window) * self.groups + group for group, window in enumerate(self.windows)
-        ]
-        return [
-            NO_BLOCK if place < firsts[place % self.groups] or (place < len(table) and table[place] == NO_BLOCK) else 0
-            for place in range(len(sequence.host_table), end)
-        ]
-
-    def can_reserve(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether the sequence's host blocks and the free ones hold this many of its tokens."""
-        return self._host_columns(sequence, tokens).count(0) <= self.host_pool.free_blocks
-
-    def reserve(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Grow the host table to hold this many tokens; returns what is new there, for which blocks must be free."""
-        new_blocks = self._filled(self.host_pool, self._host_columns(sequence, tokens))
-        sequence.host_table += new_blocks
-        return new_blocks
-
-    def blocks_to_return(self, sequence: Sequence) -> int:
-        """Device blocks that a host sequence needs to come back."""
-        return sum(block != NO_BLOCK for block in self._coming(sequence))
-
-    def take_back(self, sequence: Sequence) -> None:
-        """Give a host sequence a table on the device, whose blocks must be free."""
-        sequence.block_table = self._filled(self.pool, self._coming(sequence))
-        sequence.reach = self.pool.blocks_for(sequence.computed) * self._block_size
-
-    def _coming(self, sequence: Sequence) -> list[int]:
-        return sequence.host_table[: self.pool.blocks_for(sequence.computed) * self.groups]
-
-    @staticmethod
-    def _filled(pool: BlockPool, entries: list[int]) -> list[int]:
-        """New blocks of a pool, where the entries are not NO_BLOCK."""
-        fresh = iter(pool.allocate(len(entries) - entries.count(NO_BLOCK)))
-        return [NO_BLOCK if entry == NO_BLOCK else next(fresh) for entry in entries]
-
-    def release_host(self, sequence: Sequence) -> None:
-        """Give the host blocks back."""
-        self.host_pool.release(sequence.host_table)
-        sequence.host_table = []

@@ -1,23 +1,20 @@
-"""The sequence table: which sequences wait, run and move, in order of rank, and the blocks that they hold."""
+"""The sequence table: which sequences wait and run, in order of rank, and the blocks that they hold."""
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
-from typing import Literal
 
 from nanoserve.errors import UsageError, shown
 from nanoserve.request import FinishReason, Place, Request, Sequence, Status
-from nanoserve.scheduler.kv import NO_BLOCK, SequenceBlocks
+from nanoserve.scheduler.extension import Moments
+from nanoserve.scheduler.kv import SequenceBlocks
 from nanoserve.scheduler.ordering import Ordering
-from nanoserve.scheduler.plan import Swap
-from nanoserve.scheduler.speculation.speculator import Speculator
 from nanoserve.utils.quarantine import Quarantine
 
 _DECODE, _FINISHED = Status.DECODE, Status.FINISHED  # Enum lookup is slow in Python 3.11; hoist it.
-_NONE, _DEVICE, _HOST, _MOVING = Place.NONE, Place.DEVICE, Place.HOST, Place.MOVING
+_NONE, _DEVICE = Place.NONE, Place.DEVICE
 
 
 in_order = attrgetter("rank", "sequence_id")
@@ -71,26 +68,20 @@ class WaitingQueue(RankOrdered):
 
 @dataclass(kw_only=True)
 class SequenceTable:
-    """All sequences that have not ended, or that have ended but are still in flight.
-
-    A swap begins with the plan that holds it, and ends when a result names it. Until then its sequence is moving and
-    holds blocks on both tiers. A parked prompt leaves with the row that computes the last of it: the swap is in the
-    same plan, and the sequence has arrived when both are answered, in any order.
-    """
+    """All sequences that have not ended, or that have ended but are still in flight."""
 
     blocks: SequenceBlocks
+    moments: Moments
     fewest_blocks: int
     """Blocks on the device, in the layout that has fewest."""
     max_model_len: int
     """Longest sequence, prompt and output together."""
     max_num_seqs: int
-    """Sequences that run on the device at a time, moving ones included."""
+    """Sequences that run at a time, busy ones included."""
     feeds_tokens: bool
     """Whether the executor takes fed rows."""
     ordering: Ordering | None = None
     """None where requests are served first come."""
-    speculator: Speculator | None = None
-    """None where nothing is guessed."""
 
     def __post_init__(self) -> None:
         self.quarantine = Quarantine()
@@ -99,16 +90,12 @@ class SequenceTable:
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()  # hold no KV
         self.running = RankOrdered()  # hold KV on the device
-        self.on_host = RankOrdered()  # hold KV in host memory
-        self.moving = RankOrdered()  # move between the two; finished ones stay until they arrive
-        self._queues = {_NONE: self.waiting, _DEVICE: self.running, _HOST: self.on_host, _MOVING: self.moving}
-        self.host_disabled = False  # nothing moves to the host any longer
-        self._swaps: dict[int, Swap] = {}  # in flight, by id
-        self._swapped: dict[int, Swap] = {}  # done before the row that they follow, by sequence
+        self.busy = RankOrdered()  # hold KV that the executor works on beside rows; finished ones stay until it is done
+        self.queues: dict[Place, RankOrdered] = {_NONE: self.waiting, _DEVICE: self.running}
         self.requests: dict[str, list[Sequence]] = {}  # all samples of each that has not ended
         self._ended: list[int] = []  # that the executor has not been told
         self._short_of_blocks: tuple[Sequence, int] | None = None
-        self._ids, self._swap_ids = count(), count()
+        self._ids = count()
 
     # ---- intake -----------------------------------------------------------------------------------------------
 
@@ -168,18 +155,20 @@ class SequenceTable:
             rank=rank,
         )
         self.sequences[sequence.sequence_id] = sequence
+        for added in self.moments.added:
+            added(sequence)
         return sequence
 
-    def _enter(self, sequence: Sequence, place: Place) -> None:
+    def enter(self, sequence: Sequence, place: Place) -> None:
         """Move a sequence from its queue to that of another place."""
-        self._queues[sequence.place].remove(sequence)
+        self.queues[sequence.place].remove(sequence)
         sequence.place = place
-        self._queues[place].add(sequence)
+        self.queues[place].add(sequence)
 
     def put_first(self, overdue: list[str]) -> None:
         """These requests go before all younger ones from now on, whatever their ranks."""
         for sequence in [one for request_id in overdue for one in self.unfinished(request_id)]:
-            queue = self._queues[sequence.place]
+            queue = self.queues[sequence.place]
             if is_queued := sequence in queue:  # a sibling may not wait there yet
                 queue.remove(sequence)
             sequence.rank = -math.inf
@@ -192,8 +181,8 @@ class SequenceTable:
 
     @property
     def requests_in_flight(self) -> list[str]:
-        """Requests with rows or swaps that the executor has not answered, oldest first."""
-        under_way = (one for one in self.sequences.values() if one.in_flight or one.place is _MOVING)
+        """Requests with anything that the executor has not answered, oldest first."""
+        under_way = (one for one in self.sequences.values() if one.in_flight or one in self.busy)
         return list(dict.fromkeys(one.request.request_id for one in under_way))
 
     @property
@@ -205,17 +194,9 @@ class SequenceTable:
         return next((one for one in self.waiting if suspect in (None, one.request.request_id)), None)
 
     @property
-    def first(self) -> Sequence | None:
-        """The first running sequence; if none runs, the first of those that may begin or live on the host."""
-        if self.running:
-            return self.running.first
-        others = (self.next_waiting, self.on_host.first)
-        return min((one for one in others if one is not None), key=in_order, default=None)
-
-    @property
     def free_slots(self) -> int:
         """How many more sequences may run."""
-        return self.max_num_seqs - len(self.running) - len(self.moving)
+        return self.max_num_seqs - len(self.running) - len(self.busy)
 
     def may_go_on(self, sequence: Sequence) -> bool:
         """Whether a sequence in flight may enter the next plan too, because the executor feeds tokens. A decode is then
@@ -224,8 +205,7 @@ class SequenceTable:
         if not self.feeds_tokens:
             return False
         if sequence.status is _DECODE:
-            waits = self.speculator is not None and sequence.guessing
-            return len(sequence.tokens) < sequence.fed_below and not waits
+            return len(sequence.tokens) < sequence.fed_below and not sequence.waits_for_token
         return sequence.remaining > 0 and sequence.request.params.prompt_logprobs is None
 
     # ---- admission and preemption -----------------------------------------------------------------------------
@@ -240,11 +220,11 @@ class SequenceTable:
         if self.ordering is not None:
             self.ordering.admit(sequence.request)
         sequence.move_to(Status.PREFILL)
-        self._enter(sequence, _DEVICE)
+        self.enter(sequence, _DEVICE)
 
     def unadmit(self, sequence: Sequence) -> None:
         """Move a sequence back to waiting, with nothing held."""
-        self._queues[sequence.place].remove(sequence)
+        self.queues[sequence.place].remove(sequence)
         self._release(sequence)
         sequence.move_to(Status.WAITING)
         self.waiting.add(sequence)
@@ -258,27 +238,16 @@ class SequenceTable:
     def reset(self) -> None:
         """All KV is lost and nothing in flight will be answered. Sequences with KV are requeued; finished ones are
         dropped. No executor is notified."""
-        self.abandon_swaps()
         self.blocks.pool.forget_cache()
         for sequence in list(self.sequences.values()):
-            self._requeue(sequence)
+            self.requeue(sequence)
         self._ended = []
 
-    def lose_host(self, *, for_good: bool) -> None:
-        """All KV in host memory is lost, and nothing in flight of sequences there will be answered. Moving sequences
-        keep theirs: what swaps have read or written is whole. If it is lost ``for_good``, nothing moves to the host any
-        longer, and prompts with a reservation stay on the device."""
-        for sequence in [one for one in self.sequences.values() if one.place is _HOST]:
-            self._requeue(sequence)
-        self.host_disabled = for_good
-        if for_good:
-            for sequence in self.running:
-                self.blocks.release_host(sequence)
-
-    def _requeue(self, sequence: Sequence) -> None:
+    def requeue(self, sequence: Sequence) -> None:
+        """The KV of a sequence is lost, and nothing in flight of it will be answered: recompute it, if it goes on."""
         sequence.in_flight.clear()
         if sequence.status is _FINISHED:
-            self._retire(sequence)
+            self.retire(sequence)
         elif sequence.place is not _NONE:
             self.preempt(sequence)
 
@@ -297,8 +266,8 @@ class SequenceTable:
 
     def release_siblings(self, parent: Sequence) -> None:
         """The parent's prompt is computed, or the parent is gone: its siblings may start."""
-        # A moving parent has its blocks on the device until it arrives.
-        prompt_is_computed = parent.first_token_time is not None and parent.place in (_DEVICE, _MOVING)
+        # A parent that waits again, or is gone, has no blocks to share.
+        prompt_is_computed = parent.first_token_time is not None and len(parent.block_table) > 0
         siblings, parent.siblings = parent.siblings, []
         for sibling in siblings:
             if sibling.finished:
@@ -312,104 +281,46 @@ class SequenceTable:
             else:
                 self.waiting.add(sibling)
 
-    # ---- from tier to tier ------------------------------------------------------------------------------------
-
-    def leaving(self, direction: Literal["out", "in"]) -> Iterator[Swap]:
-        """The swaps of that direction in flight."""
-        return (swap for swap in self._swaps.values() if swap.direction == direction)
-
-    def host_has_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Whether this many tokens of the sequence may move to the host."""
-        return not self.host_disabled and self.blocks.can_reserve(sequence, tokens)
-
-    def begin_swap(self, sequence: Sequence, direction: Literal["out", "in"], *, after_row: bool = False) -> Swap:
-        """Begin to move a sequence that has blocks on both tiers, with nothing in flight or with its last row. The
-        executor forgets it, after that row if there is one, and it begins again on arrival."""
-        # It may have reserved more on the host.
-        pairs = [pair for pair in zip(sequence.block_table, sequence.host_table, strict=False) if NO_BLOCK not in pair]
-        device_blocks, host_blocks = zip(*pairs, strict=True) if pairs else ((), ())  # a window of 1 keeps nothing
-        swap = Swap(next(self._swap_ids), sequence.sequence_id, direction, device_blocks, host_blocks, after_row)
-        self._swaps[swap.swap] = swap
-        self._enter(sequence, _MOVING)
-        if not sequence.in_flight:
-            self._end_for_executor(sequence)
-        return swap
-
-    def swap_answered(self, swap_id: int) -> None:
-        """A swap is done. Its source blocks are freed, unless the row that it followed is not answered yet."""
-        swap = self._swaps[swap_id]
-        if self.sequences[swap.sequence].in_flight:
-            self._swapped[swap.sequence] = swap
-        else:
-            self._arrive(swap)
-
-    def abandon_swaps(self) -> None:
-        """No swap in flight will be answered any longer; the caller ends or requeues the sequences."""
-        for swap in list(self._swaps.values()):
-            self._arrive(swap)
-
-    def _arrive(self, swap: Swap) -> None:
-        """All KV of a sequence is there; its blocks on the other tier are freed. It may have ended on the way."""
-        del self._swaps[swap.swap]
-        self._swapped.pop(swap.sequence, None)
-        sequence, to_host = self.sequences[swap.sequence], swap.direction == "out"
-        self._end_for_executor(sequence)
-        (self.blocks.release if to_host else self.blocks.release_host)(sequence)
-        if sequence.status is _FINISHED:
-            self.moving.remove(sequence)
-            self._retire(sequence)
-            return
-        self._enter(sequence, _HOST if to_host else _DEVICE)
-        if to_host and self.host_disabled:
-            self.preempt(sequence)  # no plan would decode it there, or fetch it
-
     # ---- answer and end ---------------------------------------------------------------------------------------
 
     def answered(self, sequence: Sequence) -> None:
-        """Its oldest row in flight is answered. After its last row, a finished sequence is retired, and one whose swap
-        is done has arrived."""
+        """Its oldest row in flight is answered. After its last row, a finished sequence is retired."""
         sequence.in_flight.popleft()
-        status = sequence.status
-        if status is not _FINISHED and sequence.place is _DEVICE:
-            if self.blocks.pool.prefix_caching:
-                self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
-            if sequence.siblings and status is _DECODE:
+        if sequence.place is not _DEVICE:
+            for answered_elsewhere in self.moments.answered_elsewhere:
+                answered_elsewhere(sequence)
+        elif sequence.status is not _FINISHED:
+            self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
+            if sequence.siblings and sequence.status is _DECODE:
                 self.release_siblings(sequence)
-            return
-        if status is _DECODE or status is _FINISHED:
+        else:
             self.release_siblings(sequence)
-        if sequence.in_flight:
-            return
-        if sequence.place is _MOVING:
-            if (swap := self._swapped.get(sequence.sequence_id)) is not None:
-                self._arrive(swap)
-        elif status is _FINISHED:
-            self._retire(sequence)
+            if not sequence.in_flight:
+                self.retire(sequence)
 
     def slide(self) -> None:
-        """Give back what no answer that is still to come depends on, as it lies behind windows."""
+        """Give back the blocks on which no answer that is still to come depends."""
         for sequence in self.running:
             self.blocks.slide(sequence, sequence.in_flight[0].start if sequence.in_flight else sequence.computed)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """End a sequence; if it is in flight or moves, its blocks come back with its last answer."""
-        queue = self._queues[sequence.place]
-        if queue is not self.moving and sequence in queue:  # a sibling may not wait there yet
+        """End a sequence; if it is in flight or busy, its blocks come back with its last answer."""
+        is_busy = sequence in self.busy
+        queue = self.queues[sequence.place]
+        if not is_busy and sequence in queue:  # a sibling may not wait there yet
             queue.remove(sequence)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self.quarantine.on_answer()
         sequence.move_to(Status.FINISHED)
         sequence.finish_reason = reason
         sequence.finished_time = now
-        if not sequence.in_flight and sequence.place is not _MOVING:
-            self._retire(sequence)
+        if not sequence.in_flight and not is_busy:
+            self.retire(sequence)
 
-    def _retire(self, sequence: Sequence) -> None:
+    def retire(self, sequence: Sequence) -> None:
         """Free what a finished sequence held and forget it."""
         self._release(sequence)
         del self.sequences[sequence.sequence_id]
-        if self.speculator is not None:
-            self.speculator.forget(sequence.sequence_id)
         family = self.requests[sequence.request.request_id]
         if all(member.sequence_id not in self.sequences for member in family):
             del self.requests[sequence.request.request_id]
@@ -420,12 +331,14 @@ class SequenceTable:
 
     def _release(self, sequence: Sequence) -> None:
         self.blocks.release(sequence)
-        self.blocks.release_host(sequence)
-        sequence.computed = sequence.slid_to = 0
+        for released in self.moments.released:
+            released(sequence)
+        sequence.computed = 0
         sequence.place = _NONE
-        self._end_for_executor(sequence)
+        self.end_for_executor(sequence)
 
-    def _end_for_executor(self, sequence: Sequence) -> None:
+    def end_for_executor(self, sequence: Sequence) -> None:
+        """Have the executor forget a sequence with the next plan, if it knows it."""
         if sequence.begun:
             self._ended.append(sequence.sequence_id)
             sequence.begun = False

@@ -90,3 +90,21 @@ class StepFeatures(msgspec.Struct, frozen=True, kw_only=True):
         """Rows that get logits. An overlapped step counts those on the device: few host rows end beside them."""
         ending = (*self.host, *self.host_second) if self.strategy == "asymmetric" else ()
         return self.device.sampled + sum([batch.sequences for batch in ending])
+
+
+MOST_GUESSES = 7
+"""Guesses that a row may have."""
+
+
+class GuessCounts(msgspec.Struct, array_like=True):
+    """What became of guesses since the engine started."""
+
+    rows: int = 0  # rows that had guesses
+    guesses: int = 0
+    accepted: list[int] = msgspec.field(default_factory=lambda: [0] * MOST_GUESSES)
+    """Accepted guesses by their place in the row."""
+
+    def __add__(self, other: "GuessCounts") -> "GuessCounts":
+        """New counts: those of both."""
+        accepted = [one + another for one, another in zip(self.accepted, other.accepted, strict=True)]
+        return GuessCounts(self.rows + other.rows, self.guesses + other.guesses, accepted)

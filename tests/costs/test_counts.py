@@ -9,7 +9,7 @@ from nanoserve.costs.counts import ModelCounts, Operator, Precision, chunk_keys,
 from nanoserve.errors import UsageError
 from nanoserve.layout import ParallelLayout, tensor_degrees
 from nanoserve.models.weights import tensor_parts
-from nanoserve.scheduler.kv import most_blocks
+from nanoserve.scheduler.windows import most_blocks
 from nanoserve.scheduler.work import StepWork
 from tests.costs.conftest import tiny_experts, tiny_model
 

@@ -18,9 +18,11 @@ from nanoserve.layout import ParallelLayout
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.kv import NO_BLOCK, most_blocks
+from nanoserve.scheduler.assembly import make_extensions
+from nanoserve.scheduler.kv import NO_BLOCK
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.windows import most_blocks
 from tests.executor.fake_graphs import FakeRecorder
 from tests.executor.small_model import VOCAB_SIZE, dense_greedy, local_executor, small_config, small_decoder
 from tests.fakes.integrity import check_integrity
@@ -71,7 +73,7 @@ class Watched:
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=96,
-            host_blocks=host_blocks,
+            extensions=make_extensions(host_blocks=host_blocks),
             predictors=[LinearPredictor(swap_token=1e-6)] if pool is not None else (),
             feeds_tokens=feeds_tokens,
             windows=config.cache_groups.windows,

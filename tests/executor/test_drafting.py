@@ -148,6 +148,7 @@ def test_a_head_guesses_what_it_does_over_dense_passes(kind: str, plain: nanoser
     small = {"kv_cache_memory": memory, "max_model_len": 96, "max_num_batched_tokens": 24}
     with nanoserve.LLM(speculate=spelled(kind, heads[kind]), **small, **SETTING) as guessing:
         runner, table = guessing.engine.executor.runner, guessing.engine.scheduler.table
+        drafts = guessing.engine.scheduler.extensions.drafts
         guessing.engine.scheduler.predictors = ()  # so that all that may be is guessed
         drafting = mechanism_of(guessing.engine.executor, Drafting)
         inner = drafting.drafter
@@ -159,7 +160,7 @@ def test_a_head_guesses_what_it_does_over_dense_passes(kind: str, plain: nanoser
             with torch.inference_mode():
                 for known, state, found in watched.noted[:: max(1, len(watched.noted) // 6)]:
                     assert found == dense_guesses(runner.decoder, head, known, state, len(found)), (name, len(known))
-        assert 0 < sum(table.speculator.counts.accepted) < table.speculator.counts.guesses
+        assert 0 < sum(drafts.speculator.counts.accepted) < drafts.speculator.counts.guesses
         assert table.preemptions > 0
 
 

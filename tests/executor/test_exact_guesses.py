@@ -15,6 +15,7 @@ from nanoserve.executor.drafting.drafter import DraftedSequence, Drafter
 from nanoserve.executor.sampling.sampler import SamplingRows, SamplingState, sample
 from nanoserve.executor.step.staging import Staging
 from nanoserve.scheduler import Decision, Load, Policy, make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.plan import Begin
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.speculation.speculator import Speculator
@@ -146,7 +147,7 @@ def test_tokens_are_those_of_plain_decoding(
         prefix_caching=life["prefix_caching"],
         feeds_tokens=life["feeds_tokens"],
         predictors=predictors,
-        speculator=speculator,
+        extensions=make_extensions(speculator=speculator),
     )
     outputs, reasons = live(Engine(scheduler, executor, vocab_size=VOCAB_SIZE), life["arrivals"])
     executor.close()

@@ -13,6 +13,7 @@ from nanoserve.errors import UsageError
 from nanoserve.executor.start.predictors import make_predictors
 from nanoserve.layout import ParallelLayout
 from tests.executor.swaps import watch_swaps
+from tests.fakes.integrity import host_pool
 
 PROMPTS = ["Once upon a time", "The dog", "A little girl named Lily went to the park", "One day, a boy", "Tom and Sam"]
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -30,7 +31,7 @@ def test_preempted_sequences_move_and_their_answers_do_not_change(monkeypatch: p
     there_and_back, swapping = answers(kv_cache_memory=450_000, host_kv_memory=2_000_000)
     assert moved.count("out") == moved.count("in") > 0
     assert there_and_back == alone
-    assert swapping.engine.scheduler.host_pool.free_blocks == swapping.engine.scheduler.host_pool.num_blocks > 0
+    assert host_pool(swapping.engine.scheduler).free_blocks == host_pool(swapping.engine.scheduler).num_blocks > 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="nothing tells what this process has mapped")

@@ -16,11 +16,12 @@ from nanoserve.executor.local import LocalExecutor
 from nanoserve.models.decoder import Decoder
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
 from nanoserve.scheduler import POLICIES, make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.plan import Begin, Executor, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.executor.small_model import VOCAB_SIZE, dense_greedy, local_executor, small_config, small_decoder
 from tests.executor.swaps import watch_swaps
-from tests.fakes.integrity import check_integrity
+from tests.fakes.integrity import check_integrity, host_pool
 from tests.fakes.linear_predictor import LinearPredictor
 
 PROMPT = (7, 3, 58, 21, 9)
@@ -148,7 +149,7 @@ def run(
         max_model_len=32,
         max_num_seqs=8,
         prefix_caching=prefix_caching,
-        host_blocks=host_blocks,
+        extensions=make_extensions(host_blocks=host_blocks),
         predictors=[LinearPredictor(swap_token=1e-6)],
     )
     engine = Engine(scheduler, executor, vocab_size=VOCAB_SIZE)
@@ -220,7 +221,7 @@ def test_tokens_are_the_same_where_sequences_move_to_host_memory_and_back(
     )
     assert together == alone
     assert moved.count("out") == moved.count("in") > 0
-    assert scheduler.host_pool.free_blocks == 16
+    assert host_pool(scheduler).free_blocks == 16
 
 
 def test_a_full_pool_leaves_the_rest_to_be_computed_again() -> None:

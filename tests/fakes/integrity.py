@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nanoserve.request import Place, Sequence, Status
-from nanoserve.scheduler.kv import NO_BLOCK, BlockPool, first_seen
+from nanoserve.scheduler.host_tier.host_tier import HostTier
+from nanoserve.scheduler.kv import NO_BLOCK, BlockPool
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.sequence_table import SequenceTable
+from nanoserve.scheduler.windows import WindowedBlocks, first_seen
 from tests.record.planned import step_tokens
 
 
@@ -17,12 +19,16 @@ def check_integrity(scheduler: Scheduler) -> None:
     for sequence in sequences:
         _check_state(table, sequence)
     _check_device_blocks(table, sequences)
-    _check_host_blocks(table, sequences)
+    host = scheduler.extensions.host
+    if host is not None:
+        _check_host(table, host, sequences)
+    elif any(sequence.host_table for sequence in sequences) or table.busy:
+        raise RuntimeError("a sequence is on a host that is not there")
     if any((plan.decodes, plan.prompt_tokens) != step_tokens(plan) for plan in scheduler.plans_in_flight.values()):
         raise RuntimeError("a plan's count of its tokens is wrong")
     if table.waiting.tokens != sum(len(sequence.tokens) for sequence in table.waiting):
         raise RuntimeError("the count of waiting tokens is wrong")
-    for queue in (table.running, table.on_host, table.moving):
+    for queue in (table.running, table.busy, *([] if host is None else [host.on_host])):
         if not all(table.quarantine.admits(one.request.request_id) for one in queue):
             raise RuntimeError("a sequence runs that the quarantine holds back")
     suspect, next_waiting = table.quarantine.suspect, table.next_waiting
@@ -31,8 +37,6 @@ def check_integrity(scheduler: Scheduler) -> None:
     admitted = (one for one in table.waiting if table.quarantine.admits(one.request.request_id))
     if next_waiting is not next(admitted, None):
         raise RuntimeError("the next waiting sequence is not the oldest that the quarantine admits")
-    if sorted(swap.sequence for swap in table._swaps.values()) != sorted(one.sequence_id for one in table.moving):
-        raise RuntimeError("the sequences of swaps and those that move differ")
 
 
 def _check_state(table: SequenceTable, sequence: Sequence) -> None:
@@ -45,8 +49,7 @@ def _check_state(table: SequenceTable, sequence: Sequence) -> None:
     goes_on = not sequence.finished
     contradictions = {
         "its queue says otherwise": (sequence in table.running) != (goes_on and place is Place.DEVICE)
-        or (sequence in table.on_host) != (goes_on and place is Place.HOST)
-        or (sequence in table.moving) != (place is Place.MOVING),
+        or (sequence in table.busy) != (place is Place.MOVING),
         "does not decode": elsewhere and status not in (Status.DECODE, Status.FINISHED),
         "holds device blocks": place is Place.HOST and bool(sequence.block_table or sequence.chain),
         "holds something": place is Place.NONE and bool(holds_kv),
@@ -78,7 +81,8 @@ def _check_windows(table: SequenceTable, sequence: Sequence) -> None:
     """A group has every block that a query may still see, and of a window no more than its plans in flight see."""
     blocks, size = table.blocks, table.blocks.pool.block_size
     position = sequence.in_flight[0].start if sequence.in_flight else sequence.computed
-    for group, window in enumerate(blocks.windows):
+    windows = blocks.windows if isinstance(blocks, WindowedBlocks) else (0,) * blocks.groups
+    for group, window in enumerate(windows):
         column = sequence.block_table[group :: blocks.groups]
         needed = first_seen(position, window) // size
         if NO_BLOCK in column[needed:]:
@@ -90,10 +94,16 @@ def _check_windows(table: SequenceTable, sequence: Sequence) -> None:
             raise RuntimeError(f"sequence {sequence.sequence_id} has not slid to its position")
 
 
-def _check_host_blocks(table: SequenceTable, sequences: Iterable[Sequence]) -> None:
+def _check_host(table: SequenceTable, host: HostTier, sequences: Iterable[Sequence]) -> None:
     """The host pool's owners are exactly these sequences' host tables, and each block has one owner."""
-    pool, owners = table.blocks.host_pool, Counter[int]()
+    pool, owners = host.pool, Counter[int]()
+    moving = [swap.sequence for swap in host.swaps.in_flight.values()]
+    if sorted(moving) != sorted(one.sequence_id for one in table.busy):
+        raise RuntimeError("the sequences of swaps and those that move differ")
     for sequence in sequences:
+        is_there = not sequence.finished and sequence.place is Place.HOST
+        if (sequence in host.on_host) != is_there:
+            raise RuntimeError(f"sequence {sequence.sequence_id} is in {sequence.place}, but its queue says otherwise")
         owners.update(block for block in sequence.host_table if block != NO_BLOCK)
         columns = len(sequence.host_table) // pool.groups
         if sequence.place is Place.HOST and pool.blocks_for(sequence.computed) > columns:
@@ -101,6 +111,12 @@ def _check_host_blocks(table: SequenceTable, sequences: Iterable[Sequence]) -> N
     check_pool(pool, owners)
     if max(owners.values(), default=0) > 1:
         raise RuntimeError("a host block has two owners")
+
+
+def host_pool(scheduler: Scheduler) -> BlockPool:
+    """The blocks in host memory; an empty pool without a host tier."""
+    host = scheduler.extensions.host
+    return BlockPool(0, scheduler.pool.block_size, prefix_caching=False) if host is None else host.pool
 
 
 def check_pool(pool: BlockPool, owners: Counter[int]) -> None:

@@ -25,8 +25,9 @@ from itertools import chain, cycle
 from msgspec.structs import replace
 
 from nanoserve.request import SamplingParams
-from nanoserve.scheduler.kv import NO_BLOCK, first_seen
+from nanoserve.scheduler.kv import NO_BLOCK
 from nanoserve.scheduler.plan import Answer, Begin, CohortProgress, Copy, Row, StepPlan, StepResult, Swap, Tier
+from nanoserve.scheduler.windows import first_seen
 
 POISON = (-1, -1, -1)
 Slot = tuple[int, int, int]

@@ -19,8 +19,8 @@ from nanoserve.models.decoder import Decoder
 from nanoserve.models.loading import load_model
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.kv import most_blocks
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.windows import most_blocks
 from tests.executor.small_model import local_executor
 from tests.fakes.integrity import check_integrity
 from tests.oracle.checkpoints import FAMILIES, VOCAB_SIZE

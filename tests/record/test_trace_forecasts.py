@@ -18,6 +18,7 @@ from nanoserve.record.recorder import recorder_of
 from nanoserve.record.trace import RunTrace, facts_of
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.plan import Answer, CohortProgress, HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.linear_predictor import LinearPredictor
@@ -43,7 +44,7 @@ def test_a_hybrid_run_tells_how_each_step_was_predicted(policy: str, tmp_path: P
         block_size=2,
         max_model_len=48,
         prefix_caching=False,
-        host_blocks=200,
+        extensions=make_extensions(host_blocks=200),
         predictors=[predictor],
     )
     learn_from_results(scheduler)

@@ -17,6 +17,7 @@ from nanoserve.record.recorder import recorder_of
 from nanoserve.record.times import SwapTimes
 from nanoserve.record.trace import RunTrace
 from nanoserve.request import Request, SamplingParams
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity, Row, StepPlan, StepResult, Swap
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
@@ -43,8 +44,7 @@ def _run(policy: Policy, path: Path) -> Scheduler:
         max_model_len=40,
         prefix_caching=False,
         pipeline_depth=2,
-        host_blocks=24,
-        other_layouts=[LayoutCapacity(48)],
+        extensions=make_extensions(host_blocks=24, other_layouts=[LayoutCapacity(48)]),
     )
     file = ChromeTraceFile(path)
     engine = Engine(scheduler, executor, vocab_size=2)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from nanoserve.engine.engine import Engine
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
 from nanoserve.scheduler.predictor import Predictor
@@ -111,8 +112,9 @@ def play(
         max_model_len=22,
         pipeline_depth=depth,
         feeds_tokens=feeds_tokens,
-        host_blocks=host_blocks,
-        other_layouts=[LayoutCapacity(blocks, depth) for blocks in other_layouts],
+        extensions=make_extensions(
+            host_blocks=host_blocks, other_layouts=[LayoutCapacity(blocks, depth) for blocks in other_layouts]
+        ),
         predictors=() if predictor is None else [predictor] * (1 + len(other_layouts)),
     )
     engine = Engine(scheduler, executor, vocab_size=200)

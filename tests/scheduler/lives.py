@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanoserve.engine.engine import Engine
 from nanoserve.request import FinishReason, Request, SamplingParams
-from nanoserve.scheduler.kv import most_blocks, most_tokens
+from nanoserve.scheduler.windows import most_blocks, most_tokens
 from tests.fakes.integrity import check_integrity
 from tests.fakes.memory_checking_executor import NextToken, next_token
 from tests.fakes.reference import expected_tokens

@@ -70,7 +70,7 @@ def test_equal_content_is_cached_once() -> None:
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
-    blocks = SequenceBlocks(BlockPool(4, 2, prefix_caching=False), BlockPool(0, 2, prefix_caching=False))
+    blocks = SequenceBlocks(BlockPool(4, 2, prefix_caching=False))
     request = Request("r", (1, 2, 3), SamplingParams(), seed=0)
     sequence = Sequence(0, request, 0, list(request.prompt))
     blocks.grow(sequence, 3)

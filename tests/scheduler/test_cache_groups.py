@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from nanoserve.config.cache_groups import CacheGroups
 from nanoserve.engine.engine import Engine
 from nanoserve.request import Request, SamplingParams, Sequence
-from nanoserve.scheduler.kv import NO_BLOCK, BlockPool, SequenceBlocks, first_seen, most_blocks, most_tokens
+from nanoserve.scheduler.kv import NO_BLOCK, BlockPool, SequenceBlocks
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.windows import WindowedBlocks, first_seen, most_blocks, most_tokens
 from tests.fakes.memory_checking_executor import MemoryCheckingExecutor
 
 CUTS = st.sampled_from([(0,), (1,), (3,), (0, 4), (0, 2, 2), (5, 0, 1)])
@@ -143,7 +144,8 @@ def test_a_hit_is_the_longest_prefix_that_every_group_still_has(
 ) -> None:
     """Against trying every prefix, when any blocks have been used for something else."""
     groups = len(windows)
-    blocks = SequenceBlocks(BlockPool(100, size, groups=groups), BlockPool(0, size), windows)
+    pool = BlockPool(100, size, groups=groups)
+    blocks = WindowedBlocks(pool, windows) if any(windows) else SequenceBlocks(pool)
     request = Request("r", tuple(range(length)), SamplingParams(), seed=0)
     first = Sequence(0, request, 0, list(request.prompt))
     blocks.grow(first, length)

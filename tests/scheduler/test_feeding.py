@@ -5,6 +5,7 @@ import pytest
 from nanoserve.engine.engine import Engine
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import FinishReason, Request, SamplingParams, SequenceUpdate
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import Answer, LayoutCapacity, Row, StepPlan, StepResult
 from nanoserve.scheduler.policies.baselines import ChunkedPrefill
@@ -319,7 +320,12 @@ def test_decodes_that_cannot_be_fed_run_in_every_other_plan() -> None:
 def two_tiers(decision: Decision, num_blocks: int) -> tuple[Engine, Remote]:
     policy = Remote(decision)
     scheduler = Scheduler(
-        policy, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=20, host_blocks=16, feeds_tokens=True
+        policy,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=20,
+        extensions=make_extensions(host_blocks=16),
+        feeds_tokens=True,
     )
     executor = MemoryCheckingExecutor(
         num_blocks, BLOCK_SIZE, host_blocks=16, feeds_tokens=True, model=lambda prefix, begin: 100 + len(prefix)
@@ -358,7 +364,7 @@ def test_a_victim_that_may_move_to_the_host_stays_out_of_the_plan_for_which_it_g
 
 
 def test_tokens_are_fed_within_one_stage() -> None:
-    for depths in ({"pipeline_depth": 2}, {"other_layouts": [LayoutCapacity(4, 2)]}):
+    for depths in ({"pipeline_depth": 2}, {"extensions": make_extensions(other_layouts=[LayoutCapacity(4, 2)])}):
         with pytest.raises(ValueError, match="pipeline_depth must be 1"):
             Scheduler(ChunkedPrefill(8), num_blocks=4, block_size=2, max_model_len=8, feeds_tokens=True, **depths)
 

@@ -14,7 +14,8 @@ from nanoserve.record.forecasts import Forecasts, features_of, learn_from_result
 from nanoserve.record.recorder import recorder_of
 from nanoserve.request import Request, SamplingParams, Sequence
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.cohorts import HostCohorts
+from nanoserve.scheduler.assembly import make_extensions
+from nanoserve.scheduler.cpu_attention.cohorts import HostCohorts
 from nanoserve.scheduler.load import Alternative, Decision, Policy
 from nanoserve.scheduler.plan import CohortProgress, HostWork, Row, StepPlan, StepResult
 from nanoserve.scheduler.policies.apex import ApexAlgorithm1, AsymmetricPipelining
@@ -70,13 +71,12 @@ def sequence(number: int) -> Sequence:
 DEVICE_ROWS = (Row(0, 41, (1,), True), Row(1, 0, (1, 1, 1), True), Row(2, 8, (1, 1), False))
 DEVICE_WORK = StepWork(decodes=1, decode_context=42, chunks=((0, 3), (8, 2)), sampled=2)
 BEGAN = StepPlan(3, rows=(on_host(5, 8), on_host(6, 8)), strategy="overlap")
-NOBODY = HostCohorts()
 
 # ---------------------------------------------------------------------------------------------------- features
 
 
 def test_a_step_of_the_device_is_its_rows() -> None:
-    assert features_of(StepPlan(0, rows=DEVICE_ROWS), NOBODY) == StepFeatures(strategy="device", device=DEVICE_WORK)
+    assert features_of(StepPlan(0, rows=DEVICE_ROWS)) == StepFeatures(strategy="device", device=DEVICE_WORK)
 
 
 def test_cohorts_under_way_are_expected_to_join_beside_those_that_begin() -> None:
@@ -106,8 +106,8 @@ def test_once_many_results_were_learned_from_one_in_seventeen_is(of_all: bool) -
     forecasts = Forecasts([learner], shown.append)
     forecasts.of_all = of_all
     for step in range(296):
-        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
-        forecasts.on_result(StepResult(step, host_work=(HostWork(1, 5, 3.0),), seconds=3.0), NOBODY)
+        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1))
+        forecasts.on_result(StepResult(step, host_work=(HostWork(1, 5, 3.0),), seconds=3.0))
     assert len(learner.steps) == len(learner.works) == 256 + 40 // 17
     measured = [one.step for one in shown if isinstance(one, Forecast) and one.measured is not None]
     assert measured[256:258] == ([256, 257] if of_all else [271, 288])
@@ -117,14 +117,14 @@ def test_a_forecast_is_told_when_its_step_is_planned_and_again_when_it_is_measur
     learner, shown = Learner(), list[Event]()
     forecasts = Forecasts([learner], shown.append)
     decision = Decision(5, 1)
-    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, decision, NOBODY)
+    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, decision)
     expected = Forecast(0, decision, StepFeatures(strategy="device", device=DEVICE_WORK), 7.0)
-    forecasts.on_result(StepResult(None, swapped=(1,)), NOBODY)
+    forecasts.on_result(StepResult(None, swapped=(1,)))
     assert shown == [Corrected({"steps": 0.0}), expected]
-    forecasts.on_result(StepResult(0, seconds=3.0), NOBODY)
+    forecasts.on_result(StepResult(0, seconds=3.0))
     assert shown[2:] == [Corrected({"steps": 1.0}), replace(expected, measured=3.0)]
     assert learner.steps == [(expected.work, 3.0)]
-    forecasts.on_result(StepResult(0, seconds=3.0), NOBODY)
+    forecasts.on_result(StepResult(0, seconds=3.0))
     assert len(shown) == 4, "a step is measured once"
 
 
@@ -139,12 +139,12 @@ def test_a_forecast_is_told_when_its_step_is_planned_and_again_when_it_is_measur
 def test_who_joined_is_known_behind_the_step(progress: list[tuple[int, int]], joined: list[HostBatch]) -> None:
     learner, cohorts = Learner(), cohorts_with(BEGAN)
     cohorts.advance(3, 2)
-    forecasts = Forecasts([learner])
+    forecasts = Forecasts([learner], cohorts=cohorts)
     plan = StepPlan(4, rows=(*DEVICE_ROWS, on_host(7, 4)), strategy="overlap")
-    forecasts.on_plan(plan, None, Decision(5, 1), cohorts)
+    forecasts.on_plan(plan, None, Decision(5, 1))
     cohorts.follow(plan, {7: sequence(7)})
     cohorts.follow(StepPlan(5, rows=(on_host(8, 4),), strategy="overlap"), {8: sequence(8)})  # in flight behind it
-    forecasts.on_result(StepResult(4, cohorts=tuple(CohortProgress(*one) for one in progress), seconds=1.0), cohorts)
+    forecasts.on_result(StepResult(4, cohorts=tuple(CohortProgress(*one) for one in progress), seconds=1.0))
     assert learner.steps[0][0].host == (HostBatch(1, 5, 0), *joined)
 
 
@@ -152,9 +152,9 @@ def test_the_cpus_work_counts_by_its_median() -> None:
     learner = Learner()
     forecasts = Forecasts([learner])
     works = (HostWork(2, 18, 1.0), HostWork(2, 18, 90.0), HostWork(2, 18, 2.0), HostWork(1, 5, 3.0))
-    forecasts.on_result(StepResult(None, host_work=works), NOBODY)  # of nobody's plan
-    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
-    forecasts.on_result(StepResult(0, host_work=works, seconds=1.0), NOBODY)
+    forecasts.on_result(StepResult(None, host_work=works))  # of nobody's plan
+    forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1))
+    forecasts.on_result(StepResult(0, host_work=works, seconds=1.0))
     assert learner.works == [(2, 18, 2.0), (1, 5, 3.0)]
 
 
@@ -162,10 +162,10 @@ def test_nothing_is_learned_of_a_step_that_lost_the_cpu_nor_of_plans_that_are_lo
     learner = Learner()
     forecasts = Forecasts([learner])
     for step in (0, 1):
-        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
-    forecasts.on_result(StepResult(0, seconds=9.0, host_lost="it hangs"), NOBODY)
+        forecasts.on_plan(StepPlan(step, rows=DEVICE_ROWS), None, Decision(5, 1))
+    forecasts.on_result(StepResult(0, seconds=9.0, host_lost="it hangs"))
     forecasts.on_reset()
-    forecasts.on_result(StepResult(1, seconds=9.0), NOBODY)
+    forecasts.on_result(StepResult(1, seconds=9.0))
     assert learner.steps == []
 
 
@@ -173,10 +173,10 @@ def test_there_are_none_where_nobody_learns_and_for_plans_without_rows() -> None
     shown = list[Event]()
     for predictors in ([], [LinearPredictor()]):
         forecasts = Forecasts(predictors, shown.append)
-        forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1), NOBODY)
-        forecasts.on_result(StepResult(0, host_work=(HostWork(1, 5, 3.0),), seconds=9.0), NOBODY)
+        forecasts.on_plan(StepPlan(0, rows=DEVICE_ROWS), None, Decision(5, 1))
+        forecasts.on_result(StepResult(0, host_work=(HostWork(1, 5, 3.0),), seconds=9.0))
     forecasts = Forecasts([Learner()], shown.append)
-    forecasts.on_plan(StepPlan(0, strategy="overlap"), None, Decision(5, 1), NOBODY)
+    forecasts.on_plan(StepPlan(0, strategy="overlap"), None, Decision(5, 1))
     assert not shown
 
 
@@ -196,7 +196,7 @@ def test_the_scheduler_forgets_what_will_not_be_answered() -> None:
             bench.scheduler.apply(StepResult(None, lost="killed"), 0.0)
         else:
             bench.scheduler.fail_steps("no memory", 0.0)
-        forecasts.on_result(StepResult(plan.step, seconds=9.0), NOBODY)
+        forecasts.on_result(StepResult(plan.step, seconds=9.0))
         assert learner.steps == []
 
 
@@ -254,7 +254,7 @@ def test_a_replay_learns_the_same_and_so_decides_the_same(policy: str) -> None:
                 block_size=2,
                 max_model_len=48,
                 prefix_caching=False,
-                host_blocks=200,
+                extensions=make_extensions(host_blocks=200),
                 predictors=[predictor],
             )
         )

@@ -13,6 +13,7 @@ from nanoserve.engine.engine import Engine
 from nanoserve.request import Request, SamplingParams, Status
 from nanoserve.request import Sequence as Sequence_
 from nanoserve.scheduler import Decision, Load, Policy, make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.plan import Begin, Row, work_of
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.speculation.choosing import COUNTS, Acceptance, choose_counts, expected_tokens
@@ -20,6 +21,7 @@ from nanoserve.scheduler.speculation.ngram import NgramIndex
 from nanoserve.scheduler.speculation.speculator import Speculator
 from nanoserve.scheduler.work import StepWork
 from tests.fakes.dying_executor import DyingExecutor
+from tests.fakes.integrity import host_pool
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.fakes.memory_checking_executor import Drafter, MemoryCheckingExecutor, next_token
 from tests.scheduler.lives import WINDOWS, check_outputs, live, lives
@@ -82,10 +84,9 @@ def test_guesses_change_no_answer(
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=depth,
-        host_blocks=host_blocks,
+        extensions=make_extensions(host_blocks=host_blocks, speculator=speculator),
         feeds_tokens=life["feeds_tokens"],
         predictors=predictors,
-        speculator=speculator,
         windows=life["windows"],
     )
     engine = Engine(scheduler, executor, vocab_size=50)
@@ -93,7 +94,7 @@ def test_guesses_change_no_answer(
 
     check_outputs(life["arrivals"], life["max_model_len"], outputs, reasons)
     assert scheduler.pool.free_blocks == life["num_blocks"]
-    assert scheduler.host_pool.free_blocks == host_blocks
+    assert host_pool(scheduler).free_blocks == host_blocks
     assert not speculator._records
     if name == "knows":
         assert sum(speculator.counts.accepted) == speculator.counts.guesses
@@ -206,12 +207,13 @@ def test_what_was_guessed_is_compared_with_what_follows_though_no_step_checks_it
 def test_now_and_then_a_plan_has_no_guesses_so_that_it_is_timed(*, feeds_tokens: bool) -> None:
     """And the next one has some again: the sequence does not begin to be fed meanwhile."""
     _, sequence = _alone(looks_up=True, tokens=[7, 8] * 20)
+    sequence.waits_for_token = True  # as every sequence does at first
     speculator = Speculator(looks_up=True, token_budget=64, feeds_tokens=feeds_tokens)
     plain = []
     for step in range(200):
         guesses, _ = _plan(speculator, sequence, row=0.01)
         plain += [] if guesses else [step]
-        assert sequence.guessing
+        assert sequence.waits_for_token
         sequence.tokens.append(7 + step % 2)
         speculator.learn(sequence, len(guesses), 1, 0, ())
     assert len(plain) == 6
@@ -238,7 +240,7 @@ def _decoding(**settings: object) -> tuple[Scheduler, Speculator, MemoryChecking
         num_blocks=16,
         block_size=2,
         max_model_len=30,
-        speculator=speculator,
+        extensions=make_extensions(speculator=speculator),
         **settings,
     )
     return scheduler, speculator, executor
@@ -322,7 +324,12 @@ def test_throttling_counts_sequences_however_many_guesses_they_have() -> None:
         executor = MemoryCheckingExecutor(64, 2, depth=2, drafter=drafter)
         policy = make_policy("throttling", 64)
         scheduler = Scheduler(
-            policy, num_blocks=64, block_size=2, max_model_len=30, pipeline_depth=2, speculator=speculator
+            policy,
+            num_blocks=64,
+            block_size=2,
+            max_model_len=30,
+            pipeline_depth=2,
+            extensions=make_extensions(speculator=speculator),
         )
         engine = Engine(scheduler, executor, vocab_size=50)
         for number in range(6):

@@ -7,6 +7,7 @@ import pytest
 from nanoserve.errors import RuntimeFailure
 from nanoserve.request import FinishReason
 from nanoserve.scheduler.load import Cohort, Decision
+from tests.fakes.integrity import host_pool
 from tests.scheduler.tiered import Bench
 
 OVERLAP = Decision(64, 64, strategy="overlap", host_decodes=(1, 0))
@@ -82,7 +83,7 @@ def test_a_host_sequence_given_up_while_its_token_is_under_way_keeps_its_blocks_
     bench = _on_host(1)
     bench.step(OVERLAP)
     bench.give_up("a")
-    assert bench.scheduler.host_pool.free_blocks == 5
+    assert host_pool(bench.scheduler).free_blocks == 5
     bench.finish()
 
 
@@ -110,7 +111,7 @@ def test_a_failure_ends_the_host_sequences_under_way_and_not_those_that_wait_the
     (update,) = bench.step(Decision(0, 0))
     assert (update.request_id, update.sequence.finish_reason) == ("a", FinishReason.ERROR)
     assert bench.load.cohorts == (Cohort(0, 1, 5),)
-    assert bench.scheduler.host_pool.free_blocks == 5
+    assert host_pool(bench.scheduler).free_blocks == 5
     bench.executor.collect = collect  # type: ignore[method-assign]
     del bench.requests["a"]
     bench.executor.forget_what_is_in_flight()

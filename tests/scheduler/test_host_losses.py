@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.scheduler import POLICIES, make_policy
+from nanoserve.scheduler.cpu_attention.cpu_attention import MOST_LOSSES
 from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import StepResult
-from nanoserve.scheduler.scheduler import MOST_HOST_LOSSES
-from tests.fakes.integrity import check_integrity
+from tests.fakes.integrity import check_integrity, host_pool
 from tests.scheduler.lives import lives
 from tests.scheduler.tier_lives import DECIDED, TIERS, AlsoUsingTheHost, AtRandom, check
 from tests.scheduler.tiered import Bench
@@ -60,7 +60,7 @@ def _on_host(names: str, **settings: Any) -> Bench:
     for name in names:
         bench.add(name, 4, 4)
     bench.step(Decision(64, 0, park=True))
-    assert len(bench.scheduler.table.on_host) == len(names)
+    assert len(bench.scheduler.extensions.host.on_host) == len(names)
     return bench
 
 
@@ -71,7 +71,7 @@ def test_a_sequence_under_way_and_one_that_waits_are_computed_again_and_the_devi
     bench.executor.host_dies()
     (update,) = bench.step()
     assert update.request_id == "z", "its row was in the plan, too"
-    assert bench.scheduler.host_pool.free_blocks == bench.scheduler.host_pool.num_blocks
+    assert host_pool(bench.scheduler).free_blocks == host_pool(bench.scheduler).num_blocks
     assert [sequence.sequence_id for sequence in bench.scheduler.waiting] == [0, 1]
     assert [sequence.request.request_id for sequence in bench.scheduler.running] == ["z"]
     bench.step(Decision(64, 64))
@@ -81,7 +81,7 @@ def test_a_sequence_under_way_and_one_that_waits_are_computed_again_and_the_devi
     assert all(begins[index][:4] == bench.requests[name].prompt for index, name in enumerate("ab"))
     assert [len(begins[index]) for index in range(2)] == [5, 5], "with the token that was answered"
     bench.finish()
-    assert (bench.scheduler.host_losses, bench.scheduler.table.preemptions) == (1, 2)
+    assert (bench.scheduler.extensions.cpu_attention.losses, bench.scheduler.table.preemptions) == (1, 2)
 
 
 def test_an_asymmetric_step_ends_without_the_tokens_of_its_host_sequences() -> None:
@@ -102,7 +102,7 @@ def test_a_request_given_up_while_its_token_is_under_way_is_gone_with_the_loss()
     bench.give_up("a")
     bench.executor.host_dies()
     bench.step()
-    assert bench.scheduler.host_pool.free_blocks == bench.scheduler.host_pool.num_blocks
+    assert host_pool(bench.scheduler).free_blocks == host_pool(bench.scheduler).num_blocks
     bench.add("a", 4, 2)  # its name is free again
     bench.finish()
 
@@ -119,7 +119,7 @@ def test_what_is_on_its_way_arrives_whole(direction: str) -> None:
     bench.step()
     assert bench.load.moving == 1
     bench.finish(Decision(0, 64, strategy="overlap", host_decodes=(1, 0)))
-    assert (bench.scheduler.host_losses, bench.scheduler.table.preemptions) == (1, 0)
+    assert (bench.scheduler.extensions.cpu_attention.losses, bench.scheduler.table.preemptions) == (1, 0)
 
 
 def test_after_three_losses_there_is_no_host_tier() -> None:
@@ -127,14 +127,14 @@ def test_after_three_losses_there_is_no_host_tier() -> None:
     bench.add("c", 5, 3)
     bench.step(Decision(3, 0, park=True))  # a place on the host is reserved for it
     bench.add("b", 4, 4)
-    for _ in range(MOST_HOST_LOSSES):
+    for _ in range(MOST_LOSSES):
         bench.scheduler.apply(StepResult(None, host_lost="killed"), 0.0)
         check_integrity(bench.scheduler)
     bench.executor.host_dies()  # for the memory's sake; nobody is there to be lost
     swaps = len(bench.swapped())
     bench.step(Decision(64, 64, park=True, preempt_to_host=True, swap_out=9))
     assert (bench.load.host_blocks, bench.load.host_free_blocks, bench.load.host_decodes) == (0, 0, 0)
-    assert bench.scheduler.host_pool.free_blocks == bench.scheduler.host_pool.num_blocks
+    assert host_pool(bench.scheduler).free_blocks == host_pool(bench.scheduler).num_blocks
     bench.finish()
     assert len(bench.swapped()) == swaps
 
@@ -144,7 +144,7 @@ def test_what_arrives_on_a_host_that_was_given_up_is_computed_again() -> None:
     bench.add("a", 4, 4)
     bench.step()
     bench.step(Decision(0, 0, swap_out=1))
-    for _ in range(MOST_HOST_LOSSES):
+    for _ in range(MOST_LOSSES):
         bench.scheduler.apply(StepResult(None, host_lost="killed"), 0.0)
     while bench.scheduler.awaits_results:
         bench.step()

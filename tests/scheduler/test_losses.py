@@ -16,7 +16,7 @@ from nanoserve.scheduler.policies.baselines import ChunkedPrefill
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.dying_executor import CAUSE, DyingExecutor
-from tests.fakes.integrity import check_integrity
+from tests.fakes.integrity import check_integrity, host_pool
 from tests.fakes.reference import expected_tokens
 from tests.scheduler import tiered
 from tests.scheduler.lives import check_outputs, live, lives
@@ -176,7 +176,7 @@ def test_host_sequences_whose_token_was_under_way_are_computed_again() -> None:
     bench.step(Decision(64, 64, strategy="overlap", host_decodes=(1, 0)))
     bench.executor.die()
     bench.step()
-    assert bench.scheduler.host_pool.free_blocks == bench.scheduler.host_pool.num_blocks
+    assert host_pool(bench.scheduler).free_blocks == host_pool(bench.scheduler).num_blocks
     bench.step()
     assert (bench.load.cohorts, bench.load.host_decodes, bench.load.running_decodes) == ((), 0, 0)
     bench.finish()

@@ -91,15 +91,15 @@ def test_a_draft_model_changes_no_answer_and_guesses_right_where_it_is_the_model
     with nanoserve.LLM(
         speculate=DRAFTS[draft], max_num_batched_tokens=24, **settings
     ) as guessing:  # sequences are preempted
-        table = guessing.engine.scheduler.table
+        table, drafts = guessing.engine.scheduler.table, guessing.engine.scheduler.extensions.drafts
         guessing.engine.scheduler.predictors = ()  # so that all that may be is guessed
         for name in ("greedy", "random", "cut", "penalties", "grammar"):
-            before = sum(table.speculator.counts.accepted), table.speculator.counts.guesses
+            before = sum(drafts.speculator.counts.accepted), drafts.speculator.counts.guesses
             params = SETTINGS[name]
             assert _facts(guessing.generate(PROMPTS, params)) == _facts(plain.generate(PROMPTS, params)), name
             accepted, guesses = (
-                sum(table.speculator.counts.accepted) - before[0],
-                table.speculator.counts.guesses - before[1],
+                sum(drafts.speculator.counts.accepted) - before[0],
+                drafts.speculator.counts.guesses - before[1],
             )
             assert 0 < accepted <= guesses
             if draft == "itself" and name in ("greedy", "random", "cut"):
@@ -145,19 +145,19 @@ def test_what_cannot_guess_is_refused_in_one_line(settings: dict[str, str], told
 def test_whatever_is_guessed_the_answers_are_those_of_plain_decoding(
     name: str, plain: nanoserve.LLM, guessing: nanoserve.LLM
 ) -> None:
-    params, table = SETTINGS[name], guessing.engine.scheduler.table
+    params, drafts = SETTINGS[name], guessing.engine.scheduler.extensions.drafts
     outputs = plain.generate(PROMPTS, params)
     answers = [completion.token_ids for output in outputs for completion in output.outputs]
-    by_ngrams, predictors = table.speculator, guessing.engine.scheduler.predictors
+    by_ngrams, predictors = drafts.speculator, guessing.engine.scheduler.predictors
     assert _facts(guessing.generate(PROMPTS, params)) == _facts(outputs)
     guessing.engine.scheduler.predictors = ()  # so that all there is is guessed
     for errs in [(False,), (True,), (False, False, True, False, False, False, False, True, False)]:
-        table.speculator = Scripted(answers, errs)
+        drafts.speculator = Scripted(answers, errs)
         assert _facts(guessing.generate(PROMPTS, params)) == _facts(outputs), errs
-        counts = table.speculator.counts
+        counts = drafts.speculator.counts
         assert counts.guesses > 0
         assert (sum(counts.accepted) == 0) == (errs == (True,))
-    table.speculator, guessing.engine.scheduler.predictors = by_ngrams, predictors
+    drafts.speculator, guessing.engine.scheduler.predictors = by_ngrams, predictors
 
 
 def test_guesses_are_told_as_guesses(tmp_path: Path) -> None:

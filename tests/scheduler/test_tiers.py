@@ -6,6 +6,7 @@ from nanoserve.errors import RuntimeFailure
 from nanoserve.request import FinishReason, Request, SamplingParams
 from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import StepPlan
+from tests.fakes.integrity import host_pool
 from tests.scheduler.tiered import Bench
 
 DECODE = Decision(0, 64)
@@ -44,10 +45,10 @@ def test_a_swapped_sequence_keeps_its_blocks_on_both_tiers_until_the_answer() ->
     bench = _two_decodes(swap_delay=2)
     bench.step(Decision(0, 64, swap_out=1))
     for _ in range(2):
-        assert (bench.scheduler.pool.free_blocks, bench.scheduler.host_pool.free_blocks) == (3, 6)
+        assert (bench.scheduler.pool.free_blocks, host_pool(bench.scheduler).free_blocks) == (3, 6)
         bench.step(IDLE)
         assert bench.load.moving == 1
-    assert (bench.scheduler.pool.free_blocks, bench.scheduler.host_pool.free_blocks) == (5, 6)
+    assert (bench.scheduler.pool.free_blocks, host_pool(bench.scheduler).free_blocks) == (5, 6)
     bench.finish(DECODE)
 
 
@@ -78,9 +79,9 @@ def test_a_sequence_given_up_while_it_moves_returns_its_blocks_when_it_has_moved
             bench.step(Decision(0, 0, swap_out=1))
     bench.step(decision)
     (moving,) = [swap.sequence for swap in bench.plans[-1].swaps]
-    held = bench.scheduler.pool.free_blocks + bench.scheduler.host_pool.free_blocks
+    held = bench.scheduler.pool.free_blocks + host_pool(bench.scheduler).free_blocks
     bench.give_up("ab"[moving])
-    assert bench.scheduler.pool.free_blocks + bench.scheduler.host_pool.free_blocks == held
+    assert bench.scheduler.pool.free_blocks + host_pool(bench.scheduler).free_blocks == held
     bench.finish(DECODE)
 
 
@@ -96,7 +97,7 @@ def test_a_step_and_a_swap_that_fail_end_their_sequences_with_the_error_and_no_o
     assert (first.request_id, second.request_id) == ("a", "b")
     assert {first.sequence.finish_reason, second.sequence.finish_reason} == {FinishReason.ERROR}
     assert {first.sequence.error, second.sequence.error} == {"the copy engine stopped"}
-    assert (bench.scheduler.pool.free_blocks, bench.scheduler.host_pool.free_blocks) == (8, 8)
+    assert (bench.scheduler.pool.free_blocks, host_pool(bench.scheduler).free_blocks) == (8, 8)
     assert [sequence.request.request_id for sequence in bench.scheduler.waiting] == ["c"]
 
 
@@ -107,7 +108,7 @@ def test_a_parked_prompt_moves_with_its_last_row_and_its_reservation_was_made_be
     bench = Bench()
     bench.add("a", 5, 3)
     bench.step(Decision(3, 0, park=True))
-    assert bench.scheduler.host_pool.free_blocks == 5  # five tokens, and the first of the answer
+    assert host_pool(bench.scheduler).free_blocks == 5  # five tokens, and the first of the answer
     assert bench.swapped() == []
     bench.step()
     (swap,) = bench.plans[-1].swaps
@@ -139,7 +140,7 @@ def test_a_reservation_is_given_back_by_an_abort_and_by_a_step_that_does_not_par
             bench.give_up("a")
         else:
             bench.step(Decision(64, 0))
-        assert bench.scheduler.host_pool.free_blocks == 8
+        assert host_pool(bench.scheduler).free_blocks == 8
         bench.finish(DECODE)
         assert bench.swapped() == []
 

@@ -98,7 +98,7 @@ def test_few_slots_do_not_bring_many_transitions() -> None:
     for name in "abcdefghijklmnop":
         bench.add(name, 4, 6)
     bench.finish()
-    assert bench.scheduler.transitions == 1
+    assert bench.scheduler.extensions.layouts.transitions == 1
 
 
 def test_decoding_takes_in_what_fits_and_shares_the_decodes_among_the_stages() -> None:

@@ -33,7 +33,7 @@ def test_the_oldest_move_to_the_host_and_the_others_are_computed_again() -> None
     bench.step()
     assert bench.plans[-1] == StepPlan(2, end=bench.plans[-1].end, transition=1)
     bench.step()
-    assert (bench.load.layout, bench.load.total_blocks, bench.scheduler.layouts.current) == (1, 5, 1)
+    assert (bench.load.layout, bench.load.total_blocks, bench.scheduler.extensions.layouts.current) == (1, 5, 1)
     assert bench.plans[-1].layout == 1
     assert bench.scheduler.table.preemptions == 2
     bench.finish(Decision(64, 64, layout=1, swap_in=1))
@@ -125,9 +125,9 @@ def test_a_transition_that_fails_leaves_the_layout_as_it_was() -> None:
 
     bench.executor.submit = fails_to_change  # type: ignore[method-assign]
     assert bench.step(TO_1) == []
-    assert bench.scheduler.layouts.current == 0
+    assert bench.scheduler.extensions.layouts.current == 0
     bench.finish()
-    assert bench.scheduler.layouts.current == 0
+    assert bench.scheduler.extensions.layouts.current == 0
 
 
 def test_a_prompt_that_is_given_up_while_the_device_drains_delays_nothing() -> None:

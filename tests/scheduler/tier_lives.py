@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from nanoserve.engine.engine import Engine
-from nanoserve.scheduler.kv import most_tokens
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.windows import most_tokens
 from nanoserve.scheduler.work import Strategy
 from tests.fakes.host_losing_executor import HostLosingExecutor
+from tests.fakes.integrity import host_pool
 from tests.scheduler.lives import check_outputs, live
 
 COUNTS = st.sampled_from([0, 0, 1, 1, 2, 9])
@@ -142,7 +144,7 @@ def check(
         cpu_is_done=tiers["cpu_is_done"],
         windows=life["windows"],
         deaths=deaths,
-        host_losses=host_losses,
+        host_losses=host_losses if tiers["host_blocks"] else (),  # what is not there cannot be lost
     )
     fewest = min(layout.num_blocks for layout in layouts)
     longest = most_tokens(life["windows"], fewest, life["block_size"], life["max_model_len"])
@@ -157,8 +159,7 @@ def check(
         max_num_seqs=life["max_num_seqs"],
         prefix_caching=life["prefix_caching"],
         pipeline_depth=life["depth"],
-        host_blocks=tiers["host_blocks"],
-        other_layouts=layouts[1:],
+        extensions=make_extensions(host_blocks=tiers["host_blocks"], other_layouts=layouts[1:]),
         feeds_tokens=life["feeds_tokens"],
         predictors=[tiers["times"]] * len(layouts) if tiers["times"] else (),
         windows=life["windows"],
@@ -169,6 +170,6 @@ def check(
     watch(engine)
     outputs, reasons = live(engine, arrivals)
     check_outputs(arrivals, longest, outputs, reasons, executor.losses)
-    assert scheduler.pool.free_blocks == layouts[scheduler.layouts.current].num_blocks
-    assert scheduler.host_pool.free_blocks == tiers["host_blocks"]
-    assert scheduler.host_losses == executor.times_host_was_lost
+    assert scheduler.pool.free_blocks == layouts[engine.status.layouts[0]].num_blocks
+    assert host_pool(scheduler).free_blocks == tiers["host_blocks"]
+    assert engine.status.host_losses == executor.times_host_was_lost

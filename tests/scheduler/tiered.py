@@ -5,11 +5,12 @@ from typing import Any
 
 from nanoserve.engine.engine import Engine
 from nanoserve.request import Request, SamplingParams, SequenceUpdate
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import LayoutCapacity, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.host_losing_executor import HostLosingExecutor
-from tests.fakes.integrity import check_integrity
+from tests.fakes.integrity import check_integrity, host_pool
 from tests.fakes.reference import expected_tokens
 
 BLOCK_SIZE = 2
@@ -51,8 +52,7 @@ class Bench:
             block_size=BLOCK_SIZE,
             max_model_len=CONTEXT,
             pipeline_depth=depth,
-            host_blocks=host_blocks,
-            other_layouts=[LayoutCapacity(other, depth)],
+            extensions=make_extensions(host_blocks=host_blocks, other_layouts=[LayoutCapacity(other, depth)]),
             **scheduler,
         )
         self.engine = Engine(self.scheduler, self.executor, vocab_size=50)
@@ -87,7 +87,7 @@ class Bench:
         for name, request in self.requests.items():
             assert self.outputs[name] == expected_tokens(request, max_model_len=CONTEXT)[0], name
         assert self.scheduler.pool.free_blocks == self.scheduler.pool.num_blocks
-        assert self.scheduler.host_pool.free_blocks == self.scheduler.host_pool.num_blocks
+        assert host_pool(self.scheduler).free_blocks == host_pool(self.scheduler).num_blocks
 
     def give_up(self, name: str) -> None:
         """Abort a request; nothing more is expected of it."""

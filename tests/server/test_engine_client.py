@@ -17,7 +17,7 @@ from nanoserve.errors import ModelError, RuntimeFailure
 from nanoserve.models.hub import ResolvedModel
 from nanoserve.record.counters import EngineStatus, RecentStep
 from nanoserve.request import FinishReason, Request, SamplingParams
-from nanoserve.scheduler.speculation.speculator import GuessCounts
+from nanoserve.scheduler.work import GuessCounts
 from nanoserve.server import endpoints, engine_client
 from nanoserve.server.engine_client import EngineChild, EngineClient, EngineState, EngineUnavailable, QueueFull
 from nanoserve.server.http_bodies import ApiError

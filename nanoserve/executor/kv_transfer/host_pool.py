@@ -22,7 +22,7 @@ from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.executor.start.memory import available_memory, kv_bytes_per_block, memory_errors
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.shards import Shard
-from nanoserve.scheduler.kv import most_blocks, most_tokens
+from nanoserve.scheduler.windows import most_blocks, most_tokens
 from nanoserve.utils.sizes import format_size
 
 HOST_SHARE = 0.25

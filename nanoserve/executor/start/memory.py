@@ -10,7 +10,7 @@ import torch
 from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
-from nanoserve.scheduler.kv import most_blocks, most_tokens
+from nanoserve.scheduler.windows import most_blocks, most_tokens
 from nanoserve.utils.sizes import format_size
 
 CPU_SHARE = 0.25  # the cache's default share of free memory: the machine's owner is working on it too

@@ -54,7 +54,9 @@ class SpeculationBench:
     def __init__(self, plain: LLM, guessing: LLM) -> None:
         self._plain, self._budget = plain, guessing.built.config.max_num_batched_tokens
         self._drivers = {"plain": EngineDriver(plain.engine), "guessing": EngineDriver(guessing.engine)}
-        self._scheduler, self._own = guessing.engine.scheduler, guessing.engine.scheduler.table.speculator
+        drafts = guessing.engine.scheduler.extensions.drafts
+        assert drafts is not None, "the second engine guesses"
+        self._scheduler, self._drafts, self._own = guessing.engine.scheduler, drafts, drafts.speculator
         self._probe, self._foreign = BandwidthProbe().read, ForeignLoad()
 
     def rounds(self, workload: str, case: BatchCase, wanted: int, repeating: Repeating) -> Iterator[PolicyRound]:
@@ -65,7 +67,7 @@ class SpeculationBench:
         prompts = self._prompts(workload, case)
         known = dict(zip(prompts, self._drivers["plain"].run(prompts, lengths, params).tokens, strict=True))
         scripted = {"vocab_size": self._plain.built.model.vocab_size, "token_budget": self._budget}
-        self._scheduler.table.speculator = self._own if rate is None else Scripted(rate, known, **scripted)
+        self._drafts.speculator = self._own if rate is None else Scripted(rate, known, **scripted)
         self._drivers["guessing"].run(prompts, lengths, params)
 
         def one_round(number: int) -> PolicyRound:

@@ -22,8 +22,8 @@ from nanoserve.lab.simulator.simulation import simulate
 from nanoserve.lab.simulator.workload import Workload, burst, poisson_arrivals
 from nanoserve.layout import ParallelLayout
 from nanoserve.request import RequestShape
-from nanoserve.scheduler.kv import most_blocks, most_tokens
 from nanoserve.scheduler.load import Policy
+from nanoserve.scheduler.windows import most_blocks, most_tokens
 
 MOST_DEVICES = 4096
 _LITTLE_ITERATIONS = 20

@@ -16,12 +16,14 @@ from nanoserve.record.metrics import Slo
 from nanoserve.record.metrics_observer import ArrivalWindow, LatencyMetrics, RequestObserver, SloMeter, StepMetrics
 from nanoserve.record.sketches import Sketch, mean_series
 from nanoserve.request import Request
-from nanoserve.scheduler.kv import most_tokens
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
-from nanoserve.scheduler.speculation.speculator import GuessCounts, Speculator
+from nanoserve.scheduler.speculation.speculator import Speculator
+from nanoserve.scheduler.windows import most_tokens
+from nanoserve.scheduler.work import GuessCounts
 
 _MOST_TOKENS = 2**20  # of a step with its guesses: predicted times limit them
 
@@ -82,8 +84,6 @@ def simulate(
         max_num_seqs=max_num_seqs,
         prefix_caching=False,
         pipeline_depth=times.num_stages,
-        host_blocks=host_blocks,
-        other_layouts=[LayoutCapacity(blocks, other.num_stages) for other, blocks in other_layouts],
         predictors=predictors,
         windows=windows,
     )
@@ -96,7 +96,12 @@ def simulate(
         steps = StepMetrics(block_size, 1 + len(other_layouts), groups)
         executor = SimulatedExecutor(*layouts, block_size=block_size, groups=groups, runtime=runtime, drafter=drafter)
         speculator = None if drafter is None else Speculator(looks_up=False, token_budget=_MOST_TOKENS)
-        scheduler = make_scheduler(speculator=speculator)
+        extensions = make_extensions(
+            host_blocks=host_blocks,
+            other_layouts=[LayoutCapacity(blocks, other.num_stages) for other, blocks in other_layouts],
+            speculator=speculator,
+        )
+        scheduler = make_scheduler(extensions=extensions)
         learn_from_results(scheduler)
         lives = LatencyMetrics((within, window.on_request, *request_observers))
         fleet.append(Replica(scheduler, executor, steps, lives))
@@ -129,8 +134,8 @@ def _result(fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | 
     inputs, outputs = sum(one.input_tokens for one in lives), sum(one.output_tokens for one in lives)
     tokens = Sketch.merged(one.tokens for one in steps).distribution()
     assert tokens is not None, "requests ran, so there were steps"
-    speculators = [replica.scheduler.table.speculator for replica in fleet]
-    guesses = sum([one.counts for one in speculators if one is not None], GuessCounts())
+    drafts = [replica.scheduler.extensions.drafts for replica in fleet]
+    guesses = sum([one.speculator.counts for one in drafts if one is not None], GuessCounts())
     return SimulationResult(
         requests=requests,
         input_tokens=inputs,

@@ -6,9 +6,9 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from nanoserve.scheduler.predictor import Predictor
-from nanoserve.scheduler.work import StepWork
+from nanoserve.scheduler.work import MOST_GUESSES, StepWork
 
-COUNTS = (0, 1, 2, 3, 4, 5, 7)
+COUNTS = (0, 1, 2, 3, 4, 5, MOST_GUESSES)
 """Guesses that a row may have."""
 _LEAST_GAIN = 1.02
 """Guessing has to be predicted so much faster: a prediction may be a little wrong, and plain steps are sure."""

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import compress
 
-import msgspec
-
 from nanoserve.request import Sequence, Status
 from nanoserve.scheduler.predictor import Predictor
-from nanoserve.scheduler.speculation.choosing import COUNTS, Acceptance, choose_counts, step_seconds
+from nanoserve.scheduler.speculation.choosing import Acceptance, choose_counts, step_seconds
 from nanoserve.scheduler.speculation.ngram import NgramIndex
-from nanoserve.scheduler.work import StepWork
+from nanoserve.scheduler.work import MOST_GUESSES, GuessCounts, StepWork
 
 _DECODE = Status.DECODE  # Enum lookup is slow in Python 3.11; hoist it.
 _FIRST = Acceptance(accepted=2.4, tried=4.0, fading=0.99)
@@ -42,24 +40,10 @@ class _Record:
     """How many tokens there were when it was last considered, and how many more are fed before it is again."""
 
 
-class GuessCounts(msgspec.Struct, array_like=True):
-    """What became of guesses since the engine started."""
-
-    rows: int = 0  # rows that had guesses
-    guesses: int = 0
-    accepted: list[int] = msgspec.field(default_factory=lambda: [0] * COUNTS[-1])
-    """Accepted guesses by their place in the row."""
-
-    def __add__(self, other: "GuessCounts") -> "GuessCounts":
-        """New counts: those of both."""
-        accepted = [one + another for one, another in zip(self.accepted, other.accepted, strict=True)]
-        return GuessCounts(self.rows + other.rows, self.guesses + other.guesses, accepted)
-
-
 class Speculator:
     """``looks_up``: guesses come from the sequence's own tokens (n-grams); otherwise a drafter in the executor is asked
     for them, one step before. A step has at most ``token_budget`` tokens with its guesses. With ``feeds_tokens`` the
-    next plan is made before a token is known, unless its sequence is ``guessing``."""
+    next plan is made before a token is known, unless its sequence ``waits_for_token``."""
 
     def __init__(self, *, looks_up: bool, token_budget: int, feeds_tokens: bool = False) -> None:
         self.counts = GuessCounts()
@@ -93,7 +77,7 @@ class Speculator:
         many as are ``wanted``, or without a predictor as many as possible."""
         if wanted is not None:
             predictor = None
-        most = COUNTS[-1] if wanted is None else min(wanted, COUNTS[-1])
+        most = MOST_GUESSES if wanted is None else min(wanted, MOST_GUESSES)
         records, room, found = list[_Record](), list[int](), list[tuple[int, ...]]()
         for sequence in sequences:
             record = self._records.get(sequence.sequence_id)
@@ -126,8 +110,8 @@ class Speculator:
             self._rests_until = self._plans + 1 + min(pause, _RECONSIDERED)
         if self._feeds_tokens:
             for sequence, record, count, draft in zip(sequences, records, counts, drafts, strict=True):
-                sequence.guessing = bool(count or draft or is_plain)
-                record.wait = _PROBE if sequence.guessing else min(2 * record.wait, _RAREST_PROBE)
+                sequence.waits_for_token = bool(count or draft or is_plain)
+                record.wait = _PROBE if sequence.waits_for_token else min(2 * record.wait, _RAREST_PROBE)
         return [(one[:count], draft) for one, count, draft in zip(found, counts, drafts, strict=True)]
 
     def _find(self, sequence: Sequence, record: _Record, most: int) -> tuple[int, ...]:
@@ -219,8 +203,8 @@ class Speculator:
             record.guesses, record.length = draft, length
             if not draft:  # as good as a wrong guess
                 self._take_note(record, 1, 0)
-        if self._feeds_tokens and not sequence.guessing and length - record.seen >= record.wait:
-            sequence.guessing = not self._looks_up or bool(record.index.guess(sequence.tokens, 1))
+        if self._feeds_tokens and not sequence.waits_for_token and length - record.seen >= record.wait:
+            sequence.waits_for_token = not self._looks_up or bool(record.index.guess(sequence.tokens, 1))
 
     def learn_pace(self, each: float, *, steady: bool) -> None:
         """Drafting took so long for each token of the longest draft; at most, where a drafter that is not ``steady``

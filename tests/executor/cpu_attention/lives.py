@@ -13,12 +13,14 @@ from nanoserve.executor.kv_transfer.host_pool import HostPool
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.request import FinishReason
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Decision, Load, Policy
 from nanoserve.scheduler.plan import StepPlan
 from nanoserve.scheduler.work import Strategy
 from tests.executor.cpu_attention.families import BLOCK_SIZE, MAX_MODEL_LEN, Model
 from tests.executor.small_model import local_executor
 from tests.executor.workers.loads import Seen, WatchedEngine, WatchedScheduler
+from tests.fakes.integrity import host_pool
 from tests.fakes.linear_predictor import LinearPredictor
 from tests.scheduler.lives import Arrival, live
 
@@ -163,7 +165,7 @@ def hybrid_engine(model: Model, case: Case, seen: HybridSeen) -> WatchedEngine:
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=case.max_num_seqs,
         prefix_caching=case.prefix_caching,
-        host_blocks=case.host_blocks,
+        extensions=make_extensions(host_blocks=case.host_blocks),
         predictors=[LinearPredictor(num_layers=model.config.num_layers, host_key=1e-4, row=0.01)],
         seen=seen,
     )
@@ -177,7 +179,7 @@ def live_through(model: Model, case: Case, arrivals: SequenceOf[Arrival]) -> Hyb
     with closing(hybrid_engine(model, case, seen)) as engine:
         live(engine, list(arrivals))
         assert engine.scheduler.pool.free_blocks == case.num_blocks
-        assert engine.scheduler.host_pool.free_blocks == case.host_blocks
+        assert host_pool(engine.scheduler).free_blocks == case.host_blocks
         seen.preemptions = engine.scheduler.table.preemptions
     return seen
 

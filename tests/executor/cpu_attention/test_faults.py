@@ -15,11 +15,11 @@ from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionThread
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.request import FinishReason
-from nanoserve.scheduler.scheduler import MOST_HOST_LOSSES
+from nanoserve.scheduler.cpu_attention.cpu_attention import MOST_LOSSES
 from tests.executor.cpu_attention.families import Model, small_model
 from tests.executor.cpu_attention.lives import Case, HybridSeen, at_random, check, hybrid_engine
 from tests.executor.small_model import mechanism_of
-from tests.fakes.integrity import check_integrity
+from tests.fakes.integrity import check_integrity, host_pool
 from tests.scheduler.lives import Arrival
 
 Attend = Callable[..., Tensor | None]
@@ -146,7 +146,7 @@ def test_a_thread_that_is_lost_time_and_again_is_done_without(
 ) -> None:
     mishaps = befall(fail, set(range(1, 1000)))
     seen = check(model, Case("overlap", prefix_caching=False), at_random(model, 1))
-    assert len(losses) == mishaps.calls == MOST_HOST_LOSSES
+    assert len(losses) == mishaps.calls == MOST_LOSSES
     assert seen.aborted < len(seen.sequences)
 
 
@@ -186,7 +186,7 @@ def test_an_abort_in_mid_token(model: Model) -> None:
         while engine.has_work:
             engine.step()
             check_integrity(engine.scheduler)
-        assert engine.scheduler.host_pool.free_blocks == 200
+        assert host_pool(engine.scheduler).free_blocks == 200
     for (request, index), sequence in seen.sequences.items():
         model.expected[request, index].check(sequence, request)
 
@@ -218,5 +218,5 @@ def test_a_step_without_memory_ends_what_is_in_flight_and_nothing_else(
         engine.add(second)
         while engine.has_work:
             engine.step()
-        assert engine.scheduler.host_pool.free_blocks == 200
+        assert host_pool(engine.scheduler).free_blocks == 200
     model.expected["r1", 0].check(seen.sequences["r1", 0], "the one behind")

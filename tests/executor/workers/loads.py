@@ -18,6 +18,7 @@ from nanoserve.models.hub import ResolvedModel
 from nanoserve.models.loading import load_model
 from nanoserve.request import FinishReason, Request, SamplingParams, Sequence, SequenceUpdate, TokenLogprob
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import Executor, StepPlan
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
@@ -296,9 +297,11 @@ def _engine(executor: Executor, case: Case, vocab_size: int, seen: Seen) -> Engi
         max_num_seqs=case.max_num_seqs,
         prefix_caching=case.prefix_caching,
         pipeline_depth=case.depth or (capacities[0].pipeline_depth if capacities else executor.max_in_flight),
-        host_blocks=case.host_blocks * len(windows),
+        extensions=make_extensions(
+            host_blocks=case.host_blocks * len(windows),
+            other_layouts=[replace(capacity, num_blocks=case.num_blocks * len(windows)) for capacity in capacities[1:]],
+        ),
         predictors=[LinearPredictor()] * len(capacities) if case.host_blocks else (),
-        other_layouts=[replace(capacity, num_blocks=case.num_blocks * len(windows)) for capacity in capacities[1:]],
         windows=windows,
         seen=seen,
     )
@@ -316,15 +319,13 @@ def _run(executor: Executor, case: Case, parts: list[list[Arrival]], vocab_size:
     """An engine's life from its first request to its last; the executor lives on."""
     seen = Seen()
     engine = _engine(executor, case, vocab_size, seen)
-    if isinstance(executor, WorkersExecutor) and executor.layout != engine.scheduler.layouts.current:
-        executor.submit(
-            StepPlan(-1, transition=engine.scheduler.layouts.current)
-        )  # where the engine before has left it
+    if isinstance(executor, WorkersExecutor) and executor.layout != engine.status.layouts[0]:
+        executor.submit(StepPlan(-1, transition=engine.status.layouts[0]))  # where the engine before has left it
         while not executor.collect(None):
             pass
     for arrivals in parts:
         live(engine, arrivals)
-    seen.preemptions, seen.transitions = engine.scheduler.table.preemptions, engine.scheduler.transitions
+    seen.preemptions, seen.transitions = engine.status.preemptions, engine.status.transitions
     return seen
 
 

@@ -38,7 +38,7 @@ def test_guesses_change_no_answer_of_workers(
         nanoserve.LLM(**settings) as plain,
         nanoserve.LLM(speculate=speculate, policy=policy, max_num_batched_tokens=64, **layout, **settings) as guessing,
     ):
-        speculator = guessing.engine.scheduler.table.speculator
+        speculator = guessing.engine.scheduler.extensions.drafts.speculator
         for name in ("greedy", "random", "penalties", "grammar"):
             expected = _facts(plain.generate(PROMPTS, SETTINGS[name]))
             assert _facts(guessing.generate(PROMPTS, SETTINGS[name])) == expected, name

@@ -109,14 +109,15 @@ def test_requests_are_given_up_in_every_phase(pair: Pair, monkeypatch: pytest.Mo
         places = {sequence.index: sequence.place.value for sequence in family}
         updates = stop(scheduler, request_id, *arguments, **settings)
         for update in updates:
-            given_up.add("draining" if scheduler.layouts.changing else f"layout {scheduler.layouts.current}")
+            layouts = scheduler.extensions.layouts
+            given_up.add("draining" if layouts.changing else f"layout {layouts.current}")
             given_up.add(places[update.index])
         return updates
 
     def submitting(engine: Engine) -> list[SequenceUpdate]:
         """Give up a request while the device is drained: the arrivals decide when the others are."""
         updates = []
-        if engine.scheduler.layouts.changing and "draining" not in given_up:
+        if engine.status.changing[0] and "draining" not in given_up:
             updates = engine.stop(next(iter(engine.scheduler.table.requests)))
         return updates or submit(engine)
 

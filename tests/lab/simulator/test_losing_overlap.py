@@ -11,6 +11,7 @@ from nanoserve.lab.simulator.host_attention import HostAttention
 from nanoserve.lab.simulator.pipeline import Passage
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.plan import Answer, StepPlan
 from nanoserve.scheduler.scheduler import Scheduler
 from nanoserve.scheduler.work import Strategy
@@ -66,7 +67,7 @@ def run(policy: str, executor: SimulatedExecutor, predictor: CorrectedPredictor)
             max_model_len=512,
             max_num_seqs=64,
             prefix_caching=False,
-            host_blocks=1280 if policy == "hybrid" else 0,
+            extensions=make_extensions(host_blocks=1280 if policy == "hybrid" else 0),
             predictors=(predictor,),
         )
 

@@ -8,6 +8,7 @@ from nanoserve.lab.benchmarks.policies.variants import KvCase, KvCases, make_req
 from nanoserve.lab.simulator.executor import SimulatedExecutor
 from nanoserve.record.run_record import RunRecord
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.distorted_predictor import DistortedPredictor
@@ -31,7 +32,7 @@ def run(policy: str, case: KvCase, times: TierTimes, predictor: Predictor) -> Ru
             max_model_len=512,
             max_num_seqs=64,
             prefix_caching=False,
-            host_blocks=REQUESTS * 32 if policy == "hybrid" else 0,
+            extensions=make_extensions(host_blocks=REQUESTS * 32 if policy == "hybrid" else 0),
             predictors=(predictor,),
         )
 

@@ -12,6 +12,7 @@ from nanoserve.lab.benchmarks.policies.variants import DecodePrioritizing, Prefi
 from nanoserve.lab.simulator.replay import record_run, replay
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing
 from nanoserve.scheduler.scheduler import Scheduler
@@ -111,8 +112,7 @@ def test_a_replay_makes_the_plans_of_a_run_with_two_layouts(
             block_size=4,
             max_model_len=32,
             pipeline_depth=stages[0],
-            host_blocks=host_blocks,
-            other_layouts=[LayoutCapacity(20, stages[1])],
+            extensions=make_extensions(host_blocks=host_blocks, other_layouts=[LayoutCapacity(20, stages[1])]),
         )
 
     executor = MovingExecutor([JitteryMoves(number, seed) for number in stages], block_size=4, workers=4)

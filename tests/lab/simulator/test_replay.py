@@ -13,6 +13,7 @@ from nanoserve.engine.engine import Engine
 from nanoserve.lab.simulator.replay import record_run, replay
 from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler import POLICIES, make_policy
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.plan import StepPlan, StepResult
 from nanoserve.scheduler.scheduler import Scheduler
 from tests.fakes.host_losing_executor import HostLosingExecutor
@@ -128,7 +129,7 @@ def test_what_became_of_the_host_is_recorded_and_replayed(depth: int) -> None:
             block_size=BLOCK_SIZE,
             max_model_len=64,
             pipeline_depth=depth,
-            host_blocks=NUM_BLOCKS,
+            extensions=make_extensions(host_blocks=NUM_BLOCKS),
         )
 
     executor = RealTimeExecutor(depth, seed=depth, host_blocks=NUM_BLOCKS, host_losses=(70, 150))

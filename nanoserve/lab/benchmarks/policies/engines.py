@@ -108,6 +108,8 @@ def open_with_host(
     profile = hybrid_profile(starting, progress)
     if profile is None:
         raise RuntimeFailure("without a profile of this machine the CPU would never be asked to attend")
+    host = llm.engine.scheduler.extensions.host
+    assert host is not None, "the engine has host memory"
 
     def measure_times() -> MeasuredTimes:
         if config.profile is not None:
@@ -120,7 +122,7 @@ def open_with_host(
     return replace(
         _of_llm("device and CPU", llm),
         predictors=(MeasuredPredictor(profile),),
-        host_blocks=llm.engine.scheduler.host_pool.num_blocks,
+        host_blocks=host.pool.num_blocks,
         host_threads=starting.processor.threads,
         measure_times=measure_times,
     )
@@ -140,7 +142,7 @@ def _of_llm(name: str, llm: LLM, *, simulated: bool = True) -> OpenEngine:
         executor=llm.engine.executor,
         vocab_size=llm.built.model.vocab_size,
         capacities=(LayoutCapacity(llm.engine.scheduler.pool.num_blocks),),
-        windows=llm.engine.scheduler.table.blocks.windows,
+        windows=llm.built.model.cache_groups.windows,
         compiled=llm.built.compiled,
         simulated=simulated,
     )

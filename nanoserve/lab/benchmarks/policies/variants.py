@@ -20,13 +20,14 @@ from nanoserve.record.events import Worked
 from nanoserve.record.recorder import recorder_of
 from nanoserve.record.run_record import RunRecord
 from nanoserve.request import Request, RequestShape, SamplingParams
-from nanoserve.scheduler.kv import most_tokens
+from nanoserve.scheduler.assembly import make_extensions
 from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Executor, LayoutCapacity, StepPlan
 from nanoserve.scheduler.policies import make_policy
 from nanoserve.scheduler.policies.transition_minimizing import TransitionMinimizing, device_fits_pool
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.scheduler.scheduler import Scheduler
+from nanoserve.scheduler.windows import most_tokens
 
 _PATIENCE, _LOOK = 5.0, 0.01
 """Seconds within which workers report what they did for the last plan (they need milliseconds), and between looks."""
@@ -120,8 +121,7 @@ class PolicyVariant:
             max_num_seqs=config.max_num_seqs,
             prefix_caching=False,
             pipeline_depth=first.pipeline_depth,
-            host_blocks=self.host_blocks,
-            other_layouts=others,
+            extensions=make_extensions(host_blocks=self.host_blocks, other_layouts=others),
             predictors=deepcopy(self.predictors) if simulated else self.predictors,
             feeds_tokens=not simulated and self.engine.executor.feeds_tokens,
             windows=self.engine.windows,

@@ -1,0 +1,28 @@
+"""The mechanisms of an engine's scheduler, as its configuration asks for them. Most engines never load this module."""
+
+from collections.abc import Sequence
+
+from nanoserve.engine_config import EngineConfig
+from nanoserve.scheduler.assembly import make_extensions
+from nanoserve.scheduler.extension import Extensions
+from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.speculation.speculator import Speculator
+
+
+def engine_extensions(
+    config: EngineConfig, *, host_blocks: int, other_layouts: Sequence[LayoutCapacity], feeds_tokens: bool
+) -> Extensions:
+    """Make what the configuration asks for, with this many blocks in host memory."""
+    speculator = None
+    if config.speculate is not None:
+        speculator = Speculator(
+            looks_up=config.speculate == "ngram",
+            token_budget=config.max_num_batched_tokens,
+            feeds_tokens=feeds_tokens,
+        )
+    return make_extensions(
+        host_blocks=host_blocks,
+        attends_on_host=config.attends_on_host,
+        other_layouts=other_layouts,
+        speculator=speculator,
+    )

@@ -1,0 +1,33 @@
+"""Which mechanisms are attached to a scheduler: the only module that imports their folders."""
+
+from collections.abc import Sequence
+
+from nanoserve.scheduler.cpu_attention.cpu_attention import CpuAttention
+from nanoserve.scheduler.extension import Extensions
+from nanoserve.scheduler.host_tier.host_tier import HostTier
+from nanoserve.scheduler.layout_change.layouts import Layouts
+from nanoserve.scheduler.plan import LayoutCapacity
+from nanoserve.scheduler.speculation.drafts import Drafts
+from nanoserve.scheduler.speculation.speculator import Speculator
+
+
+def make_extensions(
+    *,
+    host_blocks: int = 0,
+    attends_on_host: bool = True,
+    other_layouts: Sequence[LayoutCapacity] = (),
+    speculator: Speculator | None = None,
+) -> Extensions:
+    """Make the mechanisms that are asked for.
+
+    ``host_blocks`` are the KV blocks in host memory; with none, nothing ever moves there. Sequences there decode if it
+    ``attends_on_host``. ``other_layouts`` are the parallel layouts 1, 2, ...; the scheduler's own is 0. A
+    ``speculator`` adds draft tokens to what the policy has decided.
+    """
+    host = HostTier(host_blocks) if host_blocks else None
+    return Extensions(
+        layouts=Layouts(other_layouts, host) if other_layouts else None,
+        host=host,
+        cpu_attention=CpuAttention(host) if host is not None and attends_on_host else None,
+        drafts=Drafts(speculator) if speculator is not None else None,
+    )
