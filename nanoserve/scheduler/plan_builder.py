@@ -91,12 +91,21 @@ class PlanBuilder:
 
     def _add_decodes(self, ready: list[Sequence]) -> None:
         """The next token of as many sequences as decided, skipping those for which no room can be made."""
-        skipped = self.skipped
+        skipped, rows = self.skipped, self.rows
         for sequence in islice(ready, self.decision.decodes):
             if sequence.sequence_id in skipped:
                 continue
-            has_room = sequence.computed < sequence.reach  # as for most decodes
-            if has_room or (self._may_grow(sequence) and self._make_room(sequence, 1)):
+            start = sequence.computed
+            if start < sequence.reach:
+                if sequence.begun and start < len(sequence.tokens):
+                    # Its last block has room and the executor knows the rest, as for most decodes.
+                    row = Row(sequence.sequence_id, start, (sequence.tokens[start],), True)
+                    rows.append(row)
+                    sequence.in_flight.append(row)
+                    sequence.computed = start + 1
+                else:
+                    self._add_row(sequence, 1)
+            elif self._may_grow(sequence) and self._make_room(sequence, 1):
                 self._add_row(sequence, 1)
 
     def _add_prefills(self, ready: Iterable[Sequence]) -> None:

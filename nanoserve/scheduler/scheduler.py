@@ -273,25 +273,55 @@ class Scheduler:
     def _take_answers(self, answers: SequenceOf[Answer], now: float) -> list[SequenceUpdate]:
         """Give each answer to its sequence, whose oldest row in flight it belongs to."""
         updates = []
-        gained = 0
-        sequences, table_answered, hearing = self.table.sequences, self.table.answered, self._moments.answered
+        sequences, row_answered, hearing = self.table.sequences, self.table.answered, self._moments.answered
         for answer in answers:
             sequence = sequences[answer.sequence]
             row = sequence.in_flight[0]
             if answer.prompt_logprobs:
                 sequence.keep_prompt_logprobs(row.start, answer.prompt_logprobs)
-            if not row.sample and answer.error is None:
+            if answer.error is not None:
+                if sequence.finish_reason is None:
+                    updates.append(self._end(sequence, answer.error, now))
+            elif not row.sample:
                 continue
-            if sequence.finish_reason is None:  # else it was ended while in flight
-                update = self._take_tokens(sequence, answer, now)
-                gained += len(update.new_tokens)
-                updates.append(update)
-            for answered in hearing:
-                answered(sequence, row, answer)
-            table_answered(sequence)
+            elif sequence.finish_reason is None:  # else it was ended while in flight
+                if sequence.status is _PREFILL:
+                    self._begin_decoding(sequence, now)
+                new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
+                if answer.complete and len(new_tokens) == len(answer.tokens):
+                    reason = FinishReason.STOP
+                if reason is not None:
+                    self._finish(sequence, reason, now)
+                updates.append(SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence))
+            if hearing:
+                for answered in hearing:
+                    answered(sequence, row, answer)
+            row_answered(sequence)
+        gained = sum([len(update.new_tokens) for update in updates])
         self.output_tokens += gained
         self.table.outstanding += gained
         return updates
+
+    def _begin_decoding(self, sequence: Sequence, now: float) -> None:
+        """The prompt of a sequence is computed."""
+        sequence.move_to(Status.DECODE)
+        if sequence.first_token_time is None:  # else it is here again after a preemption
+            family = self.table.requests[sequence.request.request_id]
+            if all(one.first_token_time is None for one in family):
+                self.prompt_tokens += sequence.prompt_length
+            sequence.first_token_time = now
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """A sequence has all its tokens."""
+        if self._growth is not None:
+            self._growth.record(sequence.output_length)
+        self.table.finish(sequence, reason, now)
+
+    def _end(self, sequence: Sequence, error: str, now: float) -> SequenceUpdate:
+        """End a sequence with an error."""
+        sequence.error = error
+        self.table.finish(sequence, _ERROR, now)
+        return SequenceUpdate(sequence.request.request_id, sequence.index, (), sequence)
 
     def _answer_unsampled(self, plan: StepPlan) -> None:
         """The device work of a plan is done; that answers the rows without a token."""
@@ -344,33 +374,7 @@ class Scheduler:
 
     def _fail(self, unfinished: list[Sequence], error: str, now: float) -> list[SequenceUpdate]:
         """End sequences that have nothing in flight with an error; all samples of their requests are among them."""
-        updates = [self._take_tokens(one, Answer(one.sequence_id, error=error), now) for one in unfinished]
+        updates = [self._end(sequence, error, now) for sequence in unfinished]
         for sequence in unfinished:
             self.table.release_siblings(sequence)
         return updates
-
-    def _take_tokens(self, sequence: Sequence, answer: Answer, now: float) -> SequenceUpdate:
-        new_tokens: tuple[int, ...] = ()
-        reason: FinishReason | None = _ERROR
-        if answer.error is not None:
-            sequence.error = answer.error
-        else:
-            if sequence.status is _PREFILL:
-                sequence.move_to(Status.DECODE)
-                if sequence.first_token_time is None:  # else it is here again after a preemption
-                    self._count_prompt(sequence)
-                    sequence.first_token_time = now
-            new_tokens, reason = sequence.extend(answer.tokens, answer.logprobs)
-            if answer.complete and len(new_tokens) == len(answer.tokens):
-                reason = FinishReason.STOP
-            if reason is not None and self._growth is not None:
-                self._growth.record(sequence.output_length)
-        if reason is not None:
-            self.table.finish(sequence, reason, now)
-        return SequenceUpdate(sequence.request.request_id, sequence.index, new_tokens, sequence)
-
-    def _count_prompt(self, sequence: Sequence) -> None:
-        """The first of the samples of a request gets its first token."""
-        family = self.table.requests[sequence.request.request_id]
-        if all(one.first_token_time is None for one in family):
-            self.prompt_tokens += sequence.prompt_length
