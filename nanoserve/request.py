@@ -318,8 +318,8 @@ class Sequence:
     """Positions that these blocks hold."""
     host_table: list[int] = field(default_factory=list)
     """Host blocks likewise; on the device, those reserved for a prompt that will move."""
-    chain: list[int] = field(default_factory=list)
-    """Prefix-cache entries of its first full blocks."""
+    chain: list[Any] = field(default_factory=list)
+    """The prefix cache's columns of its first full blocks."""
     slid_to: int = 0
     """The position from which on queries need their blocks: those behind its windows are given back."""
     in_flight: deque[PlannedRow] = field(default_factory=deque)

@@ -3,17 +3,33 @@
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from itertools import count
 
 from nanoserve.request import Sequence
 
-ChainLink = int | str  # the entry of the preceding column, or the salt in front of a first one
 NO_BLOCK = -1
 """Stands in a block table for a block that the sequence has given back, or never had: no query will read it."""
 
 
-Address = tuple[ChainLink, tuple[int, ...]]
-"""A column's content: its chain, and a block's worth of tokens after it."""
+class Column:
+    """A block's worth of tokens behind a prefix: one block of every cache group, for the same positions.
+
+    Its address is the column before it (the salt, for a first one) and its own tokens. Columns are compared by identity
+    and their tokens are compared as they are, so equal addresses mean equal prefixes, and a hash collision can never
+    serve another prompt's cache.
+    """
+
+    __slots__ = ("address", "blocks", "followers", "is_known")
+
+    def __init__(self, address: "Address", blocks: list[int]) -> None:
+        self.address = address
+        self.blocks = blocks
+        """The block of each group, or NO_BLOCK if it was used for something else."""
+        self.followers = 0
+        """Known columns that come after it."""
+        self.is_known = True
+
+
+Address = tuple[Column | str, tuple[int, ...]]
 
 
 class BlockPool:
@@ -23,17 +39,14 @@ class BlockPool:
     cached ones, least recently used first.
 
     A block of each of the ``groups`` of a model's caches, for the same positions, is a column. A full column, with
-    owners or without, is addressed by the entry of the column before it (the salt, for a first one) and its own tokens.
-    An entry's number is never used again, so equal addresses mean equal prefixes. Looking an address up compares parent
-    and tokens, so a hash collision can never serve another prompt's cache. A column is known as long as one of its
-    blocks is, or a column after it: with windows, the beginning of a prefix may be gone and its end is of use.
+    owners or without, is known as long as one of its blocks is cached, or a column after it is known: where queries see
+    only close positions, the beginning of a prefix may be gone and its end is of use.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, groups: int = 1) -> None:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.groups = groups
-        self._entries = count()
         self._fill(num_blocks)
 
     def _fill(self, num_blocks: int) -> None:
@@ -41,11 +54,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._blank: deque[int] = deque(range(num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()
-        self._known: dict[Address, int] = {}  # entries by address
-        self._addresses: dict[int, Address] = {}  # by entry
-        self._columns: dict[int, list[int]] = {}  # by entry: the block of each group, or NO_BLOCK
-        self._followers: dict[int, int] = {}  # by entry: columns whose chain ends there, if there are any
-        self._cached: dict[int, tuple[int, int]] = {}  # entry and group, by cached block
+        self._known: dict[Address, Column] = {}
+        self._cached: dict[int, Column] = {}  # by block
 
     def replace_blocks(self, num_blocks: int) -> None:
         """Replace the blocks by those of another parallel layout; nothing is kept. Raises RuntimeError if one of these
@@ -104,62 +114,60 @@ class BlockPool:
         """Whether it has exactly one owner."""
         return self._references[block] == 1
 
-    def match(self, tokens: SequenceOf[int], salt: str) -> list[tuple[list[int], int]]:
-        """The columns of the longest known chain for ``tokens``: the blocks of their groups, which may be missing, and
-        their entries. At least one token is left out."""
-        found: list[tuple[list[int], int]] = []
-        link: ChainLink = salt
+    def match(self, tokens: SequenceOf[int], salt: str) -> list[Column]:
+        """The longest known chain of columns for ``tokens``; some of their blocks may be missing. At least one token is
+        left out."""
+        found: list[Column] = []
+        previous: Column | str = salt
         size = self.block_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
-            entry = self._known.get((link, tuple(tokens[start : start + size])))
-            if entry is None:
+            column = self._known.get((previous, tuple(tokens[start : start + size])))
+            if column is None:
                 break
-            found.append((self._columns[entry], entry))
-            link = entry
+            found.append(column)
+            previous = column
         return found
 
-    def insert(self, blocks: SequenceOf[int], previous: ChainLink, tokens: tuple[int, ...]) -> int:
-        """Record that the ``blocks``, one of each group, hold these tokens after that chain; returns the entry of this
-        content. If another block of a group holds the same content already, that one stays the shared one."""
-        address, new = (previous, tokens), next(self._entries)
-        entry = self._known.setdefault(address, new)
-        if entry == new:
-            self._addresses[entry], self._columns[entry] = address, list(blocks)
-            if previous in self._columns:  # neither a salt nor forgotten
-                self._followers[previous] = self._followers.get(previous, 0) + 1
-            for group, block in enumerate(blocks):
+    def insert(self, blocks: list[int], previous: Column | str, tokens: tuple[int, ...]) -> Column:
+        """Record that the ``blocks``, one of each group, hold these tokens after that column, or salt; returns the
+        column of this content. If another block of a group holds the same content already, that one stays the shared
+        one."""
+        address = (previous, tokens)
+        new = Column(address, blocks)
+        column = self._known.setdefault(address, new)
+        if column is new:
+            if isinstance(previous, Column):
+                previous.followers += 1
+            for block in blocks:
                 if block != NO_BLOCK:
-                    self._cached[block] = entry, group
-            return entry
-        shared = self._columns[entry]
+                    self._cached[block] = column
+            return column
         for group, block in enumerate(blocks):
-            if shared[group] == NO_BLOCK != block:
-                shared[group] = block
-                self._cached[block] = entry, group
-        return entry
+            if column.blocks[group] == NO_BLOCK != block:
+                column.blocks[group] = block
+                self._cached[block] = column
+        return column
 
     def forget(self, block: int) -> None:
         """The block is about to be overwritten; nothing happens if it is not cached."""
-        if (place := self._cached.pop(block, None)) is None:
+        column: Column | str | None = self._cached.pop(block, None)
+        if column is None:
             return
-        entry: ChainLink
-        entry, group = place
-        self._columns[entry][group] = NO_BLOCK
-        while entry in self._columns and entry not in self._followers and max(self._columns[entry]) == NO_BLOCK:
-            address = self._addresses.pop(entry)
-            del self._known[address], self._columns[entry]
-            entry, _ = address
-            if entry in self._followers:
-                self._followers[entry] -= 1
-                if self._followers[entry] == 0:
-                    del self._followers[entry]
+        column.blocks[column.blocks.index(block)] = NO_BLOCK
+        while isinstance(column, Column) and column.is_known:
+            if column.followers > 0 or max(column.blocks) != NO_BLOCK:
+                break
+            del self._known[column.address]
+            column.is_known = False
+            column, _ = column.address
+            if isinstance(column, Column):
+                column.followers -= 1
 
     def forget_cache(self) -> None:
         """No block may be found by its content any longer; owners keep theirs."""
+        for column in self._known.values():
+            column.is_known = False
         self._known.clear()
-        self._addresses.clear()
-        self._columns.clear()
-        self._followers.clear()
         self._cached.clear()
         self._blank.extend(self._reusable)
         self._reusable.clear()
@@ -190,11 +198,11 @@ class SequenceBlocks:
 
     def take_prefix(self, sequence: Sequence) -> None:
         """Begin the table with the cached blocks of the sequence's prefix; those positions need no computing."""
-        for blocks, entry in self.pool.match(sequence.tokens, sequence.request.cache_salt):
-            if NO_BLOCK in blocks:
+        for column in self.pool.match(sequence.tokens, sequence.request.cache_salt):
+            if NO_BLOCK in column.blocks:
                 break
-            sequence.chain.append(entry)
-            sequence.block_table += blocks
+            sequence.chain.append(column)
+            sequence.block_table += column.blocks
         sequence.computed = sequence.reach = len(sequence.chain) * self._block_size
         self.pool.share(sequence.block_table)
 

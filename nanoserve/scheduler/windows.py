@@ -51,12 +51,12 @@ class WindowedBlocks(SequenceBlocks):
 
     def take_prefix(self, sequence: Sequence) -> None:
         found = self.pool.match(sequence.tokens, sequence.request.cache_salt)
-        hit = self._usable([blocks for blocks, _ in found])
+        hit = self._usable([column.blocks for column in found])
         end = hit * self._block_size
         firsts = self.first_columns(end)
-        for index, (blocks, entry) in enumerate(found[:hit]):
-            sequence.chain.append(entry)
-            for block, first in zip(blocks, firsts, strict=True):
+        for index, column in enumerate(found[:hit]):
+            sequence.chain.append(column)
+            for block, first in zip(column.blocks, firsts, strict=True):
                 sequence.block_table.append(block if index >= first else NO_BLOCK)
         sequence.computed = sequence.slid_to = sequence.reach = end
         self.pool.share(sequence.block_table)

@@ -140,14 +140,19 @@ def check_pool(pool: BlockPool, owners: Counter[int]) -> None:
 
 def _check_columns(pool: BlockPool) -> None:
     """Known columns are those of cached blocks, and those that come before them."""
-    followers = Counter(previous for previous, _ in pool._addresses.values() if previous in pool._columns)
-    cached = {(entry, group): block for block, (entry, group) in pool._cached.items()}
-    if followers != pool._followers or {entry: address for address, entry in pool._known.items()} != pool._addresses:
-        raise RuntimeError("a column is lost, or has other followers than it says")
-    for entry, blocks in pool._columns.items():
-        if entry not in followers and max(blocks) == NO_BLOCK:
+    columns = list(pool._known.values())
+    if not all(column.is_known and pool._known[column.address] is column for column in columns):
+        raise RuntimeError("a column is not known, or has another address than it says")
+    if not all(column.is_known for column in pool._cached.values()):
+        raise RuntimeError("a cached block belongs to a column that is not known")
+    followers = Counter(previous for previous, _ in (column.address for column in columns) if previous in columns)
+    cached = {(column, column.blocks.index(block)): block for block, column in pool._cached.items()}
+    for column in columns:
+        if column.followers != followers[column]:
+            raise RuntimeError("a column has other followers than it says")
+        if column.followers == 0 and max(column.blocks) == NO_BLOCK:
             raise RuntimeError("a column is kept for nothing")
-        if blocks != [cached.pop((entry, group), NO_BLOCK) for group in range(pool.groups)]:
+        if column.blocks != [cached.pop((column, group), NO_BLOCK) for group in range(pool.groups)]:
             raise RuntimeError("a column's blocks and the cached ones differ")
-    if cached or len(pool._known) != len(pool._columns):
-        raise RuntimeError("a cached block or an address has no column")
+    if cached:
+        raise RuntimeError("a cached block has no column")

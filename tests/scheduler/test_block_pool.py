@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nanoserve.request import Request, SamplingParams, Sequence
-from nanoserve.scheduler.kv import BlockPool, SequenceBlocks
+from nanoserve.scheduler.kv import BlockPool, Column, SequenceBlocks
 from tests.fakes.integrity import check_pool
 
 
 def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[int]:
     """Allocate, fill and cache all blocks of a prompt whose length is a multiple of the block size."""
     blocks = pool.allocate(len(tokens) // pool.block_size)
-    link: int | str = salt
+    link: Column | str = salt
     for index, block in enumerate(blocks):
         link = pool.insert([block], link, tuple(tokens[index * pool.block_size : (index + 1) * pool.block_size]))
     return blocks
@@ -23,7 +23,7 @@ def _cached_prompt(pool: BlockPool, tokens: list[int], salt: str = "") -> list[i
 
 def _matched(pool: BlockPool, tokens: list[int], salt: str) -> list[int]:
     """The blocks of a cached prefix, in a pool of one group."""
-    return [block for (block,), _ in pool.match(tokens, salt)]
+    return [column.blocks[0] for column in pool.match(tokens, salt)]
 
 
 def test_a_prefix_is_found_and_leaves_one_token_to_compute() -> None:
