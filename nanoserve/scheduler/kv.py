@@ -263,11 +263,11 @@ class SequenceBlocks:
         # A sequence that was away has no blocks that it will not read: such columns serve only those after them.
         while shared < full and max(table[(full - 1) * groups : full * groups]) == NO_BLOCK:
             full -= 1
+        previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
         for index in range(shared, full):
-            previous = sequence.chain[-1] if sequence.chain else sequence.request.cache_salt
             tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
-            column = table[index * groups : (index + 1) * groups]
-            sequence.chain.append(self.pool.insert(column, previous, tokens))
+            previous = self.pool.insert(table[index * groups : (index + 1) * groups], previous, tokens)
+            sequence.chain.append(previous)
 
     def fork(self, parent: Sequence, sibling: Sequence) -> None:
         """Share all of the parent's prompt but its last token, whose logits the sibling samples for itself."""

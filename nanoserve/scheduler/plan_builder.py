@@ -95,17 +95,16 @@ class PlanBuilder:
         for sequence in islice(ready, self.decision.decodes):
             if sequence.sequence_id in skipped:
                 continue
-            start = sequence.computed
-            if start < sequence.reach:
-                if sequence.begun and start < len(sequence.tokens):
-                    # Its last block has room and the executor knows the rest, as for most decodes.
-                    row = Row(sequence.sequence_id, start, (sequence.tokens[start],), True)
-                    rows.append(row)
-                    sequence.in_flight.append(row)
-                    sequence.computed = start + 1
-                else:
-                    self._add_row(sequence, 1)
-            elif self._may_grow(sequence) and self._make_room(sequence, 1):
+            start, tokens = sequence.computed, sequence.tokens
+            if start >= sequence.reach and not (self._may_grow(sequence) and self._make_room(sequence, 1)):
+                continue
+            if start < sequence.reach and start < len(tokens) and sequence.begun:
+                # Its last block has room and the executor knows the rest, as for most decodes.
+                row = Row(sequence.sequence_id, start, (tokens[start],), True)
+                rows.append(row)
+                sequence.in_flight.append(row)
+                sequence.computed = start + 1
+            else:
                 self._add_row(sequence, 1)
 
     def _add_prefills(self, ready: Iterable[Sequence]) -> None:

@@ -85,7 +85,6 @@ class SequenceTable:
 
     def __post_init__(self) -> None:
         self.quarantine = Quarantine()
-        self._block_size = self.blocks.pool.block_size
         self.preemptions = 0
         self.outstanding = 0  # prompts and answers so far of requests that have not ended; their rest is unknown
         self.sequences: dict[int, Sequence] = {}
@@ -285,21 +284,22 @@ class SequenceTable:
     # ---- answer and end ---------------------------------------------------------------------------------------
 
     def answered(self, sequence: Sequence) -> None:
-        """Its oldest row in flight is answered. After its last row, a finished sequence is retired."""
-        in_flight = sequence.in_flight
-        in_flight.popleft()
+        """Its oldest row in flight is answered."""
+        sequence.in_flight.popleft()
+        self.settle(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Let others use what an answer has made known. After its last row, a finished sequence is retired."""
         if sequence.place is not _DEVICE:
             for answered_elsewhere in self.moments.answered_elsewhere:
                 answered_elsewhere(sequence)
         elif sequence.status is not _FINISHED:
-            known = sequence.computed - len(in_flight)
-            if known >= (len(sequence.chain) + 1) * self._block_size:  # another block is full, as after few tokens
-                self.blocks.share_full(sequence, known)
+            self.blocks.share_full(sequence, sequence.computed - len(sequence.in_flight))
             if sequence.siblings and sequence.status is _DECODE:
                 self.release_siblings(sequence)
         else:
             self.release_siblings(sequence)
-            if not in_flight:
+            if not sequence.in_flight:
                 self.retire(sequence)
 
     def slide(self) -> None:
