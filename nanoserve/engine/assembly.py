@@ -32,7 +32,7 @@ from nanoserve.models.hub import ProgressCallback, ResolvedModel, resolve_model
 from nanoserve.models.shards import shards_of_layouts
 from nanoserve.request import ExpectedLengths, SamplingParams
 from nanoserve.scheduler import make_policy
-from nanoserve.scheduler.extension import Extensions
+from nanoserve.scheduler.extension import NOTHING_ATTACHED
 from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.plan import LayoutCapacity
 from nanoserve.scheduler.predictor import Predictor
@@ -334,7 +334,7 @@ def _make_scheduler(
     feeds_tokens: bool = False,
 ) -> Scheduler:
     first, *others = capacities
-    extensions = Extensions()
+    extensions = NOTHING_ATTACHED
     if host_blocks or others or config.speculate is not None:
         from nanoserve.engine.extensions import engine_extensions  # most engines do without
 

@@ -160,3 +160,7 @@ class Extensions:
         """Those that are there."""
         mechanisms: tuple[Extension | None, ...] = (self.layouts, self.host, self.cpu_attention, self.drafts)
         return (mechanism for mechanism in mechanisms if mechanism is not None)
+
+
+NOTHING_ATTACHED = Extensions()
+"""The plain path."""

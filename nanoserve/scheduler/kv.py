@@ -150,18 +150,18 @@ class BlockPool:
 
     def forget(self, block: int) -> None:
         """The block is about to be overwritten; nothing happens if it is not cached."""
-        column: Column | str | None = self._cached.pop(block, None)
+        column = self._cached.pop(block, None)
         if column is None:
             return
         column.blocks[column.blocks.index(block)] = NO_BLOCK
-        while isinstance(column, Column) and column.is_known:
-            if column.followers > 0 or max(column.blocks) != NO_BLOCK:
-                break
+        while column.is_known and column.followers == 0 and max(column.blocks) == NO_BLOCK:
             del self._known[column.address]
             column.is_known = False
-            column, _ = column.address
-            if isinstance(column, Column):
-                column.followers -= 1
+            previous, _ = column.address
+            if isinstance(previous, str):
+                break
+            previous.followers -= 1
+            column = previous
 
     def forget_cache(self) -> None:
         """No block may be found by its content any longer; owners keep theirs."""
@@ -239,7 +239,8 @@ class SequenceBlocks:
                 if source not in moved:
                     self.pool.forget(source)  # it may still be cached as a full block of the parent
             self.pool.release(shared)
-            new_blocks = [*(moved.get(source, source) for source in sources), *fresh]
+            new_blocks = [moved.get(source, source) for source in sources]
+            new_blocks += fresh
         else:
             new_blocks = self.pool.allocate(missing)
         sequence.block_table += new_blocks

@@ -141,7 +141,9 @@ class PlanBuilder:
         decodes."""
         if not self.prompts_must_fit:
             return True
-        kept = self.load.running_decodes * self._groups if self.decision.admission_reserve else 0
+        kept = 0
+        if self.decision.admission_reserve:
+            kept = self.load.running_decodes * self._groups
         return self.missing_for(prompt, chunk) + kept <= self._blocks.pool.free_blocks
 
     def missing_for(self, prompt: Sequence, chunk: int) -> int:
@@ -227,7 +229,7 @@ class PlanBuilder:
         new_blocks: list[int] | tuple[()] = ()
         if end > sequence.reach:  # else its last block has room, as for most decodes
             new_blocks, copies = self._blocks.grow(sequence, count)
-            self._copies += [Copy(*copy) for copy in copies]
+            self._copies += [Copy(source, target) for source, target in copies]
         if not sequence.begun:
             self.begin(sequence)
             new_blocks = sequence.block_table

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from nanoserve.errors import WorkersFailed
 from nanoserve.request import FinishReason, Place, Request, Sequence, SequenceUpdate, Status
-from nanoserve.scheduler.extension import Extensions, Moments
+from nanoserve.scheduler.extension import NOTHING_ATTACHED, Extensions, Moments
 from nanoserve.scheduler.growth import GrowthForecast
 from nanoserve.scheduler.kv import BlockPool, SequenceBlocks
 from nanoserve.scheduler.load import Decision, Load, Policy
@@ -66,21 +66,24 @@ class Scheduler:
         predictors: SequenceOf[Predictor] = (),
         feeds_tokens: bool = False,
         windows: tuple[int, ...] = (0,),
-        extensions: Extensions | None = None,
+        extensions: Extensions = NOTHING_ATTACHED,
     ) -> None:
         if feeds_tokens and pipeline_depth > 1:
             raise ValueError("tokens are fed within one stage: pipeline_depth must be 1")
         self.policy = policy
         self.observers: list[SchedulerObserver] = []
-        self.extensions = Extensions() if extensions is None else extensions
+        self.extensions = extensions
         self._moments = Moments(self.extensions)
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, groups=len(windows))
         self.pipeline_depth = pipeline_depth
         self.feeds_tokens = feeds_tokens
         self.steps = self.forced_steps = 0
         self.prompt_tokens = self.output_tokens = 0  # of requests that have their first token; sampled for all samples
+        blocks = SequenceBlocks(self.pool)
+        if any(windows):
+            blocks = WindowedBlocks(self.pool, windows)
         self.table = SequenceTable(
-            blocks=WindowedBlocks(self.pool, windows) if any(windows) else SequenceBlocks(self.pool),
+            blocks=blocks,
             moments=self._moments,
             fewest_blocks=num_blocks,
             max_model_len=max_model_len,
@@ -119,7 +122,9 @@ class Scheduler:
     @property
     def _most_in_flight(self) -> int:
         """Plans that may be in flight: one more than micro-batches where the next is made while tokens are sampled."""
-        return self.pipeline_depth + 1 if self.feeds_tokens else self.pipeline_depth
+        if self.feeds_tokens:
+            return self.pipeline_depth + 1
+        return self.pipeline_depth
 
     def add(self, request: Request) -> None:
         """Queue a request, as `SequenceTable.add` does and raises."""
@@ -141,7 +146,8 @@ class Scheduler:
         """End every request with an error of the policy, as `stop` does."""
         self.policy_failure = error
         for sequence in self.table.sequences.values():
-            sequence.error = sequence.error if sequence.finished else error
+            if not sequence.finished:
+                sequence.error = error
         stopped = [self.stop(request_id, now, reason=_ERROR) for request_id in list(self.table.requests)]
         return [update for updates in stopped for update in updates]
 
@@ -228,7 +234,9 @@ class Scheduler:
             next_prefill = prefills[0]
         elif free_slots > 0 and not self.table.waits_for_blocks:
             next_prefill = self.table.next_waiting
-        growth, longest = (0, 0) if self._growth is None else self._growth.look(self.steps, self.running)
+        growth = longest = 0
+        if self._growth is not None:
+            growth, longest = self._growth.look(self.steps, self.running)
         groups = pool.groups
         load = Load(
             previous=self._previous,
@@ -301,10 +309,9 @@ class Scheduler:
                     answered(sequence, row, answer)
             in_flight.popleft()
             known = sequence.computed - len(in_flight)
+            fills_block = known >= (len(sequence.chain) + 1) * block_size
             # Most answers fill no block and end nothing: a call for each would take a tenth of the time here.
-            if known >= (len(sequence.chain) + 1) * block_size or sequence.siblings:
-                settle(sequence)
-            elif sequence.finish_reason is not None or sequence.place is not _DEVICE:
+            if fills_block or sequence.siblings or sequence.finish_reason is not None or sequence.place is not _DEVICE:
                 settle(sequence)
         gained = sum([len(update.new_tokens) for update in updates])
         self.output_tokens += gained

@@ -106,7 +106,7 @@ class SequenceTable:
             raise UsageError(f"request id {shown(request.request_id)} is in use")
         self._check_admissible(request)
         end_tokens = () if request.params.ignore_eos else request.end_tokens
-        stop_tokens = frozenset((*end_tokens, *request.params.stop_token_ids))  # one set for all samples
+        stop_tokens = frozenset(end_tokens) | frozenset(request.params.stop_token_ids)  # one set for all samples
         rank = 0.0 if self.ordering is None else self.ordering.rank(request)
         family = [self._new_sequence(request, index, stop_tokens, rank) for index in range(request.params.n)]
         self.requests[request.request_id] = family
@@ -142,11 +142,14 @@ class SequenceTable:
         params, length = request.params, len(request.prompt)
         most = self.max_model_len if params.max_tokens is None else params.max_tokens
         max_length = min(self.max_model_len, length + most)
+        tokens = list(request.prompt)
+        if request.resumed:
+            tokens += request.resumed[index]
         sequence = Sequence(
             next(self._ids),
             request,
             index,
-            tokens=[*request.prompt, *(request.resumed[index] if request.resumed else ())],
+            tokens=tokens,
             stop_tokens=stop_tokens,
             min_length=length + params.min_tokens,
             max_length=max_length,
@@ -305,7 +308,10 @@ class SequenceTable:
     def slide(self) -> None:
         """Give back the blocks on which no answer that is still to come depends."""
         for sequence in self.running:
-            self.blocks.slide(sequence, sequence.in_flight[0].start if sequence.in_flight else sequence.computed)
+            position = sequence.computed
+            if sequence.in_flight:
+                position = sequence.in_flight[0].start
+            self.blocks.slide(sequence, position)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """End a sequence; if it is in flight or busy, its blocks come back with its last answer."""
