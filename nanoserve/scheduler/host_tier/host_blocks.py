@@ -19,6 +19,8 @@ class HostBlocks:
         """Entries to append to the host table for this many tokens: NO_BLOCK for what the last one does not see, and
         where the device's table has none."""
         end, table = self.pool.blocks_for(tokens) * self._groups, sequence.block_table
+        if end <= len(sequence.host_table):  # its last block has room, as for most decodes
+            return []
         firsts = [first * self._groups + group for group, first in enumerate(self._device.first_columns(tokens - 1))]
         entries = []
         for place in range(len(sequence.host_table), end):
