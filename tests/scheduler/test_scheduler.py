@@ -195,6 +195,21 @@ def test_what_was_taken_from_the_newest_is_not_given_back_to_it_in_the_same_plan
     _finish(engine)
 
 
+def test_a_preemption_takes_no_row_from_those_before() -> None:
+    """The first has room in its block, the second needs one and takes it from the third; all get their tokens."""
+    engine = _engine(num_blocks=3, prefix_caching=False)
+    for name, length in (("a", 1), ("b", 3), ("c", 2)):
+        engine.add(_request(name, length, max_tokens=3, ignore_eos=True))
+    sequences = list(engine.scheduler.table.sequences.values())
+    _plans_until(engine, 3)
+    prompts, decodes, taken = _plans(engine)
+    assert [row.sequence for row in prompts.rows] == [row.sequence for row in decodes.rows] == [0, 1, 2]
+    assert [row.sequence for row in taken.rows] == [0, 1]
+    assert (taken.end, engine.scheduler.table.preemptions) == ((2,), 1)
+    _finish(engine)
+    assert [sequence.output_length for sequence in sequences] == [3, 3, 3]
+
+
 def test_a_preempted_sequence_keeps_the_times_of_its_first_life() -> None:
     engine = _engine(num_blocks=4, prefix_caching=False)
     engine.add(_request("old", 4, max_tokens=9))
