@@ -4,29 +4,28 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
+import msgspec
+
 from nanoserve.request import Sequence
 
 NO_BLOCK = -1
 """Stands in a block table for a block that the sequence has given back, or never had: no query will read it."""
 
 
-class Column:
+class Column(msgspec.Struct, eq=False, gc=False):
     """A block's worth of tokens behind a prefix: one block of every cache group, for the same positions.
 
     Its address is the column before it (the salt, for a first one) and its own tokens. Columns are compared by identity
     and their tokens are compared as they are, so equal addresses mean equal prefixes, and a hash collision can never
-    serve another prompt's cache.
+    serve another prompt's cache. They are never in a cycle, so the garbage collector skips them.
     """
 
-    __slots__ = ("address", "blocks", "followers", "is_known")
-
-    def __init__(self, address: "Address", blocks: list[int]) -> None:
-        self.address = address
-        self.blocks = blocks
-        """The block of each group, or NO_BLOCK if it was used for something else."""
-        self.followers = 0
-        """Known columns that come after it."""
-        self.is_known = True
+    address: "Address"
+    blocks: list[int]
+    """The block of each group, or NO_BLOCK if it was used for something else."""
+    followers: int = 0
+    """Known columns that come after it."""
+    is_known: bool = True
 
 
 Address = tuple[Column | str, tuple[int, ...]]
