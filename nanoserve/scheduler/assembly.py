@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nanoserve.scheduler.cpu_attention.cpu_attention import CpuAttention
+from nanoserve.scheduler.cpu_attention.host_decoding import HostDecoding
 from nanoserve.scheduler.extension import Extensions
 from nanoserve.scheduler.host_tier.host_tier import HostTier
 from nanoserve.scheduler.layout_change.layouts import Layouts
@@ -28,6 +28,6 @@ def make_extensions(
     return Extensions(
         layouts=Layouts(other_layouts, host) if other_layouts else None,
         host=host,
-        cpu_attention=CpuAttention(host) if host is not None and attends_on_host else None,
+        cpu_attention=HostDecoding(host) if host is not None and attends_on_host else None,
         drafts=Drafts(speculator) if speculator is not None else None,
     )

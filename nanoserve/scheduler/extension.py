@@ -15,7 +15,7 @@ from nanoserve.scheduler.load import Load
 from nanoserve.scheduler.plan import Answer, StepPlan, StepResult
 
 if TYPE_CHECKING:  # a plain scheduler runs without these folders
-    from nanoserve.scheduler.cpu_attention.cpu_attention import CpuAttention
+    from nanoserve.scheduler.cpu_attention.host_decoding import HostDecoding
     from nanoserve.scheduler.host_tier.host_tier import HostTier
     from nanoserve.scheduler.layout_change.layouts import Layouts
     from nanoserve.scheduler.plan_builder import PlanBuilder
@@ -153,7 +153,7 @@ class Extensions:
 
     layouts: "Layouts | None" = None
     host: "HostTier | None" = None
-    cpu_attention: "CpuAttention | None" = None
+    cpu_attention: "HostDecoding | None" = None
     drafts: "Drafts | None" = None
 
     def __iter__(self) -> Iterator[Extension]:

@@ -12,7 +12,7 @@ NO_BLOCK = -1
 """Stands in a block table for a block that the sequence has given back, or never had: no query will read it."""
 
 
-class Column(msgspec.Struct, eq=False, gc=False):
+class CachedColumn(msgspec.Struct, eq=False, gc=False):
     """A block's worth of tokens behind a prefix: one block of every cache group, for the same positions.
 
     Its address is the column before it (the salt, for a first one) and its own tokens. Columns are compared by identity
@@ -28,7 +28,7 @@ class Column(msgspec.Struct, eq=False, gc=False):
     is_known: bool = True
 
 
-Address = tuple[Column | str, tuple[int, ...]]
+Address = tuple[CachedColumn | str, tuple[int, ...]]
 
 
 class BlockPool:
@@ -53,8 +53,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._blank: deque[int] = deque(range(num_blocks))
         self._reusable: OrderedDict[int, None] = OrderedDict()
-        self._known: dict[Address, Column] = {}
-        self._cached: dict[int, Column] = {}  # by block
+        self._known: dict[Address, CachedColumn] = {}
+        self._cached: dict[int, CachedColumn] = {}  # by block
 
     def replace_blocks(self, num_blocks: int) -> None:
         """Replace the blocks by those of another parallel layout; nothing is kept. Raises RuntimeError if one of these
@@ -113,11 +113,11 @@ class BlockPool:
         """Whether it has exactly one owner."""
         return self._references[block] == 1
 
-    def match(self, tokens: SequenceOf[int], salt: str) -> list[Column]:
+    def match(self, tokens: SequenceOf[int], salt: str) -> list[CachedColumn]:
         """The longest known chain of columns for ``tokens``; some of their blocks may be missing. At least one token is
         left out."""
-        found: list[Column] = []
-        previous: Column | str = salt
+        found: list[CachedColumn] = []
+        previous: CachedColumn | str = salt
         size = self.block_size
         for start in range(0, (len(tokens) - 1) // size * size, size):
             column = self._known.get((previous, tuple(tokens[start : start + size])))
@@ -127,15 +127,15 @@ class BlockPool:
             previous = column
         return found
 
-    def insert(self, blocks: list[int], previous: Column | str, tokens: tuple[int, ...]) -> Column:
+    def insert(self, blocks: list[int], previous: CachedColumn | str, tokens: tuple[int, ...]) -> CachedColumn:
         """Record that the ``blocks``, one of each group, hold these tokens after that column, or salt; returns the
         column of this content. If another block of a group holds the same content already, that one stays the shared
         one."""
         address = (previous, tokens)
-        new = Column(address, blocks)
+        new = CachedColumn(address, blocks)
         column = self._known.setdefault(address, new)
         if column is new:
-            if isinstance(previous, Column):
+            if isinstance(previous, CachedColumn):
                 previous.followers += 1
             for block in blocks:
                 if block != NO_BLOCK:

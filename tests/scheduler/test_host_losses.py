@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoserve.scheduler import POLICIES, make_policy
-from nanoserve.scheduler.cpu_attention.cpu_attention import MOST_LOSSES
+from nanoserve.scheduler.cpu_attention.host_decoding import MOST_LOSSES
 from nanoserve.scheduler.load import Decision
 from nanoserve.scheduler.plan import StepResult
 from tests.fakes.integrity import check_integrity, host_pool

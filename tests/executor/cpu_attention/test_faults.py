@@ -15,7 +15,7 @@ from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionThread
 from nanoserve.executor.local import LocalExecutor
 from nanoserve.request import FinishReason
-from nanoserve.scheduler.cpu_attention.cpu_attention import MOST_LOSSES
+from nanoserve.scheduler.cpu_attention.host_decoding import MOST_LOSSES
 from tests.executor.cpu_attention.families import Model, small_model
 from tests.executor.cpu_attention.lives import Case, HybridSeen, at_random, check, hybrid_engine
 from tests.executor.small_model import mechanism_of

@@ -1,4 +1,4 @@
-"""CpuAttention: host sequences decode where their KV is, in two sub-batches of a step or beside several steps."""
+"""HostDecoding: host sequences decode where their KV is, in two sub-batches of a step or beside several steps."""
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ MOST_LOSSES = 3
 """After this many losses of attention on the CPU, sequences live on the device alone."""
 
 
-class CpuAttention(Extension):
+class HostDecoding(Extension):
     """Rows on the host, and the cohorts of host sequences whose token is under way."""
 
     def __init__(self, host: HostTier) -> None:
