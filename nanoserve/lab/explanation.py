@@ -43,7 +43,6 @@ MEANINGS = {
     "decodes": "running sequences to decode",
     "whole_prompts": "prompts are computed whole or not at all",
     "strategy": "how host sequences take part",
-    "most_left_first": "host sequences with most layers left go first",
     "swap_out": "decodes to move to host memory",
     "swap_in": "host sequences to move to the device",
     "park": "prompts that end in this step move to host memory",

@@ -44,8 +44,6 @@ class Decision:
     """Host sequences for sub-batches 0 and 1. "asymmetric" takes those under way, the most advanced first, then ready
     ones, and finishes their tokens within the step. "overlap" has one batch: this many ready sequences begin a token,
     and all that are under way advance without being counted."""
-    most_left_first: bool = False
-    """Of the host sequences under way, take those with most layers left first, not the most advanced."""
     swap_out: int = 0
     """Ready decodes to move from device to host memory, the last in order first, as far as the host has room."""
     swap_in: int = 0

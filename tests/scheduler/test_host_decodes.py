@@ -33,16 +33,13 @@ def test_the_policy_sees_the_cohorts_under_way_the_most_advanced_first() -> None
     bench.finish()
 
 
-@pytest.mark.parametrize(("most_left_first", "sequence"), [(False, 0), (True, 1)])
-def test_an_asymmetric_step_finishes_the_most_advanced_token_or_the_one_with_most_left(
-    *, most_left_first: bool, sequence: int
-) -> None:
+def test_an_asymmetric_step_finishes_the_most_advanced_token() -> None:
     bench = _on_host(2)
     bench.step(OVERLAP)
     bench.step(OVERLAP)
-    bench.step(Decision(0, 0, strategy="asymmetric", host_decodes=(1, 0), most_left_first=most_left_first))
+    bench.step(Decision(0, 0, strategy="asymmetric", host_decodes=(1, 0)))
     assert bench.load.cohorts[0].layers > bench.load.cohorts[1].layers
-    assert [row.sequence for row in bench.plans[-1].rows] == [sequence]
+    assert [row.sequence for row in bench.plans[-1].rows] == [0]
     bench.finish()
 
 

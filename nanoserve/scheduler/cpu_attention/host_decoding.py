@@ -50,7 +50,7 @@ class HostDecoding(Extension):
     def _finish_tokens(self, builder: PlanBuilder) -> None:
         """Two sub-batches of host sequences, which have their token when the step ends: first those under way."""
         first, second = builder.decision.host_decodes
-        for sequence in self._under_way(builder)[: first + second]:
+        for sequence in self._under_way()[: first + second]:
             row = Row(
                 sequence=sequence.sequence_id,
                 start=sequence.computed,
@@ -64,15 +64,12 @@ class HostDecoding(Extension):
         for sequence in self._host.ready[: first + second - len(self._rows)]:
             self._add_row(builder, sequence, 0 if len(self._rows) < first else 1)
 
-    def _under_way(self, builder: PlanBuilder) -> list[Sequence]:
-        """Host sequences under way that a plan may finish, in the decided order."""
+    def _under_way(self) -> list[Sequence]:
+        """Host sequences under way that a plan may finish, the most advanced first."""
         # A plan in flight may finish the tokens under way: none of them can be named again before it ends.
         if any(plan.strategy == "overlap" for plan in self._in_flight.values()):
             return []
-        under_way = self.cohorts.most_advanced
-        if builder.decision.most_left_first:
-            under_way.reverse()
-        return under_way
+        return self.cohorts.most_advanced
 
     def _add_row(self, builder: PlanBuilder, sequence: Sequence, sub_batch: int) -> None:
         """The next token of a ready host sequence; skipped if no room can be made for it."""

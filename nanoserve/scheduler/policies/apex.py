@@ -76,8 +76,6 @@ class ApexAlgorithm1(HybridPolicy):
 
     minimum_ratio: float = parameter(8.0, at_least=0)
     """Host sequences per device decode that a host token needs to begin (section 4.2, for the cost of a thread)."""
-    most_left_first: bool = False
-    """Rule 4 the other way round: tokens with most layers left gain most time. Simulated, neither order wins."""
 
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
         if step.host == 0:
@@ -97,7 +95,7 @@ class ApexAlgorithm1(HybridPolicy):
         if pipelined > alone:
             sizes, _ = step.pipelined(step.host)
             if sum(sizes) > 0:
-                plan = replace(plan, host_decodes=sizes, most_left_first=self.most_left_first)
+                plan = replace(plan, host_decodes=sizes)
                 return replace(plan, strategy="asymmetric", bound="inequality 5 holds")
         return _overlapped(load, plan, 1, "inequality 5 does not hold, or the CPU would end too late")
 

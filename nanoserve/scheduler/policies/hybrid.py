@@ -34,8 +34,6 @@ class HybridByPrediction(HybridPolicy):
     """Gain by overlap, as a share of what the device advances, for which cohorts begin."""
     worthwhile: float = parameter(0.1, at_least=0)
     """Gain for which asymmetric steps are taken and prompts parked: the host's last sequences end late, at a cost."""
-    most_left_first: bool = False
-    """As in `ApexAlgorithm1`."""
 
     def join(self, load: Load, plan: Decision, step: DeviceStep) -> Decision:
         if (plan.park or plan.swap_out) and load.first_waiting_tokens and not self._pays(load, step):
@@ -60,7 +58,7 @@ class HybridByPrediction(HybridPolicy):
         )
         alone, overlap, pipelined = (one.per_second for one in weighed)
         if pipelined > max(overlap, (1 + self.worthwhile) * alone):
-            plan = replace(plan, host_decodes=sizes, most_left_first=self.most_left_first)
+            plan = replace(plan, host_decodes=sizes)
             plan = replace(plan, strategy="asymmetric", bound="predicted best: two sub-batches")
         elif overlap > alone:
             plan = replace(beside, bound="predicted best: the CPU beside the steps")
