@@ -1,6 +1,5 @@
 """Policies of a user's own: a class in a Python file that is named on the command line, and executed."""
 
-import ast
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -9,17 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from nanoserve.errors import PolicyFailed, UsageError, first_line, shown
-from nanoserve.request import Request, SamplingParams
 from nanoserve.scheduler.load import Decision, Load, Policy, policy_failures
-from nanoserve.scheduler.ordering import Ordering
 from nanoserve.utils.files import read_bytes
-
-_SAMPLES = (  # idle, busy, and without a free block
-    Load(None, 100, 100, 0, 0, 0, 0, 60, 60, 16, 4),
-    Load(Decision(32, 3), 900, 300, 7, 3, 1, 500, 20, 60, 16, 2, steps_in_flight=1, pipeline_depth=2),
-    Load(Decision(32, 8), 900, 300, 8, 8, 0, 960, 0, 60, 16, 2),
-)
-_SAMPLE_REQUEST = Request("sample", (1, 2, 3), SamplingParams(), seed=0, priority=1, user="somebody")
 
 
 class _FromFile(Policy):
@@ -50,17 +40,12 @@ def _check(decision: Any) -> None:
 
 @cache
 def load_policy_class(path: str, name: str) -> type[Policy]:
-    """The class of that name. The file is executed. Raises UsageError if it cannot be read, imports torch, raises or
-    has no such policy."""
+    """The class of that name. The file is executed, as the user asked. Raises UsageError if it cannot be read, raises
+    an error or has no such policy."""
     module = sys.modules[f"policy {path}"] = ModuleType(f"policy {path}")  # dataclasses look for it there
-    source, had_torch = read_bytes(Path(path), UsageError), "torch" in sys.modules
+    source = read_bytes(Path(path), UsageError)
     try:
-        tree = ast.parse(source, path)
-        imports_torch = any(map(_imports_torch, ast.walk(tree)))
-        if not imports_torch:
-            exec(compile(tree, path, "exec"), module.__dict__)  # the user named this file to have it executed
-        if imports_torch or ("torch" in sys.modules and not had_torch):  # by another module
-            raise ImportError("a policy decides by the Load alone, without torch")
+        exec(compile(source, path, "exec"), module.__dict__)
         found = module.__dict__.get(name)
         if isinstance(found, type) and issubclass(found, Policy):
             return type(name, (_FromFile, found), {"__slots__": ()})
@@ -71,23 +56,12 @@ def load_policy_class(path: str, name: str) -> type[Policy]:
     raise UsageError(f"--policy {path}:{name or 'NAME'}: the file has no such subclass of Policy; it has {has}")
 
 
-def _imports_torch(node: ast.AST) -> bool:
-    imported = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-    imported += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-    return any(name.partition(".")[0] == "torch" for name in imported)
-
-
 def start_policy(kind: type[Policy], parameters: Mapping[str, Any]) -> Policy:
-    """A policy of the class; one from a file after it has answered for a few loads and a request. Raises UsageError for
-    a parameter out of range, and if anything is wrong with the class."""
+    """A policy of the class. Raises UsageError for a parameter out of range, and for any error of a user's class."""
     if not issubclass(kind, _FromFile):
         return kind(**parameters)
     try:
         with policy_failures(kind.__name__, but=UsageError):
-            policy = kind(**parameters)
-        for load in _SAMPLES:
-            policy.decide(load)
-        Ordering(policy).rank(_SAMPLE_REQUEST)
+            return kind(**parameters)
     except PolicyFailed as error:
         raise UsageError(str(error)) from error
-    return policy
