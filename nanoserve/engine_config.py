@@ -1,7 +1,8 @@
 """EngineConfig: how the engine runs a model. Every setting is checked before anything is loaded. No torch here."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from nanoserve.config.quantization import Rounding
@@ -22,16 +23,16 @@ DRAFTERS = {"ngram": "", "draft": "MODEL", "eagle": "PATH", "medusa": "PATH", "a
 """What guesses tokens, by name, and what is named behind a colon."""
 HEADS = ("eagle", "medusa")
 """Drafters that read the model's hidden states."""
-_BOUNDS = {
-    "max_model_len": (2, 2**31),
-    "kv_cache_memory": (1, 2**50),
-    "block_size": (1, 1024),
-    "max_num_seqs": (1, 65536),
-    "max_num_batched_tokens": (1, 2**31),
-    **dict.fromkeys(("pipeline_parallel", "tensor_parallel", "data_parallel", "devices"), (1, MOST_PARALLEL)),
-    "host_kv_memory": (1, 2**50),
-    "host_threads": (1, MOST_THREADS),
-}
+DRAFTER_NAMES = tuple(f"{name}:{named}" if named else name for name, named in DRAFTERS.items())
+
+
+def setting(default: Any, help: str, *, least: int = 1, most: int | None = None) -> Any:
+    """A field of EngineConfig: its default, what it means, and the range of a number that has a ``most``. The command
+    line shows ``help`` for its option, in which "default" is what None stands for."""
+    return field(default=default, metadata={"help": help, "range": None if most is None else (least, most)})
+
+
+_degree = partial(setting, 1, most=MOST_PARALLEL)
 
 
 def layout_settings(layouts: Sequence[ParallelLayout]) -> dict[str, Any]:
@@ -49,62 +50,61 @@ def layout_settings(layouts: Sequence[ParallelLayout]) -> dict[str, Any]:
 class EngineConfig:
     """How the engine runs a model. Raises UsageError if a number is out of range, or settings contradict each other."""
 
-    dtype: str = "auto"
-    """auto, bfloat16, float16 or float32, for weights and KV cache."""
-    quantization: str | None = None
-    """int4 or int8: weights are rounded to nearest while they load; None leaves them as they are stored. The columns
-    that share a scale may be named: int4:64."""
-    device: str = "cpu"
-    """cpu, cuda or cuda:N. With several workers, cuda gives each worker the GPU of its number on its machine."""
-    max_model_len: int | None = None
-    """Longest sequence in tokens; None takes the model's limit, or what the cache holds."""
-    kv_cache_memory: int | None = None
-    """Bytes of each engine's KV cache; None takes a share of the free memory."""
-    block_size: int = 16
-    """Tokens per KV block."""
-    max_num_seqs: int = 256
-    """Sequences that hold blocks at a time."""
-    max_num_batched_tokens: int = 2048
-    """Token budget of a step."""
-    policy: str | None = None
-    """A scheduling policy as `make_policy` names it, or auto; None takes the default (`policy_name`), with
-    ``parallel`` the one that is predicted best."""
-    enable_prefix_caching: bool = True
-    """Share the KV of equal prefixes."""
-    eager: bool = False
-    """Never run compiled layers or captured steps."""
-    batch_invariant: bool = False
-    """Answers do not depend on the batch, on chunks, or on the number of pipeline stages. CPU and 16 bits only."""
-    speculate: str | None = None
-    """What guesses tokens that steps then check, as in DRAFTERS; None: nothing does."""
-    offline: bool = False
-    """Never use the network."""
-    seed: int | None = None
-    """Seeds of requests without a seed are drawn from this; None draws differently in each run."""
-    pipeline_parallel: int = 1
-    """Pipeline stages, each in its own worker process."""
-    tensor_parallel: int = 1
-    """Workers that share the heads and channels of each stage."""
-    pipeline_split: tuple[int, ...] | None = None
-    """Layers of each stage; together they are all layers of the model. None divides by cost."""
-    parallel: str | None = None
-    """auto: layout and policy are chosen before anything is loaded. None: the layout is the one given here."""
-    devices: int | None = None
-    """How many workers ``parallel`` divides the model over; None takes the processes of torchrun."""
-    data_parallel: int = 1
-    """Whole engines behind one dispatcher, each with its own workers."""
+    dtype: str = setting("auto", "Number format of weights and KV cache.")
+    """auto, float32, bfloat16 or float16."""
+    quantization: str | None = setting(
+        None, "Round weights to integers while they load: int4 or int8, or in groups of N columns, as int4:64."
+    )
+    device: str = setting("cpu", "What computes: cpu, cuda or cuda:N.")
+    """With several workers, cuda gives each worker the GPU of its number on its machine."""
+    max_model_len: int | None = setting(None, "Longest context in tokens; default: model's.", least=2, most=2**31)
+    kv_cache_memory: int | None = setting(
+        None, "Memory of the KV cache, as 2GiB; default: from what is free.", most=2**50
+    )
+    """In bytes, for each engine."""
+    block_size: int = setting(16, "Tokens in a KV block.", most=1024)
+    max_num_seqs: int = setting(256, "Most sequences in one step.", most=65536)
+    max_num_batched_tokens: int = setting(2048, "Token budget of one step.", most=2**31)
+    policy: str | None = setting(
+        None,
+        f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}. One of "
+        f"{', '.join(POLICIES)}, FILE.py:CLASS, which is executed, or auto, the one that is predicted best.",
+    )
+    enable_prefix_caching: bool = setting(True, "Share the KV of equal prefixes.")
+    eager: bool = setting(False, "Compile and capture nothing; slower, same answers.")
+    batch_invariant: bool = setting(False, "Answers that do not depend on the batch: 16 bits on a CPU, slower.")
+    speculate: str | None = setting(
+        None, f"Guess tokens and check several in one step; same answers. {', '.join(DRAFTER_NAMES)}."
+    )
+    offline: bool = setting(False, "Never use the network.")
+    seed: int | None = setting(None, "Makes the run repeatable; default: a new one each time.")
+    """Seeds of requests without a seed are drawn from it."""
+    pipeline_parallel: int = _degree("Pipeline stages: each worker has some of the layers.")
+    tensor_parallel: int = _degree("Tensor parallel degree: this many workers share each layer.")
+    pipeline_split: tuple[int, ...] | None = setting(None, "Layers of each stage, as 14,14; default: by cost.")
+    parallel: str | None = setting(None, "auto: the layout, or two of them, and the policy that are predicted best.")
+    devices: int | None = setting(
+        None, "Workers for --parallel auto; default: torchrun's processes.", most=MOST_PARALLEL
+    )
+    data_parallel: int = _degree("Whole engines, each with workers of its own: a request goes to the least busy.")
     decode_layout: ParallelLayout | None = None
     """A second layout of one engine's workers, for decodes; the first is then for prompts. None: one layout."""
-    host_kv_memory: int | None = None
-    """Bytes of host memory for KV blocks, for all engines of a machine together. None: a share of the free memory with
-    two layouts or a policy that attends on the host, else nothing."""
-    host_threads: int | None = None
-    """CPU threads for attention in host memory, pinned to their own cores. None: half of the cores if the device is the
-    CPU itself, else all but two."""
-    profile: str | None = None
-    """File of `nanoserve profile`, for policies that attend in host memory; None: it is measured at start."""
-    trace: str | None = None
-    """File for a Chrome trace of the run."""
+    host_kv_memory: int | None = setting(
+        None,
+        "Host memory for KV blocks, as 4GiB; default: from what is free if layouts or policy need it.",
+        most=2**50,
+    )
+    """In bytes, for all engines of a machine together."""
+    host_threads: int | None = setting(
+        None,
+        "CPU threads that attend in host memory; default: half of the cores, with a GPU all but two.",
+        most=MOST_THREADS,
+    )
+    """Each is pinned to a core of its own."""
+    profile: str | None = setting(
+        None, "What nanoserve profile measured here, to predict steps by; default: measured at start."
+    )
+    trace: str | None = setting(None, "Write what each worker did when, for Perfetto or chrome://tracing.")
 
     @property
     def num_workers(self) -> int:
@@ -147,9 +147,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.quantization is not None:
             Rounding.parse(self.quantization)
-        for name, (low, high) in _BOUNDS.items():
-            if (value := getattr(self, name)) is not None and not low <= value <= high:
-                raise UsageError(f"{name} must be from {low} to {high}, not {value}")
+        for declared in fields(self):
+            value, limits = getattr(self, declared.name), declared.metadata.get("range")
+            if limits is not None and value is not None and not limits[0] <= value <= limits[1]:
+                raise UsageError(f"{declared.name} must be from {limits[0]} to {limits[1]}, not {value}")
         if (workers := self.data_parallel * self.num_workers) > 1 and ":" in self.device:
             raise UsageError(
                 f"device {self.device} with {workers} workers: say cuda, and choose GPUs by "
@@ -168,8 +169,7 @@ class EngineConfig:
 
     def _check_drafter(self, kind: str, colon: str, named: str) -> None:
         if kind not in DRAFTERS or bool(named) != bool(DRAFTERS[kind]) or bool(named) != bool(colon):
-            known = ", ".join(f"{name}:{what}" if what else name for name, what in DRAFTERS.items())
-            raise UsageError(f"--speculate {shown(self.speculate)} is none of {known}")
+            raise UsageError(f"--speculate {shown(self.speculate)} is none of {', '.join(DRAFTER_NAMES)}")
         if self.decode_layout is not None:
             raise UsageError(f"--speculate works in one layout: leave it out with {' and '.join(PAIR_OPTIONS)}")
         if self.attends_on_host:

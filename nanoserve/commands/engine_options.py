@@ -9,16 +9,14 @@ from typing import Any
 import msgspec
 
 import nanoserve
-from nanoserve.commands.options import Options, file_option, flag_of, option
+from nanoserve.commands.options import Options, flag_of, option
 from nanoserve.commands.progress import Progress, show_progress
 from nanoserve.commands.terminal import remark, say
 from nanoserve.engine_config import (
     AUTO,
-    DEFAULT_POLICY,
     DRAFTERS,
     MOST_PARALLEL,
     PAIR_OPTIONS,
-    POLICY_OF_TWO_LAYOUTS,
     EngineConfig,
     layout_settings,
 )
@@ -36,17 +34,16 @@ from nanoserve.utils.threads import MOST_THREADS, prepare_threads
 MODEL_PANEL = "Model"
 SAMPLING_PANEL = "Sampling (the model's own defaults unless given)"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DEFAULTS = EngineConfig()
-_size = partial(option, None, metavar="SIZE")
-_threads = partial(option, None, minimum=1, maximum=MOST_THREADS)
-_degree = partial(option, 1, minimum=1, maximum=MOST_PARALLEL)
-quantization_option = partial(
-    option,
-    None,
-    "Round weights to integers while they load: int4 or int8, or in groups of N columns, as int4:64.",
-    metavar="INT[:N]",
-    panel=MODEL_PANEL,
-)
+
+
+def engine_option(name: str, **settings: Any) -> Any:
+    """The option of one setting of the engine, with the default and the help of EngineConfig's field."""
+    declared = EngineConfig.__dataclass_fields__[name]
+    return option(declared.default, declared.metadata["help"], **settings)
+
+
+quantization_option = partial(engine_option, "quantization", metavar="INT[:N]", panel=MODEL_PANEL)
+_degree = partial(engine_option, minimum=1, maximum=MOST_PARALLEL)
 
 
 def _checked_policy(name: str, flag: str) -> str:
@@ -66,39 +63,26 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
         suggestions=lambda: (name for name, *_ in known_models()),
     )
     quantization: str | None = quantization_option()
-    dtype: str = option(_DEFAULTS.dtype, "Number format of weights and KV cache.", choices=DTYPES, panel=MODEL_PANEL)
-    device: str = option(_DEFAULTS.device, "What computes: cpu, cuda or cuda:N.", metavar="DEVICE")
-    offline: bool = option(
-        False, "Never use the network.", panel=MODEL_PANEL, variables=["NANOSERVE_OFFLINE", "HF_HUB_OFFLINE"]
-    )
-    max_model_len: int | None = option(None, "Longest context in tokens; default: model's.")
-    kv_cache_memory: str | None = _size("Memory of the KV cache, as 2GiB; default: from what is free.")
-    block_size: int = option(_DEFAULTS.block_size, "Tokens in a KV block.")
-    max_num_seqs: int = option(_DEFAULTS.max_num_seqs, "Most sequences in one step.")
-    max_num_batched_tokens: int = option(_DEFAULTS.max_num_batched_tokens, "Token budget of one step.")
-    policy: str | None = option(
-        None,
-        f"What runs next; default: {DEFAULT_POLICY}, with two layouts {POLICY_OF_TWO_LAYOUTS}. One of "
-        f"{', '.join(POLICIES)}, FILE.py:CLASS, which is executed, or auto, the one that is predicted best.",
-        metavar="NAME",
-        suggestions=(*POLICIES, AUTO),
-        parse=_checked_policy,
-    )
+    dtype: str = engine_option("dtype", choices=DTYPES, panel=MODEL_PANEL)
+    device: str = engine_option("device", metavar="DEVICE")
+    offline: bool = engine_option("offline", panel=MODEL_PANEL, variables=["NANOSERVE_OFFLINE", "HF_HUB_OFFLINE"])
+    max_model_len: int | None = engine_option("max_model_len")
+    kv_cache_memory: str | None = engine_option("kv_cache_memory", metavar="SIZE")
+    block_size: int = engine_option("block_size")
+    max_num_seqs: int = engine_option("max_num_seqs")
+    max_num_batched_tokens: int = engine_option("max_num_batched_tokens")
+    policy: str | None = engine_option("policy", metavar="NAME", suggestions=(*POLICIES, AUTO), parse=_checked_policy)
     no_prefix_caching: bool = option(False, "Compute every prompt from its start.")
-    eager: bool = option(False, "Compile and capture nothing; slower, same answers.")
-    speculate: str | None = option(
+    eager: bool = engine_option("eager")
+    speculate: str | None = engine_option("speculate", metavar="DRAFTER", suggestions=tuple(DRAFTERS))
+    batch_invariant: bool = engine_option("batch_invariant")
+    threads: int | None = option(
         None,
-        "Guess tokens and check several in one step; same answers. "
-        + ", ".join(f"{name}:{what}" if what else name for name, what in DRAFTERS.items())
-        + ".",
-        metavar="DRAFTER",
-        suggestions=tuple(DRAFTERS),
+        "CPU threads, which the workers of a machine share; default: one per physical core.",
+        minimum=1,
+        maximum=MOST_THREADS,
     )
-    batch_invariant: bool = option(False, "Answers that do not depend on the batch: 16 bits on a CPU, slower.")
-    threads: int | None = _threads("CPU threads, which the workers of a machine share; default: one per physical core.")
-    seed: int | None = option(
-        None, "Makes the run repeatable; default: a new one each time.", minimum=0, panel=SAMPLING_PANEL
-    )
+    seed: int | None = engine_option("seed", minimum=0, panel=SAMPLING_PANEL)
 
     def settings(self) -> dict[str, Any]:
         """The fields of EngineConfig, as LLM takes them. Raises UsageError for a size that is none."""
@@ -115,7 +99,7 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
 
     def check_is_for_cpu(self) -> None:
         """Raise UsageError for a GPU: the command compares the engine with the best that this CPU can do."""
-        if self.device != _DEFAULTS.device:
+        if self.device != "cpu":
             raise UsageError(
                 f"--device {self.device}: this command measures CPUs; for a GPU there is nanoserve bench gpu"
             )
@@ -151,32 +135,22 @@ class EngineOptions(Options, panel="Engine", has_variables=True):
 class WorkersOptions(EngineOptions, panel="Workers", has_variables=True):
     """An engine whose model may be divided over several worker processes, and whose run can be recorded."""
 
-    parallel: str | None = option(
-        None, "auto: the layout, or two of them, and the policy that are predicted best.", choices=(AUTO,)
-    )
-    devices: int | None = option(
-        None, "Workers for --parallel auto; default: torchrun's processes.", minimum=1, maximum=MOST_PARALLEL
-    )
-    dp: int = _degree("Whole engines, each with workers of its own: a request goes to the least busy.")
-    pp: int = _degree("Pipeline stages: each worker has some of the layers.")
-    tp: int = _degree("Tensor parallel degree: this many workers share each layer.")
-    pp_split: str | None = option(None, "Layers of each stage, as 14,14; default: by cost.", metavar="N,N")
+    parallel: str | None = engine_option("parallel", choices=(AUTO,))
+    devices: int | None = _degree("devices")
+    dp: int = _degree("data_parallel")
+    pp: int = _degree("pipeline_parallel")
+    tp: int = _degree("tensor_parallel")
+    pp_split: str | None = engine_option("pipeline_split", metavar="N,N")
     prefill_parallel: str | None = option(
         None, "Layout for prompts, as p4 or d2t2p2; with the next one, instead of --pp and --tp.", metavar="NAME"
     )
     decode_parallel: str | None = option(
         None, "Layout for decodes, as t4: the same workers with other shares of the weights.", metavar="NAME"
     )
-    host_kv_memory: str | None = _size(
-        "Host memory for KV blocks, as 4GiB; default: from what is free if layouts or policy need it."
-    )
-    host_threads: int | None = _threads(
-        "CPU threads that attend in host memory; default: half of the cores, with a GPU all but two."
-    )
-    profile: str | None = file_option(
-        "What nanoserve profile measured here, to predict steps by; default: measured at start."
-    )
-    record: str | None = file_option("Write what each worker did when, for Perfetto or chrome://tracing.")
+    host_kv_memory: str | None = engine_option("host_kv_memory", metavar="SIZE")
+    host_threads: int | None = engine_option("host_threads", minimum=1, maximum=MOST_THREADS)
+    profile: str | None = engine_option("profile", metavar="FILE")
+    record: str | None = engine_option("trace", metavar="FILE")
 
     def settings(self) -> dict[str, Any]:
         settings = EngineOptions.settings(self) | layout_settings(self.layouts())
