@@ -19,8 +19,8 @@ from nanoserve.costs.counts import Precision
 from nanoserve.costs.predictor import CostPredictor
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.engine_config import EngineConfig
+from nanoserve.executor.profiling.measuring_speeds import measure_speeds
 from nanoserve.executor.profiling.timers import Stopwatch
-from nanoserve.executor.start.measuring_speeds import measure_speeds
 from nanoserve.executor.start.model_loading import load_decoder
 from nanoserve.executor.step.model_runner import ModelRunner
 from nanoserve.models.hub import resolve_model

@@ -98,7 +98,7 @@ LAZY_IMPORTS: dict[str, list[str]] = {
         "lab/commands/bench_variants.py: executor.start.model_loading",
         "lab/commands/bench_variants.py: lab.benchmarks.peers.weights",
         "lab/commands/bench_variants.py: lab.benchmarks.roofline",
-        "lab/commands/plan.py: executor.start.layout_profile",
+        "lab/commands/plan.py: executor.profiling.layout_profile",
         "lab/commands/plan.py: executor.start.model_loading",
         "lab/commands/profile.py: executor.cpu_attention.host_processor",
         "lab/commands/profile.py: executor.start.model_loading",

@@ -12,7 +12,7 @@ from nanoserve.costs.hardware import Efficiency, MachineSpeeds
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.engine_config import AUTO, EngineConfig, layout_settings
 from nanoserve.errors import UsageError
-from nanoserve.executor.start.layout_profile import measure_layouts
+from nanoserve.executor.profiling.layout_profile import measure_layouts
 from nanoserve.executor.start.memory import available_memory, kv_bytes_per_block
 from nanoserve.executor.start.model_loading import with_cache_groups
 from nanoserve.executor.start.rendezvous import TorchrunProcess, on_one_machine

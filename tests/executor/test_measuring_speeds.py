@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.executor.profiling import timers
-from nanoserve.executor.start import measuring_speeds
-from nanoserve.executor.start.measuring_speeds import measure_speeds
+from nanoserve.executor.profiling import measuring_speeds, timers
+from nanoserve.executor.profiling.measuring_speeds import measure_speeds
 from nanoserve.models.decoder import SingleRank
 
 WORKERS = 4

@@ -20,10 +20,10 @@ from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionLost
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
 from nanoserve.executor.kv_transfer.host_pool import HostPool
+from nanoserve.executor.profiling import start_profile
 from nanoserve.executor.profiling.parts import Effort, ProfileSizes
+from nanoserve.executor.profiling.start_profile import StartingEngine, hybrid_profile, profile_at_start
 from nanoserve.executor.stage import Stage
-from nanoserve.executor.start import start_profile
-from nanoserve.executor.start.start_profile import StartingEngine, hybrid_profile, profile_at_start
 from tests.costs.profiles import made_up_profile
 from tests.executor.small_model import local_executor, small_config, small_decoder
 from triton_ops.cpu import cpu_operators

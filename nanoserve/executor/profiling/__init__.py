@@ -1,1 +1,1 @@
-"""Timing what steps consist of, on the engine's own device: for ``nanoserve profile``, and at an engine's start."""
+"""Everything that measures speed where an engine runs: speeds of the machine, parts of a step, whole layouts."""

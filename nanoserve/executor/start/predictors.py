@@ -15,10 +15,10 @@ from nanoserve.costs.profile import Profile, read_profile
 from nanoserve.costs.step_costs import StepCosts
 from nanoserve.engine_config import EngineConfig
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+from nanoserve.executor.profiling.layout_profile import kept_layouts
+from nanoserve.executor.profiling.measuring_speeds import measure_speeds
+from nanoserve.executor.profiling.start_profile import StartingEngine, hybrid_profile
 from nanoserve.executor.stage import Stage
-from nanoserve.executor.start.layout_profile import kept_layouts
-from nanoserve.executor.start.measuring_speeds import measure_speeds
-from nanoserve.executor.start.start_profile import StartingEngine, hybrid_profile
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.dtypes import resolve_dtype
 from nanoserve.models.hub import ProgressCallback, ResolvedModel

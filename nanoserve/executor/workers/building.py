@@ -13,9 +13,10 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.engine_config import EngineConfig
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor, default_host_threads
 from nanoserve.executor.kv_transfer.host_pool import HostPool, check_within_reach
+from nanoserve.executor.profiling.measuring_speeds import measure_speeds
+from nanoserve.executor.profiling.start_profile import StartingEngine, hybrid_profile
 from nanoserve.executor.stage import Stage
 from nanoserve.executor.start.device_start import DeviceStart
-from nanoserve.executor.start.measuring_speeds import measure_speeds
 from nanoserve.executor.start.memory import available_memory, memory_errors
 from nanoserve.executor.start.model_loading import (
     load_decoder,
@@ -24,7 +25,6 @@ from nanoserve.executor.start.model_loading import (
     usable_device,
     with_cache_groups,
 )
-from nanoserve.executor.start.start_profile import StartingEngine, hybrid_profile
 from nanoserve.executor.step.model_runner import ModelRunner
 from nanoserve.executor.workers.distributed import Activations, RankGroup, join_workers, leave_workers
 from nanoserve.executor.workers.endpoint import WorkerEndpoint

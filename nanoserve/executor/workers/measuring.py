@@ -12,6 +12,7 @@ from nanoserve.config.model_config import ModelConfig
 from nanoserve.costs.counts import ModelCounts, Precision
 from nanoserve.costs.layout_profile import DegreeTimes, LayoutProfile
 from nanoserve.engine_config import EngineConfig
+from nanoserve.executor.profiling.measuring_speeds import measure_speeds
 from nanoserve.executor.profiling.parts import (
     Effort,
     Point,
@@ -27,7 +28,6 @@ from nanoserve.executor.profiling.parts import (
 )
 from nanoserve.executor.profiling.timers import StepTimer
 from nanoserve.executor.stage import compiled_layers
-from nanoserve.executor.start.measuring_speeds import measure_speeds
 from nanoserve.executor.start.memory import available_memory
 from nanoserve.executor.start.model_loading import load_decoder, read_config, usable_device
 from nanoserve.executor.step.model_runner import ModelRunner

@@ -84,7 +84,7 @@ def _costs_of(options: PlanOptions) -> Callable[[ParallelLayout], StepCosts]:
         return partial(StepCosts, find_shape(options.model, options.quantization), load_machine(options.hardware))
     prepare_threads()
     # These import torch.
-    from nanoserve.executor.start.layout_profile import measure_layouts
+    from nanoserve.executor.profiling.layout_profile import measure_layouts
     from nanoserve.executor.start.model_loading import read_config
 
     resolved = resolve_model(options.model)

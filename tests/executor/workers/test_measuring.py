@@ -7,8 +7,8 @@ import pytest
 
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
-from nanoserve.executor.start import layout_profile
-from nanoserve.executor.start.layout_profile import kept_layouts, measure_layouts
+from nanoserve.executor.profiling import layout_profile
+from nanoserve.executor.profiling.layout_profile import kept_layouts, measure_layouts
 from nanoserve.executor.start.predictors import make_predictors
 from nanoserve.models.hub import resolve_model
 from tests.costs.test_layout_profile import MODEL

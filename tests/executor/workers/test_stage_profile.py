@@ -13,11 +13,11 @@ from nanoserve.costs.profile import write_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import UsageError
 from nanoserve.executor.cpu_attention.host_processor import HostProcessor
+from nanoserve.executor.profiling import start_profile
 from nanoserve.executor.profiling.parts import Effort
+from nanoserve.executor.profiling.start_profile import StartingEngine, hybrid_profile
 from nanoserve.executor.stage import Stage
-from nanoserve.executor.start import start_profile
 from nanoserve.executor.start.memory import kv_bytes_per_block
-from nanoserve.executor.start.start_profile import StartingEngine, hybrid_profile
 from nanoserve.executor.workers.building import as_whole_model, as_whole_stage
 from nanoserve.models.decoder import Decoder
 from nanoserve.models.shards import make_shards

@@ -15,12 +15,12 @@ from nanoserve.executor.cpu_attention.cpu_attention import CpuAttention
 from nanoserve.executor.cpu_attention.host_attention import HostAttentionLost
 from nanoserve.executor.kv_transfer.host_pool import choose_host_blocks
 from nanoserve.executor.local import LocalExecutor
-from nanoserve.executor.start.layout_profile import kept_layouts, measure_layouts
-from nanoserve.executor.start.measuring_speeds import measure_speeds
+from nanoserve.executor.profiling.layout_profile import kept_layouts, measure_layouts
+from nanoserve.executor.profiling.measuring_speeds import measure_speeds
+from nanoserve.executor.profiling.start_profile import StartingEngine, hybrid_profile, measure_shortly
 from nanoserve.executor.start.memory import kv_bytes_per_block
 from nanoserve.executor.start.model_loading import with_cache_groups
 from nanoserve.executor.start.predictors import make_predictors
-from nanoserve.executor.start.start_profile import StartingEngine, hybrid_profile, measure_shortly
 from nanoserve.executor.workers.executor import WorkersExecutor
 from nanoserve.lab.benchmarks.policies.variants import KvCases, OpenEngine
 from nanoserve.llm import LLM

@@ -18,9 +18,9 @@ from nanoserve.costs.profile import read_profile
 from nanoserve.engine_config import EngineConfig
 from nanoserve.errors import RuntimeFailure, UsageError
 from nanoserve.executor.profiling.scheduler_cost import measure_scheduler
+from nanoserve.executor.profiling.start_profile import kept_file, kept_or_measured, step_shape
 from nanoserve.executor.start.model_loading import read_config
 from nanoserve.executor.start.rendezvous import TorchrunProcess
-from nanoserve.executor.start.start_profile import kept_file, kept_or_measured, step_shape
 from nanoserve.executor.workers.group import WorkerGroup, WorkersDied
 from nanoserve.executor.workers.messages import Answered, FromWorker, Ready, RunPlan, WorkerStart
 from nanoserve.models.dtypes import resolve_dtype
