@@ -106,10 +106,12 @@ def run(options: AnalyzeOptions) -> None:
     # Decoding is shown at the largest of the batch sizes that fits.
     largest = max((size for size in batches if size <= analysis.largest_batch), default=batches[0])
     decode = analysis.decode_work(largest)
-    one_of = f" (a micro-batch of {decode.decodes:,})" if decode.decodes < largest else ""
+    decoding = f"decode of {largest:,} sequences"
+    if decode.decodes < largest:
+        decoding += f" (a micro-batch of {decode.decodes:,})"
     phases = {
         f"prefill of {analysis.input_tokens:,} tokens": analysis.operator_rows("prefill", analysis.prefill_work()),
-        f"decode of {largest:,} sequences{one_of}": analysis.operator_rows("decode", decode),
+        decoding: analysis.operator_rows("decode", decode),
     }
     report.put("operators", [row for operators in phases.values() for row in operators])
     report.finish()
@@ -148,7 +150,8 @@ def _show(analysis: Analysis, title: str, phases: Phases, report: Report) -> Non
             for row in operators
         ]
         print_table(f"{phase}: {milliseconds:,.2f} ms", _OPERATOR_COLUMNS, rows)
-    marked = [row | {"mark": "yes" if row["fits"] else "no"} for row in report.rows]
+    marks = {True: "yes", False: "no"}
+    marked = [row | {"mark": marks[row["fits"]]} for row in report.rows]
     print_table(f"decode at a context of {analysis.context:,} tokens", _BATCH_COLUMNS, marked)
 
 
@@ -160,8 +163,9 @@ def _chart(title: str, analysis: Analysis, phases: Phases, batches: Sequence[Bat
     for y, heights in (("tokens per second", rates), ("ms per token", [row.tpot * 1e3 for row in batches])):
         note = Note(f"KV cache full: {fits:,}", fits, max(heights) / 25, right=-4)
         axes: dict[str, Any] = {"title": f"decoding: {y}", "x": "sequences decoding", "y": y, "log_x": True}
-        full: dict[str, Any] = {"notes": [note], "vertical_marks": [fits]} if fits else {}
-        panels.append(Panel(curves=[ChartCurve("", xs, heights)], **axes, **full))
+        if fits:
+            axes |= {"notes": [note], "vertical_marks": [fits]}
+        panels.append(Panel(curves=[ChartCurve("", xs, heights)], **axes))
     return Chart(title, panels, columns=3)
 
 
@@ -173,7 +177,7 @@ def _roofline(analysis: Analysis, phases: Phases) -> Panel:
         for phase, rows in phases.items()
     }
     everything = [point for named in found.values() for _, point in named]
-    intensities = [device.intensity, *(x for x, _ in everything)]
+    intensities = [device.intensity] + [x for x, _ in everything]
     least, most = min(intensities) / 3, max(intensities)
     knees = (least, device.intensity, most * most / least)  # the right half has room for names
     ceiling = [min(device.flops, knee * device.memory_bandwidth) for knee in knees]
@@ -190,7 +194,10 @@ def _roofline(analysis: Analysis, phases: Phases) -> Panel:
         for place, names in groups.items():
             # The rightmost of the points beside it, of whichever phase: names behind it hide none of them.
             end = max(point for point in everything if _are_near(point, place))
-            notes.append(Note(", ".join(names), *end, right=8, up=-2 if end in points else lower, curve=number))
+            up = lower
+            if end in points:
+                up = -2
+            notes.append(Note(", ".join(names), end[0], end[1], right=8, up=up, curve=number))
     title, y = "operators under the roofline", "FLOP per second and device"
     return Panel(title=title, x="FLOP per byte", y=y, curves=curves, log_x=True, log_y=True, notes=notes)
 

@@ -50,19 +50,16 @@ from nanoserve.record.metrics import MILLISECONDS, BatchRates
 OURS = "nanoserve"
 METRICS = ("decode", "prefill", "output")
 DEFAULT_MODEL = "dummy:qwen3-0.6b"
-_RATES = columns((",.1f", *((f"{name} tok/s", name) for name in ("prefill", "decode", "output"))))
-_KEYS = (("batch x in+out", "case"), ("read", "state"))
-_ENGINE_COLUMNS = [
-    *columns(("", *_KEYS, "engine", "rounds"), (",.0f", ("TTFT ms", "ttft_ms"))),
-    *_RATES,
-]
-_RATIO_COLUMNS = columns(("", *_KEYS, ("against", "peer"), "metric", "rounds"), (".2f", "median", "low", "high"))
-
-
-_SPECULATION_COLUMNS = [
-    *columns(("", *_KEYS, "rounds"), (",.1f", ("guessing tok/s", "decode")), ("", "speedup")),
-    *columns((".2f", "tokens_a_step", "predicted")),
-]
+_RATES = columns((",.1f", ("prefill tok/s", "prefill"), ("decode tok/s", "decode"), ("output tok/s", "output")))
+_KEYS = columns(("", ("batch x in+out", "case"), ("read", "state")))
+_ENGINE_COLUMNS = _KEYS + columns(("", "engine", "rounds"), (",.0f", ("TTFT ms", "ttft_ms"))) + _RATES
+_RATIO_COLUMNS = _KEYS + columns(("", ("against", "peer"), "metric", "rounds"), (".2f", "median", "low", "high"))
+_SPECULATION_COLUMNS = _KEYS + columns(
+    ("", "rounds"),
+    (",.1f", ("guessing tok/s", "decode")),
+    ("", "speedup"),
+    (".2f", "tokens_a_step", "predicted"),
+)
 
 
 class CompareOptions(GridOptions, RoundOptions, EngineOptions, ResultOptions):
@@ -251,7 +248,7 @@ def sentence(rounds: "Sequence[Round]", troubles: Mapping[str, str]) -> str:
     compared = [f"{spread_text(several)} times as fast as {peer}" for peer, several in found.items()]
     words = f"nanoserve decodes {' and '.join(compared)}" if compared else "There was nothing to compare decoding with"
     told = [f"{peer} {trouble}" for peer, trouble in troubles.items()]
-    return "; ".join([words, counting_words(rounds), *told]) + "."
+    return "; ".join([words, counting_words(rounds)] + told) + "."
 
 
 class EngineRound(msgspec.Struct, frozen=True):

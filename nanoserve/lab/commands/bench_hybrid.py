@@ -24,29 +24,26 @@ from nanoserve.scheduler.policies import find_policy, parse_policies
 _NEVER_WORSE, _PREDICTING = 0.98, "hybrid"
 """What the policy that chooses by prediction is to reach of the device alone, in every case. An engine that is opened
 with it has all that any other policy wants."""
-_KEYS = (("case", "case"), ("policy", "variant"))
-_STEP_COLUMNS = columns(
-    ("", *_KEYS),
+_KEYS = columns(("", ("case", "case"), ("policy", "variant")))
+_STEP_COLUMNS = _KEYS + columns(
     (",.0f", "steps.device", "steps.asymmetric", "steps.overlap", ("tokens on host", "latencies.host.tokens")),
     (",.0f", "swaps_out"),
     (".0%", ("CPU busy", "processor_share")),
 )
-_LATENCY_COLUMNS = columns(
-    ("", *_KEYS),
+_LATENCY_COLUMNS = _KEYS + columns(
     (",.0f", ("TTFT p50", "latencies.ttft_ms.p50")),
     (",.1f", ("ms/token p50", "latencies.token_ms.p50")),
     (",.2f", ("ITL device p50", "latencies.device.itl_ms.p50"), ("p99", "latencies.device.itl_ms.p99")),
     (",.2f", ("ITL host p50", "latencies.host.itl_ms.p50")),
 )
-_ERROR_COLUMNS = columns(
-    ("", *_KEYS),
+_ERROR_COLUMNS = _KEYS + columns(
     (".1%", ("all", "errors.all.median")),
     ("+.1%", "errors.all.bias"),
     (".1%", ("device", "errors.device.median"), ("asymmetric", "errors.asymmetric.median")),
     (".1%", ("overlap", "errors.overlap.median")),
     ("+.0%", ("simulated tok/s", "simulation_error")),
 )
-_GAIN_COLUMNS = columns(("", *_KEYS, "strategy"), (",.0f", "steps"), ("+.1%", "gain", "bound"), (".0%", "reached"))
+_GAIN_COLUMNS = _KEYS + columns(("", "strategy"), (",.0f", "steps"), ("+.1%", "gain", "bound"), (".0%", "reached"))
 
 
 class HybridOptions(VariantsOptions):
@@ -136,8 +133,8 @@ class TierComparison(Comparison):
 
     def tables(self, summary: Sequence[Mapping[str, Any]], compared: Sequence[Ratio]) -> Iterator[Table]:
         facts, first = self.facts, self.policies[0]
-        run_columns = columns(
-            ("", *_KEYS, ("read", "state"), "rounds"),
+        run_columns = _KEYS + columns(
+            ("", ("read", "state"), "rounds"),
             (",.1f", ("output tok/s", "output_tokens_per_s")),
             ("", (f"over {first}", "ratio")),
             (",.1f", ("ms/token", "latencies.token_ms.mean")),

@@ -28,7 +28,7 @@ _CASE = ("batch x in+out", "case")
 _RATES = columns((",.0f", ("prefill tok/s", "prefill_tokens_per_s")), (",.1f", ("decode tok/s", "decode_tokens_per_s")))
 _BARS = columns((".1f", ("TTFT ms", "ttft_ms.p50")), (".2f", ("TPOT ms", "tpot_ms.p50"))) + _RATES
 _COLUMNS = columns(("", _CASE), (",.1f", ("TTFT ms", "ttft_ms.p50")), (",.2f", ("TPOT ms", "tpot_ms.p50")))
-_COLUMNS += [*_RATES, *columns(("", ("runs", "repeats")), (".2f", "foreign_cores"))]
+_COLUMNS += _RATES + columns(("", ("runs", "repeats")), (".2f", "foreign_cores"))
 _RATIO_COLUMNS = columns(("", _CASE, "metric", "rounds"), (".2f", "median", "low", "high"))
 
 

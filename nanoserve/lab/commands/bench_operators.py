@@ -19,10 +19,12 @@ from nanoserve.lab.workloads import parse_sizes
 from nanoserve.utils.threads import MOST_THREADS
 
 _REACHED = Column("share of the floor that is reached, %", "of_floor", ".0%")
-_COLUMNS = [
-    *columns(("", "case", ("read", "state"), "route"), (",.0f", "us"), (".0%", "of_floor")),
-    *columns((".2f", ("x slower than ours", "ours_is_faster"), "low", "high")),
-]
+_COLUMNS = columns(
+    ("", "case", ("read", "state"), "route"),
+    (",.0f", "us"),
+    (".0%", "of_floor"),
+    (".2f", ("x slower than ours", "ours_is_faster"), "low", "high"),
+)
 
 
 def _parse_cells(text: str, flag: str) -> list[tuple[int, int]]:

@@ -187,8 +187,10 @@ def print_head(report: Report) -> None:
     versions = [f"{name} {version}" for name, version in document["versions"].items()]
     print(machine_text(document["machine"]))
     print(", ".join([*versions, f"commit {document['commit']}"]))
-    for note in filter(None, (*document["notes"], report.busy_note)):
+    for note in document["notes"]:
         print(note)
+    if report.busy_note is not None:
+        print(report.busy_note)
 
 
 def print_results(report: Report, title: str, columns: Sequence[Column]) -> None:
@@ -212,7 +214,7 @@ LATENCIES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2el_ms": "
 def print_latencies(report: Report, keys: Sequence[Column] = ()) -> None:
     """Print how each latency of each row is distributed; the columns ``keys`` tell the rows apart."""
     rows = [{**row, "metric": LATENCIES[name], **(row[name] or {})} for row in report.rows for name in LATENCIES]
-    print_table("milliseconds", [*keys, *_DISTRIBUTION_COLUMNS], rows)
+    print_table("milliseconds", list(keys) + _DISTRIBUTION_COLUMNS, rows)
 
 
 def print_steps(report: Report) -> None:

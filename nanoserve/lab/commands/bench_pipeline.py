@@ -23,21 +23,20 @@ from nanoserve.lab.commands.bench_variants import Comparison, RandomModelOptions
 from nanoserve.scheduler.policies import parse_policies
 
 METADATA: tuple[Literal["decoupled", "coupled"], ...] = ("decoupled", "coupled")
-_KEYS = (("policy, engine", "variant"), ("read", "state"))
+_KEYS = columns(("", ("policy, engine", "variant"), ("read", "state")))
 _PREDICTED = columns((",.1f", ("predicted", "predicted_tokens_per_s")))
-_REQUEST_COLUMNS = columns(
-    ("", *_KEYS, "rounds"),
+_REQUEST_COLUMNS = _KEYS + columns(
+    ("", "rounds"),
     (",.1f", ("output tok/s", "output_tokens_per_s")),
     (",.1f", ("TTFT ms", "ttft_ms.mean"), ("TPOT ms", "tpot_ms.mean"), ("ITL p99", "itl_p99_ms")),
 )
-_STAGE_COLUMNS = columns(
-    ("", *_KEYS, "stage"),
+_STAGE_COLUMNS = _KEYS + columns(
+    ("", "stage"),
     (",.0f", "steps"),
     (".2f", "variation"),
     (".1%", "bubbles", ("for inputs", "metadata"), ("for work", "waiting")),
 )
-_SIMULATED_COLUMNS = columns(
-    ("", *_KEYS),
+_SIMULATED_COLUMNS = _KEYS + columns(
     (".3f", "simulated.makespan", ("TTFT", "simulated.ttft"), ("TPOT", "simulated.tpot")),
     (",.0f", "simulated.plans", ("others when simulated", "simulated.others")),
 )

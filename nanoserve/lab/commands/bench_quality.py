@@ -37,7 +37,7 @@ _GOLD_MARK = "####"
 _AXES = {"perplexity": "perplexity of a token, lower is better", "accuracy": "share of right answers"}
 _VALUE = Column("value", "value", ".5f")
 _COLUMNS = columns(("", ("measure", "case"), "engine"), (",d", ("tokens or questions", "count")))
-_COLUMNS += [_VALUE, *columns((".0%", "same_answer", "same_tokens"))]
+_COLUMNS += [_VALUE] + columns((".0%", "same_answer", "same_tokens"))
 
 
 class Reader(NamedTuple):
@@ -89,8 +89,12 @@ def extract_answer(text: str) -> str | None:
     """The number behind "####", or else the last number before a new question; None if there is no number."""
     text = text.partition(STOP)[0]
     marked = _NUMBER.search(text.partition(_GOLD_MARK)[2])
-    numbers = [marked[0]] if marked else _NUMBER.findall(text)
-    return _normalized(numbers[-1]) if numbers else None
+    if marked:
+        return _normalized(marked[0])
+    numbers = _NUMBER.findall(text)
+    if not numbers:
+        return None
+    return _normalized(numbers[-1])
 
 
 def _normalized(number: str) -> str:
@@ -99,7 +103,9 @@ def _normalized(number: str) -> str:
         value = float(plain)
     except ValueError:
         return ""
-    return f"{value:g}" if abs(value) < 1e6 else plain
+    if abs(value) >= 1e6:
+        return plain
+    return f"{value:g}"
 
 
 def perplexity(log_likelihood: Callable[[Tokens], float], pieces: Iterable[Tokens]) -> float:
@@ -123,7 +129,9 @@ def own_reader(llm: "nanoserve.LLM") -> Reader:
 
     def answer(tokens: Tokens, max_tokens: int) -> Tokens:
         output = llm.generate(list(tokens), SamplingParams(temperature=0.0, max_tokens=max_tokens))[0].outputs[0]
-        return output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
+        if output.finish_reason == "stop":
+            return output.token_ids[:-1]
+        return output.token_ids
 
     return Reader("nanoserve", log_likelihood, answer)
 
@@ -147,7 +155,9 @@ def transformers_reader(directory: Path, dtype: str, end_tokens: Tokens) -> Read
         settings = {"max_new_tokens": max_tokens, "do_sample": False, "pad_token_id": 0}
         output = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         found = tuple(output[0, ids.shape[1] :].tolist())
-        return found[:-1] if found and found[-1] in end_tokens else found
+        if found and found[-1] in end_tokens:
+            return found[:-1]
+        return found
 
     return Reader("transformers", log_likelihood, answer)
 
@@ -174,10 +184,13 @@ def run(options: QualityOptions) -> None:
     shots, limit = options.shots, options.limit
     if options.text is None and options.questions is None:
         raise UsageError("give --text, --questions or both")
-    content = None if options.text is None else read_text(options.text, UsageError)
-    rows = None if options.questions is None else read_questions(options.questions, limit + shots)
-    if rows is not None and len(rows) <= shots:
-        raise UsageError(f"{options.questions} has {len(rows)} questions, all of them taken by --shots {shots}")
+    content, rows = None, None
+    if options.text is not None:
+        content = read_text(options.text, UsageError)
+    if options.questions is not None:
+        rows = read_questions(options.questions, limit + shots)
+        if len(rows) <= shots:
+            raise UsageError(f"{options.questions} has {len(rows)} questions, all of them taken by --shots {shots}")
     settings = {"window": options.window, "windows": options.windows, "limit": limit, "shots": shots}
     with options.reported("quality", settings, _show) as report, options.open_llm() as llm:
         readers = [own_reader(llm)]
@@ -217,7 +230,9 @@ def _measure_accuracy(
         answers = [extract_answer(llm.tokenizer.decode(answer)) for answer in tokens]
         found = {"answers": answers, "tokens": tokens}
         row = {"case": "accuracy", "engine": reader.name, "count": len(rows), "value": fmean(map(eq, answers, golds))}
-        report.add(row | (compare_answers(ours, found) if ours else {}))
+        if ours:
+            row |= compare_answers(ours, found)
+        report.add(row)
         ours = ours or found
 
 
@@ -246,4 +261,4 @@ def _verdict(rows: Sequence[dict[str, Any]]) -> str:
             words.append(f"the {case} of nanoserve is {ratio:.4f} times that of transformers")
         if reference is not None and "same_answer" in reference:
             words.append(f"{reference['same_answer']:.0%} of {reference['count']} answers are the same")
-    return "; ".join([*words, "one run counts, as another gives the same"]).capitalize() + "."
+    return "; ".join(words + ["one run counts, as another gives the same"]).capitalize() + "."

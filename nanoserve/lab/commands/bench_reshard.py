@@ -20,28 +20,26 @@ from nanoserve.lab.commands.bench_variants import Comparison, RandomModelOptions
 from nanoserve.scheduler.policies import parse_policies
 
 _MOVES = {"re-sharding": "reshards", "swaps out": "swaps_out", "swaps in": "swaps_in"}
-_KEYS = (("policy, layouts", "variant"), ("read", "state"))
+_KEYS = columns(("", ("policy, layouts", "variant"), ("read", "state")))
 _OF_STAGES = ("throttling", "adaptive")
-_POLICIES = ("sarathi", *_OF_STAGES, *RESHARDING)
+_POLICIES = ["sarathi", *_OF_STAGES, *RESHARDING]
 _PREDICTED = columns((",.1f", ("predicted", "predicted_tokens_per_s")))
-_RUN_COLUMNS = columns(
-    ("", *_KEYS, "rounds"),
+_RUN_COLUMNS = _KEYS + columns(
+    ("", "rounds"),
     (",.1f", ("output tok/s", "output_tokens_per_s")),
     (",.0f", "transitions"),
     (".0%", "pool_peak"),
 )
-_PHASE_COLUMNS = columns(
-    ("", *_KEYS),
+_PHASE_COLUMNS = _KEYS + columns(
     (",.2f", "phases.prefill", "phases.decode"),
     (",.3f", "phases.draining", ("re-sharding", "phases.resharding")),
 )
-_MOVE_COLUMNS = columns(
-    ("", *_KEYS, "moves"),
+_MOVE_COLUMNS = _KEYS + columns(
+    ("", "moves"),
     (",.2f", ("GB/s of a worker", "gb_per_s")),
     (".0%", ("of host link", "share_of_link"), ("behind computing", "hidden")),
 )
-_SIMULATED_COLUMNS = columns(
-    ("", *_KEYS),
+_SIMULATED_COLUMNS = _KEYS + columns(
     (".3f", "simulated.makespan"),
     (",.0f", ("transitions", "simulated.simulated_transitions"), ("others when simulated", "simulated.others")),
 )

@@ -4,7 +4,7 @@ import msgspec
 
 from nanoserve.commands.engine_options import EngineOptions
 from nanoserve.commands.options import option
-from nanoserve.commands.tables import columns
+from nanoserve.commands.tables import Column, columns
 from nanoserve.commands.terminal import remark
 from nanoserve.lab.benchmarks.machine import ForeignLoad
 from nanoserve.lab.benchmarks.plots import plot_stacks
@@ -23,7 +23,8 @@ from nanoserve.utils.temporary import temporary_directory
 
 _STAGES = {name: f"stages.{name}" for name in STAGES}
 _SHOWN = [(name, path) for name, path in _STAGES.items() if name not in ("second token", "third token")]
-_COLUMNS = columns(("", ("start", "case")), *((".2f", stage) for stage in _SHOWN), (".2f", "to_first_token"))
+_STAGE_COLUMNS = [Column(name, path, ".2f") for name, path in _SHOWN]
+_COLUMNS = columns(("", ("start", "case"))) + _STAGE_COLUMNS + columns((".2f", "to_first_token"))
 
 
 class Start(MeasuredRound, frozen=True, kw_only=True):
@@ -56,7 +57,10 @@ def run(options: StartupOptions) -> None:
         def start(case: str) -> Start:
             remark(f"starting a process, {case}")
             if case == "cold":
-                drop_from_page_cache([*library_directories(), *([] if directory is None else [directory])])
+                dropped = library_directories()
+                if directory is not None:
+                    dropped.append(directory)
+                drop_from_page_cache(dropped)
             foreign = ForeignLoad()
             found = start_once(model, settings, options.threads, cache)
             for fact in ("operators", "layers"):

@@ -70,7 +70,8 @@ class Comparison(ABC):
 
     def __init__(self, options: VariantsOptions, config: EngineConfig, **settings: Any) -> None:
         self.config, self.seed, self._options = config, options.seed or 0, options
-        chosen = {name: getattr(options, name) for name in ("rounds", "max_num_batched_tokens", *self.reported)}
+        chosen = {name: getattr(options, name) for name in ("rounds", "max_num_batched_tokens")}
+        chosen |= {name: getattr(options, name) for name in self.reported}
         self.settings = {**settings, **chosen, "seed": self.seed}
         self.report = options.open_report(self.kind, self.settings)
         self.facts: dict[str, Any] = {}  # about the engines, in the report

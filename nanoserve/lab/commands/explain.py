@@ -45,8 +45,10 @@ class ExplainOptions(WorkersOptions, SamplingOptions, WorkloadOptions):
     def simulated(self) -> HardwareOptions:
         """What is simulated: the options of an engine mean the same of it."""
         shared = {one.name: getattr(self, one.name) for one in fields(HardwareOptions) if hasattr(self, one.name)}
-        profile = None if self.profile is None else Path(self.profile)
-        return HardwareOptions(**shared | {"model": self.model or _MODEL, "profile": profile})
+        shared["model"] = self.model or _MODEL
+        if self.profile is not None:
+            shared["profile"] = Path(self.profile)
+        return HardwareOptions(**shared)
 
 
 _SIMULATED = {one.name for group in (WorkloadOptions, HardwareOptions) for one in fields(group)}
@@ -74,7 +76,7 @@ def run(options: ExplainOptions) -> None:
     sources = [source for source in _READ if getattr(options, source)]
     if len(sources) != 1:
         raise UsageError("give one of these: prompts, --file, --recorded, --scenario, --simulate")
-    read = {*_READ[sources[0]], *sources, "json", "html"}
+    read = {sources[0], "json", "html"}.union(_READ[sources[0]])
     for one in fields(options):
         is_given = getattr(options, one.name) != one.default and f"NANOSERVE_{one.name.upper()}" not in os.environ
         if is_given and one.name not in read:
@@ -88,7 +90,10 @@ def run(options: ExplainOptions) -> None:
             replace_file(path, write(explanation))
             remark(f"{path} holds {sum(len(run.steps) for run in explanation.runs)} steps")
     if options.html is options.json is None:
-        (show_steps if is_terminal(sys.stdout) and is_terminal(sys.stdin) else print_steps)(explanation)
+        if is_terminal(sys.stdout) and is_terminal(sys.stdin):
+            show_steps(explanation)
+        else:
+            print_steps(explanation)
 
 
 def _explanation(options: ExplainOptions) -> Explanation:
@@ -100,16 +105,21 @@ def _explanation(options: ExplainOptions) -> Explanation:
     if options.scenario is not None:
         scenario = SCENARIOS[options.scenario]
         policies = parse_policies(options.policy or scenario.policies, scenario.token_budget)
-        return Explanation(scenario.title, tuple(scenario.run(*named) for named in policies.items()))
+        return Explanation(scenario.title, tuple(scenario.run(name, policy) for name, policy in policies.items()))
     if options.simulate:
         return _simulated(options)
     texts = [check_utf8(text, "the prompt") for text in options.prompts or ()]
     rows = [PromptRow(place, prompt=text) for place, text in enumerate(texts)]
-    rows += [] if options.file is None else read_rows(options.file)
+    if options.file is not None:
+        rows += read_rows(options.file)
     if wrong := next((row for row in rows if row.error is not None), None):
         raise UsageError(f"{options.file} line {wrong.index + 1}: {wrong.error}")
-    names = [None] if options.policy is None else list(parse_policies(options.policy, options.max_num_batched_tokens))
-    title = "one prompt" if len(rows) == 1 else f"{len(rows)} prompts"
+    names: list[str | None] = [None]
+    if options.policy is not None:
+        names = list(parse_policies(options.policy, options.max_num_batched_tokens))
+    title = f"{len(rows)} prompts"
+    if len(rows) == 1:
+        title = "one prompt"
     return Explanation(f"{title}, run here", tuple(_live(options, name, rows) for name in names))
 
 

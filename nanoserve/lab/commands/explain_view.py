@@ -41,13 +41,16 @@ def show_steps(explanation: Explanation) -> None:
         console = Console(file=output, width=width, force_terminal=True, color_system="standard", highlight=False)
         console.print(_side_by_side(explanation, step))
         lines = output.getvalue().splitlines()[line:]
-        return ANSI("\n".join((visible(explanation.title)[:width], f"\x1b[2m{_HELP}\x1b[0m", "", *lines)))
+        head = [visible(explanation.title)[:width], f"\x1b[2m{_HELP}\x1b[0m", ""]
+        return ANSI("\n".join(head + lines))
 
     def move(event: KeyPressEvent) -> None:
         nonlocal step, line
         steps, lines = _MOVES[event.key_sequence[0].key]
         step = min(max(0, step + steps), max(0, _length(explanation) - 1))
-        line = max(0, line + lines) if lines else 0
+        line = max(0, line + lines)
+        if lines == 0:
+            line = 0
 
     for key in _MOVES:
         keys.add(key)(move)
@@ -65,20 +68,31 @@ def _length(explanation: Explanation) -> int:
 def _side_by_side(explanation: Explanation, number: int) -> Table:
     """The step of that number in every run that has so many."""
     grid = Table.grid(padding=(0, 2), expand=True)
-    for _ in explanation.runs:
+    cells: list[Group | str] = []
+    for run in explanation.runs:
         grid.add_column(ratio=1)
-    grid.add_row(*(_step(run, run.steps[number]) if number < len(run.steps) else "" for run in explanation.runs))
+        cells.append("")
+        if number < len(run.steps):
+            cells[-1] = _step(run, run.steps[number])
+    grid.add_row(*cells)
     return grid
 
 
 def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
-    times = f"{step.began:.3f} s" if step.ended is None else f"{step.began:.3f}-{step.ended:.3f} s"
+    times = f"{step.began:.3f} s"
+    if step.ended is not None:
+        times = f"{step.began:.3f}-{step.ended:.3f} s"
     title = Text(visible(f"{run.policy}: step {step.step} ({len(run.steps)} in all), {times}"), "bold")
     load = ", ".join(f"{name} {one}" for name, one in step.load.items() if one)
     decision = ", ".join(_decided(name, one) for name, one in step.decision.items() if one)
-    where = f"{step.strategy} in layout {step.layout}" if (step.layout, step.strategy) != (0, "device") else ""
-    where = where if step.transition is None else f"change from layout {step.layout} to {step.transition}"
-    host = f", {step.free_host} of {step.total_host} on the host" if step.total_host else ""
+    where = ""
+    if step.transition is not None:
+        where = f"change from layout {step.layout} to {step.transition}"
+    elif (step.layout, step.strategy) != (0, "device"):
+        where = f"{step.strategy} in layout {step.layout}"
+    host = ""
+    if step.total_host:
+        host = f", {step.free_host} of {step.total_host} on the host"
     lines: list[tuple[str, str, int | None]] = [("saw", load, None), ("decided", decision, None)]
     lines += [("because", step.bound, None), ("runs", where, None)]
     lines += [("ended", f"{sequence}", sequence) for sequence in step.ended_sequences]
@@ -91,13 +105,17 @@ def _step(run: ExplainedRun, step: ExplainedStep) -> Group:
     grid = Table.grid(padding=(0, 1))
     for name, content, sequence in lines:
         if content:
-            color = "" if sequence is None else _COLORS[sequence % len(_COLORS)]
+            color = ""
+            if sequence is not None:
+                color = _COLORS[sequence % len(_COLORS)]
             grid.add_row(Text(name, "dim"), Text(visible(content), color))  # a file or a policy wrote it
     return Group(title, grid, "")
 
 
 def _decided(name: str, value: object) -> str:
-    return f"at most {value} {name}" if name in AT_MOST else f"{name} {value}"
+    if name in AT_MOST:
+        return f"at most {value} {name}"
+    return f"{name} {value}"
 
 
 def _quoted(texts: tuple[str, ...]) -> str:
@@ -105,22 +123,45 @@ def _quoted(texts: tuple[str, ...]) -> str:
 
 
 def _row(row: ExplainedRow) -> str:
-    last = row.start + row.count - 1
-    place = f"position {row.start}" if row.count == 1 else f"positions {row.start}-{last}" if row.count else "goes on"
-    more = " ..." if row.count > len(row.tokens) and any(row.tokens) else ""
-    host, then = " on the host" * (row.tier == "host"), "; samples a token" * row.sample
-    then = f"; checks {row.guesses} guesses" if row.guesses else then
-    return f"{row.sequence}: {place}{host} {_quoted(row.tokens)}{more}".rstrip() + then
+    place = "goes on"
+    if row.count == 1:
+        place = f"position {row.start}"
+    elif row.count > 1:
+        place = f"positions {row.start}-{row.start + row.count - 1}"
+    text = f"{row.sequence}: {place}"
+    if row.tier == "host":
+        text += " on the host"
+    text += f" {_quoted(row.tokens)}"
+    if row.count > len(row.tokens) and any(row.tokens):
+        text += " ..."
+    text = text.rstrip()
+    if row.guesses:
+        text += f"; checks {row.guesses} guesses"
+    elif row.sample:
+        text += "; samples a token"
+    return text
 
 
 def _blocks(table: HeldBlocks, step: ExplainedStep) -> str:
     """Ranges of blocks: 3-5 7* 9+; a star marks shared ones, a plus copies."""
-    marks = dict.fromkeys(step.shared, "*") | {copy.target: "+" for copy in step.copies}
-    spans = " ".join(_spans(table.blocks, marks if table.tier == "device" else {}))
-    return f"{table.sequence}: {spans}{' on the host' * (table.tier == 'host')}, {table.tokens} tokens"
+    marks: dict[int, str] = {}
+    where = " on the host"
+    if table.tier == "device":
+        marks = dict.fromkeys(step.shared, "*") | {copy.target: "+" for copy in step.copies}
+        where = ""
+    spans = " ".join(_spans(table.blocks, marks))
+    return f"{table.sequence}: {spans}{where}, {table.tokens} tokens"
 
 
 def _spans(blocks: tuple[int, ...], marks: Mapping[int, str]) -> Iterator[str]:
-    for (_, mark), members in groupby(enumerate(blocks), lambda item: (item[1] - item[0], marks.get(item[1], ""))):
+    def run_and_mark(item: tuple[int, int]) -> tuple[int, str]:
+        """Consecutive blocks differ from their places by the same number."""
+        place, block = item
+        return block - place, marks.get(block, "")
+
+    for (_, mark), members in groupby(enumerate(blocks), run_and_mark):
         span = [block for _, block in members]
-        yield (str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}") + mark
+        if len(span) == 1:
+            yield f"{span[0]}{mark}"
+        else:
+            yield f"{span[0]}-{span[-1]}{mark}"

@@ -27,7 +27,18 @@ from nanoserve.utils.threads import prepare_threads
 
 MEASURED = "measured"
 _PAIR_POLICY = "seesaw"
-_REPORTED = ("model", "hardware", "gpus", "requests", "rate", "seed", "top", "max_num_batched_tokens", "max_num_seqs")
+_REPORTED = (
+    "quantization",
+    "model",
+    "hardware",
+    "gpus",
+    "requests",
+    "rate",
+    "seed",
+    "top",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+)
 
 
 class PlanOptions(StepLimitOptions, JsonOptions):
@@ -63,18 +74,23 @@ def run(options: PlanOptions) -> None:
     shapes = islice(named_lengths(options.lengths, options.seed), options.requests)
     work = PlannedWork(tuple(shapes), options.rate, options.seed)
     candidates = find_candidates(_costs_of(options), options.gpus, work, step_tokens=budget).best(options.top)
-    settings = {name: getattr(options, name) for name in ("quantization", *_REPORTED)}
+    settings = {name: getattr(options, name) for name in _REPORTED}
     settings |= {"workload": options.lengths, "policies": list(policies)}
     with options.reported("plan", settings, lambda report, _: _show(report, work)) as report:
         report.put("left_out", [one._asdict() for one in candidates.left_out])
         for candidate in candidates.fitting:
-            for name, policy in (of_pairs if candidate.is_pair else policies).items():
+            tried = policies
+            if candidate.is_pair:
+                tried = of_pairs
+            for name, policy in tried.items():
                 remark(f"simulating {candidate.name} with {name}, {candidate.estimate_text} ...")
                 result, latency = candidate.simulate(policy, options.max_num_seqs), candidate.latency
                 throughput = {"tokens_per_second": work.tokens / result.seconds}  # of all replicas, the rest of one
                 throughput["estimated_tokens_per_second"] = candidate.tokens_per_second
                 row = msgspec.to_builtins(result) | throughput | {"layout": candidate.name, "policy": name}
-                row["estimated_e2el_s"] = latency if work.rate and math.isfinite(latency) else None
+                row["estimated_e2el_s"] = None
+                if work.rate and math.isfinite(latency):
+                    row["estimated_e2el_s"] = latency
                 row |= {"kv_blocks": candidate.kv_blocks, "host_blocks": candidate.host_blocks}
                 report.add(row)
 
@@ -107,7 +123,9 @@ def _columns(*, closed: bool, pairs: bool) -> list[Column]:
         ("", ("KV blocks", "blocks")),
         (",d", "transitions"),
     )
-    unused = ["estimated_e2el_s" if closed else "estimated_tokens_per_second"]
+    unused = ["estimated_tokens_per_second"]
+    if closed:
+        unused = ["estimated_e2el_s"]
     if not pairs:
         unused.append("transitions")
     return [column for column in found if column.path not in unused]
@@ -119,9 +137,13 @@ def _show(report: Report, work: PlannedWork) -> None:
     for row in report.rows:
         blocks = "->".join(f"{number:,d}" for number in row["kv_blocks"])
         rows.append({**row, "seconds_each": row["e2el_ms"]["mean"] / 1000, "blocks": blocks})
-    rows.sort(key=lambda row: row["tokens_per_second" if closed else "seconds_each"], reverse=closed)
+    if closed:
+        rows.sort(key=lambda row: row["tokens_per_second"], reverse=True)
+        order = "all at once; the best throughput first"
+    else:
+        rows.sort(key=lambda row: row["seconds_each"])
+        order = f"{work.rate:g} a second; the best latency first"
     settings = report.document["settings"]
-    order = "all at once; the best throughput first" if closed else f"{work.rate:g} a second; the best latency first"
     model = " in ".join(filter(None, (settings["model"], settings["quantization"])))
     print(f"simulated: {model} on {settings['gpus']} of {settings['hardware']}; KV blocks are a replica's")
     requests = f"{len(work.shapes)} requests of {settings['workload']}"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import cycle, islice
@@ -36,9 +36,11 @@ from nanoserve.lab.workloads import read_arrivals, read_trace
 from nanoserve.layout import ParallelLayout
 from nanoserve.models.hub import find_shape
 from nanoserve.record.chrome_trace import ChromeTraceFile
-from nanoserve.record.metrics import Distribution, parse_slo
+from nanoserve.record.events import Observer
+from nanoserve.record.metrics import Distribution, Slo, parse_slo
 from nanoserve.record.metrics_observer import FILLING_SHARE, CompletedRequest
 from nanoserve.record.trace import RunTrace
+from nanoserve.scheduler.load import Policy
 from nanoserve.scheduler.policies import parse_policies
 from nanoserve.scheduler.predictor import Predictor
 from nanoserve.utils.sizes import parse_size
@@ -114,7 +116,10 @@ class WorkloadOptions(Options):
             if exact:
                 arrivals = iter(stretched_arrivals(list(islice(arrivals, self.requests)), self.rate))
         if self.trace is None:
-            lengths = named_lengths(GLLMS_SHAREGPT if self.lengths is None else self.lengths, self.seed)
+            name = GLLMS_SHAREGPT
+            if self.lengths is not None:
+                name = self.lengths
+            lengths = named_lengths(name, self.seed)
             return Workload(arrivals or burst(), lengths, self.requests)
         if arrivals is None:
             times = read_arrivals(self.trace, self.requests, in_order=True)
@@ -170,10 +175,12 @@ class HardwareOptions(Options, panel=HARDWARE_PANEL):
     def host_kv_bytes(self) -> int | None:
         """Bytes of host memory that were asked for. Raises UsageError for what is no size, or has no unit."""
         size = self.host_kv_memory
-        if size is not None and re.fullmatch(r"[\d.]+", size):
+        if size is None:
+            return None
+        if re.fullmatch(r"[\d.]+", size):
             raise UsageError(f"--host-kv-memory {size:.40} has no unit: say {size:.40}GiB")
         try:
-            return None if size is None else parse_size(size)
+            return parse_size(size)
         except UsageError as error:
             raise UsageError(f"--host-kv-memory: {error}") from None
 
@@ -208,8 +215,9 @@ class SimulatedHardware(NamedTuple):
         split, machine = parsed_split(options.pp_split), load_machine(options.hardware)
         shape = find_shape(options.model, options.quantization)
         costs = [StepCosts(shape, machine, layout, pipeline_split=split) for layout in options.layouts()]
-        flags = f"--pp {options.pp} --tp {options.tp}"
-        name = flags if len(costs) == 1 else " -> ".join(one.layout.name for one in costs)
+        name = f"--pp {options.pp} --tp {options.tp}"
+        if len(costs) > 1:
+            name = " -> ".join(one.layout.name for one in costs)
         blocks = [_kv_blocks(options, each, step_tokens) for each in costs]
         host_blocks, windows = _host_blocks(options, costs[0]), costs[0].counts.groups.windows
         return cls(name, costs, layout_predictors(costs), blocks, host_blocks, windows)
@@ -305,49 +313,72 @@ def run(options: SimulateOptions) -> None:
         raise UsageError("--max-rate tries many rates: leave out --rate, --plot and --record")
     check_replicas(options.replicas)
     make_router(options.router)  # an unknown name is refused before anything runs
-    slo, drafter = parse_slo(options.slo), options.speculate and SimulatedDrafter.parse(options.speculate)
+    slo = parse_slo(options.slo)
+    drafter: SimulatedDrafter | None = None
+    if options.speculate:
+        drafter = SimulatedDrafter.parse(options.speculate)
     hardware = SimulatedHardware.of(options, options.max_num_batched_tokens)
-    settings = _settings(options, hardware) | {"slo_ms": slo and msgspec.to_builtins(slo)}
-    settings |= {"speculate": options.speculate}
+    settings = _settings(options, hardware)
+    settings |= {"slo_ms": msgspec.to_builtins(slo), "speculate": options.speculate}
     place = _place(settings, hardware)
     reported = options.reported("simulate", settings, lambda report, options: _show(report, options, place))
     # All devices of a simulated stage are one worker, which is named by its stage if there is one layout.
-    layouts = options.layouts() if len(hardware.layouts) > 1 else (ParallelLayout(),)
-    with reported as report, ChromeTraceFile(options.record) if options.record else nullcontext() as trace:
+    layouts: tuple[ParallelLayout, ...] = (ParallelLayout(),)
+    if len(hardware.layouts) > 1:
+        layouts = options.layouts()
+    with reported as report, ExitStack() as opened:
+        trace: ChromeTraceFile | None = None
+        if options.record:
+            trace = opened.enter_context(ChromeTraceFile(options.record))
         runs: list[PlottedRun] = []
         highest: dict[str, Any] = {}
+        first: StepWindow | None = None
         for name, policy in chosen.items():
-            run_policy = partial(
-                simulate,
-                policy,
-                hardware.layouts[0],
-                num_blocks=hardware.kv_blocks[0],
-                block_size=options.block_size,
-                windows=hardware.windows,
-                max_num_seqs=options.max_num_seqs,
-                runtime=_RUNTIMES[options.metadata],
-                slo=slo,
-                replicas=options.replicas,
-                router=options.router,
-                host_blocks=hardware.host_blocks,
-                other_layouts=[*zip(hardware.layouts[1:], hardware.kv_blocks[1:], strict=True)],
-                predictors=hardware.predictors,
-                drafter=drafter or None,
-            )
+            run_policy = _prepared(policy, options, hardware, slo, drafter)
             if options.max_rate:
                 trial = partial(_try, run_policy, name, options, report)
                 search = HighestRate(trial, options.requests, _LONGEST_TRIAL * options.requests)
                 highest[name] = search.find()
                 report.put("highest_rates", highest)
                 continue
-            window = StepWindow(beside=runs[0].window if runs else None)
-            traces = [] if trace is None else [RunTrace(trace, 0.0, layouts=layouts)]
-            result = run_policy(requests=options.workload(), observers=(window, *traces))
+            window = StepWindow(beside=first)
+            first = first or window
+            observers: list[Observer] = [window]
+            if trace is not None:
+                observers.append(RunTrace(trace, 0.0, layouts=layouts))
+            result = run_policy(requests=options.workload(), observers=observers)
             report.add({"policy": name, "bubble_share": result.bubble_share, **msgspec.to_builtins(result)})
             runs.append(PlottedRun(name, result, window))
         if options.plot is not None:
             title = f"{place}\n{_title(report, options)}"
             draw(simulation_chart(title, runs), options.plot, panel_size=_PANEL_SIZE)
+
+
+def _prepared(
+    policy: Policy,
+    options: SimulateOptions,
+    hardware: SimulatedHardware,
+    slo: Slo | None,
+    drafter: SimulatedDrafter | None,
+) -> Callable[..., SimulationResult]:
+    """Everything that a simulation of this policy needs but its requests and observers."""
+    return partial(
+        simulate,
+        policy,
+        hardware.layouts[0],
+        num_blocks=hardware.kv_blocks[0],
+        block_size=options.block_size,
+        windows=hardware.windows,
+        max_num_seqs=options.max_num_seqs,
+        runtime=_RUNTIMES[options.metadata],
+        slo=slo,
+        replicas=options.replicas,
+        router=options.router,
+        host_blocks=hardware.host_blocks,
+        other_layouts=list(zip(hardware.layouts[1:], hardware.kv_blocks[1:], strict=True)),
+        predictors=hardware.predictors,
+        drafter=drafter,
+    )
 
 
 def _try(
@@ -391,20 +422,24 @@ def _settings(options: SimulateOptions, hardware: SimulatedHardware) -> dict[str
 
 def _place(settings: Mapping[str, Any], hardware: SimulatedHardware) -> str:
     blocks = " -> ".join(f"{number:,d}" for number in hardware.kv_blocks) + " KV blocks"
-    host = f", {hardware.host_blocks:,d} in host memory" if hardware.host_blocks else ""
-    several = f", {settings['replicas']} replicas ({settings['router']})" if settings["replicas"] > 1 else ""
-    layout = f"{hardware.name}, {settings['metadata']} metadata, {blocks}{host}{several}"
     model = " in ".join(filter(None, (settings["model"], settings["quantization"])))
-    return f"{model} on {settings['hardware']}, {layout}"
+    place = f"{model} on {settings['hardware']}, {hardware.name}, {settings['metadata']} metadata, {blocks}"
+    if hardware.host_blocks:
+        place += f", {hardware.host_blocks:,d} in host memory"
+    if settings["replicas"] > 1:
+        place += f", {settings['replicas']} replicas ({settings['router']})"
+    return place
 
 
 def _title(report: Report, options: SimulateOptions) -> str:
     """What ran; a trace may have fewer requests than were asked for."""
-    lengths = options.trace.name if options.trace else options.lengths or GLLMS_SHAREGPT
-    together = "as the trace has them" if options.trace else "all at once"
-    pace = together if options.rate is None else f"{options.rate:g} a second"
+    lengths, pace = options.lengths or GLLMS_SHAREGPT, "all at once"
+    if options.trace:
+        lengths, pace = options.trace.name, "as the trace has them"
     if options.max_rate:
         pace = "at many rates; more where these do not decide"
+    elif options.rate is not None:
+        pace = f"{options.rate:g} a second"
     return f"{report.rows[0]['requests']} requests of {lengths}, {pace}"
 
 
@@ -416,14 +451,15 @@ def _show(report: Report, options: SimulateOptions, place: str) -> None:
     print(f"simulated: {place}")
     rows = [_shown(row) for row in report.rows]
     tiers = [column for column in _TIER_COLUMNS if any(row[column.path] for row in rows)]
-    slo = _SLO_COLUMNS if report.document["settings"]["slo_ms"] else []
     keys = _TRIAL_KEYS if options.max_rate else ("policy",)
     shown = [column for column in _COLUMNS if column.path in keys or column.path not in _TRIAL_KEYS]
-    print_table(_title(report, options), [*shown, *slo, *tiers], rows, keys=len(keys))
+    if report.document["settings"]["slo_ms"]:
+        shown += _SLO_COLUMNS
+    print_table(_title(report, options), shown + tiers, rows, keys=len(keys))
     if len(rows) > 1 and not options.max_rate:
         first, *others = rows
         ratios = [_ratios(row, first) for row in others]
-        print_table(f"over {first['policy']}", [_COLUMNS[0], *_RATIO_COLUMNS], ratios)
+        print_table(f"over {first['policy']}", _COLUMNS[:1] + _RATIO_COLUMNS, ratios)
     if (steady := report.rows[-1]["steady"]) is not None:
         filling = f"{FILLING_SHARE:.0%} of the" if options.max_rate else steady["arrivals_before"]
         print(f"rates per second: without the first {filling} arrivals and all after the last one")
@@ -452,7 +488,9 @@ def _ratios(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
         *parents, name = column.path.split(".")
         for parent in parents:
             place = place.setdefault(parent, {})
-        place[name] = value / base if value is not None and base else None
+        place[name] = None
+        if value is not None and base:
+            place[name] = value / base
     return found
 
 
@@ -460,7 +498,9 @@ def _spread(row: Mapping[str, Any]) -> dict[str, str | None]:
     spread: dict[str, str | None] = {"policy": row["policy"]}
     for column in _SPREAD_COLUMNS[1:]:
         if (found := Distribution.of(replica[column.path] for replica in row["replicas"])) is not None:
-            shown = ".2f" if found.max < 10 else ",.0f"
+            shown = ",.0f"
+            if found.max < 10:
+                shown = ".2f"
             spread[column.path] = f"{found.min:{shown}} / {found.mean:{shown}} / {found.max:{shown}}"
     return spread
 
@@ -485,7 +525,10 @@ def simulation_chart(title: str, runs: Sequence[PlottedRun]) -> Chart:
         tiers = run.result.occupancies
         for (tier, points), style in zip(tiers.items(), _TIER_STYLES, strict=False):
             times, shares = zip(*points, strict=True)
-            label = run.policy if len(tiers) == 1 else f"{run.policy}, {tier}"
+            label = run.policy
+            if len(tiers) > 1:
+                label = f"{run.policy}, {tier}"
             curves.append(ChartCurve(label, times, [100 * share for share in shares], style=f"C{number % 10}{style}"))
     kv = Panel(title="KV cache in use", x="time, s", y="% of the blocks", curves=curves, kind="step")
-    return Chart(title, [*panels, kv], columns=2)
+    panels.append(kv)
+    return Chart(title, panels, columns=2)
