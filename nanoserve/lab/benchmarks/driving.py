@@ -133,14 +133,18 @@ class StepSummary(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> "StepSummary":
         seconds = sum(step.step_seconds for step in steps)
-        floors = [] if limits is None else [cost.floor_seconds(step.work, limits) for step in steps]
-        shares = [floor / step.step_seconds for floor, step in zip(floors, steps, strict=False)]
+        of_floor: float | None = None
+        shares: list[float] = []
+        if limits is not None:
+            floors = [cost.floor_seconds(step.work, limits) for step in steps]
+            shares = [floor / step.step_seconds for floor, step in zip(floors, steps, strict=True)]
+            of_floor = sum(floors) / seconds
         return cls(
             steps=len(steps),
             step_ms=Distribution.of(step.step_seconds * MILLISECONDS for step in steps),
             read_gb_per_s=sum(cost.step_bytes(step.work) for step in steps) / seconds / GIGA,
             gflops=sum(cost.step_operations(step.work) for step in steps) / seconds / GIGA,
-            of_floor=sum(floors) / seconds if floors else None,
+            of_floor=of_floor,
             step_of_floor=Distribution.of(shares),
             engine_ms=statistics.median(step.engine_seconds for step in steps) * MILLISECONDS,
             engine_share=sum(step.engine_seconds for step in steps) / seconds,
@@ -155,4 +159,5 @@ class StepSummary(msgspec.Struct, frozen=True):
 def summarize_steps(steps: Sequence[StepRecord], cost: ModelCost, limits: Limits | None) -> dict[str, StepSummary]:
     """For each kind of step that occurred, and under "all" for all of them."""
     kinds = {kind: [step for step in steps if step_kind(step.work) == kind] for kind in STEP_KINDS}
-    return {name: StepSummary.of(some, cost, limits) for name, some in [*kinds.items(), (ALL, list(steps))] if some}
+    kinds[ALL] = list(steps)
+    return {name: StepSummary.of(some, cost, limits) for name, some in kinds.items() if some}

@@ -31,7 +31,9 @@ def step_kind(work: StepWork) -> str:
     """decode: every row is one token; prefill: none is; mixed: some are."""
     if not work.chunks:
         return "decode"
-    return "mixed" if work.decodes else "prefill"
+    if work.decodes:
+        return "mixed"
+    return "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,8 @@ class ModelCost:
 
     def step_operations(self, work: StepWork) -> float:
         """Floating point operations of the matrix products."""
-        return sum(one.flops for one in (*self._counts.products(work, 0), *self._counts.attention(work, 0)))
+        products = sum(operator.flops for operator in self._counts.products(work, 0))
+        return products + sum(operator.flops for operator in self._counts.attention(work, 0))
 
     def floor_seconds(self, work: StepWork, limits: Limits) -> float:
         return limits.seconds(self.step_bytes(work), self.step_operations(work))

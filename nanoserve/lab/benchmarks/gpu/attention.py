@@ -112,10 +112,12 @@ def make_batch(
     random = partial(torch.randn, generator=generator, device=device, dtype=dtype)
     integers = partial(torch.tensor, dtype=torch.int32, device=device)
     needed = [-(-row.context // block_size) for row in rows]
-    num_blocks = sum(needed) + shared_blocks + (3 if poisoned else 0)
+    num_blocks, width, behind = sum(needed) + shared_blocks, max(needed), 0
+    if poisoned:
+        num_blocks, width, behind = num_blocks + 3, width + 1, NO_SUCH_BLOCK
     order = torch.randperm(num_blocks, generator=generator, device=device).int()
     caches = [random(num_blocks, num_kv_heads, block_size, head_dim) for _ in range(2)]
-    tables = order.new_full((len(rows), max(needed) + poisoned), NO_SUCH_BLOCK if poisoned else 0)
+    tables = order.new_full((len(rows), width), behind)
     is_used = torch.zeros(num_blocks, block_size, dtype=torch.bool, device=device)
     first = shared_blocks
     for table, count, row in zip(tables, needed, rows, strict=True):
@@ -125,9 +127,10 @@ def make_batch(
         first += count
         is_used[table[: count - 1].long()] = True
         is_used[table[count - 1].long(), : (row.context - 1) % block_size + 1] = True
-    for cache in caches if poisoned else ():
-        cache.transpose(1, 2)[~is_used] = math.nan
-    starts = [0, *accumulate(row.queries for row in rows)]
+    if poisoned:
+        for cache in caches:
+            cache.transpose(1, 2)[~is_used] = math.nan
+    starts = list(accumulate((row.queries for row in rows), initial=0))
     return AttentionCall(
         rows=tuple(rows),
         out=torch.full((starts[-1], num_heads * head_dim), math.nan, dtype=dtype, device=device),
@@ -154,7 +157,9 @@ def compared(what: str, found: Tensor, expected: Tensor, tolerance: float) -> di
     unwanted = int((here.isfinite() != there.isfinite()).sum())
     difference, size = (here - there).abs().nan_to_num(0.0), there.abs().nan_to_num(0.0)
     allowed = tolerance * (size + size.square().mean(-1, keepdim=True).sqrt())
-    share = float((difference / allowed).nan_to_num(0.0).max()) if tolerance else None
+    share = None
+    if tolerance:
+        share = float((difference / allowed).nan_to_num(0.0).max())
     return {
         "check": what,
         "largest_difference": float(difference.max()),

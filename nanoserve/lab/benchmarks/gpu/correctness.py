@@ -54,7 +54,14 @@ _ROUNDED = (PackedFormat(4, 32, scale=0, offset=0, zero=8), PackedFormat(8, 32, 
 
 ROWS = {
     "decode": [AttentionRow(1, context) for context in (1, 16, 33, 700, 1500)],
-    "mixed": [AttentionRow(*row) for row in ((1, 1), (1, 200), (5, 37), (64, 64), (33, 300), (1, 16))],
+    "mixed": [
+        AttentionRow(1, 1),
+        AttentionRow(1, 200),
+        AttentionRow(5, 37),
+        AttentionRow(64, 64),
+        AttentionRow(33, 300),
+        AttentionRow(1, 16),
+    ],
     "prefill": [AttentionRow(length, length) for length in (17, 64, 130)],
 }
 DRY_CONTEXT = 37  # the longest context of a dry run, in which there is one head size
@@ -67,7 +74,8 @@ def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
         yield from sampling_cases(bench)
         yield from operator_cases(bench)
         yield from model_cases(bench)
-        yield from engine_cases(shelf, () if bench.dry_run else CHECKED[1:])
+        if not bench.dry_run:
+            yield from engine_cases(shelf, CHECKED[1:])
 
 
 Inputs = Callable[[torch.dtype, torch.Generator], Sequence[Tensor]]  # makes an operator's inputs on the CPU
@@ -78,9 +86,12 @@ def _check_operator(
 ) -> Row:
     """Compare what an operator gives back for copies of the same inputs, on the CPU and on the device. `roundings`:
     products one after the other, each of which rounds its results; with none, numbers are only moved."""
-    inputs, exact = make(dtype, torch.Generator().manual_seed(0)), torch.float64 if roundings else dtype
+    inputs = make(dtype, torch.Generator().manual_seed(0))
+    copies = [one.clone() for one in inputs]
+    if roundings:
+        copies = [one.double() if one.is_floating_point() else one for one in copies]
     with reference_operators():
-        expected = _result(call, [one.to(exact if one.is_floating_point() else one.dtype, copy=True) for one in inputs])
+        expected = _result(call, copies)
     found = _result(call, [one.to(bench.device, copy=True) for one in inputs])
     return compared(name, found, expected, roundings * TOLERANCES[dtype])
 
@@ -88,26 +99,34 @@ def _check_operator(
 def _result(call: Callable[..., Tensor | None], inputs: Sequence[Tensor]) -> Tensor:
     """What an operator returns, or its first input, which it fills if it returns nothing."""
     returned = call(*inputs)
-    return inputs[0] if returned is None else returned
+    if returned is None:
+        return inputs[0]
+    return returned
 
 
 def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
     """Attention over a grid that meets each pair of neighbouring choices, then the moves, then the products. Attention
     takes the commonest head size and format with all heads, then each head size and format, each time with every kind
     of batch; blocks and windows take turns. Every further combination would cost the time to compile three programs."""
-    head_dims = (64,) if bench.dry_run else HEAD_DIMS
-    cuts = zip(BLOCK_SIZES, WINDOWS, strict=True)
-    chosen = [(head_dims[0], DTYPES[0], heads, *cut) for heads, cut in product(HEADS, cuts)]
+    head_dims: Sequence[int] = HEAD_DIMS
+    if bench.dry_run:
+        head_dims = (64,)
+    chosen = [
+        (head_dims[0], DTYPES[0], heads, block_size, window)
+        for heads in HEADS
+        for block_size, window in zip(BLOCK_SIZES, WINDOWS, strict=True)
+    ]
     grid = list(product(HEADS, BLOCK_SIZES, WINDOWS))
     for place, (head_dim, dtype) in enumerate(product(head_dims, DTYPES)):
-        chosen.append((head_dim, dtype, *grid[(7 * place + 1) % len(grid)]))
+        heads, block_size, window = grid[(7 * place + 1) % len(grid)]
+        chosen.append((head_dim, dtype, heads, block_size, window))
     for (head_dim, dtype, heads, block_size, window), (kind, some) in product(dict.fromkeys(chosen), ROWS.items()):
         rows = tuple(row for row in some if row.context <= DRY_CONTEXT or not bench.dry_run)
-        name = (
-            f"paged_attention, {kind}, {format_name(dtype)}, head_dim {head_dim}, {heads[0]}/{heads[1]} heads, "
-            f"blocks of {block_size}" + (f", window {window}" if window else "")
-        )
-        inputs = _attention_inputs(rows, *heads, head_dim, block_size)
+        name = f"paged_attention, {kind}, {format_name(dtype)}, head_dim {head_dim}, {heads[0]}/{heads[1]} heads"
+        name += f", blocks of {block_size}"
+        if window:
+            name += f", window {window}"
+        inputs = _attention_inputs(rows, heads, head_dim, block_size)
         attend = partial(paged_attention, scale=head_dim**-0.5, sliding_window=window)
         yield GpuCase(name, partial(_check_operator, bench, "paged_attention", dtype, inputs, attend, 1))
     if not bench.dry_run:  # the plain implementation has no rows to pad with
@@ -115,12 +134,18 @@ def operator_cases(bench: GpuBench) -> Iterator[GpuCase]:
     for dtype, (operator, arguments) in product(DTYPES, OPERATORS.items()):
         if bench.dry_run and operator == "packed_linear" and dtype != torch.float32:
             continue  # a CPU rounds the input as well
-        yield GpuCase(f"{operator}, {format_name(dtype)}", partial(_check_operator, bench, operator, dtype, *arguments))
+        make, call, roundings = arguments
+        check = partial(_check_operator, bench, operator, dtype, make, call, roundings)
+        yield GpuCase(f"{operator}, {format_name(dtype)}", check)
 
 
-def _attention_inputs(rows: Sequence[AttentionRow], *sizes: int) -> Inputs:
-    *shape, block_size = sizes
-    return lambda dtype, _: make_batch(rows, *shape, block_size=block_size, dtype=dtype, poisoned=True).tensors
+def _attention_inputs(rows: Sequence[AttentionRow], heads: tuple[int, int], head_dim: int, block_size: int) -> Inputs:
+    def make(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
+        num_heads, num_kv_heads = heads
+        batch = make_batch(rows, num_heads, num_kv_heads, head_dim, block_size=block_size, dtype=dtype, poisoned=True)
+        return batch.tensors
+
+    return make
 
 
 def _check_padding(bench: GpuBench) -> Row:
@@ -168,12 +193,13 @@ def _linear_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[T
 
 def _packed_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
     rows, weight, bias = _linear_inputs(dtype, generator)
-    return rows, bias, *(pack(round_to_nearest(weight, form.bits, form.group)) for form in _ROUNDED)
+    packed = [pack(round_to_nearest(weight, form.bits, form.group)) for form in _ROUNDED]
+    return [rows, bias] + packed
 
 
 def _packed_products(rows: Tensor, bias: Tensor, *packed: Tensor) -> Tensor:
     found = (packed_linear(rows, one, bias, len(bias), form) for one, form in zip(packed, _ROUNDED, strict=True))
-    return torch.cat([*found], dim=-1)
+    return torch.cat(list(found), dim=-1)
 
 
 def _experts_inputs(dtype: torch.dtype, generator: torch.Generator) -> Sequence[Tensor]:
@@ -252,7 +278,7 @@ def draw(logits: Tensor, batch: Sequence[SamplingParams]) -> Sampled:
     """One token for each row, on the device of the logits, behind tokens that were the row's likeliest."""
     states, staging = [], Staging(logits.device)
     for row, likely in enumerate(logits.nan_to_num().cpu().topk(_LIKELIEST).indices.tolist()):
-        tokens = (*likely[:_PROMPT_LENGTH], *likely[2:], *likely[4:6])
+        tokens = tuple(likely[:_PROMPT_LENGTH] + likely[2:] + likely[4:6])
         begin = Begin(row, tokens, _PROMPT_LENGTH, row % 3, 7919 * row, batch[row], tuple(likely[:2]))
         states.append(SamplingState(begin, SAMPLED_VOCABULARY))
     rows = SamplingRows.stage(states, [len(tokens) + row for row in range(len(states))], staging)
@@ -270,7 +296,9 @@ CHUNKS = (17, 17, 11, 1, 1, 1, 1)  # tokens of each step: a prompt in three piec
 
 def model_cases(bench: GpuBench) -> Iterator[GpuCase]:
     """Each family in float32 and in the format that the device is used with; in a dry run two of them."""
-    families = list(FAMILIES)[:: len(FAMILIES) - 1 if bench.dry_run else 1]
+    families = list(FAMILIES)
+    if bench.dry_run:
+        families = [families[0], families[-1]]
     for family, dtype in product(families, (torch.float32, torch.bfloat16)):
         yield GpuCase(f"family {family}, {format_name(dtype)}", partial(_check_family, bench, family, dtype))
 
@@ -280,7 +308,10 @@ def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
     reference = empty_decoder(config, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in reference.named_parameters():
-        parameter.normal_(1.0 if "norm" in name else 0.0, WEIGHT_STANDARD_DEVIATION, generator=generator)
+        mean = 0.0
+        if "norm" in name:
+            mean = 1.0
+        parameter.normal_(mean, WEIGHT_STANDARD_DEVIATION, generator=generator)
     decoder = empty_decoder(config, dtype, bench.device)
     decoder.load_state_dict(reference.state_dict())
     tokens = torch.randint(0, VOCAB_SIZE, (sum(CHUNKS),), generator=torch.Generator().manual_seed(1))
@@ -288,18 +319,14 @@ def _check_family(bench: GpuBench, family: str, dtype: torch.dtype) -> Row:
         expected = stepwise_logits(reference, tokens)
     found = stepwise_logits(decoder, tokens.to(bench.device)).cpu()
     difference = (found - expected).abs() / expected.std()
-    exact = dtype == torch.float32
-    measured = float(difference.max() if exact else difference.median())
-    tolerance = FLOAT32_TOLERANCE if exact else BFLOAT16_TOLERANCE
+    name, measured, tolerance = "median_difference", float(difference.median()), BFLOAT16_TOLERANCE
+    if dtype == torch.float32:
+        name, measured, tolerance = "largest_difference", float(difference.max()), FLOAT32_TOLERANCE
     unwanted = int((~found.isfinite()).sum())
-    return {
-        "check": "family",
-        "largest_difference" if exact else "median_difference": None if unwanted else measured,
-        "tolerance": tolerance,
-        "of_tolerance": None if unwanted else measured / tolerance,
-        "unwanted_nans": unwanted,
-        "ok": not unwanted and measured <= tolerance,
-    }
+    row: Row = {"check": "family", name: measured, "tolerance": tolerance, "of_tolerance": measured / tolerance}
+    if unwanted:
+        row |= {name: None, "of_tolerance": None}
+    return row | {"unwanted_nans": unwanted, "ok": not unwanted and measured <= tolerance}
 
 
 @torch.inference_mode()
@@ -346,11 +373,15 @@ def _check_engine(shelf: EngineShelf, check: str, family: str) -> Row:
         sizes = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_memory": 32 * 2**20}
         engine = shelf.get(family, dtype="float32", **sizes, eager=check == GRAPHS and not second)
         executor = engine.llm.engine.executor
-        executor.max_in_flight = engine.in_flight if check == OVERLAP and second else 1
+        executor.max_in_flight = 1
+        if check == OVERLAP and second:
+            executor.max_in_flight = engine.in_flight
         prompts = random_prompts(PROMPT_LENGTHS, VOCAB_SIZE, seed=0)
         answers.append(engine.driver.run(prompts, OUTPUT_LENGTHS).tokens)
     facts, problem = engine.llm.built.gpu, None
-    fields: Row = {} if check == GRAPHS else {"in_flight": executor.max_in_flight}
+    fields: Row = {}
+    if check == OVERLAP:
+        fields["in_flight"] = executor.max_in_flight
     if facts is not None and check == GRAPHS:  # a dry run has no graphs
         fields["graphs"] = facts.graphs
         # Experts in float32 wait to learn how many tokens each gets: such steps are compiled, and cannot be captured.
@@ -358,6 +389,10 @@ def _check_engine(shelf: EngineShelf, check: str, family: str) -> Row:
             problem = "no decode step was captured"
     elif facts is not None and executor.max_in_flight == 1:  # a CPU has nothing to gain by more
         problem = "steps were not overlapped"
-    different = [place for place, (one, other) in enumerate(zip(*answers, strict=True)) if one != other]
+    without, with_it = answers
+    different = [place for place, (one, other) in enumerate(zip(without, with_it, strict=True)) if one != other]
     fields |= {"check": check, "requests": len(prompts), "different_requests": different}
-    return fields | {"ok": not different and problem is None} | ({"problem": problem} if problem else {})
+    fields["ok"] = not different and problem is None
+    if problem:
+        fields["problem"] = problem
+    return fields

@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 HEAD_DIM = 128
 KV_HEADS = 8
 GROUPS = {4: (32, KV_HEADS), 8: (32, 4)}  # query heads of one key-value head: how many heads of each kind there are
-_MIXED = [*decode_rows(32, 2048), AttentionRow(512, 2048), AttentionRow(1024, 1024)]
+_MIXED = decode_rows(32, 2048) + (AttentionRow(512, 2048), AttentionRow(1024, 1024))
 BATCHES: Sequence[tuple[str, int, Sequence[AttentionRow]]] = (
     ("prefill 8192", 4, [AttentionRow(8192, 8192)]),
     ("prefill 2048", 4, [AttentionRow(2048, 2048)]),
@@ -50,7 +50,9 @@ def part_cases(bench: GpuBench, rows: list[Row]) -> Iterator[GpuCase]:
     """The moves, then attention as in prompts, in decoding, and mixed, then products with integers. The moves take a
     moment. For each shape of prompts and of decoding torch recompiles a peer (flex_attention), which may use up the
     budget, so what has a target comes before what has none."""
-    scale = _SMALLER_BY if bench.dry_run else 1
+    scale = 1
+    if bench.dry_run:
+        scale = _SMALLER_BY
     staged = f"256 blocks of {STAGED_LAYERS} layers"
     yield GpuCase("cache_write 8192 tokens", partial(_measure_cache_write, bench, 8192 // scale))
     yield GpuCase("cache_write 64 tokens", partial(_measure_cache_write, bench, 64))
@@ -213,8 +215,9 @@ def _dense(batch: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """Query [rows, num_heads, queries, head_dim], and key and value [rows, num_kv_heads, context, head_dim]."""
     if batch.is_ragged:
         raise CannotRun("takes no rows of different lengths")
-    query = batch.query.view(len(batch.rows), -1, *batch.query.shape[1:])
-    return (query.transpose(1, 2).contiguous(), *batch.gathered())
+    key, value = batch.gathered()
+    query = batch.query.unflatten(0, (len(batch.rows), -1))
+    return query.transpose(1, 2).contiguous(), key, value
 
 
 def _flat(attended: Tensor) -> Tensor:
@@ -244,8 +247,10 @@ def _flex(batch: AttentionCall) -> Callable[[], Tensor]:
     query, key, value = _dense(batch)
     if not query.is_cuda:
         raise CannotRun("is compiled for GPUs only")
-    sizes = (None, None, query.shape[2], key.shape[2])
-    mask = None if batch.is_decode else create_block_mask(lambda _b, _h, q, k: k <= q, *sizes, device=str(query.device))
+    mask = None
+    if not batch.is_decode:
+        device = str(query.device)
+        mask = create_block_mask(lambda _b, _h, q, k: k <= q, None, None, query.shape[2], key.shape[2], device=device)
     attend: Any = torch.compile(flex_attention, dynamic=False)
     return lambda: _flat(attend(query, key, value, block_mask=mask, enable_gqa=True))
 
@@ -256,7 +261,7 @@ def _flashinfer(batch: AttentionCall) -> Callable[[], Tensor]:
     _, num_kv_heads, block_size, head_dim = batch.key_cache.shape
     counts = [-(-row.context // block_size) for row in batch.rows]
     indices = torch.cat([batch.block_tables[row, :count] for row, count in enumerate(counts)])
-    ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ends = torch.tensor([0] + counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     last = (batch.context_lengths - 1) % block_size + 1
     workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
     heads = (batch.query.shape[1], num_kv_heads, head_dim, block_size)

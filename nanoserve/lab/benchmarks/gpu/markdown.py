@@ -31,18 +31,28 @@ class Target(msgspec.Struct, frozen=True):
     def outcome(self, rows: Mapping[str, Row]) -> dict[str, Any]:
         """The row of the target, from the rows of all parts by the name of their case. `share` is measured over wanted,
         or wanted over measured where less is better."""
-        wanted = f"at {'most' if self.most else 'least'} {self.bound:g}"
-        wanted += f" (aim {self.aim:g})" if self.aim is not None else ""
+        wanted = f"at least {self.bound:g}"
+        if self.most:
+            wanted = f"at most {self.bound:g}"
+        if self.aim is not None:
+            wanted += f" (aim {self.aim:g})"
         nothing = {"measured": None, "share": None, "verdict": "not measured"}
         found: dict[str, Any] = {"target": self.name, "wanted": wanted, **nothing}
         figures = [Column("", self.field).value(rows.get(case, {})) for case in (self.case, self.over) if case]
         if None in figures:  # a row is missing, or its case failed
             return found
-        measured = float(figures[0] / figures[1] if self.over else figures[0])
-        share = self.bound / max(measured, 1e-9) if self.most else measured / self.bound
-        found |= {"measured": measured, "share": share, "verdict": "met" if share >= 1 else "missed"}
+        measured = float(figures[0])
+        if self.over:
+            measured = float(figures[0] / figures[1])
+        share = measured / self.bound
+        if self.most:
+            share = self.bound / max(measured, 1e-9)
+        found |= {"measured": measured, "share": share, "verdict": "missed"}
+        if share >= 1:
+            found["verdict"] = "met"
         row, remark = rows.get(self.beside, {}), self.remark
-        remark += "; cut off after {requests_done} requests, so the ratio is too high" if row.get("cut") else ""
+        if row.get("cut"):
+            remark += "; cut off after {requests_done} requests, so the ratio is too high"
         try:
             return found | {"remark": remark.format_map(row)}
         except KeyError:  # the other case is missing, or failed
@@ -56,14 +66,19 @@ TARGETS = msgspec.convert(_STATED, list[Target], strict=False)
 
 def outcomes(results: Document) -> Sequence[dict[str, Any]]:
     """Every target against the results of a run; a dry run measures none."""
-    parts = {} if results["dry_run"] else results["parts"]
-    rows = {row["case"]: row for part in parts.values() for row in part["rows"]}
+    rows: dict[str, Row] = {}
+    if not results["dry_run"]:
+        rows = {row["case"]: row for part in results["parts"].values() for row in part["rows"]}
     return [target.outcome(rows) for target in TARGETS]
 
 
 _DIFFERENCES = (
-    *("unwanted_nans", "largest_difference", "median_difference", "tolerance"),
-    *("different_requests", "different_rows"),
+    "unwanted_nans",
+    "largest_difference",
+    "median_difference",
+    "tolerance",
+    "different_requests",
+    "different_rows",
 )
 """What a row of a failed check may tell."""
 _CHECKS = columns(("", "check", "right", "wrong", "not_run"), (".2f", ("largest share of the tolerance", "share")))
@@ -104,23 +119,28 @@ _TARGET_COLUMNS = columns(("", "target", "wanted"), (".2f", "measured"), ("", "v
 def to_markdown(results: Document) -> str:
     """Head, checks, kernels, engine and targets, as far as they were run, and the verdict."""
     parts: Mapping[str, Row] = results["parts"]
-    blocks = [*_head(results)]
+    blocks = list(_head(results))
     for part, tables in {"correctness": _correctness, "kernels": _kernels, "engine": _engine}.items():
-        blocks += tables(parts[part]) if part in parts else ()
-    here = TARGET_DEVICE in results["device"].get("name", "")
-    blocks.append(f"Targets, set for an {TARGET_DEVICE}" + ("" if here else ", which this is not"))
-    targets = [
-        one | {"verdict": one["verdict"] + (f" ({one['share']:.0%} of it)" if one["share"] is not None else "")}
-        for one in outcomes(results)
-    ]
-    return "\n\n".join([*blocks, markdown_table(_TARGET_COLUMNS, targets), verdict(results)]) + "\n"
+        if part in parts:
+            blocks += tables(parts[part])
+    heading = f"Targets, set for an {TARGET_DEVICE}"
+    if TARGET_DEVICE not in results["device"].get("name", ""):
+        heading += ", which this is not"
+    targets = outcomes(results)
+    for target in targets:
+        if target["share"] is not None:
+            target["verdict"] += f" ({target['share']:.0%} of it)"
+    blocks += [heading, markdown_table(_TARGET_COLUMNS, targets), verdict(results)]
+    return "\n\n".join(blocks) + "\n"
 
 
 def verdict(results: Document) -> str:
     """How many checks are right, and how near the figures are to their targets."""
     rows = results["parts"].get("correctness", {}).get("rows", ())
     known = [row for row in rows if row.get("ok") is not None]
-    words = [f"{sum(bool(row['ok']) for row in known)} of {len(known)} checks are right"] if known else []
+    words = []
+    if known:
+        words.append(f"{sum(bool(row['ok']) for row in known)} of {len(known)} checks are right")
     shares = [one["share"] for one in outcomes(results) if one["share"] is not None]
     if shares:
         met = f"{sum(share >= 1 for share in shares)} of {len(shares)} measured targets are met"
@@ -165,7 +185,8 @@ def _correctness(part: Row) -> Iterator[str]:
 
 def _complaint(row: Row) -> str:
     found = [f"{name.replace('_', ' ')} {row[name]}" for name in _DIFFERENCES if row.get(name) not in (None, 0, [])]
-    return ", ".join([*found, *(row[name] for name in ("problem", "error", "skipped") if row.get(name))])
+    found += [row[name] for name in ("problem", "error", "skipped") if row.get(name)]
+    return ", ".join(found)
 
 
 def _kernels(part: Row) -> Iterator[str]:
@@ -176,7 +197,8 @@ def _kernels(part: Row) -> Iterator[str]:
             ours = row["routes"]["nanoserve"]
             row["spread"] = f"{row['us']:,.1f} ({ours['low']:,.1f}-{ours['high']:,.1f})"
     yield f"Kernels{_limits(part)}; times of others over ours"
-    yield markdown_table([*_KERNEL_COLUMNS, *(Column(peer, f"slower.{peer}", ".2f") for peer in peers)], rows)
+    peer_columns = [Column(peer, f"slower.{peer}", ".2f") for peer in peers]
+    yield markdown_table(_KERNEL_COLUMNS + peer_columns, rows)
     yield from _beyond_floor(part)
     if absent := {f"* {name}: {why}" for row in rows for name, why in row.get("absent", {}).items()}:
         yield "Not compared with:\n\n" + "\n".join(sorted(absent))
@@ -206,10 +228,14 @@ def _with_failures(rows: Sequence[Row]) -> list[dict[str, Any]]:
     shown = []
     for row in rows:
         failed = next((f"{word}: {row[word]}" for word in ("error", "skipped") if word in row), None)
-        shown.append({**row, "failed": failed} | ({"of_floor": None} if _beats_floor(row) else {}))
+        shown.append({**row, "failed": failed})
+        if _beats_floor(row):
+            shown[-1]["of_floor"] = None
     return shown
 
 
 def _limits(part: Row) -> str:
     form = " (measured: copy {copy_gb_per_s:,.0f} GB/s, matmul {matmul_tflops:,.1f} TFLOP/s)"
-    return form.format(**part["limits"]) if part.get("limits") else ""
+    if not part.get("limits"):
+        return ""
+    return form.format(**part["limits"])

@@ -40,13 +40,13 @@ Configuration = DecodeConfiguration | PrefillConfiguration
 def decode_candidates(now: DecodeConfiguration) -> list[DecodeConfiguration]:
     """The present one, and other ways to read a row's keys and to share them out among programs."""
     tried = product((32, 64, 128), (4,), (2, 3), (128, 256, 512), (2, 8))
-    return [now, *(DecodeConfiguration(*fields) for fields in tried)]
+    return [now] + [DecodeConfiguration(*fields) for fields in tried]
 
 
 def prefill_tiles(now: PrefillConfiguration) -> list[PrefillConfiguration]:
     """The present one, and tiles of 16 rows for each warp: more spill registers."""
     tried = product((4, 8), (32, 64, 128), (2, 3, 4))
-    return [now, *(PrefillConfiguration(16 * warps, keys, warps, stages) for warps, keys, stages in tried)]
+    return [now] + [PrefillConfiguration(16 * warps, keys, warps, stages) for warps, keys, stages in tried]
 
 
 def part_cases(bench: GpuBench, rows: Sequence[Row]) -> Iterator[GpuCase]:
