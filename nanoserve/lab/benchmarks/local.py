@@ -51,15 +51,16 @@ class LocalBench:
         self._seed, self._announce, self._progress, self._repeating = seed, announce, progress, repeating
         self.longest = llm.built.max_model_len
         self._done, self._expected, self._told = 0, 0, 0.0
-        self.facts, *_ = [settle(each, announce) for each in llms]
+        facts = [settle(each, announce) for each in llms]
+        self.facts = facts[0]
         self._dtype = dtype = DTYPES[self.facts["dtype"]]
         self._cost, self._foreign = ModelCost(llm.built.model, dtype.itemsize), ForeignLoad()
-        self._drivers = {
-            "compiled" if one.built.compiled else "eager": EngineDriver(
-                one.built.engine, self._count, self._cost.windows
-            )
-            for one in llms
-        }
+        self._drivers: dict[str, EngineDriver] = {}
+        for one in llms:
+            layers = "eager"
+            if one.built.compiled:
+                layers = "compiled"
+            self._drivers[layers] = EngineDriver(one.built.engine, self._count, self._cost.windows)
         if len(self._drivers) < len(llms):
             reason = "layers cannot be compiled on this machine"
             raise RuntimeFailure(f"{reason}, so there is nothing to compare eager ones with")
@@ -122,7 +123,9 @@ class LocalBench:
         }
         rows = []
         for layers in self._drivers:
-            name = f"{case.name} {layers}" if len(self._drivers) > 1 else case.name
+            name = case.name
+            if len(self._drivers) > 1:
+                name = f"{case.name} {layers}"
             facts = {"case": name, "requests": len(case.shapes), "repeats": len(shown)}
             runs = [one.runs[layers] for one in shown]
             self._steps.append([step for run in runs for step in run.steps])
@@ -138,7 +141,8 @@ class LocalBench:
             drivers.reverse()
         runs = {layers: self._run(driver, case.shapes, number) for layers, driver in drivers}
         foreign = self._foreign.read()
-        return LocalRound(foreign_cores=foreign, readings=(*readings, *self._bandwidth()), runs=runs)
+        readings += self._bandwidth()
+        return LocalRound(foreign_cores=foreign, readings=tuple(readings), runs=runs)
 
     def _hold_against_floors(self, report: Report) -> None:
         """Summarize the steps of all rows so far. If some took less than the least time there is, the machine's limits
@@ -166,7 +170,9 @@ class LocalBench:
         self.facts["limit_gflops"] = limits.operations_per_second / GIGA
 
     def _bandwidth(self) -> list[float]:
-        return [] if self._probe is None else [self._probe.read()]
+        if self._probe is None:
+            return []
+        return [self._probe.read()]
 
     def _run(self, driver: EngineDriver, shapes: Sequence[RequestShape], repeat: int) -> EngineRun:
         lengths = [shape.input_tokens for shape in shapes]
@@ -221,7 +227,10 @@ def compiled_ratios(case: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[s
     found = []
     for metric, compiled in samples["compiled"].items():
         pairs = [(one, other) for one, other in zip(compiled, samples["eager"][metric], strict=True) if one and other]
-        ratios = [one / other if metric.endswith("_per_s") else other / one for one, other in pairs]
+        if metric.endswith("_per_s"):
+            ratios = [one / other for one, other in pairs]
+        else:
+            ratios = [other / one for one, other in pairs]
         if ratios:
             spread = {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
             found.append({"case": case, "metric": metric, "rounds": len(ratios), **spread})

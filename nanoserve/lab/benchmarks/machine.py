@@ -68,7 +68,9 @@ def machine_text(machine: Mapping[str, Any]) -> str:
 
 
 def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def installed_versions() -> dict[str, str]:
@@ -102,7 +104,9 @@ class ForeignLoad:
         if before is None or self._before is None:
             return None
         seconds, busy, own = (now - then for now, then in zip(self._before, before, strict=True))
-        return max(0.0, (busy - own) / self._ticks / seconds) if seconds > 0 else None
+        if seconds <= 0:
+            return None
+        return max(0.0, (busy - own) / self._ticks / seconds)
 
     def _read(self) -> tuple[float, int, int] | None:
         """(time, busy ticks of all processes, busy ticks of ours)"""
@@ -120,7 +124,8 @@ class ForeignLoad:
 
     def _processes(self) -> set[int]:
         """All whose work is ours, but this one."""
-        found, pending = {os.getpid(), *self._own}, [os.getpid(), *self._own]
+        pending = [os.getpid()] + list(self._own)
+        found = set(pending)
         while pending:
             for file in (self._proc / str(pending.pop()) / "task").glob("*/children"):
                 with suppress(OSError):  # a thread that has just ended

@@ -30,7 +30,7 @@ from triton_ops import cache_write, linear, reference_operators
 SHAPE = "qwen3-0.6b"
 OURS = "nanoserve"
 GATHERING, LINEAR = "gather + SDPA", "F.linear {}"  # the routes of stock torch
-STOCK_ROUTES = (GATHERING, *(LINEAR.format(name) for name in ("bfloat16", "float16", "float32")))
+STOCK_ROUTES = (GATHERING, LINEAR.format("bfloat16"), LINEAR.format("float16"), LINEAR.format("float32"))
 BLOCK_SIZE = 16
 HEAD_ROWS = 64  # more rows than this are prompts, of which the output head sees the last position alone
 COLD_BYTES = 2**29  # equal inputs are made until they take this much: about twice the largest cache of today's servers
@@ -98,8 +98,9 @@ def attention_cases(batch: int, context: int, dtype: torch.dtype) -> Iterator[Op
 
     def gather_and_attend() -> Tensor:
         """The obvious way: index the caches by the block tables, then torch's attention."""
-        gathered = next(calls).gathered()
-        return functional.scaled_dot_product_attention(query[:, :, None], *gathered, enable_gqa=True).reshape(batch, -1)
+        key, value = next(calls).gathered()
+        attended = functional.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True)
+        return attended.reshape(batch, -1)
 
     routes = {OURS: Route(attend), GATHERING: Route(gather_and_attend)}
     routes["plain torch"] = Route(attend, reference_operators)
@@ -167,7 +168,8 @@ def _matrices() -> list[tuple[str, int, int]]:
 
 def _copies(tensor: Tensor) -> list[Tensor]:
     """Copies of a tensor, too many for any cache to hold: by the time one is used again, it has to be read again."""
-    return [tensor, *(tensor.clone() for _ in range(max(2, math.ceil(COLD_BYTES / tensor.nbytes)) - 1))]
+    count = max(2, math.ceil(COLD_BYTES / tensor.nbytes))
+    return [tensor] + [tensor.clone() for _ in range(count - 1)]
 
 
 def measure_case(
@@ -236,11 +238,17 @@ def _route_fields(rounds: Sequence[OperatorRound], route: str) -> dict[str, Any]
     first, microseconds = rounds[0], statistics.median(one.routes_us[route] for one in rounds)
     shares = [one.floor_us / one.routes_us[route] for one in rounds if one.has_floor]
     slower = [one.routes_us[route] / one.routes_us[OURS] for one in rounds]
-    spread = {"ours_is_faster": statistics.median(slower), "low": min(slower), "high": max(slower)}
-    return {
+    fields: dict[str, Any] = {
         "us": microseconds,
         "gb_per_s": first.num_bytes / microseconds / (GIGA / _MICROSECONDS),
         "gflops": first.operations / microseconds / (GIGA / _MICROSECONDS),
-        "of_floor": statistics.median(shares) if shares else None,
-        **(dict.fromkeys(spread) if route == OURS else spread),
+        "of_floor": None,
+        "ours_is_faster": None,
+        "low": None,
+        "high": None,
     }
+    if shares:
+        fields["of_floor"] = statistics.median(shares)
+    if route != OURS:
+        fields |= {"ours_is_faster": statistics.median(slower), "low": min(slower), "high": max(slower)}
+    return fields

@@ -28,8 +28,9 @@ def plot_bars(path: Path, title: str, label: str, values: Sequence[Column], rows
             headings = [column.heading.removesuffix(f" {unit}") for column in several]
             panels.append(text_bars(unit, headings, [column.text(rows[0]) for column in several], names[0]))
     else:
-        for place, column in enumerate(values):
-            panels.append(text_bars(column.heading, [] if place else names, [column.text(row) for row in rows]))
+        for column in values:
+            panels.append(text_bars(column.heading, names, [column.text(row) for row in rows]))
+            names = []  # the first panel's stand for all
     most = max(len(one.texts) for one in panels)
     size = (3 + _NAME_WIDTH / len(panels), 1.0 + _ROW_HEIGHT * most)
     draw(Chart(title, panels, columns=len(panels)), path, panel_size=size)
@@ -43,6 +44,7 @@ def plot_stacks(path: Path, title: str, label: str, x: str, bars: Mapping[str, M
     for heading, fields in bars.items():
         parts = {part: [Column("", field).value(row) for row in rows] for part, field in fields.items()}
         texts = [f"{sum(several):.3g}" for several in zip(*parts.values(), strict=True)]
-        panels.append(Bars(title=heading, x=x, names=[] if panels else names, parts=parts, texts=texts))
+        panels.append(Bars(title=heading, x=x, names=names, parts=parts, texts=texts))
+        names = []  # the first panel's stand for all
     size = (3.5 + 3.5 / len(panels), 1.4 + _ROW_HEIGHT * len(rows))
     draw(Chart(title, panels), path, panel_size=size)

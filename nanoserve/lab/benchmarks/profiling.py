@@ -4,7 +4,7 @@ and its proof: workloads that run on the real engine, and in the simulator over 
 import os
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -71,7 +71,9 @@ def measure_profile(llm: LLM, processor: HostProcessor, announce: Callable[[str]
         memory_bandwidth=best.bytes_per_second,
         flops=best.operations_per_second,
     )
-    device = host if runner.device.type == "cpu" else _accelerator(runner.device, dtype)
+    device = host
+    if runner.device.type != "cpu":
+        device = _accelerator(runner.device, dtype)
     with open_probes(runner, processor, sizes, block_size=config.block_size) as probes:
         foreign = ForeignLoad()
         found, busy = take_rounds(probes, announce, EFFORT), foreign.read()
@@ -119,13 +121,18 @@ class _Work:
 
     @property
     def name(self) -> str:
-        inputs, outputs = map(statistics.mean, zip(*map(astuple, self.lengths), strict=True))
-        coming = "at once" if self.rate is None else f"{self.rate:.3g} a second"
+        inputs = statistics.mean(shape.input_tokens for shape in self.lengths)
+        outputs = statistics.mean(shape.output_tokens for shape in self.lengths)
+        coming = "at once"
+        if self.rate is not None:
+            coming = f"{self.rate:.3g} a second"
         return f"{self.requests} requests of {inputs:.0f}+{outputs:.0f}, {coming}"
 
     def draw(self, *, after: float = 0.0, name: str = "simulated") -> Iterator[Request]:
         """Each answer has its full length, which the scheduler does not know better than that of any other request."""
-        arrivals = burst() if self.rate is None else poisson_arrivals(self.rate, _SEED)
+        arrivals = burst()
+        if self.rate is not None:
+            arrivals = poisson_arrivals(self.rate, _SEED)
         for request in Workload(arrivals, cycle(self.lengths), self.requests):
             params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=request.seed)
             salt = f"{name}-{request.request_id}"

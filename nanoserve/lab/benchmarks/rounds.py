@@ -37,7 +37,9 @@ class MeasuredRound(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def drift(self) -> float:
         """How far the readings are apart, relative to the lowest one; 0 without readings."""
-        return max(self.readings) / min(self.readings) - 1 if self.readings else 0.0
+        if not self.readings:
+            return 0.0
+        return max(self.readings) / min(self.readings) - 1
 
     @property
     def disturbances(self) -> tuple[str, ...]:
@@ -128,7 +130,9 @@ def counting_words(rounds: Sequence[MeasuredRound], what: str = "rounds") -> str
     disturbed = [one for one in rounds if one.disturbances]
     reasons = Counter(reason for one in disturbed for reason in one.disturbances)
     told = [f"in {count} {_REASONS[reason]}" for reason, count in reasons.items()]
-    return f"{words} ({', '.join(told)})" if told else words
+    if told:
+        words += f" ({', '.join(told)})"
+    return words
 
 
 def shown_rounds(rounds: Sequence[M]) -> Sequence[M]:
@@ -150,8 +154,7 @@ def in_states(rounds: Sequence[R]) -> list[tuple[R, str]]:
     chosen = [done for done in rounds if id(done) in shown]
     groups: list[list[R]] = []
     for done in sorted(chosen, key=lambda one: (_mark(one), one.bandwidth)):
-        first = groups[-1][0] if groups else None
-        if first and _mark(done) == _mark(first) and done.bandwidth < STATE_WIDTH * first.bandwidth:
+        if groups and _is_alike(done, groups[-1][0]):
             groups[-1].append(done)
         else:
             groups.append([done])
@@ -172,12 +175,19 @@ def rotated(items: Iterable[T], number: int) -> list[T]:
     """A B C, B C A, C A B ...: in every round another one is the first."""
     found = list(items)
     first = number % len(found)
-    return [*found[first:], *found[:first]]
+    return found[first:] + found[:first]
+
+
+def _is_alike(done: Bracketed, lowest: Bracketed) -> bool:
+    """Whether a round belongs to the state of that round, the lowest of its bandwidths."""
+    return _mark(done) == _mark(lowest) and done.bandwidth < STATE_WIDTH * lowest.bandwidth
 
 
 def _mark(done: Bracketed) -> str:
     """Name a state by what its rounds say beside their bandwidth."""
-    return ", ".join(done.disturbances) if done.counts else "not counted"
+    if not done.counts:
+        return "not counted"
+    return ", ".join(done.disturbances)
 
 
 def _state_name(rounds: Sequence[Bracketed]) -> str:

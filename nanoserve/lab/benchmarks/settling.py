@@ -23,19 +23,29 @@ def settle_operators(announce: Callable[[str], None] = lambda _: None) -> str:
     operators = cpu_operators()
     if operators.expected and not operators.loaded:
         announce("building the C++ operators, once on this machine ...")
-    return "C++" if operators.wait() else f"plain torch ({operators.problem})"
+    if operators.wait():
+        return "C++"
+    return f"plain torch ({operators.problem})"
 
 
 def settle(llm: LLM, announce: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Wait for the operators and for compiled layers; facts about what runs from here on."""
     operators, config = settle_operators(announce), llm.built.config
-    llm.built.prepare(lambda stage, done, _: None if done else announce(f"{stage}, once on this machine ..."))
+
+    def tell(stage: str, done: int, total: int) -> None:
+        if not done:
+            announce(f"{stage}, once on this machine ...")
+
+    llm.built.prepare(tell)
+    layers = "eager"
+    if llm.built.compiled:
+        layers = "compiled"
     return {
         "model": llm.model_name,
         "dtype": format_name(resolve_dtype(config.dtype, torch.device(config.device), llm.built.model.dtype)),
         "quantization": config.quantization or "none",
         "operators": operators,
-        "layers": "compiled" if llm.built.compiled else "eager",
+        "layers": layers,
         "threads": torch.get_num_threads(),
         "policy": config.policy_name,
     }

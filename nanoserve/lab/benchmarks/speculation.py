@@ -27,7 +27,7 @@ from nanoserve.scheduler.work import StepWork
 
 RATES = {"scripted 0": 0.0, "scripted 0.6": 0.6, "scripted 0.8": 0.8}
 """How often each guess of a scripted drafter is right, given that those before it are."""
-WORKLOADS = ("edits", "stories", "random", *RATES)
+WORKLOADS = ["edits", "stories", "random"] + list(RATES)
 _PERIOD = 24
 """Tokens of a text that is repeated, for models that go on with it. Those that do not may repeat what they say."""
 
@@ -66,8 +66,10 @@ class SpeculationBench:
         params = {"edits": greedy, "stories": defaults}.get(workload, SamplingParams(temperature=1.0))
         prompts = self._prompts(workload, case)
         known = dict(zip(prompts, self._drivers["plain"].run(prompts, lengths, params).tokens, strict=True))
-        scripted = {"vocab_size": self._plain.built.model.vocab_size, "token_budget": self._budget}
-        self._drafts.speculator = self._own if rate is None else Scripted(rate, known, **scripted)
+        self._drafts.speculator = self._own
+        if rate is not None:
+            size = self._plain.built.model.vocab_size
+            self._drafts.speculator = Scripted(rate, known, vocab_size=size, token_budget=self._budget)
         self._drivers["guessing"].run(prompts, lengths, params)
 
         def one_round(number: int) -> PolicyRound:
@@ -78,8 +80,8 @@ class SpeculationBench:
                     runs[name] = driver.run(prompts, lengths, params)
                     loads.append(self._foreign.read())
             rates = {name: BatchRates.of(run.timings).decode or 0.0 for name, run in runs.items()}
-            tokens = [chain(*runs[name].tokens) for name in self._drivers]
-            same = list(map(eq, *tokens))
+            plain, guessing = (chain.from_iterable(runs[name].tokens) for name in ("plain", "guessing"))
+            same = list(map(eq, plain, guessing))
             rows = sum(step.work.decodes for step in runs["guessing"].steps)
             figures: dict[str, Any] = {"decode": rates["guessing"], "plain": rates["plain"]}
             figures |= {"tokens_a_step": (len(same) - case.batch) / rows, "same_tokens": statistics.mean(same)}
@@ -113,8 +115,8 @@ class SpeculationBench:
         tails = [(story + more)[-length:] for story, more in zip(stories, longer, strict=True)]
         texts = tails + [(story[:_PERIOD] * length)[:length] for story in stories]
         answers = run(texts, [case.output_tokens] * len(texts)).tokens
-        pairs = sorted(zip(texts, answers, strict=True), key=lambda pair: -_repeated(*pair))
-        return [text for text, _ in pairs[:size]]
+        repeated = {text: _repeated(text, answer) for text, answer in zip(texts, answers, strict=True)}
+        return sorted(texts, key=repeated.__getitem__, reverse=True)[:size]
 
 
 def _repeated(prompt: tuple[int, ...], answer: tuple[int, ...]) -> int:

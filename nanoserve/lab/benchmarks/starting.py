@@ -29,7 +29,9 @@ def start_once(model: str | None, settings: dict[str, object], threads: int | No
     Returns seconds of each stage ("stages") and up to the first token ("to_first_token"), and what ran in the end
     ("operators", "layers"). Raises RuntimeFailure with the process's last line if it fails."""
     words = repr(time.monotonic()), json.dumps(model), json.dumps(settings)
-    environment = {"XDG_CACHE_HOME": str(cache)} | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+    environment = {"XDG_CACHE_HOME": str(cache)}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     failing = "a process that was to start failed: "
     said = run_module("nanoserve.lab.benchmarks.starting", *words, environment=environment, failing=failing)
     stages = stage_lengths(said.pop("marks"))
@@ -38,7 +40,7 @@ def start_once(model: str | None, settings: dict[str, object], threads: int | No
 
 def stage_lengths(marks: dict[str, float]) -> dict[str, float]:
     """Turn times since the start into the length of each stage, in order."""
-    ends = [0.0, *(marks[name] for name in STAGES)]
+    ends = [0.0] + [marks[name] for name in STAGES]
     return {name: end - before for name, (before, end) in zip(STAGES, pairwise(ends), strict=True)}
 
 
@@ -46,8 +48,13 @@ def drop_from_page_cache(paths: Iterable[Path]) -> int:
     """Ask the system to forget the contents of these files and of all files below these directories; pages that another
     process has mapped stay. Returns the number of files, 0 where it cannot be asked."""
     count = 0
-    for path in paths if hasattr(os, "posix_fadvise") else ():
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+    if not hasattr(os, "posix_fadvise"):
+        return count
+    for path in paths:
+        files = [path]
+        if path.is_dir():
+            files = sorted(path.rglob("*"))
+        for file in files:
             with suppress(OSError):
                 if file.is_file():
                     with file.open("rb") as opened:

@@ -11,7 +11,9 @@ def spread_text(values: Iterable[float], form: str = ".2f") -> str:
     """The median with the lowest and highest value behind it: "1.24 (1.08-1.38)"; a single value stands alone."""
     found = list(values)
     middle = format(statistics.median(found), form)
-    return middle if len(found) < 2 else f"{middle} ({min(found):{form}}-{max(found):{form}})"
+    if len(found) < 2:
+        return middle
+    return f"{middle} ({min(found):{form}}-{max(found):{form}})"
 
 
 def extremes(ratios: Sequence[tuple[str, str, float]]) -> str:
@@ -19,7 +21,9 @@ def extremes(ratios: Sequence[tuple[str, str, float]]) -> str:
     ordered = sorted(ratios, key=lambda one: one[2])
     (low_name, low_text, _), (high_name, high_text, _) = ordered[0], ordered[-1]
     highest = f"{high_name} {high_text}"
-    return highest if len(ordered) == 1 else f"from {low_name} {low_text} to {highest}"
+    if len(ordered) == 1:
+        return highest
+    return f"from {low_name} {low_text} to {highest}"
 
 
 def of_steps(rows: Sequence[Row]) -> str:
@@ -50,7 +54,11 @@ def of_variants(ratios: Sequence[Row]) -> str:
     for one in ratios:
         ratio = one.get("ratio", one)
         if ratio["metric"] == "output_tokens_per_s":
-            name = f"{ratio['variants']} in {one['case']}" if "case" in one else ratio["variants"]
+            name = ratio["variants"]
+            if "case" in one:
+                name = f"{name} in {one['case']}"
             text = f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})"
             named.append((name, text, ratio["median"]))
-    return f"Output tok/s: {extremes(named)}" if named else "A single variant has nothing to be compared with"
+    if not named:
+        return "A single variant has nothing to be compared with"
+    return f"Output tok/s: {extremes(named)}"

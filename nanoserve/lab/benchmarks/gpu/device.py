@@ -105,7 +105,9 @@ def take_turns(routes: Mapping[str, Call], clock: Clock, *, dry_run: bool) -> di
         estimate += seconds()
     turns = max(_FEWEST_TURNS, min(_MOST_TURNS, round(_SECONDS / max(estimate, 1e-6))))
     pending: dict[str, list[Callable[[], float]]] = {name: [] for name in routes}
-    for turn in range(_DRY_TURNS if dry_run else turns):
+    if dry_run:
+        turns = _DRY_TURNS
+    for turn in range(turns):
         for name in rotated(routes, turn):
             pending[name].append(clock(routes[name], launch_seconds[name]))
     return {name: TimeSpread.of([seconds() for seconds in started]) for name, started in pending.items()}
@@ -116,7 +118,9 @@ class GpuBench:
 
     def __init__(self, device: torch.device, *, dry_run: bool) -> None:
         self.device, self.dry_run = device, dry_run
-        self.dtype = torch.float32 if dry_run else torch.bfloat16
+        self.dtype = torch.bfloat16
+        if dry_run:
+            self.dtype = torch.float32
 
     @classmethod
     def open(cls, *, dry_run: bool) -> "GpuBench":
@@ -159,14 +163,17 @@ class GpuBench:
 
     def times(self, routes: Mapping[str, Call]) -> dict[str, TimeSpread]:
         """Times of these routes, which take turns. The memory that the clock reads is held no longer."""
-        return take_turns(routes, time_on_host if self.dry_run else EventClock(self.device), dry_run=self.dry_run)
+        if self.dry_run:
+            return take_turns(routes, time_on_host, dry_run=True)
+        return take_turns(routes, EventClock(self.device), dry_run=False)
 
     @cached_property
     def limits(self) -> Limits:
         """The fastest copy within the device's memory (bytes read plus bytes written), and the fastest product of two
         square matrices of random numbers (two operations for each multiply-add), measured now."""
-        copied = _DRY_COPY_BYTES if self.dry_run else COPY_BYTES
-        size = _DRY_PRODUCT_SIZE if self.dry_run else PRODUCT_SIZE
+        copied, size = COPY_BYTES, PRODUCT_SIZE
+        if self.dry_run:
+            copied, size = _DRY_COPY_BYTES, _DRY_PRODUCT_SIZE
         source = torch.ones(copied // 4, device=self.device)
         target = torch.empty_like(source)
         factor = torch.randn(size, size, device=self.device).to(self.dtype)

@@ -56,9 +56,11 @@ class EngineBench:
     def __init__(self, bench: GpuBench, shelf: EngineShelf) -> None:
         self._bench, self._shelf = bench, shelf
         # Tokens of requests that are timed or traced, of the prompt in one step, and requests at a time in the preset.
-        sizes = (12, 8, 40, 4) if bench.dry_run else (512, 256, LONGEST_PROMPT, 256)
-        self._prompt, self._output, self._long_prompt, self.batch = sizes
-        self._preset = Preset(6, (5, 20), (3, 9)) if bench.dry_run else PRESETS[PRESET]
+        self._prompt, self._output, self._long_prompt, self.batch = 512, 256, LONGEST_PROMPT, 256
+        self._preset = PRESETS[PRESET]
+        if bench.dry_run:
+            self._prompt, self._output, self._long_prompt, self.batch = 12, 8, 40, 4
+            self._preset = Preset(6, (5, 20), (3, 9))
         self._shapes = self._preset.draw(seed=0)
 
     def model_cases(self, model: str, max_num_seqs: int) -> Iterator[GpuCase]:
@@ -79,13 +81,16 @@ class EngineBench:
 
     def _open(self, model: str, max_num_seqs: int) -> TimedEngine:
         longest = max(self._long_prompt, self._preset.input_range[1] + self._preset.output_range[1])
+        memory = None
+        if self._bench.dry_run:
+            model, memory = "qwen3", 16 * 2**20
         return self._shelf.get(
-            "qwen3" if self._bench.dry_run else model,
+            model,
             dtype=format_name(self._bench.dtype),
             max_model_len=longest + self._output + 256,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self._long_prompt,
-            kv_cache_memory=16 * 2**20 if self._bench.dry_run else None,
+            kv_cache_memory=memory,
         )
 
     def _measure_opening(self, open_engine: OpenEngine) -> Row:
@@ -270,8 +275,10 @@ def _work_of_steps(events: Sequence[Mapping[str, Any]]) -> list[list[_Work]]:
     marked = [event for event in events if event.get("name") == STEP_MARK and event.get("cat") == "user_annotation"]
     steps: dict[float, list[_Work]] = {mark["ts"]: [] for mark in sorted(marked, key=lambda mark: mark["ts"])}
     for event in events:
-        at = launched.get(correlation(event)) if event.get("cat") in _DEVICE_KINDS else None
-        for mark in marked if at is not None else ():
+        at = launched.get(correlation(event))
+        if at is None or event.get("cat") not in _DEVICE_KINDS:
+            continue
+        for mark in marked:
             if mark["ts"] <= at <= mark["ts"] + mark["dur"]:
                 steps[mark["ts"]].append(_Work(event["ts"], event["ts"] + event["dur"], event["cat"] == "kernel"))
     return list(steps.values())
@@ -320,7 +327,9 @@ def _take(engine: Engine, steps: int) -> list[float]:
 
 
 def _trace_events(bench: GpuBench, engine: Engine) -> list[dict[str, Any]]:
-    activities = [ProfilerActivity.CPU, *([] if bench.dry_run else [ProfilerActivity.CUDA])]
+    activities = [ProfilerActivity.CPU]
+    if not bench.dry_run:
+        activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
         _take(engine, _TRACED_STEPS)  # the profiler's own first steps are slow
         for _ in range(_TRACED_STEPS):

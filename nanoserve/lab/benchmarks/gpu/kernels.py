@@ -216,7 +216,8 @@ def _dense(batch: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     if batch.is_ragged:
         raise CannotRun("takes no rows of different lengths")
     key, value = batch.gathered()
-    query = batch.query.unflatten(0, (len(batch.rows), -1))
+    _, num_heads, head_dim = batch.query.shape
+    query = batch.query.view(len(batch.rows), -1, num_heads, head_dim)
     return query.transpose(1, 2).contiguous(), key, value
 
 

@@ -6,6 +6,7 @@ A child sends its rows through a pipe, and the parent writes each at once. Where
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -80,8 +81,10 @@ def read_results(path: Path) -> dict[str, Any]:
 def write_together(directory: Path) -> Path:
     """Put the parts' files of a directory together as `<gpu>-<date>.json`, beside them."""
     results = read_results(directory)
-    device = "dry-run" if results["dry_run"] else results["device"].get("name", "gpu")
-    slug = "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
+    device = results["device"].get("name", "gpu")
+    if results["dry_run"]:
+        device = "dry-run"
+    slug = "-".join(re.findall(r"[^\W_]+", device.lower()))
     path = directory / f"{slug}-{results['date']}.json"
     replace_file(path, json.dumps(results, indent=1) + "\n")
     return path
@@ -206,7 +209,9 @@ def _go_on(report: Report, part: str, deadline: float, measure: Measure, *, dry_
             if pipe.poll(_POLL_SECONDS):
                 name, value = pipe.recv()
                 began = time.monotonic()
-                case = value if name == "running" else None
+                case = None
+                if name == "running":
+                    case = value
                 if name in ("complete", "failed"):
                     process.join(_FAREWELL_SECONDS)
                 if name == "failed":

@@ -120,8 +120,9 @@ class PeerProcess:
             answer = self._pipe.recv()
         except (OSError, EOFError):
             words = f"{self.name} died: {self._child.last_words()[:_LONGEST_COMPLAINT]}"
-            kind = _IllegalInstruction if self._child.process.returncode == -signal.SIGILL else RuntimeFailure
-            raise kind(words) from None
+            if self._child.process.returncode == -signal.SIGILL:
+                raise _IllegalInstruction(words) from None
+            raise RuntimeFailure(words) from None
         if isinstance(answer, str):
             raise RuntimeFailure(f"{self.name}: {answer}")
         return answer
@@ -132,7 +133,9 @@ class PeerProcess:
 
 
 def open_engine(opening: Opening) -> Any:
-    place = PEERS[opening.engine].place if opening.engine in PEERS else "engine_peers.NanoservePeer"
+    place = "engine_peers.NanoservePeer"
+    if opening.engine in PEERS:
+        place = PEERS[opening.engine].place
     module, _, kind = place.partition(".")
     return getattr(import_module(f"nanoserve.lab.benchmarks.peers.{module}"), kind)(opening)
 

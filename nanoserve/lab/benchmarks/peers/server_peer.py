@@ -28,7 +28,9 @@ class ServerPeer:
         if opening.quantization is not None:
             flags["--quantization"] = opening.quantization
         words = [str(word) for flag in flags.items() for word in flag]
-        self.server = OwnServer([*words, "--eager"] if opening.eager else words)
+        if opening.eager:
+            words.append("--eager")
+        self.server = OwnServer(words)
         client = ApiClient(self.server.address)
         self._style = RequestStyle(model=served_model(client, None, lambda _: None).id)
         self._sender = Sender(client, self._style.path, timeout=_TIMEOUT_SECONDS)

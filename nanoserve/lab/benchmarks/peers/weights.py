@@ -56,8 +56,12 @@ def gguf_file(model: ResolvedModel, dtype: str, quantization: str | None) -> Pat
 
 def own_gguf_file(model: ResolvedModel) -> Path | None:
     """The GGUF file that the model is; None for others."""
-    link = None if model.directory is None else model.directory / LINK_NAME
-    return link.resolve() if link is not None and link.is_file() else None
+    if model.directory is None:
+        return None
+    link = model.directory / LINK_NAME
+    if not link.is_file():
+        return None
+    return link.resolve()
 
 
 def _plain_gguf_file(model: ResolvedModel, dtype: str) -> Path:
@@ -72,8 +76,11 @@ def _plain_gguf_file(model: ResolvedModel, dtype: str) -> Path:
         )
 
     def write(target: Path) -> None:
-        found = make_dummy_model(name, dtype) if directory is None else load_model(directory, dtype)
-        _write_gguf(*found, target / LINK_NAME)
+        if directory is None:
+            decoder, config = make_dummy_model(name, dtype)
+        else:
+            decoder, config = load_model(directory, dtype)
+        _write_gguf(decoder, config, target / LINK_NAME)
 
     if directory is None:
         return _kept(_dummy_key(name, dtype) + "-gguf", write) / LINK_NAME
@@ -109,7 +116,9 @@ def _kept(key: str, write: Callable[[Path], None]) -> Path:
 
 def model_config(model: ResolvedModel) -> ModelConfig:
     """The shape of a model, without its weights."""
-    return dummy_config(model.name) if model.directory is None else ModelConfig.from_directory(model.directory)
+    if model.directory is None:
+        return dummy_config(model.name)
+    return ModelConfig.from_directory(model.directory)
 
 
 def dtype_name(dtype: str, config: ModelConfig) -> str:

@@ -41,8 +41,12 @@ class _Sweep:
             heights.append(limit)
             marks.append(limit)
             notes.append(Note(f"limit {limit:,.0f} {unit}", self.loads[0], limit, right=2, up=6))
+        vertical_marks: tuple[float, ...] = ()
         if self.mark is not None:
-            aside = -3 if self.mark > self.loads[0] else 3
+            vertical_marks = (self.mark,)
+            aside = 3
+            if self.mark > self.loads[0]:
+                aside = -3
             notes.append(Note(self.mark_name, self.mark, max(heights), right=aside))
         return panel(
             title,
@@ -53,7 +57,7 @@ class _Sweep:
             log_x=_are_far_apart(self.loads),
             log_y=_are_far_apart(heights),
             marks=tuple(marks),
-            vertical_marks=() if self.mark is None else (self.mark,),
+            vertical_marks=vertical_marks,
             notes=notes,
         )
 
@@ -68,7 +72,9 @@ def load_chart(report: Report, title: str) -> Chart:
     finite = [row for row in rows if load_of(row) < math.inf]
     rows = finite or rows[:1]  # requests that come all at once have no place on the axis, but for a lone point
     sweep = _sweep(report, rows)
-    slo = rows[0]["goodput"]["slo_ms"] if rows[0]["goodput"] else {}
+    slo: Mapping[str, float] = {}
+    if rows[0]["goodput"]:
+        slo = rows[0]["goodput"]["slo_ms"]
     panels = []
     for name, label in _LATENCIES.items():
         lines = {percentile: _known(rows, f"{name}_ms.{percentile}") for percentile in _PERCENTILES}
@@ -80,7 +86,9 @@ def load_chart(report: Report, title: str) -> Chart:
 
 
 def _sweep(report: Report, rows: Sequence[Mapping[str, Any]]) -> _Sweep:
-    axis = "clients" if rows[0]["concurrency"] else "requests/s offered"
+    axis = "requests/s offered"
+    if rows[0]["concurrency"]:
+        axis = "clients"
     loads = [load_of(row) for row in rows]
     found = report.document.get("highest_rate")
     if found is not None and found["rate"] is not None:
@@ -88,11 +96,18 @@ def _sweep(report: Report, rows: Sequence[Mapping[str, Any]]) -> _Sweep:
     if loads == [math.inf]:
         return _Sweep("all at once", [0.0], None, "")
     bend = knee(rows)
-    return _Sweep(axis, loads, None if bend is None else load_of(bend), "knee")
+    if bend is None:
+        return _Sweep(axis, loads, None, "knee")
+    return _Sweep(axis, loads, load_of(bend), "knee")
 
 
 def _known(rows: Sequence[Mapping[str, Any]], path: str) -> list[float]:
     """A percentile of each row; NaN where there is none, or where it is of too few values."""
     column = Column("", path)
-    values = [None if column.is_of_few(row) else column.value(row) for row in rows]
-    return [math.nan if value is None else float(value) for value in values]
+    values = []
+    for row in rows:
+        value = column.value(row)
+        if value is None or column.is_of_few(row):
+            value = math.nan
+        values.append(float(value))
+    return values

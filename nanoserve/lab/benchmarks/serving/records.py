@@ -39,14 +39,19 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     def count(self, usage: ServerUsage) -> None:
         """Take the server's counts of tokens, as far as it has any."""
         self.counted = usage.completion_tokens is not None
-        self.output_tokens = len(self.text_times) if usage.completion_tokens is None else usage.completion_tokens
-        self.input_tokens = self.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        self.output_tokens = len(self.text_times)
+        if usage.completion_tokens is not None:
+            self.output_tokens = usage.completion_tokens
+        if usage.prompt_tokens is not None:
+            self.input_tokens = usage.prompt_tokens
         self.cached_tokens = usage.cached_tokens or 0
 
     @property
     def ttft(self) -> float:
         """Time to first token; an answer that shows no text has it when it ends."""
-        return (self.text_times[0] if self.text_times else self.ended) - self.scheduled
+        if not self.text_times:
+            return self.e2el
+        return self.text_times[0] - self.scheduled
 
     @property
     def e2el(self) -> float:
@@ -55,7 +60,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first; None with fewer than two tokens."""
-        return None if self.output_tokens < 2 else (self.e2el - self.ttft) / (self.output_tokens - 1)
+        if self.output_tokens < 2:
+            return None
+        return (self.e2el - self.ttft) / (self.output_tokens - 1)
 
     @property
     def itls(self) -> tuple[float, ...]:
@@ -122,10 +129,13 @@ def figures(runs: Sequence[LoadRun], slo: Slo | None) -> dict[str, Any]:
     goodput = None
     if slo is not None:
         samples["goodput_requests_per_s"] = [run.good(slo) / run.seconds for run in whole]
+        attainment = None
+        if records:
+            attainment = sum(run.good(slo) for run in runs) / len(records)
         goodput = {
             "slo_ms": slo,
             "requests_per_s": mean_of_known(run.good(slo) / run.seconds for run in runs),
-            "attainment": sum(run.good(slo) for run in runs) / len(records) if records else None,
+            "attainment": attainment,
         }
     return {
         "requests": len(records),

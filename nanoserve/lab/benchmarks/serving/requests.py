@@ -14,11 +14,12 @@ from nanoserve.models.hub import DUMMY_PREFIX
 from nanoserve.request import RequestShape
 
 _TOKENS = range(300, 4000)  # ids that nearly every vocabulary has, and that are text there, not control tokens
-_WORDS = (
-    *("the", "and", "that", "have", "for", "not", "with", "you", "this", "but", "his", "from", "they", "say", "her"),
-    *("will", "one", "all", "would", "there", "their", "what", "out", "about", "who", "get", "which", "when", "make"),
-    *("can", "like", "time", "just", "him", "know", "take", "people", "into", "year", "your", "good", "some", "could"),
+_TEXT = (
+    "the and that have for not with you this but his from they say her "
+    "will one all would there their what out about who get which when make "
+    "can like time just him know take people into year your good some could"
 )
+_WORDS = _TEXT.split()
 """In most vocabularies a token each, with the blank before it."""
 _BIASED_TOKENS = range(300, 332)
 _STRONGEST_BIAS = 100
@@ -46,23 +47,33 @@ class Point(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         if self.concurrency is not None:
-            return f"{self.concurrency} client" + ("s" if self.concurrency > 1 else "")
+            if self.concurrency == 1:
+                return "1 client"
+            return f"{self.concurrency} clients"
         if self.rate is None:
             return "trace"
-        return f"{'trace at ' if self.traced else ''}{self.rate:g} requests/s"
+        if self.traced:
+            return f"trace at {self.rate:g} requests/s"
+        return f"{self.rate:g} requests/s"
 
     @property
     def tick(self) -> str:
         if self.concurrency is not None:
             return str(self.concurrency)
-        return TRACE_TICK if self.rate is None else f"{self.rate:g}"
+        if self.rate is None:
+            return TRACE_TICK
+        return f"{self.rate:g}"
 
     def arrivals(self, work: Work, seed: int) -> list[float]:
         """When the requests of an open loop come; the times of a trace are the same for every seed."""
         if self.traced:
             return stretched_arrivals(work.times or (0.0,), self.rate)
-        arrivals = poisson_arrivals(math.inf if self.rate is None else self.rate, len(work.shapes), seed)
-        return stretched_arrivals(arrivals, self.rate) if self.exact else arrivals
+        if self.rate is None:
+            return [0.0] * len(work.shapes)
+        arrivals = poisson_arrivals(self.rate, len(work.shapes), seed)
+        if self.exact:
+            arrivals = stretched_arrivals(arrivals, self.rate)
+        return arrivals
 
 
 class PreparedRequest(NamedTuple):
@@ -79,7 +90,9 @@ class RequestStyle(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def path(self) -> str:
-        return "/chat/completions" if self.endpoint == "chat" else "/completions"
+        if self.endpoint == "chat":
+            return "/chat/completions"
+        return "/completions"
 
     def prepare(self, shapes: Sequence[RequestShape], salt: str) -> list[PreparedRequest]:
         """Requests of these lengths. Equal salts give equal prompts, and different salts different ones."""
@@ -139,7 +152,9 @@ def stretched_arrivals(times: Sequence[float], rate: float | None = None) -> lis
 def offered_rate(arrivals: Sequence[float]) -> float | None:
     """Requests per second as they come; None if they come all at once."""
     span = max(arrivals) - min(arrivals)
-    return (len(arrivals) - 1) / span if span > 0 else None
+    if span == 0:
+        return None
+    return (len(arrivals) - 1) / span
 
 
 def parse_rates(text: str, flag: str) -> tuple[float, ...]:

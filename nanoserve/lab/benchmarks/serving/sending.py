@@ -53,7 +53,9 @@ class Sender:
         self._address = address = client.address
         self._target = address.api + path
         self._timeout = timeout
-        self._tls = ssl.create_default_context() if address.scheme == "https" else None
+        self._tls: ssl.SSLContext | None = None
+        if address.scheme == "https":
+            self._tls = ssl.create_default_context()
         self._headers = client.headers | {
             "host": address.host_header,
             "user-agent": "nanoserve-bench",
@@ -79,8 +81,9 @@ class Sender:
         except h11.RemoteProtocolError:
             record.failure = "the connection ended half-way"
         except OSError as error:
-            own_words = printable(str(error))[:_SHOWN] or type(error).__name__
-            record.failure = os.strerror(error.errno) if error.errno else own_words
+            record.failure = printable(str(error))[:_SHOWN] or type(error).__name__
+            if error.errno:
+                record.failure = os.strerror(error.errno)
         record.ended = now()
         return record
 
@@ -89,8 +92,8 @@ class Sender:
         reader, writer = await asyncio.open_connection(address.host, address.port, ssl=self._tls)
         try:
             http = h11.Connection(h11.CLIENT)
-            headers = [*self._headers.items(), ("content-length", str(len(body)))]
-            request = h11.Request(method="POST", target=self._target, headers=headers)
+            headers = self._headers | {"content-length": str(len(body))}
+            request = h11.Request(method="POST", target=self._target, headers=list(headers.items()))
             writer.write(b"".join(http.send(one) or b"" for one in (request, h11.Data(data=body), h11.EndOfMessage())))
             await _receive(http, reader, record, now)
         finally:
@@ -109,7 +112,8 @@ async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: R
         elif isinstance(event, h11.Response):
             status = event.status_code
         elif isinstance(event, h11.Data) and status != HTTPStatus.OK:
-            refusal += event.data if len(refusal) < _LONGEST_ERROR else b""
+            if len(refusal) < _LONGEST_ERROR:
+                refusal += event.data
         elif isinstance(event, h11.Data):
             for chunk in events.push(event.data):
                 if chunk.error is not None:
@@ -126,7 +130,9 @@ async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: R
     if status != HTTPStatus.OK:
         raise _Failed(f"HTTP {status}{_words_of(read_error(refusal), '', ': ')}")
     if not (events.done or finished):
-        raise _Failed("a stream without an end" if record.text_times else "an answer that is no stream")
+        if record.text_times:
+            raise _Failed("a stream without an end")
+        raise _Failed("an answer that is no stream")
     record.count(usage)
     if not record.output_tokens or not (finished or record.text_times):
         raise _Failed("an answer without a token")
@@ -134,7 +140,9 @@ async def _receive(http: h11.Connection, reader: asyncio.StreamReader, record: R
 
 def _words_of(facts: ErrorFacts | None, nothing: str, before: str = "") -> str:
     """The server's own words, shortened; `nothing` if it said nothing that can be read."""
-    return nothing if facts is None else f"{before}{printable(facts.message)[:_SHOWN]}"
+    if facts is None:
+        return nothing
+    return f"{before}{printable(facts.message)[:_SHOWN]}"
 
 
 async def send_all(
@@ -149,7 +157,7 @@ async def send_all(
     ``clients``, a closed loop: no more requests are on their way, and the next one's time comes when one ends. ``run``
     gets every record as soon as it is complete, and keeps what it has if this is cancelled."""
     began, run.unfinished = time.perf_counter(), len(requests)
-    free = asyncio.Semaphore(len(requests) if clients is None else clients)
+    free = asyncio.Semaphore(clients or len(requests))
 
     def now() -> float:
         return time.perf_counter() - began
@@ -165,10 +173,15 @@ async def send_all(
                 if (early := arrival - now()) > 0:
                     await asyncio.sleep(early)
                 await free.acquire()
-                task = group.create_task(send(request, arrival if clients is None else now()))
+                if clients is not None:
+                    arrival = now()
+                task = group.create_task(send(request, arrival))
                 task.add_done_callback(lambda _: free.release())
     finally:
-        run.seconds = now() if run.unfinished else max(record.ended for record in run.records)
+        if run.unfinished:
+            run.seconds = now()
+        else:
+            run.seconds = max(record.ended for record in run.records)
 
 
 def send_at_once(sender: Sender, requests: Sequence[PreparedRequest], name: str) -> LoadRun:
@@ -229,11 +242,14 @@ class ServeBench:
             shown = [one.run for one in shown_rounds(ended) if one.run.records] + interrupted
             if shown:
                 row: dict[str, Any] = {"case": point.name, "tick": point.tick, "concurrency": point.concurrency}
-                first = point.arrivals(self.work, self.seed * 1000 + 1)
-                row["offered_requests_per_s"] = offered_rate(first) if point.concurrency is None else None
+                row["offered_requests_per_s"] = None
+                if point.concurrency is None:
+                    row["offered_requests_per_s"] = offered_rate(point.arrivals(self.work, self.seed * 1000 + 1))
                 foreign = most_known(one.foreign_cores for one in shown_rounds(ended))
                 keep({**row, "repeats": len(shown), **figures(shown, self.slo), "foreign_cores": foreign})
         return shown
 
     def _foreign_cores(self) -> float | None:
-        return None if self.foreign is None else self.foreign.read()
+        if self.foreign is None:
+            return None
+        return self.foreign.read()
