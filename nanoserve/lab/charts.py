@@ -162,7 +162,9 @@ def panel(
     """
     curves = []
     for label, ys in heights.items():
-        style = styles if isinstance(styles, str) else styles.get(label, "")
+        style = styles
+        if not isinstance(style, str):
+            style = style.get(label, "")
         spreads = [one for one in ys if isinstance(one, Spread)]
         means = [one.mean if isinstance(one, Spread) else one for one in ys]
         curves.append(ChartCurve(label, xs, means, [one.low for one in spreads], [one.high for one in spreads], style))
@@ -200,8 +202,10 @@ def draw_figure(chart: Chart, panel_size: tuple[float, float] = (4.2, 3.4)) -> "
         drawn: list[tuple[Axes, dict[str, Any]]] = []
         for number, one in enumerate(chart.panels):
             row, column = divmod(number, columns)
-            is_alone = column == 0 and number == len(chart.panels) - 1
-            axes = figure.add_subplot(grid[row, slice(None) if is_alone else column])
+            place = grid[row, column]
+            if column == 0 and number == len(chart.panels) - 1:
+                place = grid[row, :]  # alone in its row
+            axes = figure.add_subplot(place)
             drawn.append((axes, _draw_panel(axes, one)))
     _add_legends(figure, drawn)
     return figure
@@ -218,7 +222,10 @@ def _add_legends(figure: "Figure", drawn: Sequence[tuple["Axes", Mapping[str, An
         elif len(handles) > _MOST_LINES:
             legend(loc="upper left", bbox_to_anchor=(1, 1))
         elif handles:
-            legend(ncols=len(handles) if axes.containers else 1)
+            ncols = 1
+            if axes.containers:
+                ncols = len(handles)
+            legend(ncols=ncols)
     if common:
         lines = math.ceil(len(common) / _MOST_LINES)
         figure.set_figheight(figure.get_figheight() + lines * _FOOT)
@@ -270,8 +277,14 @@ def _annotate(axes: "Axes", one: Panel) -> dict[str, Any]:
         handles[band.label] = axes.axvspan(band.left, band.right, ymin=_STRIP, color=colour, linewidth=0)
         axes.axvspan(band.left, band.right, ymax=_STRIP, color=colour, alpha=0.15, linewidth=0)
     for note in one.notes:
-        side = "left" if note.right > 0 else "right" if note.right < 0 else "center"
-        ink = "black" if note.curve is None else axes.get_lines()[note.curve].get_color()
+        side = "center"
+        if note.right > 0:
+            side = "left"
+        elif note.right < 0:
+            side = "right"
+        ink: Any = "black"
+        if note.curve is not None:
+            ink = axes.get_lines()[note.curve].get_color()
         offset: dict[str, Any] = {"xytext": (note.right, note.up), "textcoords": "offset points"}
         axes.annotate(note.text, (note.x, note.y), va="center", ha=side, color=ink, fontsize=8, **offset)
     for mark in one.vertical_marks:
@@ -287,11 +300,17 @@ def _annotate(axes: "Axes", one: Panel) -> dict[str, Any]:
 
 def _draw_lines(axes: "Axes", one: Panel) -> dict[str, Any]:
     handles = {}
-    where = "steps-post" if one.kind == "step" else "default"
+    where = "default"
+    if one.kind == "step":
+        where = "steps-post"
     for number, curve in enumerate(one.curves):
         named = isinstance(curve.xs[0], str)
-        places = range(len(curve.xs)) if named else curve.xs
-        colour: dict[str, Any] = {"color": COLOURS[curve.label]} if curve.label in COLOURS else {}
+        places = curve.xs
+        if named:
+            places = range(len(curve.xs))
+        colour: dict[str, Any] = {}
+        if curve.label in COLOURS:
+            colour["color"] = COLOURS[curve.label]
         style = curve.style or _STYLES[number // len(_CYCLE) % len(_STYLES)]
         (line,) = axes.plot(places, curve.ys, style, markersize=4, drawstyle=where, **colour)
         if curve.lows:
@@ -309,7 +328,9 @@ def _tick_few_points(axes: "Axes", one: Panel) -> None:
     places = sorted({x for curve in one.curves for x in curve.xs if not isinstance(x, str)})
     if not 0 < len(places) <= _MOST_TICKS or (one.log_x and places[0] <= 0):
         return
-    spread = [math.log(x) for x in places] if one.log_x else places
+    spread = places
+    if one.log_x:
+        spread = [math.log(x) for x in places]
     room = min((after - before for before, after in pairwise(spread)), default=1.0)
     if room >= _TICK_ROOM * (spread[-1] - spread[0]):
         axes.set_xticks(places, [f"{x:,g}" for x in places])
@@ -320,16 +341,23 @@ def _draw_bars(axes: "Axes", one: Panel) -> dict[str, Any]:
     """Groups stand at 0, 1, 2 ...: of bars beside one another in the order of the curves, or on top of one another."""
     handles: dict[str, Any] = {}
     groups, is_stack = one.curves[0].xs, one.kind == "stack"
-    width = _BAR_GROUP / (1 if is_stack else len(one.curves))
+    width = _BAR_GROUP
+    if not is_stack:
+        width /= len(one.curves)
     tops = highest = np.zeros(len(groups))
     for number, curve in enumerate(one.curves):
-        places = np.arange(len(groups)) + (0 if is_stack else (number - (len(one.curves) - 1) / 2) * width)
-        spread = np.abs(np.subtract([curve.lows, curve.highs], curve.ys)) if curve.lows else None
+        places, spread = np.arange(len(groups), dtype=float), None
+        if not is_stack:
+            places += (number - (len(one.curves) - 1) / 2) * width
+        if curve.lows:
+            spread = np.abs(np.subtract([curve.lows, curve.highs], curve.ys))
         colour = COLOURS.get(curve.label)
         bars = axes.bar(places, curve.ys, width, bottom=tops, yerr=spread, capsize=2, color=colour)
         highest = np.maximum(highest, tops + curve.ys)
-        tops = highest if is_stack else tops
-        handles |= {curve.label: bars} if curve.label else {}
+        if is_stack:
+            tops = highest
+        if curve.label:
+            handles[curve.label] = bars
     _name_groups(axes, groups)
     if handles:
         axes.set_ylim(top=_ROOM_FOR_LEGEND * highest.max())
@@ -360,7 +388,8 @@ def _draw_horizontal_bars(axes: "Axes", one: Bars) -> dict[str, Any]:
     places, ends = range(len(one.texts)), np.zeros(len(one.texts))
     for label, values in one.parts.items():
         bars = axes.barh(places, values, _BAR_GROUP, left=ends, color=COLOURS.get(label))
-        handles |= {label: bars} if label else {}
+        if label:
+            handles[label] = bars
         ends = ends + values
     axes.bar_label(bars, one.texts, padding=4, fontsize="small")
     axes.set_yticks(places, one.names or [""] * len(places))
@@ -372,7 +401,8 @@ def _draw_horizontal_bars(axes: "Axes", one: Bars) -> dict[str, Any]:
 def _draw_gantt(axes: "Axes", one: Gantt) -> dict[str, Any]:
     from matplotlib.patches import Patch
 
-    labels = dict.fromkeys((*(label for span in one.spans for label in span.parts), "idle"))
+    labels = dict.fromkeys(label for span in one.spans for label in span.parts)
+    labels["idle"] = None
     axes.barh(range(len(one.rows)), one.end, _BAR_GROUP, color=COLOURS["idle"], zorder=0)
     for span in one.spans:
         width, top = span.right - span.left, span.row - _BAR_GROUP / 2

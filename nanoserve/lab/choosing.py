@@ -33,17 +33,25 @@ def choose_settings(
     expected: ExpectedLengths | None = None,
 ) -> tuple[EngineConfig, str]:
     """See `SettingsChooser`. Measures on as many workers for at most 10 s, unless an earlier start kept the result."""
-    layouts = config.whole_layouts if config.parallel is None else ()
+    layouts: tuple[ParallelLayout, ...] = ()
+    if config.parallel is None:
+        layouts = config.whole_layouts
     if layouts and (len(layouts) > 1 or config.num_workers == 1):
-        # With KV memory on the host, hybrid itself predicts every step; pairs have one policy.
-        policy = "hybrid" if len(layouts) == 1 and config.host_kv_memory is not None else config.policy_name
+        policy = config.policy_name  # pairs have one policy
+        if len(layouts) == 1 and config.host_kv_memory is not None:
+            policy = "hybrid"  # with KV memory on the host it predicts every step itself
         return replace(config, policy=policy), f"{policy}: no other policy suits this layout"
     process = TorchrunProcess.from_environment()
-    there = config.devices if process is None else process.world_size
-    devices = layouts[0].devices if layouts else config.devices or there
+    devices = config.devices
+    if layouts:
+        devices = layouts[0].devices
+    elif devices is None and process is not None:
+        devices = process.world_size
     if devices is None:
         raise UsageError("--parallel auto: say by --devices how many workers the model may be divided over")
-    given = None if config.policy == AUTO else config.policy
+    given = config.policy
+    if given == AUTO:
+        given = None
     settled = replace(config, parallel=None, devices=None, policy=given)
     profile = measure_layouts(resolved, settled, devices, progress)
 
@@ -53,9 +61,16 @@ def choose_settings(
         return profile.costs(model, layout)
 
     longest = config.max_model_len or model.max_position_embeddings
-    shapes = expected(longest) if expected is not None else ()
-    work = PlannedWork(tuple(shapes)) if shapes else usual_work(costs_of, devices, longest)
-    host_bytes = config.host_kv_memory if process is None or on_one_machine(process) else 0  # pairs share a pool
+    shapes: Sequence[RequestShape] = ()
+    if expected is not None:
+        shapes = expected(longest)
+    if shapes:
+        work = PlannedWork(tuple(shapes))
+    else:
+        work = usual_work(costs_of, devices, longest)
+    host_bytes = config.host_kv_memory
+    if process is not None and not on_one_machine(process):
+        host_bytes = 0  # pairs share a pool
     ranked = choose(
         costs_of,
         devices,
@@ -86,7 +101,9 @@ def advise_on_batch(
     # Memory is what the engines hold, and on CPUs also what is free: workers have taken all they can of a GPU's.
     devices, host = config.data_parallel * config.num_workers, available_memory("cpu")
     weights = ModelCounts(model, precision=precision).stage_weight_bytes(0)
-    memory = (host / devices if config.device == "cpu" else 0.0) + (weights + device_bytes) / config.num_workers
+    memory = (weights + device_bytes) / config.num_workers
+    if config.device == "cpu":
+        memory += host / devices
     machine = speeds.machine(
         devices=devices, memory_bytes=memory / usable, host_memory_bytes=(host + weights + host_bytes) / usable
     )

@@ -12,7 +12,7 @@ import msgspec
 from nanoserve.record.events import HeldBlocks
 from nanoserve.record.run_record import RunRecord, Span
 from nanoserve.scheduler.load import Decision, Load
-from nanoserve.scheduler.plan import Copy, Row, Tier
+from nanoserve.scheduler.plan import Answer, Copy, Row, Tier
 
 MOST_TOKENS, MOST_CHARACTERS = 8, 60
 MEANINGS = {
@@ -144,7 +144,9 @@ def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, te
     """What a record tells of a run, from its engine's first step on; the recorder kept the block tables. Without a
     tokenizer, ``texts`` are empty."""
     sequences = tuple(_sequences(record, texts))
-    begin = record.arrivals[0].arrival_time if record.arrivals else 0.0
+    begin = 0.0
+    if record.arrivals:
+        begin = record.arrivals[0].arrival_time
     spans = defaultdict[int, list[Span]](list)
     workers = max((times.rank for times in record.stage_times), default=0) + 1
     for times in chain.from_iterable(record.stages(max(1, workers // stages))):
@@ -153,11 +155,15 @@ def explain_run(policy: str, record: RunRecord, block_size: int, stages: int, te
     for step, planned in record.planned.items():
         plan, blocks, ended, result = planned.plan, planned.blocks, record.known.get(step), record.result_of.get(step)
         on_device = chain.from_iterable(table.blocks for table in planned.tables if table.tier == "device")
-        answers = () if result is None else result.answers
+        answers: tuple[Answer, ...] = ()
+        if result is not None:
+            answers = result.answers
+        if ended is not None:
+            ended -= begin
         explained = ExplainedStep(
             step=step,
             began=planned.clock - begin,
-            ended=None if ended is None else ended - begin,
+            ended=ended,
             load=_shown(planned.load),
             decision=_shown(planned.decision),
             bound=planned.decision.bound,
@@ -187,21 +193,30 @@ def _sequences(record: RunRecord, texts: Texts) -> Iterator[ExplainedSequence]:
     for request in record.arrivals:
         prompt = "".join(texts(request.prompt[:MOST_CHARACTERS]))[:MOST_CHARACTERS]
         for index in range(request.params.n):
-            name = request.request_id if request.params.n == 1 else f"{request.request_id}/{index}"
+            name = request.request_id
+            if request.params.n > 1:
+                name = f"{request.request_id}/{index}"
             yield ExplainedSequence(next(numbers), name, len(request.prompt), prompt)
 
 
 def _row(row: Row, sequence: ExplainedSequence, texts: Texts) -> ExplainedRow:
-    shown = ("?",) if row.fed else texts(row.tokens[:MOST_TOKENS])
-    in_prompt = len(row.tokens) - row.guesses > 1 or row.start < sequence.prompt_tokens
-    kind: Literal["prefill", "decode"] = "prefill" if in_prompt else "decode"
+    shown: tuple[str, ...] = ("?",)
+    if not row.fed:
+        shown = texts(row.tokens[:MOST_TOKENS])
+    kind: Literal["prefill", "decode"] = "decode"
+    if len(row.tokens) - row.guesses > 1 or row.start < sequence.prompt_tokens:
+        kind = "prefill"
     return ExplainedRow(row.sequence, row.start, len(row.tokens), kind, row.tier, row.sample, shown, row.guesses)
 
 
 def _shown(value: Load | Decision | None) -> dict[str, Any]:
     """The fields that differ from their defaults, in plain types."""
-    found = {} if value is None else {one.name: (getattr(value, one.name), one.default) for one in fields(value)}
-    shown = {name: own for name, (own, default) in found.items() if own != default and name not in NOT_SHOWN}
+    shown: dict[str, Any] = {}
+    if value is not None:
+        for one in fields(value):
+            own = getattr(value, one.name)
+            if own != one.default and one.name not in NOT_SHOWN:
+                shown[one.name] = own
     plain: dict[str, Any] = msgspec.to_builtins(shown)
     return plain
 

@@ -162,8 +162,10 @@ class HighestRate:
                 high = low
                 low = high / 2
         else:
-            kept = "" if self._attainment is None else f"; at the lowest, {self._attainment:.1%} keep to them"
-            return self._found(None, f"{rule} at none of these rates{kept}")
+            words = f"{rule} at none of these rates"
+            if self._attainment is not None:
+                words += f"; at the lowest, {self._attainment:.1%} keep to them"
+            return self._found(None, words)
         while high > _PRECISION * low:
             middle = math.sqrt(low * high)
             if self._holds(middle):

@@ -38,10 +38,13 @@ class StepWindow(StepObserver):
 
     def __init__(self, began: float = 0.0, beside: "StepWindow | None" = None) -> None:
         self._began = began
-        self._beside = None if beside is None else beside.span
+        self._beside: tuple[float, float] | None = None
         self._length = WINDOW_STEPS
         self._next_begin = 0.0
-        self._windows: deque[list[WindowStep]] = deque([] if beside is None else [[]], maxlen=3)
+        self._windows: deque[list[WindowStep]] = deque(maxlen=3)
+        if beside is not None:
+            self._beside = beside.span
+            self._windows.append([])
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
         now = planned.time - self._began
@@ -64,7 +67,9 @@ class StepWindow(StepObserver):
     def steps(self) -> Sequence[WindowStep]:
         """The window to look at: the last but one that is full, or the first."""
         full = [window for window in self._windows if self._is_full(window)]
-        return full[-2] if len(full) > 1 else self._windows[0]
+        if len(full) > 1:
+            return full[-2]
+        return self._windows[0]
 
     @property
     def span(self) -> tuple[float, float]:
@@ -79,7 +84,9 @@ class StepWindow(StepObserver):
     def gantt(self, title: str) -> Gantt:
         """Which step is in which stage; the height of a step is divided between its prompt tokens and its decodes."""
         start, end = self.span
-        unit, per_second = ("ms", 1e3) if end - start < 1 else ("s", 1.0)
+        unit, per_second = "s", 1.0
+        if end - start < 1:
+            unit, per_second = "ms", 1e3
         spans = []
         for step in self.steps:
             if tokens := step.decodes + step.prompt_tokens:  # a step without any lets the host go on

@@ -50,8 +50,9 @@ class Preset:
 
     def draw(self, seed: int) -> list[RequestShape]:
         generator = random.Random(seed)
+        (shortest, longest), (least, most) = self.input_range, self.output_range
         return [
-            RequestShape(generator.randint(*self.input_range), generator.randint(*self.output_range))
+            RequestShape(generator.randint(shortest, longest), generator.randint(least, most))
             for _ in range(self.requests)
         ]
 
@@ -86,7 +87,8 @@ def parse_lengths(text: str, flag: str) -> tuple[RequestShape, ...]:
         words = part.split("+")
         if len(words) != 2:
             raise UsageError(f"{flag} takes tokens in and out such as 512+128, not {shown(part)}")
-        shapes.append(RequestShape(*(parse_sizes(word, flag)[0] for word in words)))
+        inputs, outputs = (parse_sizes(word, flag)[0] for word in words)
+        shapes.append(RequestShape(inputs, outputs))
     return tuple(dict.fromkeys(shapes))
 
 
@@ -101,7 +103,11 @@ def read_trace(path: Path, limit: int | None = None) -> list[RequestShape]:
     Raises UsageError, naming the file, and the row (its line in the file) that makes no sense."""
     known = "; ".join(" and ".join(pair) for pair in _LENGTH_COLUMNS)
     rows = _rows(path, limit, _LENGTH_COLUMNS, f"has none of these pairs of columns: {known}")
-    return [RequestShape(*(_length(text, place) for place, text in row)) for row in rows]
+    shapes = []
+    for row in rows:
+        inputs, outputs = (_length(text, place) for place, text in row)
+        shapes.append(RequestShape(inputs, outputs))
+    return shapes
 
 
 def read_arrivals(path: Path, limit: int | None = None, *, in_order: bool = False) -> list[float]:
@@ -163,5 +169,9 @@ def _length(text: str, place: str) -> int:
 
 def _size(text: str) -> int:
     """A whole number from 1 to the largest size; 0 if it is none."""
-    size = int(text[:12]) if text.isascii() and text.isdigit() else 0
-    return size if size <= LARGEST_SIZE else 0
+    if not text.isascii() or not text.isdigit():
+        return 0
+    size = int(text[:12])
+    if size > LARGEST_SIZE:
+        return 0
+    return size

@@ -74,21 +74,32 @@ def choose(
         fitting = candidates.best(_TOP).fitting
     found = []
     for one in fitting:
-        of_layout = _POLICIES_OF_STAGES if one.layouts[0].num_stages > 1 else (DEFAULT_POLICY,)
-        names = (policy,) if policy else (POLICY_OF_TWO_LAYOUTS,) if one.is_pair else of_layout
+        names: Sequence[str] = (DEFAULT_POLICY,)
+        if policy:
+            names = (policy,)
+        elif one.is_pair:
+            names = (POLICY_OF_TWO_LAYOUTS,)
+        elif one.layouts[0].num_stages > 1:
+            names = _POLICIES_OF_STAGES
         if not one.is_pair or names[0].partition(":")[0] == POLICY_OF_TWO_LAYOUTS:
             found += [_forecast(one, name, token_budget, max_num_seqs) for name in names]
-    return sorted(found, key=lambda one: one.latency if work.rate else -one.tokens_per_second)
+    if work.rate:
+        return sorted(found, key=lambda one: one.latency)
+    return sorted(found, key=lambda one: -one.tokens_per_second)
 
 
 def choice_text(ranked: Sequence[LayoutForecast], rate: float | None = None) -> str:
     """The choice in one line, with the best other layout, or policy where there is one layout, and what it loses by."""
 
     def figure(one: LayoutForecast) -> str:
-        return f"{one.latency:.3g}" if rate else f"{one.tokens_per_second:,.0f}"
+        if rate:
+            return f"{one.latency:.3g}"
+        return f"{one.tokens_per_second:,.0f}"
 
     best, *others = ranked
-    unit = f"s an answer at {rate:.2g} requests/s" if rate else "tokens/s"
+    unit = "tokens/s"
+    if rate:
+        unit = f"s an answer at {rate:.2g} requests/s"
     text = f"{best.name} with {best.policy}: predicted {figure(best)} {unit}"
     if not others:
         return text
@@ -124,7 +135,9 @@ def usual_work(costs_of: Callable[[ParallelLayout], StepCosts], devices: int, lo
 
 
 def _forecast(candidate: Candidate, policy: str, token_budget: int, max_num_seqs: int) -> LayoutForecast:
-    part = candidate if candidate.work.rate else replace(candidate, work=PlannedWork(_sample(candidate.work.shapes)))
+    part = candidate
+    if not candidate.work.rate:
+        part = replace(candidate, work=PlannedWork(_sample(candidate.work.shapes)))
     result = part.simulate(make_policy(policy, token_budget), max_num_seqs)
     assert result.ttft_ms is not None and result.e2el_ms is not None, "requests ran"
     first, last = result.ttft_ms.mean / 1000, result.e2el_ms.mean / 1000

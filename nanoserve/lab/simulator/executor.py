@@ -31,7 +31,8 @@ class SimulatedDrafter:
     """The time to draft a token for each row, over that of a step that decodes one for each."""
 
     def __post_init__(self) -> None:
-        if not self.rates or not all(0 <= share <= 1 for share in (*self.rates, self.cost)):
+        shares = self.rates + (self.cost,)
+        if not self.rates or not all(0 <= share <= 1 for share in shares):
             raise UsageError("a drafter's guesses are right with a share of 0 to 1, and cost such a share of a step")
 
     @classmethod
@@ -40,7 +41,9 @@ class SimulatedDrafter:
         rates, _, cost = text.partition(":")
         try:
             shares = tuple(map(float, rates.split(",")))
-            return cls(shares, float(cost)) if cost else cls(shares)
+            if cost:
+                return cls(shares, float(cost))
+            return cls(shares)
         except ValueError:
             raise UsageError(f"{shown(text)} is not RATE,RATE,...:COST, as 0.8,0.7,0.6:0.05") from None
 
@@ -51,7 +54,9 @@ class DummyModel:
 
     def __init__(self, drafter: SimulatedDrafter | None = None) -> None:
         self._last: dict[int, int] = {}
-        self._rates = () if drafter is None else drafter.rates
+        self._rates: tuple[float, ...] = ()
+        if drafter is not None:
+            self._rates = drafter.rates
         self._random = Random(0)
 
     def __call__(self, plan: StepPlan) -> tuple[Answer, ...]:
@@ -61,22 +66,26 @@ class DummyModel:
             del self._last[sequence]
         for begin in plan.begin:
             self._last[begin.sequence] = begin.prompt_length + begin.seed - 1
-        last = self._last
-        return tuple(
-            [
-                self._guessed(row, last[row.sequence])
-                if row.guesses or row.draft
-                else Answer(row.sequence, _DUMMY if row.start + len(row.tokens) < last[row.sequence] else _END)
-                for row in plan.rows
-                if row.sample and row.tokens
-            ]
-        )
+        answers = []
+        for row in plan.rows:
+            if not row.sample or not row.tokens:
+                continue
+            last = self._last[row.sequence]
+            if row.guesses or row.draft:
+                answers.append(self._guessed(row, last))
+            elif row.start + len(row.tokens) < last:
+                answers.append(Answer(row.sequence, _DUMMY))
+            else:
+                answers.append(Answer(row.sequence, _END))
+        return tuple(answers)
 
     def _guessed(self, row: Row, last: int) -> Answer:
         first, rates = row.start + len(row.tokens) - row.guesses, self._rates
         guesses = row.tokens[len(row.tokens) - row.guesses :]
         end = first + sum(1 for _ in takewhile(DUMMY_TOKEN.__eq__, guesses))  # its last token's position
-        tokens = _DUMMY * (end - first + 1) if end < last else _DUMMY * (last - first) + _END
+        tokens = _DUMMY * (end - first + 1)
+        if end >= last:
+            tokens = _DUMMY * (last - first) + _END
         drawn = (self._random.random() < rates[min(place, len(rates) - 1)] for place in range(row.draft))
         right = sum(takewhile(bool, drawn))
         return Answer(row.sequence, tokens, draft=_DUMMY * right + _END * (row.draft - right))
@@ -118,7 +127,9 @@ class SimulatedExecutor:
         self._layouts = layouts
         self._block_size, self._groups = block_size, groups
         self._answer = answer or DummyModel(drafter)
-        self._draft_cost = 0.0 if drafter is None else drafter.cost
+        self._draft_cost = 0.0
+        if drafter is not None:
+            self._draft_cost = drafter.cost
         self._told: list[Times] = []
         self._processor = Processor(self._told.append)
         self._link_free: dict[Literal["out", "in"], float] = {"out": 0.0, "in": 0.0}
@@ -131,7 +142,9 @@ class SimulatedExecutor:
         """Plans run in this layout from now on."""
         times = self._layouts[layout]
         self._layout, self._times, self._pipeline = layout, cast(MovingTimes, times), self.pipelines[layout]
-        self._host = HostAttention(times, self._processor) if isinstance(times, TieredTimes) else None
+        self._host: HostAttention | None = None
+        if isinstance(times, TieredTimes):
+            self._host = HostAttention(times, self._processor)
 
     def submit(self, plan: StepPlan) -> None:
         """Begin a plan's swaps and its step or transition; it is known at once when each will be over.
@@ -152,15 +165,17 @@ class SimulatedExecutor:
         elif plan.layout != self._layout:
             raise RuntimeError(f"plan {plan.step} is for layout {plan.layout}, but {self._layout} is current")
         else:
-            hybrid = plan.strategy != "device" and self._concerns_host(plan)
-            passages = self._run_hybrid(plan) if hybrid else self._run(plan)
+            if plan.strategy != "device" and self._concerns_host(plan):
+                passages = self._run_hybrid(plan)
+            else:
+                passages = self._run(plan)
             for swap in plan.swaps:
                 if swap.after_row:
                     self._swap(swap, Passage(passages[0].start, passages[-1].end))
 
     def _run(self, plan: StepPlan) -> Sequence[Passage]:
         answers, work = self._answer(plan), self._work(plan.rows)
-        drafting = self._draft_seconds(plan.rows) if self._draft_cost else 0.0
+        drafting = self._draft_seconds(plan.rows)
         passages = self._pipeline.run(work, self._now, drafting)
         seconds = passages[-1].end - passages[0].start - drafting
         self._know(passages[-1].end, StepResult(plan.step, answers, seconds=seconds, draft_seconds=drafting))
@@ -169,6 +184,8 @@ class SimulatedExecutor:
 
     def _draft_seconds(self, rows: Iterable[Row]) -> float:
         """One token after the other, for all rows that ask for one."""
+        if not self._draft_cost:
+            return 0.0
         asked = [(row.draft, row.start + len(row.tokens)) for row in rows if row.draft]
         if not asked:
             return 0.0
@@ -203,14 +220,22 @@ class SimulatedExecutor:
         """
         if until is None and not self._pending:
             raise RuntimeError("nothing is in flight: there is nothing to wait for")
-        known, until = self._pending[0][0] if self._pending else math.inf, math.inf if until is None else until
-        self._now = max(self._now, min(known, until))
+        moment = math.inf
+        if self._pending:
+            moment = self._pending[0][0]
+        if until is not None:
+            moment = min(moment, until)
+        self._now = max(self._now, moment)
         results = []
         while self._pending and self._pending[0][0] <= self._now:
             result = heapq.heappop(self._pending)[2]
             self._in_flight -= result.step is not None
             results.append(result)
-        self.due = self._now if results else self._pending[0][0] if self._pending else math.inf
+        self.due = math.inf
+        if results:
+            self.due = self._now
+        elif self._pending:
+            self.due = self._pending[0][0]
         return results
 
     def now(self) -> float:
@@ -241,11 +266,13 @@ class SimulatedExecutor:
         self._answer(plan)
         self._enter(layout)
         seconds = max(self._times.reload_seconds(stage) for stage in range(self._times.num_stages))
-        idle = max([self._now, *self._link_free.values(), *(time for time, *_ in self._pending)])
+        idle = max(self._now, max(self._link_free.values()))
+        for time, _, _ in self._pending:
+            idle = max(idle, time)
         passage = self._move("in", seconds, idle)
         self._pipeline.not_before(passage.end)
         self._know(passage.end, StepResult(plan.step, seconds=seconds))
-        self._told.append(ReshardTimes(plan.step, 0, layout, 0, *passage))
+        self._told.append(ReshardTimes(plan.step, 0, layout, 0, passage.start, passage.end))
 
     def _concerns_host(self, plan: StepPlan) -> bool:
         """Whether host sequences take part in the step, so that it takes another time than a plain one."""
@@ -262,8 +289,11 @@ class SimulatedExecutor:
             raise TypeError("attention on the host wants step times that know it: see TieredTimes")
         tokens = {answer.sequence: answer for answer in self._answer(plan)}
         work = self._work(row for row in plan.rows if row.tokens)
-        run = self._overlap if plan.strategy == "overlap" else self._asymmetric
-        passage, answers = run(self._host, plan, tokens, self._pipeline.begin(work, self._now))
+        start = self._pipeline.begin(work, self._now)
+        if plan.strategy == "overlap":
+            passage, answers = self._overlap(self._host, plan, tokens, start)
+        else:
+            passage, answers = self._asymmetric(self._host, plan, tokens, start)
         self._pipeline.occupy(passage)
         progress, done = self._host.progress, self._host.take_work(passage.end)
         seconds = passage.end - passage.start
@@ -282,7 +312,7 @@ class SimulatedExecutor:
         device = self._work(row for row in plan.rows if row.tier == "device")
         passage, sampled = attention.overlap(plan.step, device, beginning, start)
         self.host_tokens += len(sampled)
-        return passage, [*tokens.values(), *sampled]
+        return passage, list(tokens.values()) + sampled
 
     def _asymmetric(
         self, attention: HostAttention, plan: StepPlan, tokens: dict[int, Answer], start: float
@@ -291,8 +321,11 @@ class SimulatedExecutor:
         batches: tuple[list[HostRow], list[HostRow]] = ([], [])
         for row in plan.rows:
             if row.tier == "host":
-                under_way = None if row.tokens else attention.take(row.sequence)
-                batches[row.sub_batch].append(under_way or HostRow(row.start + 1, tokens[row.sequence]))
+                if row.tokens:
+                    host_row = HostRow(row.start + 1, tokens[row.sequence])
+                else:
+                    host_row = attention.take(row.sequence)
+                batches[row.sub_batch].append(host_row)
         first, second = (
             SubBatch(self._work(row for row in plan.rows if row.tier == "device" and row.sub_batch == number), host)
             for number, host in enumerate(batches)

@@ -44,8 +44,11 @@ StageTime = tuple[float, float]
 
 def bubble_share(stages: Iterable[StageTime]) -> float:
     """Share of the stages' working time in which they computed nothing; 0 if nothing was ever in flight."""
-    busy, working = map(sum, zip(*stages, strict=True))
-    return 1 - busy / working if working else 0.0
+    times = list(stages)
+    working = sum(in_flight for _, in_flight in times)
+    if not working:
+        return 0.0
+    return 1 - sum(computing for computing, _ in times) / working
 
 
 class Replica:
@@ -75,11 +78,16 @@ class Replica:
         while engine.has_work and engine.now() < until:
             engine.step(until)
             due = self.executor.due
-        return due if engine.has_work else math.inf
+        if not engine.has_work:
+            return math.inf
+        return due
 
     def figures(self, seconds: float) -> ReplicaFigures:
         """Metrics of this engine over the time of the whole fleet."""
         stages, lives = self.stages, self.lives
+        bubbles: float | None = None
+        if any(working for _, working in stages):
+            bubbles = bubble_share(stages)
         return ReplicaFigures(
             requests=lives.requests,
             input_tokens=lives.input_tokens,
@@ -88,7 +96,7 @@ class Replica:
             ttft_ms=lives.ttft.mean,
             tpot_ms=lives.tpot.mean,
             e2el_ms=lives.e2el.mean,
-            bubble_share=bubble_share(stages) if any(working for _, working in stages) else None,
+            bubble_share=bubbles,
             kv_occupancy=self.steps.occupancy.seconds / seconds,
             kv_peak=self.steps.occupancy.peak,
             preemptions=self.scheduler.table.preemptions,

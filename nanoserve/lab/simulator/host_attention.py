@@ -120,7 +120,9 @@ class HostAttention:
         """
         if not device.tokens and not beginning and self._cohorts:
             start = max(start, min(cohort.ready for cohort in self._cohorts))
-        base = self._times.stage_seconds(device, 0) if device.tokens else 0.0
+        base = 0.0
+        if device.tokens:
+            base = self._times.stage_seconds(device, 0)
         layer, joined, answers = base / self._layers, 0.0, list[Answer]()
         waiting = sorted(self._cohorts, key=attrgetter("layers"))
         if beginning:
@@ -180,8 +182,12 @@ class HostAttention:
         attention = [self._device_attention(batch.device) for batch in batches]
         host = [row for batch in batches for row in batch.host]
         ends = self._times.ends_seconds(_together(first.device, second.device, host), 0)
-        late = max(0.0, self._processor.free - start) if host else 0.0
-        changes = {0, 1, self._layers, *(row.first_layer for row in host), *(row.attended for row in host)}
+        late = 0.0
+        if host:
+            late = max(0.0, self._processor.free - start)
+        changes = {0, 1, self._layers}
+        changes.update(row.first_layer for row in host)
+        changes.update(row.attended for row in host)
         seconds = busy = 0.0
         for layer, until in pairwise(sorted(changes)):
             device = [self._linear(batch, layer) + attention[index] for index, batch in enumerate(batches)]
@@ -189,7 +195,9 @@ class HostAttention:
             cpu = [self._seconds(rows) for rows in attending]
             for rows, layer_seconds in zip(attending, cpu, strict=True):
                 self._note(rows, layer_seconds, start)
-            waits = late if layer == 0 else 0.0
+            waits = 0.0
+            if layer == 0:
+                waits = late
             taking = max(device[0], cpu[1] + waits) + max(device[1], cpu[0])
             seconds += (until - layer) * taking
             busy += (until - layer) * sum(cpu)
@@ -199,7 +207,9 @@ class HostAttention:
         return passage
 
     def _device_attention(self, work: StepWork) -> float:
-        return self._times.attention_seconds(work, 0) / self._layers if work.tokens else 0.0
+        if not work.tokens:
+            return 0.0
+        return self._times.attention_seconds(work, 0) / self._layers
 
     def _linear(self, batch: SubBatch, layer: int) -> float:
         """The linear part of one layer, for the rows that have come to it."""
@@ -221,4 +231,4 @@ def _together(first: StepWork, second: StepWork, host: Sequence[HostRow]) -> Ste
     """Embedding and head of both sub-batches, which run once: rows that begin are embedded, all are sampled."""
     decodes = first.decodes + second.decodes + sum(row.attended == 0 for row in host)
     sampled = first.sampled + second.sampled + len(host)
-    return msgspec.structs.replace(first, decodes=decodes, sampled=sampled, chunks=(*first.chunks, *second.chunks))
+    return msgspec.structs.replace(first, decodes=decodes, sampled=sampled, chunks=first.chunks + second.chunks)

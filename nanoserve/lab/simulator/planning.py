@@ -49,8 +49,9 @@ class PlannedWork:
         return PlannedWork(longest, self.rate and self.rate / replicas, self.seed)
 
     def workload(self) -> Workload:
-        arrivals = burst() if self.rate is None else poisson_arrivals(self.rate, self.seed)
-        return Workload(arrivals, self.shapes)
+        if self.rate is None:
+            return Workload(burst(), self.shapes)
+        return Workload(poisson_arrivals(self.rate, self.seed), self.shapes)
 
     @cached_property
     def mean_output(self) -> float:
@@ -148,7 +149,9 @@ class Candidate:
 
     def estimate(self) -> tuple[float, float]:
         """Sort key: the best comes first."""
-        return (0.0 if self.work.rate is None else self.latency, -self.tokens_per_second)
+        if self.work.rate is None:
+            return 0.0, -self.tokens_per_second
+        return self.latency, -self.tokens_per_second
 
     @property
     def estimate_text(self) -> str:
@@ -170,15 +173,15 @@ class Candidate:
             windows=self.layouts[0].counts.groups.windows,
             max_num_seqs=max_num_seqs,
             host_blocks=self.host_blocks,
-            other_layouts=[*zip(self.layouts[1:], self.kv_blocks[1:], strict=True)],
+            other_layouts=list(zip(self.layouts[1:], self.kv_blocks[1:], strict=True)),
             predictors=layout_predictors(self.layouts),
         )
 
     @cached_property
     def _analyses(self) -> list[Analysis]:
         inputs, outputs = self.work.input_tokens / len(self.work.shapes), self.work.mean_output
-        lengths = max(1, round(inputs)), max(1, round(outputs))
-        return [Analysis(costs, *lengths) for costs in self.layouts]
+        input_tokens, output_tokens = max(1, round(inputs)), max(1, round(outputs))
+        return [Analysis(costs, input_tokens, output_tokens) for costs in self.layouts]
 
     def _answers_seconds(self, work: PlannedWork) -> float:
         decoding, requests = self._analyses[-1], len(work.shapes)
@@ -207,16 +210,18 @@ class Candidates:
         found = {one.name: one for one in self.fitting}
         if name not in found:
             reasons = [one.reason for one in self.left_out if one.name == name]
-            raise UsageError(f"{name}: {reasons[0] if reasons else 'one of its layouts does not fit'}")
+            reasons.append("one of its layouts does not fit")
+            raise UsageError(f"{name}: {reasons[0]}")
         return found[name]
 
     def best(self, top: int) -> "Candidates":
         """Keep the ``top`` layouts and the ``top`` pairs with the best estimates, best first; leave the others out."""
         ranked = sorted(self.fitting, key=Candidate.estimate)
-        alone, pairs = ([one for one in ranked if one.is_pair == wanted][:top] for wanted in (False, True))
-        chosen = [*alone, *pairs]
+        alone = [one for one in ranked if not one.is_pair][:top]
+        pairs = [one for one in ranked if one.is_pair][:top]
+        chosen = alone + pairs
         others = [LeftOut(one.name, f"not simulated: {one.estimate_text}") for one in ranked if one not in chosen]
-        return Candidates(tuple(sorted(chosen, key=Candidate.estimate)), (*others, *self.left_out))
+        return Candidates(tuple(sorted(chosen, key=Candidate.estimate)), tuple(others) + self.left_out)
 
 
 def find_candidates(
@@ -251,8 +256,11 @@ def find_candidates(
     if not fitting:
         raise min(refused, key=lambda one: one[0])[1]
     if work.rate is not None or not fitting[0].layouts[0].machine.host_memory_bytes:
-        why = "are for closed batches: without a rate" if work.rate is not None else "need host memory: none is known"
-        return Candidates(tuple(fitting), (*left_out, LeftOut("pairs of layouts", why)))
+        why = "need host memory: none is known"
+        if work.rate is not None:
+            why = "are for closed batches: without a rate"
+        left_out.append(LeftOut("pairs of layouts", why))
+        return Candidates(tuple(fitting), tuple(left_out))
     for one, two in [pair for pair in permutations(fitting, 2) if pair[0].replicas == pair[1].replicas]:
         try:
             fitting.append(_pair(one, two, limits))

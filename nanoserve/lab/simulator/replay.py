@@ -46,7 +46,9 @@ class MeasuredStages:
         self, steps: Sequence[MeasuredStep], *, swap_token_seconds: float = 0.0, reload_seconds: float = 0.0
     ) -> None:
         self._swap_token_seconds, self._reload_seconds = swap_token_seconds, reload_seconds
-        self.num_stages = len(steps[0].stages) if steps else 1  # stages of the pipeline
+        self.num_stages = 1  # stages of the pipeline
+        if steps:
+            self.num_stages = len(steps[0].stages)
         self.others = 0  # micro-batches that were not those of the real run
         self._steps = steps
         self._places = count()
@@ -162,7 +164,9 @@ class _ReplayingExecutor(SimulatedExecutor):
         return self._times.work()  # what the plan took is recorded
 
     def collect(self, until: float | None) -> list[StepResult]:
-        return list(self._collected[self._now]) if super().collect(until) else []
+        if not super().collect(until):
+            return []
+        return list(self._collected[self._now])
 
 
 def replay(record: RunRecord, make_scheduler: Callable[[], Scheduler], *, vocab_size: int) -> list[StepPlan]:

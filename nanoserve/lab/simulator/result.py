@@ -81,4 +81,6 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def occupancies(self) -> dict[str, tuple[tuple[float, float], ...]]:
         """Share of blocks in use over time, for each tier of the KV cache."""
-        return {"device": self.kv_series} | ({"host": self.host_series} if self.host_series else {})
+        if not self.host_series:
+            return {"device": self.kv_series}
+        return {"device": self.kv_series, "host": self.host_series}

@@ -41,8 +41,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """The drawing under one policy, with so many layers of a published model."""
         model, machine = replace(load_shape(_MODEL), num_layers=self.num_layers), load_machine(self.hardware)
         costs = [StepCosts(model, machine, ParallelLayout.parse(layout)) for layout in self.layouts]
-        listed = [(time, RequestShape(*tokens)) for time, *tokens, number in self.requests for _ in range(number)]
-        requests = Workload((time for time, _ in listed), (shape for _, shape in listed))
+        times, shapes = [], []
+        for time, inputs, outputs, number in self.requests:
+            times += [time] * number
+            shapes += [RequestShape(inputs, outputs)] * number
+        requests = Workload(iter(times), iter(shapes))
         blocks, predictors = [self.num_blocks] * len(costs), layout_predictors(costs)
         return explained_simulation(name, policy, requests, costs, blocks, self.host_blocks, predictors)
 
@@ -76,7 +79,7 @@ def explained_simulation(
         max_num_seqs=max_num_seqs,
         observers=[record],
         host_blocks=host_blocks,
-        other_layouts=[*zip(layouts[1:], num_blocks[1:], strict=True)],
+        other_layouts=list(zip(layouts[1:], num_blocks[1:], strict=True)),
         predictors=predictors,
     )
     return explain_run(name, record, block_size, layouts[0].num_stages, lambda tokens: ("",) * len(tokens))

@@ -70,11 +70,15 @@ def simulate(
     attention on the host under a layout of several stages.
     """
     check_replicas(replicas)
+    if host_blocks or other_layouts:
+        _check_tiers(times, drafter)
     within, window = SloMeter(slo or Slo()), ArrivalWindow(slo or Slo())
-    # A sequence may take all blocks in every layout; the KV of its last token is never written.
     groups = len(windows)
-    windows = (0,) * groups if host_blocks and not other_layouts else windows
-    longest = most_tokens(windows, min([num_blocks, *(blocks for _, blocks in other_layouts)]), block_size, sys.maxsize)
+    if host_blocks and not other_layouts:
+        windows = (0,) * groups
+    # A sequence may take all blocks in every layout; the KV of its last token is never written.
+    fewest_blocks = min([num_blocks] + [blocks for _, blocks in other_layouts])
+    longest = most_tokens(windows, fewest_blocks, block_size, sys.maxsize)
     make_scheduler = partial(
         Scheduler,
         policy,
@@ -87,15 +91,17 @@ def simulate(
         predictors=predictors,
         windows=windows,
     )
-    if (host_blocks or other_layouts) and drafter is not None:
-        raise UsageError("guesses are simulated in one layout, and without host memory: leave one of them out")
-    if (host_blocks or other_layouts) and not isinstance(times, TieredTimes):
-        raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
-    layouts, fleet = [times, *(other for other, _ in other_layouts)], []
+    layouts: list[StepTimes] = [times]
+    layouts += [other for other, _ in other_layouts]
+    shown: list[RequestObserver] = [within, window.on_request]
+    shown += request_observers
+    fleet = []
     for _ in range(replicas):
-        steps = StepMetrics(block_size, 1 + len(other_layouts), groups)
+        steps = StepMetrics(block_size, len(layouts), groups)
         executor = SimulatedExecutor(*layouts, block_size=block_size, groups=groups, runtime=runtime, drafter=drafter)
-        speculator = None if drafter is None else Speculator(looks_up=False, token_budget=_MOST_TOKENS)
+        speculator = None
+        if drafter is not None:
+            speculator = Speculator(looks_up=False, token_budget=_MOST_TOKENS)
         extensions = make_extensions(
             host_blocks=host_blocks,
             other_layouts=[LayoutCapacity(blocks, other.num_stages) for other, blocks in other_layouts],
@@ -103,8 +109,7 @@ def simulate(
         )
         scheduler = make_scheduler(extensions=extensions)
         learn_from_results(scheduler)
-        lives = LatencyMetrics((within, window.on_request, *request_observers))
-        fleet.append(Replica(scheduler, executor, steps, lives))
+        fleet.append(Replica(scheduler, executor, steps, LatencyMetrics(shown)))
         fleet[-1].recorder.add(window)
     fleet[0].recorder.add(*observers)
     drive_fleet(fleet, make_router(router), _fitting(requests, longest + 1), is_over)
@@ -113,7 +118,17 @@ def simulate(
     if not any(replica.scheduler.steps for replica in fleet):
         raise UsageError("there are no requests to simulate")
     fleet[0].recorder.finish()
-    return _result(fleet, window, None if slo is None else within)
+    if slo is None:
+        return _result(fleet, window, None)
+    return _result(fleet, window, within)
+
+
+def _check_tiers(times: StepTimes, drafter: SimulatedDrafter | None) -> None:
+    """Raises UsageError for guesses beside host memory or other layouts, TypeError for times that do not know these."""
+    if drafter is not None:
+        raise UsageError("guesses are simulated in one layout, and without host memory: leave one of them out")
+    if not isinstance(times, TieredTimes):
+        raise TypeError("host memory and other layouts want step times that know them: see TieredTimes")
 
 
 def _fitting(requests: Iterable[Request], longest: int) -> Iterator[Request]:
@@ -136,6 +151,10 @@ def _result(fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | 
     assert tokens is not None, "requests ran, so there were steps"
     drafts = [replica.scheduler.extensions.drafts for replica in fleet]
     guesses = sum([one.speculator.counts for one in drafts if one is not None], GuessCounts())
+    attainment: float | None = None
+    goodput: float | None = None
+    if within is not None:
+        attainment, goodput = within.attainment, within.attaining / seconds
     return SimulationResult(
         requests=requests,
         input_tokens=inputs,
@@ -161,9 +180,9 @@ def _result(fleet: Sequence[Replica], window: ArrivalWindow, within: SloMeter | 
         kv_occupancy=sum(one.occupancy.seconds for one in steps) / (seconds * len(fleet)),
         kv_peak=max(one.occupancy.peak for one in steps),
         kv_series=tuple(mean_series([one.occupancy.series for one in steps]).points),
-        tokens_series=tuple((time, *counts) for time, counts in steps[0].counts.points),
-        slo_attainment=None if within is None else within.attainment,
-        goodput=None if within is None else within.attaining / seconds,
+        tokens_series=tuple((time,) + counts for time, counts in steps[0].counts.points),
+        slo_attainment=attainment,
+        goodput=goodput,
         replicas=tuple(replica.figures(seconds) for replica in fleet),
         strategy_steps=dict(sum((one.strategy_steps for one in steps), Counter[str]())),
         transitions=sum(one.transitions for one in steps),

@@ -82,9 +82,10 @@ def named_lengths(name: str, seed: int, others: Sequence[str] = ()) -> Iterator[
         return length_tables()[name].draw(seed)
     parts = name.split("+")
     if len(parts) != 2:
-        known = ", ".join((*others, GLLMS_SHAREGPT, *length_tables()))
+        known = ", ".join(list(others) + [GLLMS_SHAREGPT] + list(length_tables()))
         raise UsageError(f"--lengths takes tokens in and out such as 512+128, or one of {known}; not {shown(name)}")
-    return fixed_lengths(*(parse_sizes(part, "--lengths")[0] for part in parts))
+    inputs, outputs = (parse_sizes(part, "--lengths")[0] for part in parts)
+    return fixed_lengths(inputs, outputs)
 
 
 def fixed_lengths(input_tokens: int, output_tokens: int) -> Iterator[RequestShape]:
@@ -154,7 +155,9 @@ class _Curve:
         straight = sum(quantiles[:-1]) - (quantiles[0] + low) / 2
         mean_of_last = mean * (len(quantiles) - 1) - straight
         # The mean of low + (high - low) * x ** power, for x from 0 to 1, is low + (high - low) / (power + 1).
-        self._power = max(1.0, (high - low) / (mean_of_last - low) - 1) if mean_of_last > low else 1.0
+        self._power = 1.0
+        if mean_of_last > low:
+            self._power = max(1.0, (high - low) / (mean_of_last - low) - 1)
 
     def at(self, share: float) -> int:
         """The length that this share of the requests, in [0, 1], do not exceed."""
@@ -163,7 +166,9 @@ class _Curve:
         if place > self._last:
             return self._quantiles[-1]
         low, high = self._quantiles[place], self._quantiles[place + 1]
-        return round(low + (high - low) * (fraction**self._power if place == self._last else fraction))
+        if place == self._last:
+            fraction **= self._power
+        return round(low + (high - low) * fraction)
 
 
 @cache
