@@ -101,7 +101,8 @@ class Comparisons(Runs[Place]):
 
     def ratios_by_seed(self, places: Sequence[Place], metric: Metric) -> Iterable[tuple[float, ...]]:
         """For each seed, the ratio to throttling in each of these places."""
-        return zip(*(self.ratios(one, (one[0], THROTTLING.label), metric) for one in places), strict=True)
+        ratios = [self.ratios((entry, label), (entry, THROTTLING.label), metric) for entry, label in places]
+        return zip(*ratios, strict=True)
 
     def mean_ratio(self, places: Sequence[Place], metric: Metric) -> Spread:
         """The geometric mean of each seed's ratios."""
@@ -136,7 +137,7 @@ def compare(
     jobs = {}
     for entry, case in at_once.items():
         rate = entry.load * _requests_per_second(outcomes[case])
-        for system in (THROTTLING, *systems):
+        for system in [THROTTLING] + list(systems):
             jobs[entry, system.label] = over_seeds(replace(case, rate=rate, system=system), scale.seeds)
     return Comparisons(run, jobs)
 
@@ -152,16 +153,18 @@ def _list(scale: Scale, run: Run) -> Finding:
     found = compare(SETTINGS, [ADAPTIVE], scale.pick(_REQUESTS, _REQUESTS_OF_FULL), scale, run)
     every = found.places
     short = [one for one in every if one[0].pool < 1 and one[0].load > 1]
-    preempted = (
-        map(sum, zip(*(found.values((one[0], system.label), _PREEMPTIONS) for one in every), strict=True))
-        for system in (ADAPTIVE, THROTTLING)
-    )
+
+    def preemptions(system: System) -> list[float]:
+        """Of each seed, in all entries together."""
+        counts = [found.values((entry, system.label), _PREEMPTIONS) for entry, _ in every]
+        return [sum(of_seed) for of_seed in zip(*counts, strict=True)]
+
     ours = {
         "list throughput": found.mean_ratio(every, throughput),
         "list worst throughput": Spread.of(map(min, found.ratios_by_seed(every, throughput))),
         "list TPOT": found.mean_ratio(every, _TPOT),
         "list worst TPOT": Spread.of(map(max, found.ratios_by_seed(every, _TPOT))),
-        "list preemptions": Spread.of(map(operator.sub, *preempted)),
+        "list preemptions": Spread.of(map(operator.sub, preemptions(ADAPTIVE), preemptions(THROTTLING))),
         "list short of memory": found.mean_ratio(short, throughput),
         "list TTFT": found.mean_ratio(every, _TTFT),
     }

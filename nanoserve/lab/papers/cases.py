@@ -54,11 +54,13 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
 
     def layout(self, devices: int) -> ParallelLayout:
         """How it spreads a model over that many devices, unless a case says otherwise."""
-        return ParallelLayout(**{"tensor_parallel" if self.tensor_parallel else "pipeline_parallel": devices})
+        if self.tensor_parallel:
+            return ParallelLayout(tensor_parallel=devices)
+        return ParallelLayout(pipeline_parallel=devices)
 
     def with_(self, label: str, **parameters: Any) -> "System":
         """The same system with other parameters of its policy."""
-        return replace(self, label=label, parameters=(*self.parameters, *parameters.items()))
+        return replace(self, label=label, parameters=self.parameters + tuple(parameters.items()))
 
     def make_policy(self) -> Policy:
         if self.policy in _UNBUFFERED:
@@ -104,7 +106,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         machine = load_machine(self.machine)
         factor = self.all_reduce_scale
         link = replace_field(machine.link.scaled(factor), latency=machine.link.latency / factor)
-        efficiency = Efficiency() if self.processor is None else Efficiency(processor=self.processor)
+        efficiency = Efficiency()
+        if self.processor is not None:
+            efficiency = Efficiency(processor=self.processor)
         machine = replace_field(machine, link=link)
         return StepCosts(load_shape(self.model), machine, layout or self.layouts[0], efficiency=efficiency)
 
@@ -124,12 +128,17 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
         blocks = [int(one.memory.kv_blocks(BLOCK_SIZE, system.token_budget) * self.pool) for one in layouts]
         if system.policy in _UNBUFFERED:  # what stays on the devices must fit them in both layouts
             blocks = [min(blocks)] * len(blocks)
-        is_tiered = len(layouts) > 1 or POLICIES[system.policy].attends_on_host
-        host_bytes = first.machine.host_memory_bytes if self.host_bytes is None else self.host_bytes
-        host_blocks = first.memory.host_kv_blocks(host_bytes * self.layouts[0].devices / replicas, BLOCK_SIZE)
+        host_blocks = 0
+        if len(layouts) > 1 or POLICIES[system.policy].attends_on_host:
+            host_bytes = self.host_bytes
+            if host_bytes is None:
+                host_bytes = first.machine.host_memory_bytes
+            host_blocks = first.memory.host_kv_blocks(host_bytes * self.layouts[0].devices / replicas, BLOCK_SIZE)
         window, clock = SteadyWindow(self.requests, self.steady, self.logged_steps), PhaseClock()
         latencies: list[float] = []
-        arrivals = burst() if self.rate is None else poisson_arrivals(self.rate, self.seed)
+        arrivals = burst()
+        if self.rate is not None:
+            arrivals = poisson_arrivals(self.rate, self.seed)
         result = simulate(
             system.make_policy(),
             first,
@@ -143,14 +152,17 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
             slo=self.slo,
             request_observers=[lambda request: latencies.append(request.e2el / request.output_tokens)],
             replicas=replicas,
-            host_blocks=host_blocks if is_tiered else 0,
-            other_layouts=[*zip(layouts[1:], blocks[1:], strict=True)],
+            host_blocks=host_blocks,
+            other_layouts=list(zip(layouts[1:], blocks[1:], strict=True)),
             predictors=layout_predictors(layouts),
             is_over=lambda: self.ends_steady and window.is_over,
         )
+        steady: Steady | None = None
+        if self.steady:
+            steady = window.result()
         return Outcome(
             result=result,
-            window=window.result() if self.steady else None,
+            window=steady,
             log=window.samples,
             latency_per_token=fmean(latencies),
             breakdown=clock.breakdown(result.seconds),

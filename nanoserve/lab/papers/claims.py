@@ -42,7 +42,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     def holds(self) -> Verdict:
         if self._within(self.ours.low) and self._within(self.ours.high):
             return "yes"
-        return "mostly" if self._within(self.ours.mean) else "no"
+        if self._within(self.ours.mean):
+            return "mostly"
+        return "no"
 
     @property
     def off(self) -> float | None:
@@ -50,7 +52,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         if not (stated := _STATED.fullmatch(self.paper)):
             return None
         plus, low, _, high = stated.groups()
-        ends = [float(end) / 100 + 1 if plus else float(end) for end in (low, high or low)]
+        ends = [float(low), float(high or low)]
+        if plus:
+            ends = [end / 100 + 1 for end in ends]
         if min(ends) <= 0 or self.ours.mean <= 0:
             return None
         return max(ends[0] / self.ours.mean, self.ours.mean / ends[1], 1.0)
@@ -59,14 +63,19 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self) -> str:
         """Whether it holds; and where it does, but ours is far from the paper's number, by how much."""
         off = self.off or 1.0
-        return self.holds if self.holds == "no" or off <= _FAR else f"{self.holds}, {off:.1f}x off"
+        if self.holds == "no" or off <= _FAR:
+            return self.holds
+        return f"{self.holds}, {off:.1f}x off"
 
     @property
     def bounds(self) -> str:
-        low, high = (None if bound is None else self.form.format(bound) for bound in (self.at_least, self.at_most))
-        if low and high:
-            return f"{low} to {high}"
-        return f"at least {low}" if low else f"at most {high}" if high else "-"
+        if self.at_least is not None and self.at_most is not None:
+            return f"{self.form.format(self.at_least)} to {self.form.format(self.at_most)}"
+        if self.at_least is not None:
+            return f"at least {self.form.format(self.at_least)}"
+        if self.at_most is not None:
+            return f"at most {self.form.format(self.at_most)}"
+        return "-"
 
     def row(self) -> dict[str, object]:
         return {
@@ -98,7 +107,9 @@ def claims(of: str, ours: Mapping[str, Spread | float], **words: object) -> list
         stated = stated_claims()[of, name]
         form, low, high = read_bounds(stated["asked"].format(**words))
         texts = {field: stated[field].format(**words) for field in ("figure", "says", "paper", "assumption")}
-        spread = number if isinstance(number, Spread) else Spread.of([number])
+        spread = number
+        if not isinstance(spread, Spread):
+            spread = Spread.of([spread])
         found.append(Claim(**texts, ours=spread, form=stated["form"] or form, at_least=low, at_most=high))
     return found
 
@@ -109,6 +120,13 @@ def read_bounds(asked: str) -> tuple[str, float | None, float | None]:
     if match is None:
         raise ValueError(f"not a bound: {asked!r}")
     side, sign, number, decimals, unit, high = match.groups()
-    form = f"{{:{sign}{',' if ',' in number else ''}.{len(decimals or '')}f}}{unit}"
+    comma = ""
+    if "," in number:
+        comma = ","
+    form = f"{{:{sign}{comma}.{len(decimals or '')}f}}{unit}"
     lowest, highest = (float(end.replace(",", "")) for end in (number, high or number))
-    return form, None if side == "most" else lowest, None if side == "least" else highest
+    if side == "most":
+        return form, None, highest
+    if side == "least":
+        return form, lowest, None
+    return form, lowest, highest

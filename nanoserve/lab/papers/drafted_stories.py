@@ -53,8 +53,10 @@ class DraftedStories:
     def _write(self, llm: LLM, seed: int) -> Drafted:
         drawn = SamplingParams(seed=seed, n=self.stories, max_tokens=16, ignore_eos=True)
         (output,) = llm.generate(_START, drawn)
-        starts = [[*output.prompt_token_ids, *one.token_ids] for one in output.outputs]
-        params = SamplingParams(temperature=0.0) if self.greedy else llm.default_sampling_params()
+        starts = [output.prompt_token_ids + one.token_ids for one in output.outputs]
+        params = llm.default_sampling_params()
+        if self.greedy:
+            params = SamplingParams(temperature=0.0)
         before = llm.status.guesses
         llm.generate(starts, msgspec.structs.replace(params, seed=seed, max_tokens=_LENGTH + 1, ignore_eos=True))
         counts = llm.status.guesses

@@ -167,7 +167,7 @@ def _batch_rows(costs: StepCosts, most: int) -> list[dict[str, Any]]:
             "real": real.step_seconds(real.work([CONTEXT] * batch)) * 1e3,
             "throughput": batch / seconds,
             "throughput_closed": batch / decode_seconds(batch, weights, kv, bandwidth),
-            "fits": "yes" if batch <= most else "no",
+            "fits": {True: "yes", False: "no"}[batch <= most],
         }
         for batch, seconds in exact.items()
     ]
@@ -280,7 +280,9 @@ class Kept(NamedTuple):
 def _kept(model: str) -> Kept:
     shape = load_shape(model)
     layer = ModelCounts(shape).kv_bytes_per_token(0) / shape.num_layers
-    windows = _OLDER_MISTRAL if model == "mistral-7b" else shape.sliding_windows or (0,) * shape.num_layers
+    windows = shape.sliding_windows or (0,) * shape.num_layers
+    if model == "mistral-7b":
+        windows = _OLDER_MISTRAL
     sizes = [layer * sum(min(length, window or length) for window in windows) for length in LENGTHS]
     if not any(windows):
         return Kept(f"query heads that share a key head: {shape.group_size}", sizes, shape.group_size)
@@ -469,7 +471,9 @@ def drafts(scale: Scale, run: Run) -> Finding:
         places = [sum(one.accepted[place] for one in found) for place in range(LOOKAHEAD)]
         checked = max(1, sum(one.rows for one in found))
         kept = {f"{place + 1}": number / checked for place, number in enumerate(places)}
-        drawn = "greedy" if job.greedy else "as the model card says"
+        drawn = "as the model card says"
+        if job.greedy:
+            drawn = "greedy"
         rows.append({"drafter": job.drafter, "drawn": drawn, "tokens": spread, "text": spread.text("{:.2f}"), **kept})
     tokens = {(row["drafter"], row["drawn"]): row["tokens"] for row in rows}
     ours = {"3.1.5 draft": tokens["draft:storyteller-draft", "greedy"], "3.1.5 ngram": tokens["ngram", "greedy"]}

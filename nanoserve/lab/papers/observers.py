@@ -93,15 +93,14 @@ class SteadyWindow(StepObserver):
         if len(self._steps) < 2 or seconds <= 0:
             raise ValueError("too few steps to speak of a steady state: take more requests")
         tokens = [sum(step) for step in self._steps]
-        prefill, decodes = map(fmean, zip(*self._steps, strict=True))
         return Steady(
             seconds=seconds,
             tokens_per_second=self._tokens / seconds,
             bubble_share=1 - fmean(self._busy) / seconds,
             step_tokens=fmean(tokens),
             variation=pstdev(tokens) / fmean(tokens),
-            prefill_tokens=prefill,
-            decodes=decodes,
+            prefill_tokens=fmean(prefill for prefill, _ in self._steps),
+            decodes=fmean(decodes for _, decodes in self._steps),
         )
 
 
@@ -130,7 +129,11 @@ class PhaseClock(StepObserver):
         self._decode_rows = 0.0
 
     def on_step(self, planned: Planned, stages: Sequence[StageTimes]) -> None:
-        kind = "decode" if not planned.plan.prompt_tokens else "mixed" if planned.plan.decodes else "prefill"
+        kind = "decode"
+        if planned.plan.prompt_tokens and planned.plan.decodes:
+            kind = "mixed"
+        elif planned.plan.prompt_tokens:
+            kind = "prefill"
         seconds = fmean([times.computed - times.started for times in stages])
         self._seconds[kind] += seconds
         if kind == "decode":
@@ -146,7 +149,9 @@ class PhaseClock(StepObserver):
     @property
     def decodes(self) -> float:
         """Answers of a step without prompts, averaged over the time of these steps."""
-        return self._decode_rows / self._seconds["decode"] if self._seconds["decode"] else 0.0
+        if not self._seconds["decode"]:
+            return 0.0
+        return self._decode_rows / self._seconds["decode"]
 
     def breakdown(self, end: float) -> Breakdown:
         """Where the time until ``end`` went."""
@@ -155,4 +160,4 @@ class PhaseClock(StepObserver):
     def phases(self, end: float) -> tuple[tuple[float, float, int], ...]:
         """(begin, end, layout) of each phase, the last one until then."""
         begin, layout = self._phase
-        return (*self._phases, (begin, end, layout))
+        return self._phases + ((begin, end, layout),)

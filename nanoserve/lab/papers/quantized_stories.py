@@ -57,7 +57,7 @@ class DrawnStories:
             length = WINDOW - len(start)
             params = [SamplingParams(n=samples, max_tokens=length, ignore_eos=True, seed=seed) for seed in self.seeds]
             outputs = llm.generate([start] * len(params), params)
-        drawn = [tuple((*start, *one.token_ids) for one in output.outputs) for output in outputs]
+        drawn = [tuple(tuple(start) + one.token_ids for one in output.outputs) for output in outputs]
         return [(own[:_CALIBRATION], own[_CALIBRATION:]) for own in drawn]
 
 
@@ -108,7 +108,10 @@ def storyteller(outliers: Outliers, seed: int, calibration: Stories) -> Decoder:
             impact = known[name].magnitudes * weight.norm(dim=0)  # equation (15)
             if outliers == "3 random outliers":
                 impact = torch.rand(len(impact), generator=generator)
-            channels = impact.topk(0 if outliers == "natural weights" else int(outliers[0])).indices
+            count = 0
+            if outliers != "natural weights":
+                count = int(outliers[0])
+            channels = impact.topk(count).indices
             norm.weight[channels] *= FACTOR
             weight[:, channels] /= FACTOR
     return decoder
@@ -135,7 +138,7 @@ def keep_columns(weight: Tensor, kept: Tensor, rounded: Callable[[Tensor], Tenso
 
 
 def _layers(decoder: Decoder) -> list[DecoderLayer]:
-    return cast(list[DecoderLayer], [*decoder.layers])
+    return cast(list[DecoderLayer], list(decoder.layers))
 
 
 def _quantize(layer: DecoderLayer, known: dict[str, InputStatistics], method: str, bits: int) -> None:
@@ -157,7 +160,8 @@ def _quantize(layer: DecoderLayer, known: dict[str, InputStatistics], method: st
 
 def _by_tensor(input: Tensor, weight: Tensor) -> Tensor:
     """The product in 8 bits, with one scale for all inputs and one for the weight."""
-    return functional.linear(*(rtn(part.reshape(1, -1), 8).dequantize().view_as(part) for part in (input, weight)))
+    inputs, weights = (rtn(part.reshape(1, -1), 8).dequantize().view_as(part) for part in (input, weight))
+    return functional.linear(inputs, weights)
 
 
 def _multiplying(decoder: Decoder, multiply: Multiply) -> ExitStack:

@@ -86,7 +86,9 @@ class DecodeCase(msgspec.Struct, frozen=True, kw_only=True):
         attention, device = HostAttention(costs, Processor()), costs.work([self.context] * self.decodes)
         now, steps, tokens = 0.0, 0, 0
         while tokens < _CYCLES * self.host_sequences:
-            beginning = {} if attention.under_way else self._host(0, self.host_sequences)
+            beginning: dict[int, HostRow] = {}
+            if not attention.under_way:
+                beginning = self._host(0, self.host_sequences)
             passage, answers = attention.overlap(steps, device, beginning, now)
             now, steps, tokens = passage.end, steps + 1, tokens + len(answers)
         return (steps * self.decodes + tokens) / now, steps / _CYCLES
@@ -201,6 +203,6 @@ def processor_speed(scale: Scale, run: Run) -> Finding:
         ours[f"1b {platform.name}"] = cpu[four] / device[four]
         heights = {"device": device, "CPU": cpu}
         title, y = f"{platform.name}, {platform.model}", "attention of one layer, us"
-        panels.append(panel(title, "batch size", y, [*map(float, _BATCHES)], heights, log_x=True, log_y=True))
+        panels.append(panel(title, "batch size", y, _BATCHES, heights, log_x=True, log_y=True))
     chart = Chart("APEX, figure 1b: attention over 1024 keys on our platforms", panels, columns=2)
     return Finding(claims("apex", ours), chart, rows)

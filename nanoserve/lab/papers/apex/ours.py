@@ -47,24 +47,29 @@ def fixed_list(scale: Scale, run: Run) -> Finding:
     outputs = scale.pick(OUTPUTS, ALL_OUTPUTS)
     lengths = [(A10, f"1000:{output}") for output in outputs] + [(T4, f"osc:{output}") for output in outputs]
     runs = _loads([_small_backlog(platform, name, scale) for platform, name in lengths], (BELOW, ABOVE), scale, run)
-    rows: list[dict[str, Any]] = [
-        {
+    rows: list[dict[str, Any]] = []
+    for setting, load, label in runs.cases:
+        words = "all at once"
+        if load is not None:
+            words = f"{load:.1f} of capacity"
+        row = {
             "platform": setting.platform.name,
             "lengths": setting.lengths,
-            "load": "all at once" if load is None else f"{load:.1f} of capacity",
+            "load": words,
             "system": label,
             "throughput": runs.mean((setting, load, label), throughput),
             "ratio": runs.ratio((setting, load, HYBRID.label), (setting, load, label), throughput).mean,
         }
-        for setting, load, label in runs.cases
-    ]
+        rows.append(row)
     others = [row for row in rows if row["system"] != HYBRID.label]
     worst = min(others, key=itemgetter("ratio"))
     ours: Ours = {
         "list worst": worst["ratio"],
         "list mean": geometric_mean(row["ratio"] for row in others),
         "list below": Spread.of(
-            runs.ratio(key, (*key[:2], DEVICE.label), throughput).mean for key in runs.cases if key[1] == BELOW
+            runs.ratio((setting, load, label), (setting, load, DEVICE.label), throughput).mean
+            for setting, load, label in runs.cases
+            if load == BELOW
         ),
     }
     where = "{platform}, {lengths}, {load}, over {system}".format_map(worst)

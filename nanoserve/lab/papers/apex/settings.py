@@ -48,7 +48,9 @@ class Platform:
 
     def costs(self, processor: float | None = None) -> StepCosts:
         """Step times; with another share of the CPU's data sheet than the default one."""
-        efficiency = Efficiency() if processor is None else Efficiency(processor=processor)
+        efficiency = Efficiency()
+        if processor is not None:
+            efficiency = Efficiency(processor=processor)
         return StepCosts(load_shape(self.model), load_machine(self.machine), efficiency=efficiency)
 
     @property
@@ -75,7 +77,11 @@ class HostBacklog:
 
     def case(self, system: System, seed: int = 0) -> Case:
         """One system's. Requests that the device's memory cannot hold are left out, for all budgets alike."""
-        processor = None if system is DEVICE else self.processor
+        processor = self.processor
+        if system is DEVICE:
+            processor = None
+        elif system is NEO_KERNEL and processor is not None:
+            processor /= 2
         return Case(
             system=system,
             model=self.platform.model,
@@ -84,14 +90,16 @@ class HostBacklog:
             longest=self.platform.longest,
             requests=self.requests,
             max_num_seqs=self.requests,
-            processor=processor / 2 if processor and system is NEO_KERNEL else processor,
+            processor=processor,
             seed=seed,
         )
 
 
 def large_backlog(platform: Platform, lengths: str, scale: Scale) -> HostBacklog:
     """Where the CPUs are as slow as in the paper: 30 times what an A10 holds, or 100 times what a T4 does."""
-    requests = scale.pick(1000, 3000) if platform == A10 else scale.pick(300, 1000)
+    requests = scale.pick(300, 1000)
+    if platform == A10:
+        requests = scale.pick(1000, 3000)
     return HostBacklog(platform, lengths, requests, PAPERS_SHARE, COMPARED)
 
 

@@ -26,7 +26,7 @@ from nanoserve.lab.papers.apex.settings import (
 from nanoserve.lab.papers.cases import Runs, System, over_seeds, throughput, tuned
 from nanoserve.lab.papers.claims import Ours, claims
 from nanoserve.lab.papers.framework import Finding, Run, Scale
-from nanoserve.record.metrics import Spread
+from nanoserve.record.metrics import Distribution, Spread
 
 _WORKLOADS = ("livebench", "azure-conv", "dolphin-r1")
 _ABSOLUTE, _RELATIVE = "tokens/s", "throughput over the device alone"
@@ -40,7 +40,7 @@ def backlogs(
 ) -> Backlogs:
     """Every system in every backlog, tuned with the first seed, then run with all."""
     cases = {(one, system.label): one.case(system, scale.seeds[0]) for one in settings for system in one.systems}
-    found = zip(cases, tuned([*cases.values()], run, throughput, budgets), strict=True)
+    found = zip(cases, tuned(list(cases.values()), run, throughput, budgets), strict=True)
     return Runs(run, {key: over_seeds(case, scale.seeds) for key, case in found})
 
 
@@ -63,11 +63,11 @@ def throughput_figure(scale: Scale, run: Run) -> Finding:
     """Figure 5: (a) T4 with OSC's inputs and outputs of varied length, (b) A10 with three workloads."""
     on_t4 = [large_backlog(T4, f"osc:{output}", scale) for output in scale.pick(OUTPUTS[:3], ALL_OUTPUTS)]
     on_a10 = [large_backlog(A10, name, scale) for name in _WORKLOADS]
-    runs = _large_backlogs([*on_t4, *on_a10], scale, run)
+    runs = _large_backlogs(on_t4 + on_a10, scale, run)
     heights = {one.label: [runs.spread((place, one.label), throughput) for place in on_a10] for one in COMPARED}
     panels = [
         _over_outputs("(a) T4, LLaMA-2-7B, OSC", on_t4, runs, relative=False),
-        panel("(b) A10, LLaMA-3.1-8B", "workload", _ABSOLUTE, [*_WORKLOADS], heights, kind="bar"),
+        panel("(b) A10, LLaMA-3.1-8B", "workload", _ABSOLUTE, _WORKLOADS, heights, kind="bar"),
     ]
     chart = Chart("APEX, figure 5: throughput in a backlog", panels, columns=1)
     ours: Ours = {}
@@ -141,24 +141,28 @@ def _rows(runs: Backlogs) -> list[dict[str, object]]:
             "host_share": 100 * result.host_tokens / result.output_tokens,
             "processor": 100 * result.processor_share,
             "preemptions": result.preemptions,
-            "tpot": result.tpot_ms.mean if result.tpot_ms else None,
+            "tpot": _mean(result.tpot_ms),
             "steps": result.strategy_steps,
         }
         for (setting, label), result in results.items()
     ]
 
 
+def _mean(found: Distribution | None) -> float | None:
+    if found is None:
+        return None
+    return found.mean
+
+
 def _over_outputs(title: str, settings: Sequence[HostBacklog], runs: Backlogs, *, relative: bool) -> Panel:
     """Throughput against the mean output, or its ratio to that of the device alone."""
-    heights = {
-        system.label: [
-            _over(system, DEVICE, one, runs) if relative else runs.spread((one, system.label), throughput)
-            for one in settings
-        ]
-        for system in COMPARED
-    }
     outputs = [float(one.lengths.partition(":")[2]) for one in settings]
-    return panel(title, "mean output, tokens", _RELATIVE if relative else _ABSOLUTE, outputs, heights)
+    x = "mean output, tokens"
+    if relative:
+        ratios = {system.label: [_over(system, DEVICE, one, runs) for one in settings] for system in COMPARED}
+        return panel(title, x, _RELATIVE, outputs, ratios)
+    heights = {system.label: [runs.spread((one, system.label), throughput) for one in settings] for system in COMPARED}
+    return panel(title, x, _ABSOLUTE, outputs, heights)
 
 
 _SHARES = (0.05, PAPERS_SHARE, 0.2, 0.6)
@@ -182,7 +186,7 @@ PROCESSOR_COLUMNS = columns(
 def processors(scale: Scale, run: Run) -> Finding:
     """No figure of the paper: throughput by the share of the CPUs' data sheet that attention reaches."""
     settings = [
-        replace(large_backlog(platform, lengths, scale), processor=share, systems=(DEVICE, *_OVER_SHARES))
+        replace(large_backlog(platform, lengths, scale), processor=share, systems=(DEVICE,) + _OVER_SHARES)
         for platform, lengths in _PLACES
         for share in _SHARES
     ]
@@ -208,7 +212,9 @@ def _with_slow_cpus(settings: Sequence[HostBacklog], runs: Backlogs) -> Ours:
     ours: Ours = {}
     for platform, _ in _PLACES:
         for above, below in _WITH_SLOW_CPUS:
-            share, other = (PAPERS_SHARE / 2, NEO) if below is NEO_KERNEL else (PAPERS_SHARE, below)
-            keys = (places[platform, PAPERS_SHARE], above.label), (places[platform, share], other.label)
-            ours[f"cpu {platform.name}: {above.label} over {below.label}"] = runs.ratio(*keys, throughput)
+            share, other = PAPERS_SHARE, below
+            if below is NEO_KERNEL:
+                share, other = PAPERS_SHARE / 2, NEO
+            mine, theirs = (places[platform, PAPERS_SHARE], above.label), (places[platform, share], other.label)
+            ours[f"cpu {platform.name}: {above.label} over {below.label}"] = runs.ratio(mine, theirs, throughput)
     return ours

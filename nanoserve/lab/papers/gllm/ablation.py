@@ -35,21 +35,21 @@ PARAMETER_COLUMNS = [*columns(("", "load"), ("<", "system")), *metric_columns(st
 def ablation(scale: Scale, run: Run) -> Finding:
     """Figure 15: each part acts in a load of its own, so there are two."""
     low = [GLLM, WITHOUT_WT, WITHOUT_UT, WITH_CK, VLLM]
-    deep = [GLLM, WITHOUT_UT, WITH_CK, WITH_CK_AND_RESERVE, VLLM, *scale.pick([], [WITHOUT_WT])]
+    deep = [GLLM, WITHOUT_UT, WITH_CK, WITH_CK_AND_RESERVE, VLLM]
+    if scale.full:
+        deep.append(WITHOUT_WT)
     seconds, shorter = scale.pick((150.0, 60.0), (600.0, 300.0))
     jobs = {(_LOW, one.label): at_rate(one, _BELOW, seconds, scale.seeds) for one in low}
     for load, rate in _HIGHER.items():
         jobs |= {(load, one.label): at_rate(one, rate, shorter, scale.seeds) for one in (GLLM, WITHOUT_WT)}
     jobs |= {(_DEEP, one.label): deep_backlog(scale, one) for one in deep}
     runs = Runs(run, jobs)
-    compared = [
-        *((_LOW, WITHOUT_WT, GLLM, metric) for metric in METRICS),
-        *((load, WITHOUT_WT, GLLM, "TTFT") for load in _HIGHER),
-        *((_LOW, WITHOUT_UT, GLLM, metric) for metric in ("TPOT", "throughput")),
-        *((_DEEP, WITHOUT_UT, GLLM, metric) for metric in METRICS),
-        *((_DEEP, WITH_CK, VLLM, metric) for metric in ("throughput", "E2EL")),
-        (_DEEP, WITH_CK_AND_RESERVE, WITH_CK, "throughput"),
-    ]
+    compared = [(_LOW, WITHOUT_WT, GLLM, metric) for metric in METRICS]
+    compared += [(load, WITHOUT_WT, GLLM, "TTFT") for load in _HIGHER]
+    compared += [(_LOW, WITHOUT_UT, GLLM, metric) for metric in ("TPOT", "throughput")]
+    compared += [(_DEEP, WITHOUT_UT, GLLM, metric) for metric in METRICS]
+    compared += [(_DEEP, WITH_CK, VLLM, metric) for metric in ("throughput", "E2EL")]
+    compared.append((_DEEP, WITH_CK_AND_RESERVE, WITH_CK, "throughput"))
     ours = {
         f"15 {load}: {metric} of {above.label}": runs.ratio((load, above.label), (load, below.label), METRICS[metric])
         for load, above, below, metric in compared
@@ -144,5 +144,7 @@ def _set(cases: Sequence[Case], name: str, value: float) -> list[Case]:
     if (name, value) == ("T", 1):  # all waiting tokens at once is what WT prevents
         return [replace(case, system=WITHOUT_WT) for case in cases]
     parameter = _PARAMETERS[name]
-    changed = {} if value == POLICIES["throttling"].defaults[parameter] else {parameter: value}
+    changed: dict[str, float] = {}
+    if value != POLICIES["throttling"].defaults[parameter]:
+        changed[parameter] = value
     return [replace(case, system=case.system.with_(case.system.label, **changed)) for case in cases]

@@ -186,7 +186,7 @@ def caps(scale: Scale, run: Run) -> Finding:
     ours = {f"cap {cap}": runs.ratio((GLLM.label, cap), (WITH_CK.label, cap), throughput) for cap in _CAPS}
     ours["cap unlike"] = runs.ratio((GLLM.label, 4096), (VLLM.label, 256), throughput)
     heights = {one.label: [runs.mean((one.label, cap), throughput) for cap in _CAPS] for one in systems}
-    bars = panel("deep backlog", "sequences running at most", "tokens/s", [*map(str, _CAPS)], heights, kind="bar")
+    bars = panel("deep backlog", "sequences running at most", "tokens/s", list(map(str, _CAPS)), heights, kind="bar")
     return Finding(
         claims("gllm", ours),
         Chart("The cap on running sequences", [bars]),

@@ -17,7 +17,7 @@ _REQUESTS_PER_DEVICE = 1000
 """More devices hold more running answers, and it takes more requests until these fill the memory."""
 _SYSTEMS = (VLLM, SGLANG, GLLM)
 _OF_FOUR = [(machine, system, 4) for system in (SGLANG, VLLM) for machine in _PLACES]
-_CLAIMED = [(L20, GLLM, 2), (L20, GLLM, 4), (A100, GLLM, 2), (A100, GLLM, 4), *_OF_FOUR]
+_CLAIMED = [(L20, GLLM, 2), (L20, GLLM, 4), (A100, GLLM, 2), (A100, GLLM, 4)] + _OF_FOUR
 """Machine, system, and how many devices are compared with one."""
 
 
@@ -73,7 +73,7 @@ def scaling(scale: Scale, run: Run) -> Finding:
         heights = {label: [0.0] * len(counts) for _, _, label, _ in here}
         for key in here:
             heights[key[2]][counts.index(key[3])] = runs.mean(key, throughput)
-        title, names = f"{model}, {_PLACES[machine]}", [*map(str, counts)]
+        title, names = f"{model}, {_PLACES[machine]}", list(map(str, counts))
         panels.append(panel(title, "devices", "throughput, tokens/s", names, heights, kind="bar"))
     return Finding(
         claims("gllm", over_one),
@@ -86,7 +86,9 @@ def _counts(model: str, system: System, scale: Scale) -> Sequence[int]:
     """Numbers of devices; 32B fits on two at least."""
     if model == QWEN_32B:
         return (2, 4)
-    return (1, 2, 4) if system is GLLM or scale.full else (1, 4)
+    if system is GLLM or scale.full:
+        return (1, 2, 4)
+    return (1, 4)
 
 
 def _tuned(cases: Mapping[_Key, Case], scale: Scale, run: Run) -> dict[_Key, Case]:

@@ -57,7 +57,10 @@ class RateSweep(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        return f"{self.model}, {'ShareGPT' if self.lengths == SHAREGPT else 'Azure'}"
+        trace = "Azure"
+        if self.lengths == SHAREGPT:
+            trace = "ShareGPT"
+        return f"{self.model}, {trace}"
 
     def cases(self, system: System, scale: Scale) -> dict[float, list[Case]]:
         """Cases by rate, one for each seed: requests arrive for equally long at all rates."""
@@ -224,7 +227,7 @@ def _passes(points: Points, limit: float, start: float) -> float:
     """
     falls, before = start > limit, (0.0, start)
     for rate, value in points:
-        if value < limit if falls else value > limit:
+        if (falls and value < limit) or (not falls and value > limit):
             return before[0] + (rate - before[0]) * (limit - before[1]) / (value - before[1])
         before = (rate, value)
     return before[0]
@@ -232,7 +235,7 @@ def _passes(points: Points, limit: float, start: float) -> float:
 
 def _slope(points: Points) -> float:
     """Slope of a straight line through the points, by least squares."""
-    return linear_regression(*zip(*points, strict=True)).slope
+    return linear_regression([rate for rate, _ in points], [value for _, value in points]).slope
 
 
 _GOAL = 80.0  # per cent of the requests
@@ -251,7 +254,8 @@ def slo_attainment(scale: Scale, run: Run) -> Finding:
     limits = lone_request_limits(runs.cases[lowest[GLLM.label]][0])
 
     def over_vllm(number: Callable[[Points], float]) -> Spread:
-        return _over(*(_by_seed(sweep, one, runs, attainment, number) for one in (GLLM, VLLM)))
+        ours = _by_seed(sweep, GLLM, runs, attainment, number)
+        return _over(ours, _by_seed(sweep, VLLM, runs, attainment, number))
 
     least = [runs.mean(lowest[system.label], attainment) for system in (GLLM, VLLM)]
     ours: Ours = {

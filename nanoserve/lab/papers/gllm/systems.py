@@ -70,4 +70,4 @@ FORMS = {"TTFT": ",.2f", "TPOT": ",.0f", "E2EL": ",.1f"}
 def metric_columns(name: Callable[[str], str]) -> list[Column]:
     """Columns of the four metrics, ``name`` turning a metric into the field of a row."""
     latencies = [Column(f"{metric} {UNITS[metric]}", name(metric), form) for metric, form in FORMS.items()]
-    return [*latencies, Column("tok/s", name("throughput"), ",.0f")]
+    return latencies + [Column("tok/s", name("throughput"), ",.0f")]

@@ -96,7 +96,7 @@ def layouts(scale: Scale, run: Run) -> Finding:
             label: [getattr(pair[number], part) / longest for pair in found.values()]
             for part, label in reversed(_PARTS.items())
         }
-        panels.append(panel(title, "layout", "normalized time", [*found], heights, kind="stack"))
+        panels.append(panel(title, "layout", "normalized time", list(found), heights, kind="stack"))
     pipeline, tensor = found["TP1PP8"], found["TP8PP1"]
     ours = {"1 prefill": tensor[0].total / pipeline[0].total, "1 decode": pipeline[1].total / tensor[1].total}
     chart = Chart("Seesaw, figure 1: LLaMA2-13B, 16 sequences on 8 L4", panels)
@@ -139,7 +139,7 @@ def disaggregation(scale: Scale, run: Run) -> Finding:
     rows: list[dict[str, Any]] = []
     ours: Ours = {}
     for machine in (PCIE, NVLINK):
-        rates = {name: _best_rate(machine, *what) for name, what in measured.items()}
+        rates = {name: _best_rate(machine, devices, rate) for name, (devices, rate) in measured.items()}
         rows.append({"machine": machine, **rates})
         ours[f"4 prompts {machine}"] = rates["prefill_4"] / rates["decode_4"]
         ours[f"4 answers {machine}"] = 100 * rates["decode_4"] / rates["decode_8"]

@@ -70,7 +70,8 @@ def _share(one: Outcome) -> float:
 
 def _schedule(title: str, one: Outcome) -> Panel:
     """Sequences of each step over time, as the figure draws them."""
-    times, _, answers, *_ = zip(*one.result.tokens_series, strict=True)
+    times = [time for time, _, _, _ in one.result.tokens_series]
+    answers = [decodes for _, _, decodes, _ in one.result.tokens_series]
     return panel(f"{title}: {seconds(one):,.0f} s", "time (s)", "answers of a step", times, {"": answers}, styles="-")
 
 
@@ -87,8 +88,10 @@ def tiers(scale: Scale, run: Run) -> Finding:
         ChartCurve(f"{tier} KV", [time for time, _ in series], [share for _, share in series], style="-")
         for tier, series in result.occupancies.items()
     ]
-    phases = [(time, float(layout)) for begin, end, layout in outcome.phases for time in (begin, end)]
-    times, layouts = zip(*phases, strict=True)
+    times, layouts = [], []
+    for begin, end, layout in outcome.phases:
+        times += [begin, end]
+        layouts += [float(layout)] * 2
     curves.append(ChartCurve("0: prefill, 1: decode", times, layouts, style="k:"))
     title = f"{case.model} on {case.layouts[0].devices} of {case.machine}, {case.requests} of {case.lengths}"
     both = Panel(title=title, x="time (s)", y="share of blocks in use", curves=curves)

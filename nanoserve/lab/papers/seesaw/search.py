@@ -90,7 +90,9 @@ class BestBudget(msgspec.Struct, frozen=True, kw_only=True):
 def ranked(cases: Sequence[Case]) -> list[Case]:
     """The cases of one setting with every budget, the fastest first."""
     every = [with_budget(case, budget) for case in cases for budget in TOKEN_BUDGETS]
-    return sorted(every, key=Estimate(every[0]).seconds) if every else []
+    if not every:
+        return []
+    return sorted(every, key=Estimate(every[0]).seconds)
 
 
 def _few_budgets(cases: Sequence[Case]) -> Iterator[Case]:
@@ -116,7 +118,8 @@ class Estimate:
 
     def seconds(self, case: Case) -> float:
         """Estimated time until the slowest replica is done."""
-        (first, *others), budget = case.layouts, case.system.token_budget
+        first, *others = case.layouts
+        budget = case.system.token_budget
         costs, replicas = self._setting.costs(first), first.data_parallel
         shares = [self._shapes[number::replicas] for number in range(replicas)]
         if not others:

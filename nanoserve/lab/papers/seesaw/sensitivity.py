@@ -21,7 +21,9 @@ from nanoserve.layout import ParallelLayout
 def _with_layouts(case: Case, name: str) -> Case:
     """The case with a layout, or with a pair such as P8->T8 between which Seesaw changes."""
     layouts = tuple(map(ParallelLayout.parse, name.split("->")))
-    return replace(case, layouts=layouts, system=RESHARDING if len(layouts) == 2 else case.system)
+    if len(layouts) == 2:
+        case = replace(case, system=RESHARDING)
+    return replace(case, layouts=layouts)
 
 
 _WHOLE_BUDGET = 4096
@@ -99,10 +101,12 @@ def output_length(scale: Scale, run: Run) -> Finding:
     winners = [max(_STATIC, key=one.__getitem__) for one in rates]
     gains = [one[_PAIR] / one[winner] for one, winner in zip(rates, winners, strict=True)]
     top = max(max(one.values()) for one in rates)
-    order = [list(_STATIC).index(winner) for winner in winners]
+    order, changes = [list(_STATIC).index(winner) for winner in winners], 0
+    if order == sorted(order):
+        changes = len(set(order)) - 1
     ours = {
         "13 smallest": min(gains),
-        "13 order": len(set(order)) - 1 if order == sorted(order) else 0,
+        "13 order": changes,
         "13 one token": rates[0]["pp8"] / rates[0]["tp4pp2"],
     }
     curves = panel(

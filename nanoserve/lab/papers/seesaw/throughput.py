@@ -61,7 +61,8 @@ def on_a10_and_l4(scale: Scale, run: Run) -> Finding:
 
     def over_settings(settings: Sequence[Case], which: Callable[[Iterable[float]], float]) -> list[float]:
         """For each seed one number of the gains in all settings: the smallest, the largest or their mean."""
-        return [which(several) for several in zip(*(gains(found, one) for one in settings), strict=True)]
+        of_settings = [gains(found, one) for one in settings]
+        return [which(several) for several in zip(*of_settings, strict=True)]
 
     on_a10, on_l4 = (over_settings(settings, geometric_mean) for settings in places.values())
     ours = {
@@ -86,8 +87,8 @@ def _bars(title: str, found: BestOfBoth, settings: Sequence[Case]) -> Panel:
     """Normalized to the static configuration, as in the paper; the configurations stand below."""
     names = []
     for one in settings:
-        layouts = (found.cases[one, kind][0].layout_name for kind in (STATIC_KIND, RESHARDING_KIND))
-        names.append("\n".join((one.model.rpartition("-")[2], *layouts)))
+        static, pair = (found.cases[one, kind][0].layout_name for kind in (STATIC_KIND, RESHARDING_KIND))
+        names.append(f"{one.model.rpartition('-')[2]}\n{static}\n{pair}")
     heights: dict[str, Sequence[float] | Sequence[Spread]] = {
         "best static": [1.0] * len(settings),
         "seesaw": [Spread.of(gains(found, one)) for one in settings],
